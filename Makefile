@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both install into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The CPU build of torch is enough here; a looser range would fetch gigabytes of CUDA libraries.
+TORCH ?= torch==2.13.0
+DEMO := demo_out
+
+.PHONY: demo test lint types imports schemas docs clean
+
+$(VENV)/run.stamp: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train]'
+	touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,dev]'
+	touch $@
+
+demo: $(VENV)/run.stamp
+	rm -rf $(DEMO)
+	$(BIN)/treepack build-trie sample_data/chat.jsonl --tokenizer sample_data/tokenizer --expand turns --out $(DEMO)/trie
+	$(BIN)/treepack pack $(DEMO)/trie --capacity 4096 --out $(DEMO)/packed
+	$(BIN)/treepack stats $(DEMO)/packed --check
+	$(BIN)/treepack train $(DEMO)/packed --model sample_data/tiny-qwen3.json --steps 20 --lr 3e-3 --out $(DEMO)/model
+
+test: lint types imports
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev.stamp
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+
+imports: $(VENV)/dev.stamp
+	$(BIN)/lint-imports
+
+schemas: $(VENV)/dev.stamp
+	$(BIN)/python -m treepack.schema schemas
+
+docs: $(VENV)/dev.stamp
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,156 @@
+"""The value that every reader yields and every later stage consumes: one rollout.
+
+    reader --Trajectory(content=Chat | Text | Tokens)--> tokenization --Trajectory(content=Tokens)--> trie
+
+A reader fills in what the file says and nothing else; `Tokens` is checked here, once, at the edge, so that the
+stages behind may trust it. What cannot be used is not an exception but a `Skipped`, so that it can be counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.errors import TreepackError
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Bool = NDArray[np.bool_]
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A tokenised rollout. Trained tokens are spans `[starts[i], ends[i])`, ascending and disjoint.
+
+    Position 0 is never trained, because no token predicts it. The per-token attributes have one entry per trained
+    token, in order, or are None.
+    """
+
+    tokens: Int32
+    starts: Int32
+    ends: Int32
+    span_weights: Float64
+    advantages: Float64 | None = None
+    sampling_logprobs: Float32 | None = None
+    old_logprobs: Float32 | None = None
+    ref_logprobs: Float32 | None = None
+
+    @property
+    def num_trained(self) -> int:
+        return int((self.ends - self.starts).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation in OpenAI's message form, normalised by the reader.
+
+    `content` is a string, `tool_calls` have the nested `function` form, `reasoning_content` holds reasoning.
+    `message_weights[i]` is the loss weight of message i: 0 where it is not trained, and 0 for every role but assistant.
+    """
+
+    messages: list[dict[str, Any]]
+    message_weights: list[float]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A plain prompt and the completion that is trained; the end-of-sequence token is appended to it."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One rollout and what is known of it.
+
+    `source` is where it was read, `file:line` or `file`. `group_id` None means that the file names no group; the
+    group is then derived from the prompt. `notes` are remarks to be counted and shown (`left padding removed`).
+    """
+
+    trajectory_id: str
+    source: str
+    content: Tokens | Chat | Text
+    group_id: str | None = None
+    step: int | None = None
+    weight: float = 1.0
+    reward: float | None = None
+    advantage: float | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Input that cannot be trained on and why; counted and reported, never silent."""
+
+    source: str
+    reason: str
+
+
+def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:
+    """Starts, ends and weights of the maximal runs of equal non-zero weight in `weights` [num_tokens]."""
+    if len(weights) == 0:
+        empty = np.zeros(0, np.int32)
+        return empty, empty, np.zeros(0, np.float64)
+    starts = np.flatnonzero(np.diff(weights, prepend=np.nan) != 0)
+    ends = np.append(starts[1:], len(weights))
+    kept = weights[starts] != 0
+    return (
+        starts[kept].astype(np.int32),
+        ends[kept].astype(np.int32),
+        np.ascontiguousarray(weights[starts[kept]], np.float64),
+    )
+
+
+def trained_positions(content: Tokens) -> Int64:
+    """Positions of the trained tokens, ascending, int64 [num_trained]."""
+    pieces = [np.arange(a, b) for a, b in zip(content.starts.tolist(), content.ends.tolist(), strict=True)]
+    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+
+
+def check_scalars(trajectory: Trajectory) -> Trajectory:
+    """Return `trajectory` if its reward, advantage and weight are finite and its weight is not negative.
+
+    Raises:
+        TreepackError: naming the source and the value.
+    """
+    for name in ("reward", "advantage", "weight"):
+        value = getattr(trajectory, name)
+        if value is not None and not math.isfinite(value):
+            raise TreepackError(f"{trajectory.source}: {name} is {value}; expected a finite number")
+    if trajectory.weight < 0:
+        raise TreepackError(f"{trajectory.source}: weight is {trajectory.weight}; expected a number >= 0")
+    return trajectory
+
+
+def as_token_ids(values: Sequence[int] | NDArray[Any], *, source: str, name: str) -> Int32:
+    """`values` as int32 [num_tokens], refused by `source` and `name` if any is not an integer in [0, 2**31)."""
+    try:
+        ids = np.asarray(values)
+    except (ValueError, OverflowError):
+        ids = np.zeros(0, np.object_)
+    if ids.size == 0 and len(values) == 0:
+        return np.zeros(0, np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TreepackError(f"{source}: {name} is not a flat list of integers; expected token ids")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high > MAX_TOKEN_ID:
+        bad = low if low < 0 else high
+        raise TreepackError(f"{source}: {name} holds the id {bad}; expected token ids in [0, {MAX_TOKEN_ID}]")
+    return ids.astype(np.int32)
+
+
+def with_content(trajectory: Trajectory, content: Tokens, *notes: str) -> Trajectory:
+    """`trajectory` with tokenised content and further notes."""
+    return replace(trajectory, content=content, notes=trajectory.notes + notes)
