@@ -50,8 +50,12 @@ TRAJECTORIES = pa.schema(
         _field("reward", pa.float64(), "reward of the whole trajectory", nullable=True),
         _field("advantage", pa.float64(), "advantage of the whole trajectory", nullable=True),
         _field("advantages", pa.list_(pa.float64()), "advantage per trained token", nullable=True),
-        _field("sampling_logprobs", pa.list_(pa.float32()), "sampler's log-probability per trained token", nullable=True),
-        _field("old_logprobs", pa.list_(pa.float32()), "trainer's old log-probability per trained token", nullable=True),
+        _field(
+            "sampling_logprobs", pa.list_(pa.float32()), "sampler's log-probability per trained token", nullable=True
+        ),
+        _field(
+            "old_logprobs", pa.list_(pa.float32()), "trainer's old log-probability per trained token", nullable=True
+        ),
         _field("ref_logprobs", pa.list_(pa.float32()), "reference log-probability per trained token", nullable=True),
         _field("metadata", pa.string(), "JSON object of further fields"),
         _field("source", pa.string(), "file and line it was read from"),
@@ -68,9 +72,15 @@ ROWS = pa.schema(
         _field("input_ids", pa.list_(pa.int32()), "token ids, depth-first"),
         _field("position_ids", pa.list_(pa.int32()), "tokens before it on its own path"),
         _field("parent", pa.list_(pa.int32()), "row index of the token before it on its path, -1 at a root"),
-        _field("subtree_end", pa.list_(pa.int32()), "one past the last token of its subtree: q sees k if k <= q < subtree_end[k]"),
+        _field(
+            "subtree_end",
+            pa.list_(pa.int32()),
+            "one past the last token of its subtree: q sees k if k <= q < subtree_end[k]",
+        ),
         _field("scale", pa.list_(pa.int32()), "trajectories of this row that pass through the token"),
-        _field("loss_weight", pa.list_(pa.float64()), "sum over those trajectories of their own loss weight at the token"),
+        _field(
+            "loss_weight", pa.list_(pa.float64()), "sum over those trajectories of their own loss weight at the token"
+        ),
         _field("trajectory_ids", pa.list_(pa.string()), "trajectories of this row, by where they end"),
         _field("trajectory_ends", pa.list_(pa.int32()), "row index of the last token of each trajectory"),
     ]

@@ -1,0 +1,70 @@
+"""Slow, obvious twins of the data half, written from the definitions and sharing no code with it.
+
+    dict_trie     one Python dict per token
+    visible       which tokens a token may see, by chasing parents
+    union_tokens  tokens of the union of some root-to-end paths, as a set of prefixes
+    best_plan     the least total of rows, by trying every assignment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Path = Sequence[int]
+
+
+def dict_trie(sequences: Sequence[Path]) -> dict[int, dict]:  # type: ignore[type-arg]
+    """Nested dictionaries token -> children."""
+    root: dict[int, dict] = {}  # type: ignore[type-arg]
+    for sequence in sequences:
+        node = root
+        for token in sequence:
+            node = node.setdefault(token, {})
+    return root
+
+
+def count_tokens(trie: dict[int, dict]) -> int:  # type: ignore[type-arg]
+    """Tokens of a `dict_trie`, without recursion."""
+    total, open_nodes = 0, [trie]
+    while open_nodes:
+        children = open_nodes.pop()
+        total += len(children)
+        open_nodes.extend(children.values())
+    return total
+
+
+def visible(parent: Sequence[int], q: int) -> set[int]:
+    """Row indices that token q may see: itself and its ancestors."""
+    seen = set()
+    while q >= 0:
+        seen.add(q)
+        q = parent[q]
+    return seen
+
+
+def path_of(parent: Sequence[int], end: int) -> list[int]:
+    """Row indices from the root to `end`."""
+    return sorted(visible(parent, end))
+
+
+def union_tokens(sequences: Sequence[Path]) -> int:
+    """Distinct non-empty prefixes: the tokens of one row that holds all of `sequences`."""
+    return len({tuple(sequence[:n]) for sequence in sequences for n in range(1, len(sequence) + 1)})
+
+
+def best_plan(sequences: Sequence[Path], capacity: int) -> tuple[int, int]:
+    """Least (total tokens, rows) over all partitions into rows of at most `capacity` tokens; at most 8 sequences."""
+    best = (10**18, 10**18)
+
+    def place(i: int, rows: list[list[Path]]) -> None:
+        nonlocal best
+        if i == len(sequences):
+            best = min(best, (sum(map(union_tokens, rows)), len(rows)))
+            return
+        for k in range(len(rows) + 1):
+            grown = [*rows[:k], [*(rows[k] if k < len(rows) else []), sequences[i]], *rows[k + 1 :]]
+            if union_tokens(grown[k]) <= capacity:
+                place(i + 1, grown)
+
+    place(0, [])
+    return best
