@@ -1,0 +1,322 @@
+"""A plan becomes rows: every per-token column of the packed format, and the loss weights.
+
+    Trie, Plan --pack_rows--> Row, Row, ...
+
+A row lists its nodes depth-first. Then every column but the loss weights is a formula over the row's nodes, spread
+over their tokens; the loss weights are added up trajectory by trajectory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from treepack.columns import SpanView, list_values
+from treepack.errors import TreepackError
+from treepack.plan import Plan
+from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory, trained_positions
+from treepack.trie import Trie, build_trie, trajectories_of
+
+SEMANTICS = ("branch", "once")
+NORMALIZE = ("token", "trajectory", "group")
+TOO_LONG = ("error", "drop", "truncate")
+LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """(trajectory, trained token) pairs of a row; one entry per pair in every array, or None where nothing is known.
+
+    NaN stands for the missing values of single trajectories.
+    """
+
+    token: Int32
+    trajectory: Int32
+    weight: Float64
+    advantage: Float64 | None
+    sampling_logprob: Float32 | None
+    old_logprob: Float32 | None
+    ref_logprob: Float32 | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training row; the fields are the columns of `schema.ROWS`, per-token ones of length `num_tokens`."""
+
+    row_id: int
+    step: int | None
+    input_ids: Int32
+    position_ids: Int32
+    parent: Int32
+    subtree_end: Int32
+    scale: Int32
+    loss_weight: Float64
+    trajectory_ids: list[str]
+    trajectory_ends: Int32
+    terms: Terms | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self.position_ids.sum(dtype=np.int64)) + self.num_tokens
+
+    @property
+    def total_weight(self) -> float:
+        return float(self.loss_weight.sum())
+
+
+def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Counter[str]]:
+    """Drop or truncate trajectories longer than `capacity`; what happened is counted.
+
+    Truncation keeps the first `capacity` tokens; a trajectory that has no trained token left is dropped.
+
+    Raises:
+        TreepackError: nothing is left.
+    """
+    counts: Counter[str] = Counter()
+    if too_long == "error" or not (trie.lengths > capacity).any():
+        return trie, counts
+    kept = []
+    for trajectory, length in zip(trajectories_of(trie), trie.lengths.tolist(), strict=True):
+        shorter = trajectory if length <= capacity else _truncated(trajectory, capacity)
+        if length <= capacity:
+            kept.append(trajectory)
+        elif too_long == "drop":
+            counts["dropped: longer than the capacity"] += 1
+        elif shorter is None:
+            counts["dropped: no trained token within the capacity"] += 1
+        else:
+            kept.append(shorter)
+            counts["truncated to the capacity"] += 1
+            counts["tokens cut off"] += length - capacity
+    if not kept:
+        raise TreepackError(f"no trajectory fits the capacity of {capacity}; raise --capacity")
+    return build_trie(kept, share=trie.share), counts
+
+
+def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:
+    content = trajectory.content
+    assert isinstance(content, Tokens)
+    kept = content.starts < capacity
+    if not kept.any():
+        return None
+    num_trained = int((trained_positions(content) < capacity).sum())
+    per_token = {name: getattr(content, name) for name in ("advantages", *LOGPROBS)}
+    cut = {name: None if values is None else values[:num_trained] for name, values in per_token.items()}
+    shorter = Tokens(
+        content.tokens[:capacity],
+        content.starts[kept],
+        np.minimum(content.ends[kept], capacity).astype(np.int32),
+        content.span_weights[kept],
+        **cut,
+    )
+    return replace(trajectory, content=shorter)
+
+
+def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
+    """Factor of all loss weights of each trajectory, float64 [num_trajectories].
+
+    With w the trajectory's own weight and s the sum of its span weights over its trained tokens:
+
+        token        w                            every trained token counts alike
+        trajectory   w / s                        every trajectory counts alike
+        group        w / (sum of w s in group)    every (step, group) counts alike
+    """
+    spans = SpanView.of(trie.trajectories)
+    sums = spans.total(spans.weights * spans.sizes)
+    weight = trie.trajectories["weight"].to_numpy()
+    if normalize == "token":
+        return np.asarray(weight)
+    if normalize == "trajectory":
+        return _ratio(weight, sums)
+    keys = list(zip(trie.step_rank.tolist(), trie.trajectories["group_id"].to_pylist(), strict=True))
+    index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    group = np.array([index[key] for key in keys])
+    return _ratio(weight, np.bincount(group, weights=weight * sums)[group])
+
+
+def _ratio(a: Float64, b: Float64) -> Float64:
+    return np.divide(a, b, out=np.zeros_like(a), where=b > 0)
+
+
+def times_trained(trie: Trie) -> Int32:
+    """How many trajectories of the whole trie train each of its tokens, int32 [N_tree]."""
+    counts = np.zeros(trie.tokens_tree, np.int32)
+    spans = SpanView.of(trie.trajectories)
+    path = np.zeros(int(trie.path_length.max(initial=0)), np.int64)
+    starts, depth = trie.node_start.tolist(), trie.depth.tolist()
+    node = -1
+    for i, end in enumerate(trie.end_node.tolist()):
+        while node < end:
+            node += 1
+            size = starts[node + 1] - starts[node]
+            path[depth[node] : depth[node] + size] = np.arange(starts[node], starts[node] + size)
+        counts[path[_positions(*spans[i][:2])]] += 1
+    return counts
+
+
+def _positions(starts: Int32, ends: Int32) -> Int64:
+    if len(starts) == 1:
+        return np.arange(starts[0], ends[0], dtype=np.int64)
+    sizes = ends - starts
+    return np.repeat(starts - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes) + np.arange(sizes.sum())
+
+
+def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: str = "token") -> Iterator[Row]:
+    """Yield the rows of `plan` in order.
+
+    `semantics` "branch" lets every trajectory that trains a token count there; "once" divides each one's weight by
+    the number of trajectories of the whole trie that train it, so a shared token counts once. `normalize` is
+    described at `trajectory_factors`. The loss of a set of rows is their weighted sum over their total weight.
+
+    Raises:
+        TreepackError: an unknown option.
+    """
+    for name, value, known in (("semantics", semantics, SEMANTICS), ("normalize", normalize, NORMALIZE)):
+        if value not in known:
+            raise TreepackError(f"{name} is {value!r}; expected one of {', '.join(known)}")
+    layout = _Layout(trie)
+    weights = _Weights(trie, normalize=normalize, semantics=semantics)
+    steps = trie.trajectories["step"].to_pylist()
+    ids = trie.trajectories["trajectory_id"].to_pylist()
+    for row_id, members in enumerate(plan.members()):
+        columns, source, path_nodes = layout.columns(members)
+        loss_weight, terms = weights.of(members, columns, source, path_nodes)
+        yield Row(
+            row_id=row_id,
+            step=steps[members[0]],
+            loss_weight=loss_weight,
+            terms=terms,
+            trajectory_ids=[ids[i] for i in members.tolist()],
+            **columns,
+        )
+
+
+class _Layout:
+    """The columns that follow from the nodes of a row."""
+
+    def __init__(self, trie: Trie) -> None:
+        self.trie = trie
+        self.parents = trie.parent.tolist()
+        self.lengths = trie.node_length
+
+    def nodes(self, members: Int64) -> Int64:
+        """Nodes on the paths of `members`, depth-first."""
+        found: set[int] = set()
+        for node in self.trie.end_node[members].tolist():
+            while node >= 0 and node not in found:
+                found.add(node)
+                node = self.parents[node]
+        return np.array(sorted(found), np.int64)
+
+    def columns(self, members: Int64) -> tuple[dict[str, Int32], Int64, Int64]:
+        """The columns, the position in `trie.tokens` of every row token, and the row's nodes."""
+        trie, nodes = self.trie, self.nodes(members)
+        sizes = self.lengths[nodes]
+        begin = np.concatenate([[0], np.cumsum(sizes)])
+        index = np.arange(begin[-1])
+        source = np.repeat(trie.node_start[nodes] - begin[:-1], sizes) + index
+        end = np.searchsorted(nodes, trie.node_end[nodes])
+        up = trie.parent[nodes]
+        up_at = np.searchsorted(nodes, up)
+        parent = index - 1
+        parent[begin[:-1]] = np.where(up < 0, -1, begin[1:][np.maximum(up_at, 0)] - 1)
+        ends_at = np.searchsorted(nodes, trie.end_node[members])
+        passing = np.concatenate([[0], np.cumsum(np.bincount(ends_at, minlength=len(nodes)))])
+        columns = {
+            "input_ids": trie.tokens[source],
+            "position_ids": np.repeat(trie.depth[nodes] - begin[:-1], sizes) + index,
+            "parent": parent,
+            "subtree_end": np.repeat(begin[end], sizes),
+            "scale": np.repeat(passing[end] - passing[:-1], sizes),
+            "trajectory_ends": begin[ends_at + 1] - 1,
+        }
+        return {name: values.astype(np.int32) for name, values in columns.items()}, source, nodes
+
+
+class _Weights:
+    """Loss weights and terms of rows."""
+
+    def __init__(self, trie: Trie, *, normalize: str, semantics: str) -> None:
+        self.trie = trie
+        self.spans = SpanView.of(trie.trajectories)
+        self.factors = trajectory_factors(trie, normalize=normalize)
+        self.counts = times_trained(trie) if semantics == "once" else None
+        self.values = {name: _known(trie, name) for name in ("advantages", *LOGPROBS)}
+        has_reward = trie.trajectories["reward"].null_count < trie.num_trajectories
+        self.has_terms = has_reward or any(values is not None for values in self.values.values())
+
+    def of(
+        self, members: Int64, columns: dict[str, Int32], source: Int64, nodes: Int64
+    ) -> tuple[Float64, Terms | None]:
+        """`loss_weight` float64 [num_tokens] and the terms of the trajectories `members`."""
+        loss_weight = np.zeros(len(source), np.float64)
+        tokens: list[Int64] = []
+        weights: list[Float64] = []
+        for i, index, weight in self._pairs(members, columns, nodes):
+            if self.counts is not None:
+                weight = weight / self.counts[source[index]]
+            weight = weight * self.factors[i]
+            loss_weight[index] += weight
+            if self.has_terms:
+                tokens.append(index)
+                weights.append(weight)
+        return loss_weight, self._terms(members, tokens, weights) if self.has_terms else None
+
+    def _pairs(self, members: Int64, columns: dict[str, Int32], nodes: Int64) -> Iterator[tuple[int, Int64, Float64]]:
+        """Each trajectory with the row indices and span weights of its trained tokens.
+
+        `path[d]` is the row index of the token at depth d of the current depth-first path; when a trajectory ends,
+        its own path is what lies there.
+        """
+        trie = self.trie
+        path = np.zeros(int(columns["position_ids"].max(initial=0)) + 1, np.int64)
+        sizes, depths = trie.node_length[nodes].tolist(), trie.depth[nodes].tolist()
+        at, begin = -1, 0
+        for i, stop in zip(members.tolist(), np.searchsorted(nodes, trie.end_node[members]).tolist(), strict=True):
+            while at < stop:
+                at += 1
+                path[depths[at] : depths[at] + sizes[at]] = np.arange(begin, begin + sizes[at])
+                begin += sizes[at]
+            starts, ends, weights = self.spans[i]
+            yield i, path[_positions(starts, ends)], np.repeat(weights, ends - starts)
+
+    def _terms(self, members: Int64, tokens: list[Int64], weights: list[Float64]) -> Terms:
+        sizes = [len(index) for index in tokens]
+
+        def gather(name: str) -> Float64 | None:
+            values = self.values[name]
+            if values is None:
+                return None
+            parts = [values[i] for i in members.tolist()]
+            return np.concatenate(
+                [
+                    np.full(n, np.nan) if part is None else np.broadcast_to(part, n)
+                    for part, n in zip(parts, sizes, strict=True)
+                ]
+            )
+
+        return Terms(
+            np.concatenate(tokens).astype(np.int32),
+            np.repeat(np.arange(len(members), dtype=np.int32), sizes),
+            np.concatenate(weights),
+            gather("advantages"),
+            *(None if (v := gather(name)) is None else v.astype(np.float32) for name in LOGPROBS),
+        )
+
+
+def _known(trie: Trie, name: str) -> list[Float64 | None] | None:
+    """Per-trajectory values of a per-token column, a scalar advantage standing for all tokens; None if all missing."""
+    table: pa.Table = trie.trajectories
+    values = list_values(table, name)
+    if name == "advantages":
+        scalars = table["advantage"].to_pylist()
+        values = [np.float64(s) if v is None and s is not None else v for v, s in zip(values, scalars, strict=True)]
+    return None if all(value is None for value in values) else values

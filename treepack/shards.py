@@ -1,0 +1,405 @@
+"""Directories on disk: Parquet parts and, last of all, the manifest that makes them whole.
+
+    with finished_directory(out) as temporary:   a hidden sibling of `out`, renamed to it at the very end
+        write_trie(trie, temporary, ...)         nodes-*.parquet  trajectories-*.parquet  manifest.json
+        write_packed(rows, temporary, ...)       part-*.parquet                           manifest.json
+
+A run that dies leaves no `out` (or the old one), and the next run removes what it left beside it. Equal input gives
+equal bytes. Readers refuse other formats and versions, and parts that are missing, truncated or altered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from treepack import schema
+from treepack.errors import TreepackError
+from treepack.pack import Row, Terms
+from treepack.trajectory import Int32, Int64
+from treepack.trie import Trie
+
+MANIFEST = "manifest.json"
+PART_TOKENS = 1 << 24
+GROUP_TOKENS = 1 << 18
+
+# Values that repeat or grow by one along a row cost next to nothing as differences; few distinct values, as indices.
+DELTA = ("position_ids", "parent", "subtree_end", "scale", "trajectory_ends", "term_token", "term_trajectory")
+DICTIONARY = ("loss_weight", "term_weight", "term_advantage", "group_id", "metadata", "source")
+
+Manifest = dict[str, Any]
+
+
+# A directory is whole or absent.
+
+
+@contextmanager
+def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty directory beside `out` that becomes `out` when the block ends without an exception.
+
+    Raises:
+        TreepackError: `out` exists and is not to be overwritten or was not written by treepack, or the disk fails.
+    """
+    refuse_existing(out, overwrite=overwrite)
+    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(out)
+        temporary.mkdir()
+        yield temporary
+        _swap(temporary, out)
+    except OSError as error:
+        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_existing(out: Path, *, overwrite: bool) -> None:
+    """Raise a TreepackError if `out` is in the way."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise TreepackError(f"{out} exists; choose another --out or give --overwrite")
+    ours = any((out / name).is_file() for name in (MANIFEST, "train.json"))
+    if not ours:
+        raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
+
+
+def _swap(temporary: Path, out: Path) -> None:
+    if out.exists():
+        old = out.parent / f".{out.name}.old-{os.getpid()}"
+        out.rename(old)
+        temporary.rename(out)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(out)
+
+
+def _remove_stale(out: Path) -> None:
+    """Remove what runs that no longer live left beside `out`."""
+    for path in sorted(out.parent.glob(f".{out.name}.partial-*")):
+        if not _alive(path.name.rpartition("-")[2]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+# Writing.
+
+
+class _Parts:
+    """Numbered Parquet files of one kind, a new one when `PART_TOKENS` are in."""
+
+    def __init__(self, directory: Path, stem: str, columns: pa.Schema) -> None:
+        self.directory, self.stem, self.schema = directory, stem, columns
+        self.writer: pq.ParquetWriter | None = None
+        self.tokens = 0
+        self.rows: list[int] = []
+
+    def write(self, table: pa.Table, *, tokens: int) -> None:
+        if self.writer is None or self.tokens >= PART_TOKENS:
+            self.close()
+            path = self.directory / self._name(len(self.rows))
+            self.writer = pq.ParquetWriter(path, self.schema, **_encoding(self.schema))
+            self.rows.append(0)
+            self.tokens = 0
+        self.writer.write_table(table, row_group_size=max(1, table.num_rows))
+        self.tokens += tokens
+        self.rows[-1] += table.num_rows
+
+    def _name(self, number: int) -> str:
+        return f"{self.stem}-{number:05d}.parquet"
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+    def entries(self) -> list[dict[str, Any]]:
+        self.close()
+        return [_entry(self.directory / self._name(i), rows) for i, rows in enumerate(self.rows)]
+
+
+def _encoding(columns: pa.Schema) -> dict[str, Any]:
+    paths = {
+        field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in columns
+    }
+    return {
+        "compression": "zstd",
+        "compression_level": 6,
+        "use_dictionary": [path for name, path in paths.items() if name in DICTIONARY],
+        "column_encoding": {path: "DELTA_BINARY_PACKED" for name, path in paths.items() if name in DELTA},
+    }
+
+
+def _entry(path: Path, rows: int) -> dict[str, Any]:
+    return {"name": path.name, "rows": rows, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = json.dumps(manifest, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
+    (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _slices(sizes: Int64, limit: int) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive items of about `limit` tokens, at least one item each."""
+    start, total = 0, 0
+    for i, size in enumerate(sizes.tolist()):
+        total += size
+        if total >= limit:
+            yield start, i + 1
+            start, total = i + 1, 0
+    if start < len(sizes):
+        yield start, len(sizes)
+
+
+def write_trie(trie: Trie, directory: Path, manifest: Manifest) -> Manifest:
+    """Write `trie` and then `manifest`, completed by format, token range and files; returns it."""
+    nodes = _Parts(directory, "nodes", schema.NODES)
+    tree_id = trie.tree_id
+    for a, b in _slices(trie.node_length, PART_TOKENS // 8):
+        offsets = (trie.node_start[a : b + 1] - trie.node_start[a]).astype(np.int32)
+        own = pa.array(trie.tokens[trie.node_start[a] : trie.node_start[b]])
+        columns = [
+            tree_id[a:b],
+            np.arange(a, b, dtype=np.int32),
+            trie.parent[a:b],
+            trie.depth[a:b].astype(np.int32),
+            pa.ListArray.from_arrays(offsets, own),
+            trie.num_passing[a:b],
+        ]
+        nodes.write(pa.Table.from_arrays([pa.array(c) for c in columns], schema=schema.NODES), tokens=len(own))
+    trajectories = _Parts(directory, "trajectories", schema.TRAJECTORIES)
+    for a, b in _slices(trie.lengths, PART_TOKENS // 2):
+        trajectories.write(trie.trajectories.slice(a, b - a), tokens=int(trie.lengths[a:b].sum()))
+    manifest = manifest | {
+        "format": schema.TRIE_FORMAT,
+        "version": schema.FORMAT_VERSION,
+        "share": trie.share,
+        "max_token_id": int(trie.tokens.max()),
+        "files": nodes.entries() + trajectories.entries(),
+    }
+    write_manifest(directory, manifest)
+    return manifest
+
+
+def write_packed(rows: Iterable[Row], directory: Path, manifest: Manifest) -> Manifest:
+    """Write `rows` and then `manifest`, completed by format, row totals and files; returns it.
+
+    The row totals are added to `manifest["totals"]`: num_rows, tokens_packed and num_pairs.
+    """
+    parts: _Parts | None = None
+    waiting: list[Row] = []
+    totals = {"num_rows": 0, "tokens_packed": 0, "num_pairs": 0}
+    max_token_id = 0
+
+    def flush() -> None:
+        if parts is not None and waiting:
+            parts.write(rows_table(waiting, parts.schema), tokens=sum(row.num_tokens for row in waiting))
+            waiting.clear()
+
+    for row in rows:
+        if parts is None:
+            parts = _Parts(directory, "part", row_schema(row))
+        waiting.append(row)
+        max_token_id = max(max_token_id, int(row.input_ids.max()))
+        for name, value in (("num_rows", 1), ("tokens_packed", row.num_tokens), ("num_pairs", row.num_pairs)):
+            totals[name] += value
+        if sum(waited.num_tokens for waited in waiting) >= GROUP_TOKENS:
+            flush()
+    flush()
+    manifest = manifest | {
+        "format": schema.PACKED_FORMAT,
+        "version": schema.FORMAT_VERSION,
+        "max_token_id": max_token_id,
+        "totals": manifest["totals"] | totals,
+        "files": parts.entries() if parts else [],
+    }
+    write_manifest(directory, manifest)
+    return manifest
+
+
+def row_schema(row: Row) -> pa.Schema:
+    """Columns of a packed directory whose rows carry what `row` carries."""
+    if row.terms is None:
+        return schema.ROWS
+    present = [field for field in schema.TERMS if getattr(row.terms, field.name.removeprefix("term_")) is not None]
+    return pa.schema([*schema.ROWS, *present])
+
+
+def rows_table(rows: list[Row], columns: pa.Schema) -> pa.Table:
+    """`rows` as an Arrow table of `columns`."""
+    return pa.Table.from_arrays([_row_column(rows, field) for field in columns], schema=columns)
+
+
+def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
+    if not pa.types.is_list(field.type):
+        return pa.array([getattr(row, field.name) for row in rows], field.type)
+    if field.name.startswith("term_"):
+        values = [getattr(row.terms, field.name.removeprefix("term_")) for row in rows]
+    else:
+        values = [getattr(row, field.name) for row in rows]
+    offsets = np.concatenate([[0], np.cumsum([len(value) for value in values])]).astype(np.int32)
+    kind = field.type.value_type
+    if pa.types.is_string(kind):
+        flat = pa.array([text for value in values for text in value], kind)
+    else:
+        flat = pa.array(np.concatenate(values), kind, from_pandas=field.nullable)  # NaN becomes null
+    return pa.ListArray.from_arrays(offsets, flat)
+
+
+# Reading.
+
+
+def read_manifest(directory: Path | str, kind: str | None = None) -> Manifest:
+    """The manifest of `directory`, whose format must be `kind` where given.
+
+    Raises:
+        TreepackError: no manifest, damaged, of another format or version.
+    """
+    path = Path(directory) / MANIFEST
+    if not path.is_file():
+        raise TreepackError(
+            f"{directory}: has no {MANIFEST}; it is not a treepack directory, or its writing was cut off"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        found, version = manifest["format"], manifest["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
+    known = (schema.TRIE_FORMAT, schema.PACKED_FORMAT)
+    if found not in known or kind not in (None, found):
+        raise TreepackError(f"{path}: holds the format {found!r}; expected {kind or ' or '.join(known)}")
+    if version != schema.FORMAT_VERSION:
+        raise TreepackError(
+            f"{path}: has {found} version {version}; this treepack reads version {schema.FORMAT_VERSION}, "
+            "so use the treepack that wrote it or write it again"
+        )
+    return dict(manifest)
+
+
+def check_part(directory: Path, entry: dict[str, Any], *, contents: bool) -> Path:
+    """Path of the part that `entry` of a manifest names, present and of its size, and with `contents` of its hash.
+
+    Raises:
+        TreepackError: missing, truncated or altered.
+    """
+    path = directory / entry["name"]
+    if not path.is_file():
+        raise TreepackError(f"{path}: is missing; write {directory} again")
+    if path.stat().st_size != entry["bytes"]:
+        raise TreepackError(
+            f"{path}: has {path.stat().st_size} bytes, its manifest says {entry['bytes']}; write it again"
+        )
+    if contents and file_sha256(path) != entry["sha256"]:
+        raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
+    return path
+
+
+def open_part(directory: Path, entry: dict[str, Any]) -> pq.ParquetFile:
+    """Open a part after checking its size and hash."""
+    path = check_part(directory, entry, contents=True)
+    try:
+        return pq.ParquetFile(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise TreepackError(f"{path}: is not readable as Parquet ({error}); write it again") from error
+
+
+def _read_parts(directory: Path, manifest: Manifest, stem: str, columns: pa.Schema) -> pa.Table:
+    entries = [entry for entry in manifest["files"] if entry["name"].startswith(stem)]
+    tables = [open_part(directory, entry).read() for entry in entries]
+    table = pa.concat_tables(tables) if tables else columns.empty_table()
+    if table.schema.names != columns.names:
+        raise TreepackError(f"{directory}: {stem} files have the columns {table.schema.names}; write it again")
+    return table.cast(columns)
+
+
+def read_trie(directory: Path | str) -> Trie:
+    """Read a trie directory.
+
+    Raises:
+        TreepackError: see `read_manifest` and `check_part`.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory, schema.TRIE_FORMAT)
+    nodes = _read_parts(directory, manifest, "nodes", schema.NODES)
+    trajectories = _read_parts(directory, manifest, "trajectories", schema.TRAJECTORIES)
+    chunks = nodes["tokens"].chunks
+    sizes = np.concatenate([chunk.value_lengths().to_numpy() for chunk in chunks])
+    parent = nodes["parent_id"].to_numpy()
+    return Trie(
+        tokens=np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]),
+        node_start=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
+        node_end=_subtree_ends(parent),
+        parent=parent,
+        depth=nodes["depth"].to_numpy().astype(np.int64),
+        num_passing=nodes["num_trajectories"].to_numpy(),
+        end_node=trajectories["node_id"].to_numpy(),
+        trajectories=trajectories,
+        share=manifest["share"],
+    )
+
+
+def _subtree_ends(parent: Int32) -> Int32:
+    ends = list(range(1, len(parent) + 1))
+    for node, up in zip(range(len(parent) - 1, -1, -1), reversed(parent.tolist()), strict=True):
+        if up >= 0:
+            ends[up] = max(ends[up], ends[node])
+    return np.array(ends, np.int32)
+
+
+def read_rows(directory: Path | str) -> Iterator[Row]:
+    """The rows of a packed directory, in order.
+
+    Raises:
+        TreepackError: see `read_manifest` and `check_part`.
+    """
+    directory = Path(directory)
+    for entry in read_manifest(directory, schema.PACKED_FORMAT)["files"]:
+        part = open_part(directory, entry)
+        for group in range(part.num_row_groups):
+            table = part.read_row_group(group)
+            for i in range(table.num_rows):
+                yield row_of_table(table, i)
+
+
+def row_of_table(table: pa.Table, i: int) -> Row:
+    """Row `i` of a table of packed rows."""
+    values = {name: _cell(table, name, i) for name in table.column_names}
+    terms = None
+    if "term_token" in values:
+        terms = Terms(**{name.removeprefix("term_"): values.get(name) for name in schema.TERMS.names})
+    derived = ("num_tokens", "num_pairs", "total_weight")
+    return Row(terms=terms, **{name: values[name] for name in schema.ROWS.names if name not in derived})
+
+
+def _cell(table: pa.Table, name: str, i: int) -> Any:
+    cell = table[name][i]
+    if not pa.types.is_list(cell.type):
+        return cell.as_py()
+    if pa.types.is_string(cell.type.value_type):
+        return cell.values.to_pylist()
+    return cell.values.to_numpy(zero_copy_only=False)
