@@ -1,9 +1,9 @@
 """Slow, obvious twins of the data half, written from the definitions and sharing no code with it.
 
-    dict_trie     one Python dict per token
-    visible       which tokens a token may see, by chasing parents
-    union_tokens  tokens of the union of some root-to-end paths, as a set of prefixes
-    best_plan     the least total of rows, by trying every assignment
+dict_trie     one Python dict per token
+visible       which tokens a token may see, by chasing parents
+union_tokens  tokens of the union of some root-to-end paths, as a set of prefixes
+best_plan     the least total of rows, by trying every assignment
 """
 
 from __future__ import annotations

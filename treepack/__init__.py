@@ -1,0 +1,43 @@
+"""treepack: train on trees of agent rollouts, computing every shared prefix once, with exact gradients.
+
+    read_trajectories, tokenize   raw files to token sequences          (treepack.readers, treepack.tokenization)
+    build_trie                    sequences to a forest of prefix tries (treepack.trie)
+    plan_rows, pack_rows          a forest to training rows             (treepack.plan, treepack.pack)
+    PackedDataset, tree_loss      rows to tensors and a loss            (treepack.dataset, treepack.loss; need torch)
+
+Importing treepack costs nothing: names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "TreepackError": "errors",
+    "Trajectory": "trajectory",
+    "Tokens": "trajectory",
+    "read_trajectories": "readers",
+    "tokenize": "tokenization",
+    "Trie": "trie",
+    "build_trie": "trie",
+    "Plan": "plan",
+    "plan_rows": "plan",
+    "check_plan": "plan",
+    "Row": "pack",
+    "pack_rows": "pack",
+    "read_trie": "shards",
+    "read_rows": "shards",
+    "PackedDataset": "dataset",
+    "tree_loss": "loss",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'treepack' has no attribute {name!r}")
+    return getattr(import_module(f"treepack.{_HOME[name]}"), name)

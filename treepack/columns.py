@@ -9,9 +9,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from treepack import schema
 from treepack.errors import TreepackError
@@ -143,7 +145,7 @@ class SpanView:
         return self.ends - self.starts
 
 
-def list_values(table: pa.Table, name: str) -> list[Float64 | None]:
+def list_values(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
     """Rows of a nullable list column as arrays; None where null."""
     column = table[name].combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from treepack.columns import SpanView, list_values
 from treepack.errors import TreepackError
@@ -312,11 +314,11 @@ class _Weights:
         )
 
 
-def _known(trie: Trie, name: str) -> list[Float64 | None] | None:
+def _known(trie: Trie, name: str) -> list[NDArray[Any] | None] | None:
     """Per-trajectory values of a per-token column, a scalar advantage standing for all tokens; None if all missing."""
     table: pa.Table = trie.trajectories
     values = list_values(table, name)
     if name == "advantages":
         scalars = table["advantage"].to_pylist()
-        values = [np.float64(s) if v is None and s is not None else v for v, s in zip(values, scalars, strict=True)]
+        values = [np.array(s) if v is None and s is not None else v for v, s in zip(values, scalars, strict=True)]
     return None if all(value is None for value in values) else values

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from treepack import schema
+from treepack import __version__, schema
 from treepack.errors import TreepackError
 from treepack.pack import Row, Terms
 from treepack.trajectory import Int32, Int64
@@ -198,6 +198,7 @@ def write_trie(trie: Trie, directory: Path, manifest: Manifest) -> Manifest:
     manifest = manifest | {
         "format": schema.TRIE_FORMAT,
         "version": schema.FORMAT_VERSION,
+        "treepack": __version__,
         "share": trie.share,
         "max_token_id": int(trie.tokens.max()),
         "files": nodes.entries() + trajectories.entries(),
@@ -234,6 +235,7 @@ def write_packed(rows: Iterable[Row], directory: Path, manifest: Manifest) -> Ma
     manifest = manifest | {
         "format": schema.PACKED_FORMAT,
         "version": schema.FORMAT_VERSION,
+        "treepack": __version__,
         "max_token_id": max_token_id,
         "totals": manifest["totals"] | totals,
         "files": parts.entries() if parts else [],
@@ -307,7 +309,7 @@ def check_part(directory: Path, entry: dict[str, Any], *, contents: bool) -> Pat
     Raises:
         TreepackError: missing, truncated or altered.
     """
-    path = directory / entry["name"]
+    path = directory / str(entry["name"])
     if not path.is_file():
         raise TreepackError(f"{path}: is missing; write {directory} again")
     if path.stat().st_size != entry["bytes"]:
@@ -388,10 +390,11 @@ def read_rows(directory: Path | str) -> Iterator[Row]:
 
 def row_of_table(table: pa.Table, i: int) -> Row:
     """Row `i` of a table of packed rows."""
-    values = {name: _cell(table, name, i) for name in table.column_names}
+    values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names}
     terms = None
     if "term_token" in values:
-        terms = Terms(**{name.removeprefix("term_"): values.get(name) for name in schema.TERMS.names})
+        columns: dict[str, Any] = {name.removeprefix("term_"): values.get(name) for name in schema.TERMS.names}
+        terms = Terms(**columns)
     derived = ("num_tokens", "num_pairs", "total_weight")
     return Row(terms=terms, **{name: values[name] for name in schema.ROWS.names if name not in derived})
 

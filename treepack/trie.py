@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -257,7 +258,7 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     table = trie.trajectories.combine_chunks()
     scalars = table.select(["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source"])
     spans = SpanView.of(table)
-    lists = {
+    lists: dict[str, list[Any]] = {
         name: list_values(table, name) for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs")
     }
     for i, (tokens, row) in enumerate(zip(sequences_of(trie), scalars.to_pylist(), strict=True)):

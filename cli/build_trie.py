@@ -1,0 +1,63 @@
+"""`treepack build-trie`: raw rollouts to a directory of prefix tries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .output import percent, show, token_progress
+from .reading import read_options, reading_options
+
+
+@click.command()
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
+@reading_options
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, **reading: Any) -> None:
+    """Read rollouts and write their prefix tries.
+
+    INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints what was
+    read and skipped, N_flat (tokens if every trajectory stands alone), N_tree (tokens of the tries) and POR, the
+    potential overlap ratio 1 - N_tree / N_flat.
+    """
+    import time
+    from collections import Counter
+
+    from treepack import ingest, shards, stats
+    from treepack.columns import collect
+    from treepack.readers.records import InputHash
+    from treepack.tokenization import fingerprint, load_tokenizer
+    from treepack.trie import build_trie as build
+
+    shards.refuse_existing(out, overwrite=overwrite)
+    options, counts, digest, began = read_options(reading), Counter[str](), InputHash(), time.perf_counter()
+    stream = token_progress(ingest.read(inputs, options, input_hash=digest), description="reading")
+    sequences = collect(ingest.usable(stream, counts))
+    trie = build(sequences, share=share)
+    manifest = {
+        "options": {"expand": options.expand, "format": options.format, "share": share, "tools": options.tools},
+        "input": {"sha256": digest.hexdigest(), "num_files": digest.num_files},
+        "tokenizer": fingerprint(load_tokenizer(options.tokenizer)) if options.tokenizer else None,
+        "totals": stats.trie_totals(trie),
+        "counts": dict(sorted(counts.items())),
+    }
+    with shards.finished_directory(out, overwrite=overwrite) as directory:
+        shards.write_trie(trie, directory, manifest)
+    seconds = time.perf_counter() - began
+    totals = dict(manifest["totals"])
+    por = totals.pop("por")
+    show(
+        {
+            "files": digest.num_files,
+            **{name.replace("num_", ""): value for name, value in totals.items() if name.startswith("num_")},
+            "trained tokens": totals["tokens_trained"],
+            **counts,
+            "N_flat": totals["tokens_flat"],
+            "N_tree": totals["tokens_tree"],
+            "POR": percent(por),
+            "tokens per second": totals["tokens_flat"] / seconds,
+        }
+    )

@@ -1,0 +1,84 @@
+"""Hypothesis generators of what breaks trees: shared prefixes, duplicates, prefixes of each other, single tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from treepack.trajectory import Tokens, Trajectory
+
+
+def make(
+    name: str,
+    tokens: list[int],
+    *,
+    spans: list[tuple[int, int, float]] | None = None,
+    group: str = "g",
+    step: int | None = None,
+    weight: float = 1.0,
+    **attributes: object,
+) -> Trajectory:
+    """A tokenised trajectory; every token but the first is trained unless `spans` says otherwise."""
+    spans = [(1, len(tokens), 1.0)] if spans is None else spans
+    starts, ends, weights = zip(*spans, strict=True) if spans else ((), (), ())
+    per_token = {
+        key: attributes.pop(key) for key in list(attributes) if key.endswith("logprobs") or key == "advantages"
+    }
+    content = Tokens(
+        np.array(tokens, np.int32),
+        np.array(starts, np.int32),
+        np.array(ends, np.int32),
+        np.array(weights, np.float64),
+        **{key: np.array(value) for key, value in per_token.items()},  # type: ignore[arg-type]
+    )
+    return Trajectory(name, f"made:{name}", content, group, step, weight, **attributes)  # type: ignore[arg-type]
+
+
+@st.composite
+def sequences(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, min_length: int = 2) -> list[list[int]]:
+    """Token lists over a tiny alphabet; later ones often branch off, repeat or extend an earlier one."""
+    token = st.integers(0, 2)
+    found: list[list[int]] = []
+    for _ in range(draw(st.integers(1, max_count))):
+        start: list[int] = []
+        if found and draw(st.booleans()):
+            other = draw(st.sampled_from(found))
+            start = other[: draw(st.integers(0, len(other)))]
+        room = max_length - len(start)
+        tail = draw(st.lists(token, min_size=max(0, min_length - len(start)), max_size=max(room, 0)))
+        found.append(start + tail)
+    return found
+
+
+@st.composite
+def spans(draw: st.DrawFn, length: int) -> list[tuple[int, int, float]]:
+    """Trained spans of a sequence of `length` tokens: at least one trained token, never the first."""
+    mask = [draw(st.sampled_from([0.0, 1.0, 1.0, 0.5])) for _ in range(length - 1)]
+    if not any(mask):
+        mask[draw(st.integers(0, length - 2))] = 1.0
+    found: list[tuple[int, int, float]] = []
+    for position, weight in enumerate(mask, start=1):
+        if weight and found and found[-1][1] == position and found[-1][2] == weight:
+            found[-1] = (found[-1][0], position + 1, weight)
+        elif weight:
+            found.append((position, position + 1, weight))
+    return found
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, steps: bool = True) -> list[Trajectory]:
+    """Trajectories over `sequences` with masks, weights, groups, and sometimes training steps."""
+    made = []
+    several_steps = steps and draw(st.booleans())
+    for i, tokens in enumerate(draw(sequences(max_count=max_count, max_length=max_length))):
+        made.append(
+            make(
+                f"t{i}",
+                tokens,
+                spans=draw(spans(len(tokens))),
+                group=draw(st.sampled_from(["g", "h"])),
+                step=draw(st.integers(0, 1)) if several_steps else None,
+                weight=draw(st.sampled_from([1.0, 1.0, 0.25, 3.0])),
+            )
+        )
+    return made

@@ -1,0 +1,212 @@
+"""Proof that directories on disk are what they say: hashes, every row invariant, and nothing lost.
+
+    check_files      each part is present, of its size and of its hash
+    check_row        one row against the definition, from its own columns alone
+    check_packed     all rows; against a trie, that each trajectory comes back exactly once with its loss weights
+
+Shares no code with what wrote them except the definitions of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from treepack.columns import SpanView
+from treepack.errors import TreepackError
+from treepack.pack import Row, times_trained, trajectory_factors
+from treepack.shards import Manifest, check_part
+from treepack.trajectory import Int64
+from treepack.trie import Trie, sequences_of
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Check presence, size and sha256 of every part.
+
+    Raises:
+        TreepackError: naming the part.
+    """
+    for entry in manifest["files"]:
+        check_part(directory, entry, contents=True)
+
+
+def check_trie(trie: Trie) -> None:
+    """Check the invariants of a trie.
+
+    Raises:
+        TreepackError: naming the node or trajectory.
+    """
+    path = trie.path_length
+    below = trie.parent >= 0
+    faults = {
+        "has no token": trie.node_length < 1,
+        "comes before its parent": trie.parent >= np.arange(trie.num_nodes),
+        "does not begin where its parent ends": trie.depth != np.where(below, path[trie.parent], 0),
+    }
+    for fault, where in faults.items():
+        if where.any():
+            raise TreepackError(f"node {int(where.argmax())} {fault}; build the trie again")
+    ends = np.bincount(trie.end_node, minlength=trie.num_nodes)
+    passing = np.concatenate([[0], np.cumsum(ends)])
+    if (passing[trie.node_end] - passing[:-1] != trie.num_passing).any():
+        raise TreepackError("num_trajectories of the nodes do not match the trajectories; build the trie again")
+    if (trie.trajectories["num_tokens"].to_numpy() != trie.lengths).any():
+        raise TreepackError("num_tokens of the trajectories do not match the nodes they end in; build the trie again")
+    _refuse_equal_siblings(trie)
+
+
+def _refuse_equal_siblings(trie: Trie) -> None:
+    """Siblings must begin with different tokens, or a prefix would be stored twice."""
+    below = trie.parent >= 0
+    first = trie.tokens[trie.node_start[:-1]]
+    pairs = np.stack([trie.parent[below], first[below]])
+    if np.unique(pairs, axis=1).shape[1] != pairs.shape[1]:
+        raise TreepackError("two sibling nodes begin with the same token; build the trie again")
+
+
+def check_row(row: Row, *, capacity: int) -> None:
+    """Check one row: nesting, parents, positions, scale, weights and terms.
+
+    Raises:
+        TreepackError: naming the row, the column and the token.
+    """
+    num = row.num_tokens
+    index = np.arange(num)
+    if not 0 < num <= capacity:
+        raise TreepackError(f"row {row.row_id}: has {num} tokens; expected 1 to {capacity}")
+    for name in ("position_ids", "parent", "subtree_end", "scale", "loss_weight"):
+        if len(getattr(row, name)) != num:
+            raise TreepackError(f"row {row.row_id}: {name} has {len(getattr(row, name))} values for {num} tokens")
+    _expect(row, "subtree_end", (row.subtree_end > index) & (row.subtree_end <= num))
+    _expect(row, "parent", row.parent == _nearest(row))
+    up = row.parent >= 0
+    _expect(row, "subtree_end", ~up | (row.subtree_end <= row.subtree_end[row.parent]))
+    _expect(row, "position_ids", row.position_ids == np.where(up, row.position_ids[row.parent] + 1, 0))
+    if not ((row.trajectory_ends >= 0) & (row.trajectory_ends < num)).all():
+        raise TreepackError(f"row {row.row_id}: trajectory_ends points outside the row; pack the trie again")
+    ends = np.concatenate([[0], np.cumsum(np.bincount(row.trajectory_ends, minlength=num))])
+    _expect(row, "scale", row.scale == ends[row.subtree_end] - ends[:-1])
+    _expect(row, "scale", row.scale > 0)
+    _expect(row, "loss_weight", np.isfinite(row.loss_weight) & (row.loss_weight >= 0) & (up | (row.loss_weight == 0)))
+    if row.terms is not None:
+        sums = np.bincount(row.terms.token, weights=row.terms.weight, minlength=num)
+        _expect(row, "term_weight", np.isclose(sums, row.loss_weight, rtol=1e-12, atol=0))
+
+
+def _expect(row: Row, column: str, good: np.ndarray) -> None:
+    if not good.all():
+        token = int((~good).argmax())
+        raise TreepackError(f"row {row.row_id}: {column} is wrong at token {token}; pack the trie again")
+
+
+def _nearest(row: Row) -> Int64:
+    """For each token the nearest one before it whose subtree holds it, -1 if there is none.
+
+    Usually the token just before; else one of that token's own ancestors, as subtrees nest.
+    """
+    nearest = np.arange(-1, row.num_tokens - 1)
+    ends = row.subtree_end
+    for j in (np.flatnonzero(ends[:-1] <= np.arange(1, row.num_tokens)) + 1).tolist():
+        k = j - 1
+        while k >= 0 and ends[k] <= j:
+            k = int(nearest[k])
+        nearest[j] = k
+    return nearest
+
+
+class _Paths:
+    """Paths of one row, run by run: a run is a stretch of tokens whose parent is the token before."""
+
+    def __init__(self, row: Row) -> None:
+        self.parent = row.parent
+        self.starts = np.flatnonzero(row.parent != np.arange(-1, row.num_tokens - 1))
+        self.starts = np.union1d(self.starts, [0])
+
+    def to(self, end: int) -> Int64:
+        pieces = []
+        while end >= 0:
+            start = int(self.starts[np.searchsorted(self.starts, end, side="right") - 1])
+            pieces.append(np.arange(start, end + 1))
+            end = int(self.parent[start])
+        return np.concatenate(pieces[::-1])
+
+
+def check_packed(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> dict[str, int]:
+    """Check every row, and against `trie` that each trajectory comes back once, tokens and weights.
+
+    `trie` must already be cut to the capacity if trajectories were too long. Returns what was checked, counted.
+
+    Raises:
+        TreepackError: naming the row or trajectory.
+    """
+    counts = {"rows": 0, "tokens": 0, "trajectories": 0}
+    expected = None if trie is None else _Expected(trie, manifest["options"])
+    for row in rows:
+        check_row(row, capacity=manifest["capacity"])
+        counts["rows"] += 1
+        counts["tokens"] += row.num_tokens
+        counts["trajectories"] += len(row.trajectory_ids)
+        if expected is not None:
+            expected.check(row)
+    totals = manifest["totals"]
+    for name, total in (("rows", "num_rows"), ("tokens", "tokens_packed"), ("trajectories", "num_trajectories")):
+        if counts[name] != totals[total]:
+            raise TreepackError(f"the parts hold {counts[name]} {name}, the manifest says {totals[total]}")
+    if expected is not None:
+        expected.finish()
+    return counts
+
+
+class _Expected:
+    """What a trie says must be in the rows."""
+
+    def __init__(self, trie: Trie, options: dict[str, str]) -> None:
+        ids = trie.trajectories["trajectory_id"].to_pylist()
+        self.index = {name: i for i, name in enumerate(ids)}
+        self.sequences = list(sequences_of(trie))
+        self.spans = SpanView.of(trie.trajectories)
+        self.factors = trajectory_factors(trie, normalize=options["normalize"])
+        self.steps = trie.trajectories["step"].to_pylist()
+        self.counts = times_trained(trie) if options["semantics"] == "once" else None
+        self.trie = trie
+        self.waiting = set(ids)
+
+    def check(self, row: Row) -> None:
+        paths = _Paths(row)
+        weights = np.zeros(row.num_tokens)
+        for name, end in zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True):
+            if name not in self.waiting:
+                known = "a second time" if name in self.index else "which the trie does not have"
+                raise TreepackError(f"row {row.row_id}: holds trajectory {name} {known}; pack the trie again")
+            self.waiting.discard(name)
+            i = self.index[name]
+            path = paths.to(end)
+            if not np.array_equal(row.input_ids[path], self.sequences[i]) or row.step != self.steps[i]:
+                raise TreepackError(f"row {row.row_id}: trajectory {name} differs from the trie's; pack the trie again")
+            self._add(weights, path, i)
+        good = np.isclose(weights, row.loss_weight, rtol=1e-12, atol=0)
+        _expect(row, "loss_weight", good)
+
+    def _add(self, weights: np.ndarray, path: Int64, i: int) -> None:
+        for start, end, weight in zip(*(part.tolist() for part in self.spans[i]), strict=True):
+            share = self.factors[i] * weight
+            if self.counts is not None:
+                share = share / self.counts[_forest_positions(self.trie, i)[start:end]]
+            weights[path[start:end]] += share
+
+    def finish(self) -> None:
+        if self.waiting:
+            raise TreepackError(
+                f"trajectory {min(self.waiting)} and {len(self.waiting) - 1} more are in no row; pack the trie again"
+            )
+
+
+def _forest_positions(trie: Trie, i: int) -> Int64:
+    """Position in `trie.tokens` of every token of trajectory `i`."""
+    pieces, node = [], int(trie.end_node[i])
+    while node >= 0:
+        pieces.append(np.arange(trie.node_start[node], trie.node_start[node + 1]))
+        node = int(trie.parent[node])
+    return np.concatenate(pieces[::-1])

@@ -1,0 +1,65 @@
+"""Files to usable trajectories: reading, tokenising, and counting what cannot be used.
+
+inputs --read--> Trajectory | Skipped --usable(counts)--> Trajectory --collect--> Sequences
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treepack.readers import read_trajectories
+from treepack.readers.records import InputHash
+from treepack.tokenization import load_tokenizer, tokenize
+from treepack.trajectory import Skipped, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How inputs are read and tokenised; the meaning of each field is that of the option of `treepack build-trie`."""
+
+    format: str = "auto"
+    tokenizer: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    expand: str = "trajectory"
+    reward_key: str | None = None
+    train_all: bool = False
+    workers: int = 1
+
+
+def read(
+    inputs: Sequence[str], options: ReadOptions, *, input_hash: InputHash | None = None
+) -> Iterator[Trajectory | Skipped]:
+    """Tokenised trajectories of `inputs`, in a fixed order, and what is skipped.
+
+    Raises:
+        TreepackError: bad input; text without a tokenizer.
+    """
+    vocab_size = len(load_tokenizer(options.tokenizer)) if options.tokenizer else None
+    trajectories = read_trajectories(
+        inputs,
+        format=options.format,
+        reward_key=options.reward_key,
+        train_all=options.train_all,
+        vocab_size=vocab_size,
+        input_hash=input_hash,
+    )
+    return tokenize(
+        trajectories,
+        tokenizer=options.tokenizer,
+        expand=options.expand,
+        tools=options.tools,
+        workers=options.workers,
+    )
+
+
+def usable(stream: Iterable[Trajectory | Skipped], counts: Counter[str]) -> Iterator[Trajectory]:
+    """The trajectories of `stream`; what is skipped, and every note, is added to `counts`."""
+    for item in stream:
+        if isinstance(item, Skipped):
+            counts[f"skipped: {item.reason}"] += 1
+        else:
+            counts.update(item.notes)
+            yield item

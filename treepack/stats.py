@@ -1,0 +1,115 @@
+"""What the trajectories share, what a packing keeps of it, and where the sharing lies.
+
+trie_totals      counts, N_flat, N_tree, POR           packed_totals   N_pack, ERR, fill, bound, gap
+describe         totals, POR by depth, lengths, branching, group sizes
+predict          packed_totals for capacities, without writing anything
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from treepack.columns import SpanView
+from treepack.pack import fit_capacity
+from treepack.plan import PlanTotals, check_plan, plan_rows
+from treepack.plan.bounds import recursive_bound
+from treepack.trajectory import Int64
+from treepack.trie import Trie
+
+Report = dict[str, Any]
+
+FIRST_DEPTH = 256
+
+
+def trie_totals(trie: Trie) -> Report:
+    """Counts of a trie and its potential overlap ratio, 1 - N_tree / N_flat."""
+    groups = pl.DataFrame({"step": trie.step_rank, "group": trie.trajectories["group_id"].to_pylist()})
+    spans = SpanView.of(trie.trajectories)
+    return {
+        "num_trajectories": trie.num_trajectories,
+        "num_groups": groups.n_unique(),
+        "num_trees": trie.num_trees,
+        "num_nodes": trie.num_nodes,
+        "tokens_flat": trie.tokens_flat,
+        "tokens_tree": trie.tokens_tree,
+        "tokens_trained": int(spans.sizes.sum(dtype=np.int64)),
+        "por": 1 - trie.tokens_tree / trie.tokens_flat,
+    }
+
+
+def packed_totals(trie: Trie, totals: PlanTotals, *, capacity: int) -> Report:
+    """What a plan of `trie` costs, beside a lower bound that holds for every plan.
+
+    ERR is 1 - N_pack / N_flat, fill the tokens over rows times capacity, gap N_pack over the bound less 1.
+    """
+    bound = max(recursive_bound(trie, capacity), trie.tokens_tree)
+    return {
+        "capacity": capacity,
+        "num_rows": totals.num_rows,
+        "tokens_packed": totals.tokens_packed,
+        "err": 1 - totals.tokens_packed / trie.tokens_flat,
+        "token_ratio": totals.tokens_packed / trie.tokens_flat,
+        "fill": totals.tokens_packed / (totals.num_rows * capacity),
+        "lower_bound": bound,
+        "gap": totals.tokens_packed / bound - 1,
+    }
+
+
+def describe(trie: Trie, *, kind: str = "trie") -> Report:
+    """Totals and distributions of a trie, as plain values ready for JSON."""
+    inner = np.bincount(trie.parent[trie.parent >= 0], minlength=trie.num_nodes)
+    sizes = pl.DataFrame({"step": trie.step_rank, "group": trie.trajectories["group_id"].to_pylist()})
+    return {
+        "kind": kind,
+        **trie_totals(trie),
+        "lengths": quantiles(trie.lengths),
+        "group_sizes": quantiles(sizes.group_by("step", "group").len()["len"].to_numpy()),
+        "branching": quantiles(inner[inner > 1]),
+        "por_by_depth": por_by_depth(trie),
+    }
+
+
+def quantiles(values: Int64) -> Report:
+    """Count, minimum, median, 90th percentile, maximum and mean of `values`; only the count if there is none."""
+    if len(values) == 0:
+        return {"count": 0}
+    series = pl.Series(values)
+    return {
+        "count": len(values),
+        "min": int(values.min()),
+        "median": series.median(),
+        "p90": series.quantile(0.9, "higher"),
+        "max": int(values.max()),
+        "mean": series.mean(),
+    }
+
+
+def por_by_depth(trie: Trie) -> list[Report]:
+    """Overlap of the tokens at each range of depths [start, end); the ranges double from 256 tokens on."""
+    lengths, depth, path = trie.lengths, trie.depth, trie.path_length
+    ranges, start, end = [], 0, FIRST_DEPTH
+    while start < lengths.max():
+        flat = int((np.clip(lengths, start, end) - start).sum())
+        tree = int((np.clip(path, start, end) - np.clip(depth, start, end)).sum())
+        ranges.append({"start": start, "end": end, "tokens_flat": flat, "tokens_tree": tree, "por": 1 - tree / flat})
+        start, end = end, 2 * end
+    return ranges
+
+
+def predict(trie: Trie, capacities: Iterable[int], *, method: str, too_long: str) -> list[Report]:
+    """`packed_totals` for each capacity, with the number of trajectories that do not fit it.
+
+    Raises:
+        TreepackError: a trajectory does not fit and `too_long` is "error".
+    """
+    reports = []
+    for capacity in capacities:
+        too_many = int((trie.lengths > capacity).sum())
+        fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
+        totals = check_plan(fitted, plan_rows(fitted, capacity=capacity, method=method))
+        reports.append(packed_totals(fitted, totals, capacity=capacity) | {"num_too_long": too_many})
+    return reports
