@@ -26,13 +26,15 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     import time
     from collections import Counter
 
+    from treepack.tokenization import fingerprint, load_tokenizer
+
     from treepack import ingest, shards, stats
     from treepack.columns import collect
+    from treepack.directory import finished_directory, refuse_existing
     from treepack.readers.records import InputHash
-    from treepack.tokenization import fingerprint, load_tokenizer
     from treepack.trie import build_trie as build
 
-    shards.refuse_existing(out, overwrite=overwrite)
+    refuse_existing(out, overwrite=overwrite)
     options, counts, digest, began = read_options(reading), Counter[str](), InputHash(), time.perf_counter()
     stream = token_progress(ingest.read(inputs, options, input_hash=digest), description="reading")
     sequences = collect(ingest.usable(stream, counts))
@@ -44,8 +46,8 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
         "totals": stats.trie_totals(trie),
         "counts": dict(sorted(counts.items())),
     }
-    with shards.finished_directory(out, overwrite=overwrite) as directory:
-        shards.write_trie(trie, directory, manifest)
+    with finished_directory(out, overwrite=overwrite) as temporary:
+        shards.write_trie(trie, temporary, manifest)
     seconds = time.perf_counter() - began
     totals = dict(manifest["totals"])
     por = totals.pop("por")

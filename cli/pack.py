@@ -51,11 +51,12 @@ def pack(
     ERR, the effective reuse ratio 1 - N_pack / N_flat, and the gap to a lower bound that holds for every packing.
     """
     from treepack import shards
+    from treepack.directory import MANIFEST, finished_directory, refuse_existing
     from treepack.pack import fit_capacity, pack_rows
     from treepack.plan import check_plan, plan_rows
     from treepack.stats import packed_totals, trie_totals
 
-    shards.refuse_existing(out, overwrite=overwrite)
+    refuse_existing(out, overwrite=overwrite)
     source = shards.read_manifest(trie)
     fitted, counts = fit_capacity(shards.read_trie(trie), capacity, too_long=too_long)
     plan = plan_rows(fitted, capacity=capacity, method=method)
@@ -63,7 +64,7 @@ def pack(
     manifest = {
         "options": {"method": method, "too_long": too_long, "semantics": semantics, "normalize": normalize},
         "capacity": capacity,
-        "trie": {"path": str(trie), "sha256": shards.file_sha256(trie / shards.MANIFEST)},
+        "trie": {"path": str(trie), "sha256": shards.file_sha256(trie / MANIFEST)},
         "tokenizer": source["tokenizer"],
         "totals": trie_totals(fitted) | totals,
         "counts": dict(sorted(counts.items())),
@@ -71,8 +72,8 @@ def pack(
     rows = progress(
         pack_rows(fitted, plan, semantics=semantics, normalize=normalize), description="packing", total=plan.num_rows
     )
-    with shards.finished_directory(out, overwrite=overwrite) as directory:
-        written = shards.write_packed(rows, directory, manifest)
+    with finished_directory(out, overwrite=overwrite) as temporary:
+        written = shards.write_packed(rows, temporary, manifest)
     show(
         {
             "trajectories": fitted.num_trajectories,

@@ -86,11 +86,12 @@ def _report(
 ) -> dict[str, Any]:
     from treepack import schema, shards
     from treepack.check import check_files, check_trie
+    from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
     from treepack.stats import describe, predict
 
     directory = Path(paths[0])
-    built = len(paths) == 1 and (directory / shards.MANIFEST).is_file()
+    built = len(paths) == 1 and (directory / MANIFEST).is_file()
     manifest = shards.read_manifest(directory) if built else None
     if manifest and check:
         check_files(directory, manifest)
@@ -127,6 +128,7 @@ def _raw(paths: tuple[str, ...], *, share: str, reading: dict[str, Any]) -> tupl
 def _packed(directory: Path, manifest: dict[str, Any], *, check: bool, trie_path: Path | None) -> dict[str, Any]:
     from treepack import shards
     from treepack.check import check_packed
+    from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
     from treepack.pack import fit_capacity
 
@@ -135,9 +137,9 @@ def _packed(directory: Path, manifest: dict[str, Any], *, check: bool, trie_path
         return report
     origin = Path(manifest["trie"]["path"])
     trie = None
-    if trie_path or (origin / shards.MANIFEST).is_file():
+    if trie_path or (origin / MANIFEST).is_file():
         chosen = trie_path or origin
-        if shards.file_sha256(chosen / shards.MANIFEST) != manifest["trie"]["sha256"]:
+        if shards.file_sha256(chosen / MANIFEST) != manifest["trie"]["sha256"]:
             raise TreepackError(
                 f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie"
             )

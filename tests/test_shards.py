@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from strategies import make
 
 from treepack import shards
+from treepack.directory import finished_directory, refuse_existing
 from treepack.errors import TreepackError
 from treepack.pack import Row, pack_rows
 from treepack.plan import plan_rows
@@ -35,14 +36,14 @@ def equal(a: object, b: object) -> bool:
 
 
 def write_trie(trie: Trie, out: Path) -> Path:
-    with shards.finished_directory(out, overwrite=True) as directory:
-        shards.write_trie(trie, directory, {"totals": {}})
+    with finished_directory(out, overwrite=True) as temporary:
+        shards.write_trie(trie, temporary, {"totals": {}})
     return out
 
 
 def write_packed(rows: list[Row], out: Path) -> Path:
-    with shards.finished_directory(out, overwrite=True) as directory:
-        shards.write_packed(rows, directory, {"totals": {}})
+    with finished_directory(out, overwrite=True) as temporary:
+        shards.write_packed(rows, temporary, {"totals": {}})
     return out
 
 
@@ -110,19 +111,19 @@ def test_at_most_6_bytes_a_token_with_a_vocabulary_of_150_000(tmp_path: Path) ->
 def test_existing_output_is_refused_and_kept(tmp_path: Path) -> None:
     out = write_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
     with pytest.raises(TreepackError, match="exists; choose another --out or give --overwrite"):
-        shards.refuse_existing(out, overwrite=False)
+        refuse_existing(out, overwrite=False)
 
 
 def test_a_directory_of_somebody_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(TreepackError, match="was not written by treepack"):
-        shards.refuse_existing(tmp_path / "mine", overwrite=True)
+        refuse_existing(tmp_path / "mine", overwrite=True)
 
 
 def write_half(out: Path, failure: BaseException) -> None:
-    with shards.finished_directory(out, overwrite=True) as directory:
-        (directory / "nodes-00000.parquet").write_bytes(b"half")
+    with finished_directory(out, overwrite=True) as temporary:
+        (temporary / "nodes-00000.parquet").write_bytes(b"half")
         raise failure
 
 

@@ -1,21 +1,17 @@
 """Directories on disk: Parquet parts and, last of all, the manifest that makes them whole.
 
-    with finished_directory(out) as temporary:   a hidden sibling of `out`, renamed to it at the very end
-        write_trie(trie, temporary, ...)         nodes-*.parquet  trajectories-*.parquet  manifest.json
-        write_packed(rows, temporary, ...)       part-*.parquet                           manifest.json
+    write_trie(trie, directory, ...)      nodes-*.parquet  trajectories-*.parquet  manifest.json
+    write_packed(rows, directory, ...)    part-*.parquet                           manifest.json
 
-A run that dies leaves no `out` (or the old one), and the next run removes what it left beside it. Equal input gives
-equal bytes. Readers refuse other formats and versions, and parts that are missing, truncated or altered.
+Equal input gives equal bytes. Readers refuse other formats and versions, and parts that are missing, truncated or
+altered.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack import __version__, schema
+from treepack.directory import MANIFEST
 from treepack.errors import TreepackError
 from treepack.pack import Row, Terms
 from treepack.trajectory import Int32, Int64
 from treepack.trie import Trie
 
-MANIFEST = "manifest.json"
 PART_TOKENS = 1 << 24
 GROUP_TOKENS = 1 << 18
 
@@ -38,71 +34,6 @@ DELTA = ("position_ids", "parent", "subtree_end", "scale", "trajectory_ends", "t
 DICTIONARY = ("loss_weight", "term_weight", "term_advantage", "group_id", "metadata", "source")
 
 Manifest = dict[str, Any]
-
-
-# A directory is whole or absent.
-
-
-@contextmanager
-def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty directory beside `out` that becomes `out` when the block ends without an exception.
-
-    Raises:
-        TreepackError: `out` exists and is not to be overwritten or was not written by treepack, or the disk fails.
-    """
-    refuse_existing(out, overwrite=overwrite)
-    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(out)
-        temporary.mkdir()
-        yield temporary
-        _swap(temporary, out)
-    except OSError as error:
-        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def refuse_existing(out: Path, *, overwrite: bool) -> None:
-    """Raise a TreepackError if `out` is in the way."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not overwrite:
-        raise TreepackError(f"{out} exists; choose another --out or give --overwrite")
-    ours = any((out / name).is_file() for name in (MANIFEST, "train.json"))
-    if not ours:
-        raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
-
-
-def _swap(temporary: Path, out: Path) -> None:
-    if out.exists():
-        old = out.parent / f".{out.name}.old-{os.getpid()}"
-        out.rename(old)
-        temporary.rename(out)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(out)
-
-
-def _remove_stale(out: Path) -> None:
-    """Remove what runs that no longer live left beside `out`."""
-    for path in sorted(out.parent.glob(f".{out.name}.partial-*")):
-        if not _alive(path.name.rpartition("-")[2]):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-# Writing.
 
 
 class _Parts:
@@ -271,9 +202,6 @@ def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
     else:
         flat = pa.array(np.concatenate(values), kind, from_pandas=field.nullable)  # NaN becomes null
     return pa.ListArray.from_arrays(offsets, flat)
-
-
-# Reading.
 
 
 def read_manifest(directory: Path | str, kind: str | None = None) -> Manifest:

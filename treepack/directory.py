@@ -1,0 +1,79 @@
+"""An output directory is whole or absent.
+
+    with finished_directory(out) as temporary:    a hidden sibling of `out`
+        ...                                       everything is written there, the manifest last
+                                                  then it is renamed to `out`
+
+A run that dies leaves no `out`, or the old one; the next run removes what the dead one left beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from treepack.errors import TreepackError
+
+MANIFEST = "manifest.json"
+
+
+@contextmanager
+def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yield an empty directory beside `out` that becomes `out` when the block ends without an exception.
+
+    Raises:
+        TreepackError: `out` exists and is not to be overwritten or was not written by treepack, or the disk fails.
+    """
+    refuse_existing(out, overwrite=overwrite)
+    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(out)
+        temporary.mkdir()
+        yield temporary
+        _swap(temporary, out)
+    except OSError as error:
+        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_existing(out: Path, *, overwrite: bool) -> None:
+    """Raise a TreepackError if `out` is in the way."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise TreepackError(f"{out} exists; choose another --out or give --overwrite")
+    ours = any((out / name).is_file() for name in (MANIFEST, "train.json"))
+    if not ours:
+        raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
+
+
+def _swap(temporary: Path, out: Path) -> None:
+    if out.exists():
+        old = out.parent / f".{out.name}.old-{os.getpid()}"
+        out.rename(old)
+        temporary.rename(out)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(out)
+
+
+def _remove_stale(out: Path) -> None:
+    """Remove what runs that no longer live left beside `out`."""
+    for path in sorted(out.parent.glob(f".{out.name}.partial-*")):
+        if not _alive(path.name.rpartition("-")[2]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        pass
+    return True
