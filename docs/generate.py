@@ -1,0 +1,104 @@
+"""Write the generated parts of the documentation; `--check` only compares.
+
+    docs/cli.md       `--help` of every command
+    docs/format.md    the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
+
+The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import numpy as np
+import pyarrow as pa
+
+from treepack import schema, shards
+from treepack.pack import pack_rows
+from treepack.plan import plan_rows
+from treepack.trajectory import Tokens, Trajectory
+from treepack.trie import build_trie
+
+DOCS = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def cli_page() -> str:
+    """The help of every command, as a Markdown page."""
+    from treepack_cli import commands
+
+    parts = ["# Commands\n\nWritten by `make docs` from `--help`.\n"]
+    parts.append(f"## treepack\n\n```text\n{_help(commands, None, 'treepack')}\n```\n")
+    with click.Context(commands, info_name="treepack") as parent:
+        for name in sorted(commands.commands):
+            parts.append(f"## treepack {name}\n\n```text\n{_help(commands.commands[name], parent, name)}\n```\n")
+    return "\n".join(parts)
+
+
+def _help(command: click.Command, parent: click.Context | None, name: str) -> str:
+    with click.Context(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100) as context:
+        return command.get_help(context)
+
+
+def format_page() -> str:
+    """docs/format.md with its generated blocks written anew."""
+    blocks = {
+        "nodes": _columns(schema.NODES),
+        "trajectories": _columns(schema.TRAJECTORIES),
+        "rows": _columns(schema.ROWS),
+        "terms": _columns(schema.TERMS),
+        "example": _example(),
+    }
+    page = (DOCS / "format.md").read_text()
+    return BLOCK.sub(lambda found: found[1] + blocks[found[2]] + found[3], page)
+
+
+def _columns(columns: pa.Schema) -> str:
+    lines = ["| column | type | meaning |", "|---|---|---|"]
+    for field in columns:
+        kind = str(field.type).replace("element: ", "").replace("item: ", "") + (
+            ", may be null" if field.nullable else ""
+        )
+        lines.append(f"| `{field.name}` | {kind} | {field.metadata[b'description'].decode()} |")
+    return "\n".join(lines) + "\n"
+
+
+def _example() -> str:
+    def rollout(name: str, ids: list[int]) -> Trajectory:
+        span = (np.array([2], np.int32), np.array([4], np.int32), np.ones(1))
+        return Trajectory(name, f"example.jsonl:{name}", Tokens(np.array(ids, np.int32), *span), group_id="task")
+
+    trie = build_trie([rollout("a", [7, 8, 1, 2]), rollout("b", [7, 8, 3, 4])])
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        rows = pack_rows(trie, plan_rows(trie, capacity=8))
+        manifest = shards.write_packed(rows, directory, {"capacity": 8, "totals": {}})
+        (row,) = shards.read_rows(directory)
+    lines = ["```text"]
+    for field in schema.ROWS:
+        value = getattr(row, field.name)
+        lines.append(f"{field.name:<16} {value.tolist() if isinstance(value, np.ndarray) else value}")
+    del manifest["files"]
+    return "\n".join([*lines, "```", "", "```json", json.dumps(manifest, indent=2, sort_keys=True), "```", ""])
+
+
+def main() -> int:
+    """Write the pages, or with `--check` say which are stale."""
+    pages = {DOCS / "cli.md": cli_page(), DOCS / "format.md": format_page()}
+    stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
+    if "--check" in sys.argv:
+        for path in stale:
+            print(f"{path.name} is stale; run `make docs`")
+        return 1 if stale else 0
+    for path in stale:
+        path.write_text(pages[path])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
