@@ -1,0 +1,162 @@
+"""Tree attention through FlexAttention: blocks of 128 x 128 pairs, whole blocks skipped, no T x T tensor.
+
+The intervals decide each block. Over the keys of a block let `low` and `high` be the least and the greatest
+subtree_end; over its queries let `first` be the least index. Below the diagonal
+
+    first >= high          no pair is visible         skipped
+    first + 128 <= low     every pair is visible      full: computed without a mask
+    else                   some are                   partial: computed under the mask
+
+and a block on the diagonal is partial, for every token sees itself. Rows are padded to whole blocks with tokens that
+see only themselves (`subtree_end[i] = i + 1`), so no kernel ever meets a ragged edge.
+
+In and out as in `reference`. `build_block_mask` runs once per row, `flex_attention` once per layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as flex_operator
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+from treepack.attention.reference import check_shapes
+from treepack.errors import TreepackError
+
+BLOCK = 128
+
+# What the public function passes to the operator; the eager operator reads none of it.
+_EAGER_OPTIONS = {
+    "BACKEND": "AUTO",
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+}
+
+
+def build_block_mask(subtree_end: Tensor) -> BlockMask:
+    """The mask of a row as FlexAttention's block lists.
+
+    Args:
+        subtree_end: int [B, T], any T >= 1.
+
+    Returns:
+        a BlockMask of B x 1 head over T rounded up to a multiple of `BLOCK`. Memory is (T / BLOCK)**2.
+    """
+    end = pad_to_blocks(subtree_end)
+    partial, full = classify_blocks(end)
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[batch, key])
+
+    return BlockMask.from_kv_blocks(
+        *_block_lists(partial),
+        *_block_lists(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(end.shape[-1], end.shape[-1]),
+    )
+
+
+def pad_to_blocks(subtree_end: Tensor) -> Tensor:
+    """`subtree_end` [B, T] as int32, continued to whole blocks by tokens that see only themselves."""
+    batch, length = subtree_end.shape
+    total = math.ceil(length / BLOCK) * BLOCK
+    tail = torch.arange(length + 1, total + 1, dtype=torch.int32, device=subtree_end.device)
+    return torch.cat([subtree_end.to(torch.int32), tail.expand(batch, -1)], dim=1)
+
+
+def classify_blocks(subtree_end: Tensor) -> tuple[Tensor, Tensor]:
+    """Which (query block, key block) pairs are partial and which are full: two bool [B, n, n], n = T / BLOCK."""
+    low, high = subtree_end.reshape(len(subtree_end), -1, BLOCK).aminmax(dim=-1)
+    number = torch.arange(low.shape[-1], device=low.device)
+    first = (number * BLOCK)[None, :, None]
+    below = number[:, None] > number
+    full = below & (first + BLOCK <= low[:, None, :])
+    touched = below & (first < high[:, None, :])
+    return (touched & ~full) | (number[:, None] == number), full
+
+
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Per query block, how many key blocks are set [B, 1, n] and which, ascending and first [B, 1, n, n]."""
+    chosen = blocks[:, None].to(torch.int8)
+    counts = chosen.sum(dim=-1, dtype=torch.int32)
+    return counts, chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    subtree_end: Tensor,
+    *,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention over the visible pairs; compiled on an accelerator, eager (and dense) on the CPU.
+
+    Args:
+        query, key, value, subtree_end, scale: as in `reference.reference_attention`.
+        block_mask: `build_block_mask(subtree_end)`, where a caller has many layers to spend it on.
+
+    Returns:
+        [B, H, T, D_v] in the dtype of the inputs.
+
+    Raises:
+        TreepackError: if the shapes do not fit.
+    """
+    check_shapes(query, key, value, subtree_end)
+    mask = build_block_mask(subtree_end) if block_mask is None else block_mask
+    length, total = query.shape[-2], mask.seq_lengths[0]
+    if total != math.ceil(length / BLOCK) * BLOCK:
+        raise TreepackError(
+            f"attention: block_mask covers {total} tokens and the row has {length}; expected the block mask of this row"
+        )
+    query, key, value = (pad(x, (0, 0, 0, total - length)) for x in (query, key, value))
+    run = _eager if query.device.type == "cpu" else _compiled()
+    return run(_prescaled(query, scale), key, value, mask)[..., :length, :]
+
+
+def _prescaled(query: Tensor, scale: float | None) -> Tensor:
+    """`query` such that the default scale D**-0.5 yields `scale`.
+
+    A scale passed as an argument becomes a symbolic float under dynamic=True, which the kernel template refuses.
+    """
+    default = query.shape[-1] ** -0.5
+    return query if scale is None or math.isclose(scale, default) else query * (scale / default)
+
+
+@functools.cache
+def _compiled() -> Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]:
+    """The fused kernel, compiled on first use for every row length at once."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
+        out = torch_flex.flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    # fullgraph: past the recompile limit torch would otherwise fall back to the dense form in silence.
+    return torch.compile(run, dynamic=True, fullgraph=True)
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
+    # The public function refuses gradients on the CPU; the operator beneath it has them, in float64 too.
+    out, *_ = flex_operator(
+        query,
+        key,
+        value,
+        torch_flex._identity,
+        block_mask.as_tuple(),
+        query.shape[-1] ** -0.5,
+        _EAGER_OPTIONS,
+    )
+    return out

@@ -1,0 +1,77 @@
+r"""Tree attention, dense and obvious: the twin that every faster backend is tested against.
+
+    token q may see token k   <=>   k <= q < subtree_end[k]
+
+             k: 0 1 2 3 4        row   0 1 2 3 4      tree   0 - 1 - 2
+    q = 0       x                subtree_end                      \
+        1       x x                    5 3 3 5 5              3 - 4
+        2       x x x
+        3       x . . x          tokens 3 and 4 hang on 0 and do not see 1 and 2
+        4       x . . x x
+
+In: query [B, H, T, D], key and value [B, H_kv, T, D], subtree_end [B, T]; out: [B, H, T, D_v]. The scores exist as
+a T x T matrix per head, so this is for small rows and for the CPU. Names of models are left to `interface`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from treepack.errors import TreepackError
+
+
+def visible_pairs(subtree_end: Tensor) -> Tensor:
+    """The mask as bool [B, T (query), T (key)], from int [B, T]."""
+    index = torch.arange(subtree_end.shape[-1], device=subtree_end.device)
+    query = index[None, :, None]
+    return (index[None, None, :] <= query) & (query < subtree_end[:, None, :])
+
+
+def reference_attention(
+    query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Softmax attention over the visible pairs, in float64 for float64 and float32 otherwise.
+
+    Args:
+        query: [B, H, T, D].
+        key: [B, H_kv, T, D]; H is a multiple of H_kv, and query head h reads head h // (H / H_kv).
+        value: [B, H_kv, T, D_v].
+        subtree_end: int [B, T]; one past the last token of each token's subtree.
+        scale: factor of the scores, D**-0.5 by default.
+
+    Returns:
+        [B, H, T, D_v] in the dtype of `value`.
+
+    Raises:
+        TreepackError: if the shapes do not fit.
+    """
+    check_shapes(query, key, value, subtree_end)
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    groups = query.shape[1] // key.shape[1]
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    keys = key.to(work).repeat_interleave(groups, dim=1)
+    values = value.to(work).repeat_interleave(groups, dim=1)
+    scores = query.to(work) @ keys.mT * factor
+    scores = scores.masked_fill(~visible_pairs(subtree_end)[:, None], -torch.inf)
+    return (scores.softmax(dim=-1) @ values).to(value.dtype)
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor) -> None:
+    """Refuse tensors that are not one square self-attention over the row that `subtree_end` describes."""
+    if query.shape[-2] != key.shape[-2] or key.shape[:-1] != value.shape[:-1]:
+        raise TreepackError(
+            f"attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not "
+            "share their tokens; call the model without a cache"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise TreepackError(
+            f"attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key heads; "
+            "expected grouped queries"
+        )
+    expected = (query.shape[0], query.shape[2])
+    if tuple(subtree_end.shape) != expected or subtree_end.is_floating_point():
+        raise TreepackError(
+            f"attention: subtree_end is {subtree_end.dtype} {tuple(subtree_end.shape)}; expected integers "
+            f"{expected}, one per token of the row"
+        )

@@ -1,0 +1,143 @@
+"""The rows of a packed directory as `Batch`es, read when they are asked for.
+
+    packed/ --PackedDataset--> Batch, one row at a time, in any order
+
+The scalar columns of every row are read at the start, so that the weight of an optimiser step is known before its first
+row is loaded; token columns are read by row group. Order and grouping of rows are left to the trainer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute
+from pyarrow import parquet as pq
+from torch.utils.data import Dataset
+
+from treepack.batch import Batch, make_batch
+from treepack.errors import TreepackError
+from treepack.schema import PACKED_FORMAT, ROWS
+from treepack.shards import check_part, read_manifest, row_of_table
+
+CACHED_GROUPS = 4
+
+_SCALARS = ("row_id", "step", "num_tokens", "total_weight")
+_REMEDY = "the file was truncated or altered, so pack the trie again"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A row group of a part file; `first` is the index of its first row in the whole directory."""
+
+    path: Path
+    number: int
+    first: int
+
+
+class PackedDataset(Dataset[Batch]):
+    """The rows of a packed directory.
+
+    Attributes:
+        manifest: the directory's manifest.
+        steps: training step of every row, or None for all rows.
+        total_weight: float64 [num_rows], sum of loss_weight.
+        num_tokens: int64 [num_rows].
+        row_ids: int64 [num_rows].
+    """
+
+    def __init__(self, path: str | Path, *, multiple: int = 1) -> None:
+        """Open `path`; rows are padded to a multiple of `multiple` tokens.
+
+        Raises:
+            TreepackError: if the directory is unfinished, of another format, or not what its manifest says.
+        """
+        self.path = Path(path)
+        self.multiple = multiple
+        self.manifest = read_manifest(self.path, PACKED_FORMAT)
+        self._files: dict[Path, pq.ParquetFile] = {}
+        self._cache: OrderedDict[_Group, pa.Table] = OrderedDict()
+        self._groups = self._list_groups()
+        self._firsts = np.array([group.first for group in self._groups], np.int64)
+        index = self._read_scalars()
+        self.row_ids = index["row_id"].to_numpy()
+        self.num_tokens = index["num_tokens"].to_numpy().astype(np.int64)
+        self.total_weight = index["total_weight"].to_numpy()
+        steps = index["step"].to_pylist()
+        self.steps: list[int] | None = None if None in steps or not steps else steps
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self.row_ids)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Row `index` in the order of the files."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        group = self._groups[int(np.searchsorted(self._firsts, index, side="right")) - 1]
+        table = self._load(group)
+        return make_batch(row_of_table(table, index - group.first), multiple=self.multiple)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a worker process, which opens the files itself."""
+        return {**self.__dict__, "_files": {}, "_cache": OrderedDict()}
+
+    def max_position(self) -> int:
+        """The greatest position id of any row; reads one column."""
+        columns = (self._read(group, ["position_ids"])["position_ids"] for group in self._groups)
+        return max((compute.max(compute.list_flatten(column)).as_py() or 0 for column in columns), default=0)
+
+    def _list_groups(self) -> list[_Group]:
+        groups, first = [], 0
+        for entry in self.manifest["files"]:
+            path = check_part(self.path, entry, contents=False)
+            metadata = self._open(path).metadata
+            if metadata.num_rows != entry["rows"]:
+                raise TreepackError(
+                    f"{path}: holds {metadata.num_rows} rows and the manifest says {entry['rows']}; {_REMEDY}"
+                )
+            for number in range(metadata.num_row_groups):
+                groups.append(_Group(path, number, first))
+                first += metadata.row_group(number).num_rows
+        return groups
+
+    def _read_scalars(self) -> pa.Table:
+        wanted = pa.schema([ROWS.field(name) for name in _SCALARS])
+        return pa.concat_tables([wanted.empty_table(), *(self._read(g, [*_SCALARS]) for g in self._groups)])
+
+    def _load(self, group: _Group) -> pa.Table:
+        if group not in self._cache:
+            self._cache[group] = self._read(group, ROWS.names)
+            if len(self._cache) > CACHED_GROUPS:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(group)
+        return self._cache[group]
+
+    def _read(self, group: _Group, columns: list[str]) -> pa.Table:
+        try:
+            table = self._open(group.path).read_row_group(group.number, columns=columns)
+            table.validate(full=True)
+        except (pa.ArrowException, OSError) as error:
+            raise TreepackError(
+                f"{group.path}: row group {group.number} cannot be read ({_line(error)}); {_REMEDY}"
+            ) from error
+        missing = [name for name in columns if name not in table.column_names]
+        if missing:
+            raise TreepackError(f"{group.path}: has no column {missing[0]}; {_REMEDY}")
+        return table.select(columns)
+
+    def _open(self, path: Path) -> pq.ParquetFile:
+        if path not in self._files:
+            try:
+                self._files[path] = pq.ParquetFile(path, page_checksum_verification=True)
+            except (pa.ArrowException, OSError) as error:
+                raise TreepackError(f"{path}: is no readable Parquet file ({_line(error)}); {_REMEDY}") from error
+        return self._files[path]
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
