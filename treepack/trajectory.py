@@ -8,6 +8,8 @@ stages behind may trust it. What cannot be used is not an exception but a `Skipp
 
 from __future__ import annotations
 
+import array
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -136,19 +138,39 @@ def check_scalars(trajectory: Trajectory) -> Trajectory:
 
 def as_token_ids(values: Sequence[int] | NDArray[Any], *, source: str, name: str) -> Int32:
     """`values` as int32 [num_tokens], refused by `source` and `name` if any is not an integer in [0, 2**31)."""
-    try:
-        ids = np.asarray(values)
-    except (ValueError, OverflowError):
-        ids = np.zeros(0, np.object_)
-    if ids.size == 0 and len(values) == 0:
+    if len(values) == 0:
         return np.zeros(0, np.int32)
+    try:
+        # A third faster than numpy on a list, and it refuses floats where numpy would truncate them; not booleans.
+        ids = np.frombuffer(array.array("i", values), np.int32) if type(values) is list else np.asarray(values)
+    except (TypeError, ValueError, OverflowError):
+        ids = _as_array(values)
+    if type(values[0]) is bool:
+        ids = np.zeros(0, np.object_)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TreepackError(f"{source}: {name} is not a flat list of integers; expected token ids")
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > MAX_TOKEN_ID:
         bad = low if low < 0 else high
         raise TreepackError(f"{source}: {name} holds the id {bad}; expected token ids in [0, {MAX_TOKEN_ID}]")
-    return ids.astype(np.int32)
+    return ids.astype(np.int32, copy=False)
+
+
+def _as_array(values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (ValueError, OverflowError):
+        return np.zeros(0, np.object_)
+
+
+def derived_group(prompt: bytes) -> str:
+    """The group of trajectories whose file names none: those with the same `prompt`, as bytes, share it."""
+    return "prompt-" + hashlib.sha256(prompt).hexdigest()[:12]
+
+
+def prompt_tokens(content: Tokens) -> bytes:
+    """The token ids before the first trained one, as little-endian int32: what `derived_group` takes."""
+    return content.tokens[: content.starts[0] if len(content.starts) else None].astype("<i4", copy=False).tobytes()
 
 
 def with_content(trajectory: Trajectory, content: Tokens, *notes: str) -> Trajectory:

@@ -1,0 +1,67 @@
+"""Conversations in OpenAI's message form: `messages`, or TRL's `prompt` and `completion`.
+
+    {"messages": [...], "tools": [...]}                  every assistant message is trained
+    {"prompt": [...], "completion": [...]}               only those of the completion are
+    {"prompt": "text", "completion": "text"}             the completion is
+
+A message may carry `loss` or `trainable` (boolean) and `weight` (number >= 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.readers.fields import ReadOptions, describe
+from treepack.readers.messages import Messages, is_messages, normalise_messages, normalise_tools
+from treepack.readers.records import Record
+from treepack.trajectory import Chat, Skipped, Text, Trajectory
+
+USED = frozenset({"messages", "prompt", "completion", "tools"})
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has `messages`, or `prompt` and `completion`, as messages or as text."""
+    if is_messages(record.get("messages")):
+        return True
+    return all(isinstance(record.get(name), str) or is_messages(record.get(name)) for name in ("prompt", "completion"))
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one trajectory of `record`.
+
+    Raises:
+        TreepackError: the fields are missing or not of the form above.
+    """
+    value, source = record.value, record.source
+    if value.get("messages") is not None:
+        done = normalise_messages(_list(value["messages"], "messages", source), source=source)
+    else:
+        prompt, completion = value.get("prompt"), value.get("completion")
+        if prompt is None or completion is None:
+            raise TreepackError(f"{source}: has no messages; expected messages, or prompt and completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            used = USED - {"messages", "tools"}
+            yield describe(record, Text(prompt, completion), used=used, options=options)
+            return
+        done = _prompt_and_completion(prompt, completion, source)
+    content = Chat(done.messages, done.weights, normalise_tools(value.get("tools"), source=source))
+    yield describe(record, content, used=USED, options=options, notes=done.notes)
+
+
+def _prompt_and_completion(prompt: Any, completion: Any, source: str) -> Messages:
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise TreepackError(
+            f"{source}: one of prompt and completion is text; expected both as text or both as messages"
+        )
+    num_prompt = len(_list(prompt, "prompt", source))
+    done = normalise_messages([*prompt, *_list(completion, "completion", source)], source=source)
+    weights = [0.0] * num_prompt + done.weights[num_prompt:]
+    return Messages(done.messages, weights, done.notes)
+
+
+def _list(value: Any, name: str, source: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise TreepackError(f"{source}: {name} is not a list; expected a list of messages")
+    return value

@@ -1,0 +1,196 @@
+"""What a record says about its rollout besides the content: id, group, step, weight, reward, metadata.
+
+    Record + content --describe--> Trajectory
+
+Every format shares these names; a reader tells which fields it has used up itself. What nobody uses is kept as
+metadata where it is small, and else noted, so that it can be counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.readers.records import Record
+from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
+
+IDS = ("rollout_id", "trajectory_id", "session_id", "trace_id", "id", "index")
+GROUPS = ("uid", "group_id", "group_index", "example_id", "task_id", "data_id", "prompt_id")
+STEPS = ("step", "global_step")
+REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
+METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
+MAX_METADATA = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """What the caller says about the records.
+
+    `reward_key` picks the reward out of a dict of several; `vocab_size` bounds the token ids; `train_all` trains every
+    token of records that say neither which tokens are trained nor where the response begins.
+    """
+
+    reward_key: str | None = None
+    vocab_size: int | None = None
+    train_all: bool = False
+
+
+def describe(
+    record: Record,
+    content: Tokens | Chat | Text,
+    *,
+    used: Collection[str],
+    options: ReadOptions,
+    advantage: float | None = None,
+    notes: tuple[str, ...] = (),
+) -> Trajectory:
+    """The trajectory of `record`, whose fields `used` have gone into `content`.
+
+    Raises:
+        TreepackError: a field of another kind than its name says, or a reward, weight or advantage that is not finite.
+    """
+    value, source = record.value, record.source
+    group, group_field = _group(value, source)
+    name, id_field = _first_name(value, IDS, source)
+    if name is None:
+        name, id_field = _trial(value, group, source)
+    step, step_field = _step(value, source)
+    reward, reward_field = reward_of(value, source, reward_key=options.reward_key)
+    weight = value.get("weight")
+    taken = {group_field, id_field, step_field, reward_field, "weight"}
+    metadata, dropped = _metadata({k: v for k, v in value.items() if k not in used and k not in taken})
+    return check_scalars(
+        Trajectory(
+            trajectory_id=record.label if name is None else name,
+            source=source,
+            content=content,
+            group_id=group,
+            step=step,
+            weight=1.0 if weight is None else as_number(weight, source=source, name="weight"),
+            reward=reward,
+            advantage=advantage,
+            metadata=metadata,
+            notes=notes + dropped,
+        )
+    )
+
+
+def as_number(value: Any, *, source: str, name: str) -> float:
+    """`value` as a float; a boolean or a string is not a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise TreepackError(f"{source}: {name} does not fit a float; expected a finite number") from None
+
+
+def shown(value: Any) -> str:
+    """`value` as JSON, shortened, for a message."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def reward_of(value: dict[str, Any], source: str, *, reward_key: str | None) -> tuple[float | None, str | None]:
+    """The reward and the field it was read from: a number, a list summed over tokens, or a dict of scores.
+
+    Raises:
+        TreepackError: a dict without scores and weights and no `reward_key` that it holds, or no number.
+    """
+    for name in REWARDS:
+        if (reward := value.get(name)) is not None:
+            return _reward(reward, source=source, name=name, reward_key=reward_key), name
+    info = value.get("reward_info")
+    if isinstance(info, dict) and info.get("reward") is not None:
+        return _reward(info["reward"], source=source, name="reward_info.reward", reward_key=reward_key), "reward_info"
+    return None, None
+
+
+def _reward(reward: Any, *, source: str, name: str, reward_key: str | None) -> float:
+    if isinstance(reward, dict):
+        return _reward_of_dict(reward, source=source, name=name, reward_key=reward_key)
+    if isinstance(reward, np.ndarray):
+        reward = reward.tolist()
+    if isinstance(reward, list):
+        return sum(as_number(part, source=source, name=f"a value of {name}") for part in reward)
+    return as_number(reward, source=source, name=name)
+
+
+def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_key: str | None) -> float:
+    if reward_key is not None:
+        if reward_key not in reward:
+            raise TreepackError(f"{source}: {name} has no key '{reward_key}'; expected one of {', '.join(reward)}")
+        chosen = reward[reward_key]
+        chosen = chosen.get("score") if isinstance(chosen, dict) else chosen
+        return as_number(chosen, source=source, name=f"{name}.{reward_key}")
+    total = 0.0
+    for key, part in reward.items():
+        if not isinstance(part, dict) or "score" not in part:
+            raise TreepackError(
+                f"{source}: {name} is a dict with the keys {', '.join(reward)}; name one as the reward key"
+            )
+        weight = as_number(part.get("weight", 1.0), source=source, name=f"{name}.{key}.weight")
+        total += weight * as_number(part["score"], source=source, name=f"{name}.{key}.score")
+    return total
+
+
+def _group(value: dict[str, Any], source: str) -> tuple[str | None, str | None]:
+    group, field = _first_name(value, GROUPS, source)
+    if group is None and isinstance(task := value.get("task"), dict):
+        group, _ = _first_name(task, ("key", "hash"), source, prefix="task.")
+        field = "task"
+    return group, field
+
+
+def _first_name(
+    value: dict[str, Any], names: tuple[str, ...], source: str, *, prefix: str = ""
+) -> tuple[str | None, str | None]:
+    for name in names:
+        if (found := value.get(name)) is not None:
+            if isinstance(found, bool) or not isinstance(found, str | int):
+                raise TreepackError(f"{source}: {prefix}{name} is {shown(found)}; expected a string or an integer")
+            return str(found), name
+    return None, None
+
+
+def _trial(value: dict[str, Any], group: str | None, source: str) -> tuple[str | None, str | None]:
+    trial, field = _first_name(value, ("trial",), source)
+    return (None, None) if trial is None or group is None else (f"{group}/{trial}", field)
+
+
+def _step(value: dict[str, Any], source: str) -> tuple[int | None, str | None]:
+    for name in STEPS:
+        if (step := value.get(name)) is not None:
+            if isinstance(step, bool) or not isinstance(step, int):
+                raise TreepackError(f"{source}: {name} is {shown(step)}; expected an integer")
+            return step, name
+    return None, None
+
+
+def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    kept: dict[str, Any] = {}
+    notes: list[str] = []
+    for name, value in rest.items():
+        if value is None:
+            continue
+        if not isinstance(value, str | int | float) and not (name in METADATA_DICTS and isinstance(value, dict)):
+            notes.append(f"field '{name}' not used")
+            continue
+        try:
+            small = len(json.dumps(value, allow_nan=False)) <= MAX_METADATA
+        except (TypeError, ValueError):
+            notes.append(f"field '{name}' dropped, not plain JSON")
+            continue
+        if small:
+            kept[name] = value
+        else:
+            notes.append(f"field '{name}' dropped, more than {MAX_METADATA} characters")
+    return kept, tuple(notes)

@@ -1,0 +1,119 @@
+"""Which field of a tokenised record means what, and its values as arrays: the vocabulary of `tokens.py`.
+
+    {"prompt_ids": [..], "response_ids": [..], "response_mask": [..]}  --sort_fields-->  {kind: {name: values}}
+
+Names of a kind are interchangeable; if a record has several they must agree. The three kinds of log-probability are
+not: the sampler's, the trainer's old ones, and those of the reference model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.errors import TreepackError
+from treepack.trajectory import Float64
+
+IDS, PROMPT, RESPONSE = "ids", "prompt", "response"
+MASK, LABELS, ATTENTION, PROMPT_MASK = "mask", "labels", "attention", "prompt mask"
+POSITIONS, RESPONSE_LENGTH, LENGTHS, ADVANTAGE = "positions", "response length", "lengths", "advantages"
+SAMPLING, OLD, REFERENCE = "sampling log-probabilities", "old log-probabilities", "reference log-probabilities"
+IGNORED_LABEL = -100
+
+NAMES: dict[str, tuple[str, ...]] = {
+    IDS: ("input_ids", "tokens", "token_ids", "sequences"),
+    PROMPT: ("prompt_ids", "prompt_token_ids", "prompts"),
+    RESPONSE: ("response_ids", "completion_ids", "completion_token_ids", "responses"),
+    MASK: (
+        *("loss_mask", "loss_masks", "response_mask", "completion_mask", "assistant_masks", "assistant_mask", "mask"),
+        *("generation_mask", "tool_mask", "env_mask"),
+    ),
+    LABELS: ("labels",),
+    ATTENTION: ("attention_mask",),
+    PROMPT_MASK: ("prompt_mask",),
+    POSITIONS: ("position_ids", "input_pos"),
+    RESPONSE_LENGTH: ("response_length",),
+    LENGTHS: ("seq_lengths", "seq_lens", "sequence_lengths"),
+    ADVANTAGE: ("advantages", "advantage"),
+    SAMPLING: (
+        *("rollout_log_probs", "rollout_logprobs", "response_logprobs", "completion_logprobs", "inference_logprobs"),
+        *("logprobs", "sampling_per_token_logps"),
+    ),
+    OLD: ("old_log_probs", "old_per_token_logps", "action_log_probs"),
+    REFERENCE: (
+        *("ref_log_prob", "ref_logprobs", "reference_logprobs", "ref_per_token_logps", "base_action_log_probs"),
+    ),
+}
+KINDS = {name: kind for kind, names in NAMES.items() for name in names}
+LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE}
+
+Fields = dict[str, dict[str, Any]]
+
+
+def sort_fields(record: dict[str, Any]) -> Fields:
+    """The fields of `record` that are known here, by kind and name. A text field of such a name is somebody else's."""
+    fields: Fields = {}
+    for name, value in record.items():
+        kind = KINDS.get(name)
+        if kind is None or value is None or isinstance(value, str | dict):
+            continue
+        if kind in LISTS and not isinstance(value, list | np.ndarray):
+            continue
+        fields.setdefault(kind, {})[name] = value
+    return fields
+
+
+def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | Float64:
+    """A mask as uint8 of 0 and 1, or, for a `loss_mask` that holds other numbers >= 0, as float64 weights.
+
+    Raises:
+        TreepackError: nested, or any other value.
+    """
+    if type(values) is list:
+        try:
+            # bytes() takes 0..255 only and is five times as fast as numpy on a list; it takes booleans too.
+            flags: NDArray[Any] = np.frombuffer(bytes(values), np.uint8)
+        except (TypeError, ValueError):
+            flags = _array(values)
+    else:
+        flags = values
+    if flags.ndim != 1 or flags.dtype.kind not in "buif":
+        raise TreepackError(f"{source}: {name} is not a flat list of 0 and 1; expected one per token")
+    if len(flags) == 0 or flags.dtype.kind == "b":
+        return flags.astype(np.uint8)
+    low, high = flags.min(), flags.max()
+    if flags.dtype.kind == "f" and not np.isin(flags, (0, 1)).all():
+        if name != "loss_mask" or not (low >= 0 and np.isfinite(high)):
+            expected = "0 and 1, or finite weights >= 0" if name == "loss_mask" else "0 and 1"
+            raise TreepackError(f"{source}: {name} holds values from {low} to {high}; expected {expected}")
+        return flags.astype(np.float64)
+    if low < 0 or high > 1:
+        raise TreepackError(f"{source}: {name} holds {low if low < 0 else high}; expected 0 and 1")
+    return flags.astype(np.uint8, copy=False)
+
+
+def number_values(values: Any, *, source: str, name: str) -> Float64:
+    """A list of numbers as float64, with NaN for null.
+
+    Raises:
+        TreepackError: nested, or holding anything but numbers and null.
+    """
+    numbers = _array(values)
+    if len(values) == 0:
+        return np.zeros(0, np.float64)
+    if numbers.dtype.kind == "O" and all(
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
+    ):
+        numbers = np.asarray([np.nan if value is None else value for value in values], np.float64)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
+        raise TreepackError(f"{source}: {name} is not a flat list of numbers; expected one per token")
+    return numbers.astype(np.float64, copy=False)
+
+
+def _array(values: Any) -> NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except (ValueError, OverflowError):
+        return np.zeros((0, 0), np.object_)

@@ -1,0 +1,135 @@
+"""ToolBench's answer trees: one file per query, one trajectory per root-to-leaf path of its search tree.
+
+    Thought "..." > Action "search" > Action Input '{"q": 1}' observation "..."
+    =>  assistant {content: "...", tool_calls: [search]}   tool {content: observation}
+
+A turn is up to three nested nodes; a Thought without an Action is a turn of its own. The search's own prompts ("try
+something else") are not in the tree, so they are not in the trajectories. A path is rewarded with 1 if it ends in a
+`Finish` call that the environment accepted as an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.readers.fields import ReadOptions, describe
+from treepack.readers.messages import is_messages, normalise_messages
+from treepack.readers.records import Record, folder_and_stem
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
+USED = frozenset({"tree", "answer_generation"})
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has a search tree and the query it answers."""
+    tree, answer = record.get("tree"), record.get("answer_generation")
+    return isinstance(tree, dict) and isinstance(tree.get("tree"), dict) and isinstance(answer, dict)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
+
+    Raises:
+        TreepackError: no tree, or a node of an unknown type.
+    """
+    if not matches(record.value):
+        raise TreepackError(f"{record.source}: has no tree.tree or no answer_generation; expected a file of ToolBench")
+    answer = record.value["answer_generation"]
+    opening = _opening(answer)
+    tools = [{"type": "function", "function": function} for function in answer.get("function") or []]
+    group = "/".join(part for part in folder_and_stem(record) if part)
+    for leaf, path in enumerate(_paths(record.value["tree"]["tree"])):
+        done = normalise_messages(opening + _messages(path, record.source), source=record.source)
+        content = Chat(done.messages, done.weights, tools or None)
+        found = describe(record, content, used=USED, options=options, notes=done.notes)
+        yield replace(found, trajectory_id=f"{group}/leaf-{leaf}", group_id=group, reward=_reward(path))
+
+
+def _opening(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """System and user messages of the first prompt, or the query where the file keeps no prompt."""
+    train_messages = answer.get("train_messages") or []
+    first = train_messages[0] if train_messages and is_messages(train_messages[0]) else []
+    leading = takewhile(lambda message: message.get("role") in ("system", "user"), first)
+    kept = (message for message in leading if message.get("valid") is not False)
+    opening = [{"role": message["role"], "content": message.get("content")} for message in kept]
+    return opening or [{"role": "user", "content": answer.get("query")}]
+
+
+def _paths(root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    """The nodes below the root on the way to each leaf, in depth-first order. O(sum of the paths' lengths)."""
+    path: list[dict[str, Any]] = []
+    stack = [(child, 0) for child in reversed(root.get("children") or [])]
+    if not stack:
+        yield []
+    while stack:
+        node, depth = stack.pop()
+        del path[depth:]
+        path.append(node)
+        children = node.get("children") or []
+        stack += [(child, depth + 1) for child in reversed(children)]
+        if not children:
+            yield list(path)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The nodes of the turn being read."""
+
+    thought: str | None = None
+    action: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    num_calls: int = 0
+
+    def flush(self) -> None:
+        """End a turn that has no Action Input."""
+        if self.action is not None:
+            self.call("{}", None)
+        elif self.thought is not None:
+            self.messages.append({"role": "assistant", "content": self.thought})
+            self.thought = None
+
+    def call(self, arguments: str, observation: Any) -> None:
+        """End a turn with its call and, if there is one, the call's result."""
+        call_id = f"call_{self.num_calls}"
+        call = {"id": call_id, "type": "function", "function": {"name": self.action, "arguments": arguments}}
+        self.messages.append({"role": "assistant", "content": self.thought, "tool_calls": [call]})
+        if observation is not None:
+            result = {"role": "tool", "tool_call_id": call_id, "name": self.action, "content": observation}
+            self.messages.append(result)
+        self.thought = self.action = None
+        self.num_calls += 1
+
+
+def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    turn = _Turn()
+    for node in path:
+        kind, text = node.get("node_type"), node.get("description")
+        if kind == "Thought":
+            turn.flush()
+            turn.thought = text
+        elif kind == "Action":
+            if turn.action is not None:
+                turn.flush()
+            turn.action = text
+        elif kind == "Action Input" and turn.action is not None:
+            turn.call(text or "{}", node.get("observation"))
+        else:
+            raise TreepackError(
+                f"{source}: a node of type '{kind}' out of place; "
+                "expected Thought, Action, or Action Input after an Action"
+            )
+    turn.flush()
+    return turn.messages
+
+
+def _reward(path: list[dict[str, Any]]) -> float:
+    if len(path) < 2:
+        return 0.0
+    action, leaf = path[-2], path[-1]
+    answered = action.get("description") == "Finish" and leaf.get("observation_code") == ANSWER_ACCEPTED
+    return 1.0 if answered else 0.0
