@@ -131,8 +131,10 @@ def _packed(directory: Path, manifest: dict[str, Any], *, check: bool, trie_path
     from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
     from treepack.pack import fit_capacity
+    from treepack.stats import describe_packed
 
-    report = {"kind": "packed", **manifest["totals"], "counts": manifest["counts"]}
+    rows = progress(shards.read_rows(directory), description="reading", total=manifest["totals"]["num_rows"])
+    report = describe_packed(rows, manifest)
     if not check:
         return report
     origin = Path(manifest["trie"]["path"])
@@ -149,43 +151,43 @@ def _packed(directory: Path, manifest: dict[str, Any], *, check: bool, trie_path
     return report
 
 
+SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
+
+
 def _print(report: dict[str, Any]) -> None:
     """Print a report as tables."""
     plain = {name: value for name, value in report.items() if not isinstance(value, dict | list)}
     ratios = {name: percent(plain[name]) for name in ("por", "err", "token_ratio", "fill", "gap") if name in plain}
     show(plain | ratios | report.get("counts", {}))
-    if "por_by_depth" in report:
-        click.echo()
-        rows = [
-            (f"{r['start']:,}-{r['end']:,}", r["tokens_flat"], r["tokens_tree"], percent(r["por"]))
-            for r in report["por_by_depth"]
-        ]
-        show_table(["depth", "N_flat", "N_tree", "POR"], rows)
-        click.echo()
-        names = ("count", "min", "median", "p90", "max", "mean")
-        spreads = [
-            (name, *(report[name].get(column) for column in names)) for name in ("lengths", "group_sizes", "branching")
-        ]
-        show_table(["", *names], spreads)
+    for name, column, ratio in (("por_by_depth", "tokens_tree", "por"), ("err_by_depth", "tokens_packed", "err")):
+        if name in report:
+            click.echo()
+            lines = [
+                (f"{part['start']:,}-{part['end']:,}", part["tokens_flat"], part[column], percent(part[ratio]))
+                for part in report[name]
+            ]
+            show_table(["depth", "tokens_flat", column, ratio], lines)
+    click.echo()
+    columns = ("count", "min", "median", "p90", "max", "mean")
+    found = [name for name in SPREADS if name in report]
+    show_table(["", *columns], [(name, *(report[name].get(column) for column in columns)) for name in found])
     if "predicted" in report:
         click.echo()
-        rows = [
-            (
-                p["capacity"],
-                p["num_rows"],
-                p["tokens_packed"],
-                percent(p["err"]),
-                percent(p["fill"]),
-                percent(p["gap"]),
-                p["num_too_long"],
-            )
-            for p in report["predicted"]
-        ]
-        show_table(["capacity", "rows", "N_pack", "ERR", "fill", "gap", "too long"], rows)
+        _print_predictions(report["predicted"])
     if "checked" in report:
         click.echo()
-        checked = dict(report["checked"])
-        compared = checked.pop("against_trie", True)
-        click.echo("checked: " + ", ".join(f"{value:,} {name}" for name, value in checked.items()) + ": all correct")
-        if not compared:
-            click.echo("not compared with a trie: the one it was packed from is not there; give --trie")
+        _print_checked(dict(report["checked"]))
+
+
+def _print_predictions(predicted: list[dict[str, Any]]) -> None:
+    ratios = ("err", "fill", "gap")
+    counts = ("capacity", "num_rows", "tokens_packed", "num_too_long")
+    lines = [[*(part[name] for name in counts), *(percent(part[name]) for name in ratios)] for part in predicted]
+    show_table([*counts, *ratios], lines)
+
+
+def _print_checked(checked: dict[str, Any]) -> None:
+    compared = checked.pop("against_trie", True)
+    click.echo("checked: " + ", ".join(f"{value:,} {name}" for name, value in checked.items()) + ": all correct")
+    if not compared:
+        click.echo("not compared with a trie: the one it was packed from is not there; give --trie")

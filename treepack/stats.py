@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from treepack.columns import SpanView
-from treepack.pack import fit_capacity
+from treepack.pack import Row, fit_capacity
 from treepack.plan import PlanTotals, check_plan, plan_rows
 from treepack.plan.bounds import recursive_bound
 from treepack.trajectory import Int64
@@ -88,16 +88,61 @@ def quantiles(values: Int64) -> Report:
     }
 
 
-def por_by_depth(trie: Trie) -> list[Report]:
-    """Overlap of the tokens at each range of depths [start, end); the ranges double from 256 tokens on."""
-    lengths, depth, path = trie.lengths, trie.depth, trie.path_length
+def depth_ranges(longest: int) -> list[tuple[int, int]]:
+    """Ranges [start, end) of depths up to `longest`, doubling from 256 tokens on."""
     ranges, start, end = [], 0, FIRST_DEPTH
-    while start < lengths.max():
-        flat = int((np.clip(lengths, start, end) - start).sum())
-        tree = int((np.clip(path, start, end) - np.clip(depth, start, end)).sum())
-        ranges.append({"start": start, "end": end, "tokens_flat": flat, "tokens_tree": tree, "por": 1 - tree / flat})
+    while start < longest:
+        ranges.append((start, end))
         start, end = end, 2 * end
     return ranges
+
+
+def por_by_depth(trie: Trie) -> list[Report]:
+    """Overlap of the tokens at each range of depths."""
+    lengths, depth, path = trie.lengths, trie.depth, trie.path_length
+    report = []
+    for start, end in depth_ranges(int(lengths.max())):
+        flat = int((np.clip(lengths, start, end) - start).sum())
+        tree = int((np.clip(path, start, end) - np.clip(depth, start, end)).sum())
+        report.append({"start": start, "end": end, "tokens_flat": flat, "tokens_tree": tree, "por": 1 - tree / flat})
+    return report
+
+
+def describe_packed(rows: Iterable[Row], manifest: Report) -> Report:
+    """Totals of a packed directory and distributions over its rows, as plain values ready for JSON."""
+    tokens, pairs, held, lengths, branching = [], [], [], [], []
+    flat, packed = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    for row in rows:
+        tokens.append(row.num_tokens)
+        pairs.append(row.num_pairs)
+        held.append(len(row.trajectory_ids))
+        lengths.append(row.position_ids[row.trajectory_ends] + 1)
+        children = np.bincount(row.parent[row.parent >= 0])
+        branching.append(children[children > 1])
+        size = max(len(flat), int(row.position_ids.max()) + 1)
+        packed = _grown(packed, size) + np.bincount(row.position_ids, minlength=size)
+        flat = _grown(flat, size) + np.bincount(row.position_ids, row.scale, size).astype(np.int64)
+    by_depth = []
+    for start, end in depth_ranges(len(flat)):
+        counts = {"tokens_flat": int(flat[start:end].sum()), "tokens_packed": int(packed[start:end].sum())}
+        by_depth.append(
+            {"start": start, "end": end, **counts, "err": 1 - counts["tokens_packed"] / counts["tokens_flat"]}
+        )
+    return {
+        "kind": "packed",
+        **manifest["totals"],
+        "counts": manifest["counts"],
+        "row_tokens": quantiles(np.array(tokens)),
+        "row_pairs": quantiles(np.array(pairs)),
+        "row_trajectories": quantiles(np.array(held)),
+        "lengths": quantiles(np.concatenate(lengths).astype(np.int64)),
+        "branching": quantiles(np.concatenate(branching).astype(np.int64)),
+        "err_by_depth": by_depth,
+    }
+
+
+def _grown(values: Int64, size: int) -> Int64:
+    return np.pad(values, (0, size - len(values)))
 
 
 def predict(trie: Trie, capacities: Iterable[int], *, method: str, too_long: str) -> list[Report]:
