@@ -41,7 +41,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     trie = build(sequences, share=share)
     manifest = {
         "options": {"expand": options.expand, "format": options.format, "share": share, "tools": options.tools},
-        "input": {"sha256": digest.hexdigest(), "num_files": digest.num_files},
+        "input": {"sha256": digest.hexdigest(), "num_files": len(digest.files)},
         "tokenizer": fingerprint(load_tokenizer(options.tokenizer)) if options.tokenizer else None,
         "totals": stats.trie_totals(trie),
         "counts": dict(sorted(counts.items())),
@@ -53,7 +53,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     por = totals.pop("por")
     show(
         {
-            "files": digest.num_files,
+            "files": len(digest.files),
             **{name.replace("num_", ""): value for name, value in totals.items() if name.startswith("num_")},
             "trained tokens": totals["tokens_trained"],
             **counts,

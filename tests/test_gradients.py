@@ -1,7 +1,8 @@
 """The promise: gradients of packed rows are those of every trajectory run alone.
 
-In float64, for every parameter, to a relative 1e-9. The oracle (`oracle_model.alone`) is transformers' own model with its
-own attention, one forward per trajectory; packed rows come from the whole pipeline: trie, plan, rows, attention, loss.
+In float64, for every parameter, to a relative 1e-9. The oracle (`oracle_model.alone`) is the plain model of
+transformers with its own attention, one forward per trajectory; packed rows come from the whole pipeline: trie, plan,
+rows, attention, loss.
 """
 
 from __future__ import annotations

@@ -63,10 +63,10 @@ def folder_and_stem(record: Record) -> tuple[str, str]:
 
 
 class InputHash:
-    """Collects the sha256 of every input file, in the order they are read.
+    """Collects the sha256 of every input file.
 
-    `hexdigest()` is the sha256 of the files' hex digests, one per line: it depends on what the files hold, not on
-    where they lie.
+    `hexdigest()` is the sha256 of the files' hex digests, sorted, one per line: it depends on what the files hold, not
+    on where they lie or in which order they are read.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,9 @@ class InputHash:
 
     def hexdigest(self) -> str:
         """One hash of all files so far."""
-        return hashlib.sha256("".join(f"{sha256}\n" for _, sha256 in self.files).encode()).hexdigest()
+        return hashlib.sha256(
+            "".join(f"{sha256}\n" for sha256 in sorted(sha256 for _, sha256 in self.files)).encode()
+        ).hexdigest()
 
 
 def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped]]:

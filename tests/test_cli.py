@@ -1,0 +1,300 @@
+"""The command line through its installed entry point: results, refusals, exit status, and what is never imported."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+SAMPLES = Path(__file__).parents[1] / "sample_data"
+TREEPACK = Path(sys.executable).parent / "treepack"
+KEYS = {"kind", "num_trajectories", "num_groups", "num_trees", "num_nodes", "tokens_flat", "tokens_tree", "por"}
+PACKED_KEYS = {"capacity", "num_rows", "tokens_packed", "err", "token_ratio", "fill", "lower_bound", "gap"}
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self.out)
+        return found
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    (entry,) = entry_points(group="console_scripts", name="treepack")
+    main = entry.load()
+
+    def run(*arguments: str | Path) -> Result:
+        monkeypatch.setattr(sys, "argv", ["treepack", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run
+
+
+def write_rollouts(path: Path, *, num: int = 6) -> Path:
+    lines = [
+        {"id": f"r{i}", "group_id": i // 3, "reward": i % 2, "input_ids": [5, 6, 7, i, i], "loss_mask": [0, 0, 1, 1, 1]}
+        for i in range(num)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture
+def trie(treepack: Run, tmp_path: Path) -> Path:
+    out = tmp_path / "trie"
+    assert treepack("build-trie", write_rollouts(tmp_path / "rollouts.jsonl"), "--out", out).status == 0
+    return out
+
+
+@pytest.fixture
+def packed(treepack: Run, trie: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "packed"
+    assert treepack("pack", trie, "--capacity", 12, "--out", out).status == 0
+    return out
+
+
+def imported_by(*arguments: str | Path) -> set[str]:
+    """Top-level modules that a command has imported when it ends."""
+    script = (
+        "import sys\nfrom treepack_cli import main\n"
+        f"sys.argv = {['treepack', *map(str, arguments)]!r}\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "print('MODULES', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("MODULES")[2].split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = {"torch", "transformers", "numpy", "pyarrow", "polars", "ortools", "tqdm"}
+    assert imported_by("--help") & heavy == set()
+
+
+@pytest.mark.parametrize("command", ["build-trie", "pack", "stats", "train"])
+def test_help_of_each_command_imports_no_torch(command: str) -> None:
+    assert "torch" not in imported_by(command, "--help")
+
+
+def test_the_data_half_imports_no_torch(trie: Path, packed: Path, tmp_path: Path) -> None:
+    rollouts = write_rollouts(tmp_path / "more.jsonl")
+    for arguments in (
+        ("build-trie", rollouts, "--out", tmp_path / "again"),
+        ("pack", trie, "--capacity", "12", "--out", tmp_path / "again-packed"),
+        ("stats", packed, "--check"),
+        ("stats", rollouts),
+    ):
+        assert imported_by(*arguments) & {"torch", "transformers"} == set()
+
+
+def test_summary_of_build_trie(treepack: Run, tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "rollouts.jsonl")
+    with path.open("a") as file:
+        file.write('{"input_ids": [], "loss_mask": []}\n{"input_ids": [1, 2], "loss_mask": [0, 0]}\n')
+    result = treepack("build-trie", path, "--out", tmp_path / "trie")
+    lines = dict(line.split("  ", 1) for line in result.out.splitlines())
+    values = {name.strip(): value.strip() for name, value in lines.items()}
+    assert values["trajectories"] == "6"
+    assert values["skipped: empty trajectory"] == "1"
+    assert values["skipped: no trained token"] == "1"
+    assert (values["N_flat"], values["N_tree"], values["POR"]) == ("30", "15", "50.0 %")
+
+
+def test_results_go_to_stdout_and_notes_stay_away_without_a_terminal(treepack: Run, tmp_path: Path) -> None:
+    result = treepack("build-trie", write_rollouts(tmp_path / "r.jsonl"), "--out", tmp_path / "trie")
+    assert (result.status, result.err) == (0, "")
+
+
+def test_stats_of_rollouts_trie_and_packed(treepack: Run, trie: Path, packed: Path, tmp_path: Path) -> None:
+    raw, built, rows = (treepack("stats", path, "--json").json for path in (tmp_path / "rollouts.jsonl", trie, packed))
+    assert [raw["kind"], built["kind"], rows["kind"]] == ["trajectories", "trie", "packed"]
+    assert raw | {"kind": ""} == built | {"kind": ""}
+    assert raw.keys() >= KEYS
+    assert rows.keys() >= KEYS | PACKED_KEYS
+
+
+def test_stats_predicts_what_pack_does(treepack: Run, trie: Path, packed: Path) -> None:
+    predicted = treepack("stats", trie, "--capacity", "12,100", "--json").json["predicted"]
+    done = treepack("stats", packed, "--json").json
+    assert isinstance(predicted, list)
+    assert {key: predicted[0][key] for key in PACKED_KEYS} == {key: done[key] for key in PACKED_KEYS}
+    assert predicted[1]["num_rows"] == 1
+
+
+def test_stats_prints_tables(treepack: Run, trie: Path) -> None:
+    out = treepack("stats", trie, "--capacity", "12").out
+    assert "por" in out
+    assert "50.0 %" in out
+    assert "0-256" in out
+
+
+def test_check_passes_and_compares_with_the_trie(treepack: Run, packed: Path) -> None:
+    checked = treepack("stats", packed, "--check", "--json").json["checked"]
+    assert checked == {"rows": 2, "tokens": 18, "trajectories": 6, "against_trie": True}
+
+
+def test_check_says_when_there_is_no_trie(treepack: Run, trie: Path, packed: Path) -> None:
+    trie.rename(trie.with_name("moved"))
+    assert "not compared with a trie" in treepack("stats", packed, "--check").out
+    result = treepack("stats", packed, "--check", "--trie", trie.with_name("moved"))
+    assert "not compared" not in result.out
+
+
+def test_check_refuses_another_trie(treepack: Run, packed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    treepack("build-trie", write_rollouts(tmp_path / "fewer.jsonl", num=2), "--out", other)
+    result = treepack("stats", packed, "--check", "--trie", other)
+    assert result.status == 1
+    assert "is not the trie that" in result.err
+
+
+@pytest.mark.parametrize("which", ["trie", "packed"])
+def test_check_notices_altered_files(treepack: Run, trie: Path, packed: Path, which: str) -> None:
+    directory = {"trie": trie, "packed": packed}[which]
+    path = sorted(directory.glob("*.parquet"))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    result = treepack("stats", directory, "--check")
+    assert result.status == 1
+    assert f"{path.name}: was altered since it was written" in result.err
+
+
+def test_an_error_is_one_sentence_and_status_1(treepack: Run, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"input_ids": [1, 2], "loss_mask": [0, 1]}\n{"input_ids": [1, \n')
+    result = treepack("build-trie", path, "--out", tmp_path / "trie")
+    assert result.status == 1
+    assert result.out == ""
+    assert len(result.err.splitlines()) == 1
+    assert "bad.jsonl:2: malformed JSON" in result.err
+    assert not (tmp_path / "trie").exists()
+
+
+def test_wrong_usage_is_status_2(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    assert treepack("pack", trie, "--out", tmp_path / "p").status == 2
+    assert treepack("pack", trie, "--capacity", 0, "--out", tmp_path / "p").status == 2
+    assert treepack("stats", trie, "--capacity", "8192,x").status == 2
+
+
+def test_existing_output_is_refused_unless_overwritten(treepack: Run, trie: Path, packed: Path, tmp_path: Path) -> None:
+    rollouts = tmp_path / "rollouts.jsonl"
+    before = (trie / "manifest.json").read_bytes()
+    for arguments in (("build-trie", rollouts, "--out", trie), ("pack", trie, "--capacity", 12, "--out", packed)):
+        refused = treepack(*arguments)
+        assert refused.status == 1
+        assert "exists; choose another --out or give --overwrite" in refused.err
+    assert (trie / "manifest.json").read_bytes() == before
+    assert treepack("build-trie", rollouts, "--out", trie, "--overwrite").status == 0
+
+
+def test_too_long(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    refused = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "a")
+    assert refused.status == 1
+    assert "trajectory r0 has 5 tokens, capacity is 4 (6 such in all)" in refused.err
+    cut = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "b", "--too-long", "truncate")
+    assert "truncated to the capacity" in cut.out
+    dropped = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "c", "--too-long", "drop")
+    assert dropped.status == 1
+    assert "no trajectory fits the capacity of 4" in dropped.err
+    assert treepack("stats", tmp_path / "b", "--check").status == 0
+
+
+def test_standard_input(tmp_path: Path) -> None:
+    data = write_rollouts(tmp_path / "r.jsonl").read_bytes()
+    command = [TREEPACK, "build-trie", "-", "--out", tmp_path / "trie"]
+    done = subprocess.run(command, input=data, capture_output=True, check=True)
+    assert b"POR" in done.stdout
+
+
+def test_same_input_same_bytes_whatever_the_order(treepack: Run, tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "rollouts.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    for name in ("a", "b"):
+        treepack("build-trie", path, "--out", tmp_path / name)
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b"))
+    assert first == second
+    halves = [tmp_path / "x.jsonl", tmp_path / "y.jsonl"]
+    halves[0].write_text("".join(lines[:3]))
+    halves[1].write_text("".join(lines[3:]))
+    for name, order in (("c", halves), ("d", halves[::-1])):
+        treepack("build-trie", *order, "--out", tmp_path / name)
+    third, fourth = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("c", "d"))
+    assert third == fourth
+    assert first["nodes-00000.parquet"] == third["nodes-00000.parquet"]
+
+
+def test_a_run_killed_in_the_middle_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "r.jsonl")
+    process = subprocess.Popen([TREEPACK, "build-trie", "-", "--out", tmp_path / "trie"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(path.read_bytes()[:200])
+    process.stdin.flush()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdin.close()
+    assert not (tmp_path / "trie").exists()
+    subprocess.run([TREEPACK, "build-trie", path, "--out", tmp_path / "trie"], check=True, capture_output=True)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(trie: Path, tmp_path: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    command = [TREEPACK, "pack", trie, "--capacity", "12", "--out", tmp_path / "packed"]
+    failed = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "packed: cannot be written" in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"rollouts.jsonl", "trie"}
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_chat_of_the_sample_data(treepack: Run, tmp_path: Path) -> None:
+    arguments = (SAMPLES / "chat.jsonl", "--tokenizer", SAMPLES / "tokenizer")
+    whole = treepack("stats", *arguments, "--json").json
+    turns = treepack("stats", *arguments, "--json", "--expand", "turns", "--workers", 2).json
+    assert whole["num_groups"] == turns["num_groups"] == 8
+    assert isinstance(whole["por"], float)
+    assert isinstance(turns["por"], float)
+    assert 0.3 < whole["por"] < turns["por"] > 0.9
+
+
+def test_search_tree_of_the_sample_data(treepack: Run) -> None:
+    arguments = (SAMPLES / "search_tree.json", "--tokenizer", SAMPLES / "tokenizer", "--json")
+    assert treepack("stats", *arguments).json["num_trajectories"] == 10
+
+
+def test_tokens_of_the_sample_data_carry_terms(treepack: Run, tmp_path: Path) -> None:
+    assert treepack("build-trie", SAMPLES / "tokens.jsonl", "--out", tmp_path / "t").status == 0
+    assert treepack("pack", tmp_path / "t", "--capacity", 4096, "--out", tmp_path / "p").status == 0
+    assert treepack("stats", tmp_path / "p", "--check").status == 0
+
+
+def test_text_without_a_tokenizer_is_refused(treepack: Run, tmp_path: Path) -> None:
+    result = treepack("build-trie", SAMPLES / "chat.jsonl", "--out", tmp_path / "t")
+    assert result.status == 1
+    assert "--tokenizer" in result.err

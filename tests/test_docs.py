@@ -1,0 +1,43 @@
+"""Documentation and schemas are what the code says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from treepack import schema
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_generated_pages_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "generate.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_schemas_are_current() -> None:
+    for name, text in schema.documents().items():
+        assert (ROOT / "schemas" / name).read_text() == text
+
+
+def test_readme_shows_the_commands_of_the_demo() -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("$(BIN)/", "").replace("$(DEMO)", "demo_out")
+    readme = (ROOT / "README.md").read_text().replace("\\\n", "")
+    shown = [" ".join(line.split()) for line in re.findall(r"^\$ (treepack .*)$", readme, re.MULTILINE)]
+    run = [" ".join(line.split()) for line in re.findall(r"^\t(treepack .*)$", makefile, re.MULTILINE)]
+    assert shown == run
+    assert len(run) == 4
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    paths = re.findall(r"^\| `([\w./-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(paths) > 10
+    assert [path for path in paths if not (ROOT / path).exists()] == []
