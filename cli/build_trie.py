@@ -26,12 +26,11 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     import time
     from collections import Counter
 
-    from treepack.tokenization import fingerprint, load_tokenizer
-
     from treepack import ingest, shards, stats
     from treepack.columns import collect
     from treepack.directory import finished_directory, refuse_existing
     from treepack.readers.records import InputHash
+    from treepack.tokenization import fingerprint, load_tokenizer
     from treepack.trie import build_trie as build
 
     refuse_existing(out, overwrite=overwrite)

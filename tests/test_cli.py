@@ -297,4 +297,4 @@ def test_tokens_of_the_sample_data_carry_terms(treepack: Run, tmp_path: Path) ->
 def test_text_without_a_tokenizer_is_refused(treepack: Run, tmp_path: Path) -> None:
     result = treepack("build-trie", SAMPLES / "chat.jsonl", "--out", tmp_path / "t")
     assert result.status == 1
-    assert "--tokenizer" in result.err
+    assert "give a tokenizer" in result.err

@@ -76,7 +76,7 @@ def _encoding(columns: pa.Schema) -> dict[str, Any]:
     return {
         "compression": "zstd",
         "write_page_checksum": True,
-        "compression_level": 6,
+        "compression_level": 3,
         "use_dictionary": [path for name, path in paths.items() if name in DICTIONARY],
         "column_encoding": {path: "DELTA_BINARY_PACKED" for name, path in paths.items() if name in DELTA},
     }

@@ -73,6 +73,11 @@ class InputHash:
         """Start with no file."""
         self.files: list[tuple[str, str]] = []
 
+    @property
+    def num_files(self) -> int:
+        """How many files have been read to their end."""
+        return len(self.files)
+
     def add(self, path: str, sha256: str) -> None:
         """Note one file, as stored (compressed bytes where it is compressed)."""
         self.files.append((path, sha256))
@@ -282,7 +287,7 @@ def parse_leniently(text: bytes, *, path: str, line: int, remedy: str) -> Any:
         TreepackError: not UTF-8, malformed, nested too deeply, or holding half of a surrogate pair.
     """
     try:
-        value = json.loads(text.decode("utf-8"))
+        value = json.loads(text.rstrip(b"\r\n").decode("utf-8"))
         json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except UnicodeDecodeError as error:

@@ -1,0 +1,174 @@
+"""`treepack train`: a model trained on packed rows, or the proof that its gradients are right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .output import show, text
+
+
+@click.command()
+@click.argument("packed", type=click.Path(path_type=Path))
+@click.option(
+    "--model",
+    required=True,
+    metavar="DIR|NAME|JSON",
+    help="Causal LM directory, hub name, or config file (random weights).",
+)
+@click.option("--out", type=click.Path(path_type=Path), help="Directory to write the trained model to.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps; overrides --epochs.")
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Passes over the rows.")
+@click.option(
+    "--rows-per-step",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Rows whose gradients are summed for one update.",
+)
+@click.option(
+    "--lr", type=click.FloatRange(min=0), default=1e-5, show_default=True, help="Greatest learning rate of AdamW."
+)
+@click.option(
+    "--min-lr-ratio",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="Last learning rate over the greatest, reached by a cosine.",
+)
+@click.option(
+    "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Steps of linear warm-up."
+)
+@click.option(
+    "--weight-decay",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Of weights with two dimensions or more.",
+)
+@click.option(
+    "--clip", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Greatest gradient norm; 0 for none."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="bf16 keeps fp32 weights and computes under autocast.",
+)
+@click.option("--gradient-checkpointing", is_flag=True, help="Compute activations again in the backward pass.")
+@click.option(
+    "--attention",
+    type=click.Choice(["auto", "reference", "flex"]),
+    default="auto",
+    show_default=True,
+    help="reference is dense and runs anywhere; flex is FlexAttention; auto is flex on a GPU.",
+)
+@click.option(
+    "--loss-chunk",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="Targets whose logits exist at a time.",
+)
+@click.option(
+    "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of row order and random weights.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Do not train: compare the gradients of some rows with those of their trajectories one by one.",
+)
+@click.option(
+    "--verify-rows",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Rows that --verify takes, the shortest first.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+def train(
+    packed: Path, model: str, out: Path | None, verify: bool, verify_rows: int, overwrite: bool, **options: Any
+) -> None:
+    """Train a Hugging Face causal language model on packed rows.
+
+    Writes the model's own format, loadable by from_pretrained, with metrics.jsonl (a line per optimiser step). The loss
+    of a step is one mean over all its rows, normalised as the rows were packed.
+    """
+    from treepack.train import TrainOptions
+
+    chosen = TrainOptions(**options)
+    if verify:
+        _verify(packed, model, chosen, verify_rows)
+    elif out is None:
+        raise click.UsageError("Missing option '--out'.")
+    else:
+        _train(packed, model, chosen, out, overwrite=overwrite)
+
+
+def _train(packed: Path, model: str, options: Any, out: Path, *, overwrite: bool) -> None:
+    import sys
+
+    from tqdm import tqdm
+
+    from treepack.directory import refuse_existing
+    from treepack.train import open_run
+    from treepack.train import train as run_steps
+
+    refuse_existing(out, overwrite=overwrite)
+    run = open_run(packed, model, options)
+    for note in run.notes:
+        click.echo(f"note: {note}", err=True)
+    steps, tokens, flat = [], 0, 0
+    with tqdm(total=len(run.schedule), desc="training", unit="step", disable=not sys.stderr.isatty()) as bar:
+        for metrics in run_steps(run, out, overwrite=overwrite):
+            steps.append(metrics)
+            tokens += metrics.tokens
+            flat += metrics.flat_tokens
+            bar.update()
+            rates = {"tok/s": text(metrics.tokens_per_second), "flat tok/s": text(metrics.flat_tokens_per_second)}
+            bar.set_postfix(loss=f"{metrics.loss:.4f}", **rates)
+    seconds = sum(metrics.seconds for metrics in steps)
+    show(
+        {
+            "steps": len(steps),
+            "attention": run.loaded.attention,
+            "first loss": steps[0].loss,
+            "last loss": steps[-1].loss,
+            "tokens computed": tokens,
+            "tokens if each trajectory stood alone": flat,
+            "tokens per second": tokens / seconds,
+            "flat-equivalent tokens per second": flat / seconds,
+            "saved": str(out),
+        }
+    )
+
+
+def _verify(packed: Path, model: str, options: Any, num_rows: int) -> None:
+    import numpy as np
+
+    from treepack.errors import TreepackError
+    from treepack.train import open_verification
+    from treepack.verify import verify_gradients
+
+    run = open_verification(packed, model, options)
+    trained = np.flatnonzero(run.dataset.total_weight)
+    rows = trained[np.argsort(run.dataset.num_tokens[trained], kind="stable")][:num_rows].tolist()
+    report = verify_gradients(run.loaded, [run.dataset[row].to(run.loaded.device) for row in rows])
+    name, error = report.worst
+    show(
+        {
+            "rows": ", ".join(str(run.dataset.row_ids[row]) for row in rows),
+            "trajectories": report.num_trajectories,
+            "attention": f"{report.attention} in {report.dtype}",
+            "loss of the rows": report.loss_packed,
+            "loss one by one": report.loss_alone,
+            "largest gradient error": f"{error:.1e} ({name})",
+            "tolerance": f"{report.tolerance:.0e}",
+        }
+    )
+    if not report.passed:
+        raise TreepackError(f"{model}: packed gradients differ from one-by-one gradients by {error:.1e} at {name}")
