@@ -27,6 +27,7 @@ Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
+FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it"
 
 
 @dataclass(frozen=True, slots=True)

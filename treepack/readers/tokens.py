@@ -24,6 +24,7 @@ from treepack.readers import token_fields as tf
 from treepack.readers.fields import ReadOptions, as_number, describe
 from treepack.readers.records import Record
 from treepack.trajectory import (
+    FIRST_TOKEN_NOTE,
     Float32,
     Float64,
     Int32,
@@ -35,7 +36,6 @@ from treepack.trajectory import (
     spans_of_mask,
 )
 
-FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it"
 Mask = NDArray[np.uint8] | Float64
 
 
