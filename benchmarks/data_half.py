@@ -3,8 +3,8 @@
     python benchmarks/data_half.py [--scale N]     needs the development install; prints a table
 
 Data: 512 random sequences of 2,048 to 4,096 tokens in 32 groups of 16 over one common start of 256 tokens, each forking
-off an earlier sibling at 45 to 100 % of its length (1.6 M tokens), `--scale` times over with other tokens. The commands run as
-processes pinned to one core. Memory is the peak of the process less that of the same command on one tiny record.
+off an earlier sibling at 45 to 100 % of its length (1.6 M tokens), `--scale` times over with other tokens. The
+commands run as processes pinned to one core. Memory is the peak of the process less that of the same command on one tiny record.
 """
 
 from __future__ import annotations
@@ -117,9 +117,8 @@ def command_speed(sequences: list[Int32], folder: Path) -> None:
     timed = [command("build-trie", path, "--out", folder / "trie", "--overwrite") for _ in range(3)]
     seconds, memory = statistics.median(t for t, _ in timed), max(m for _, m in timed)
     print(f"treepack build-trie  {num / seconds / 1e6:.2f} M tokens/s   {num:,} tokens in {seconds:.2f} s, median of 3")
-    print(
-        f"  memory over that of a tiny run: {(memory - base) / (4 * num):.2f} times the token bytes (constant {base >> 20} MiB)"
-    )
+    times = (memory - base) / (4 * num)
+    print(f"  memory over that of a tiny run: {times:.2f} times the token bytes (constant {base >> 20} MiB)")
     seconds, memory = command("pack", folder / "trie", "--capacity", "8192", "--out", folder / "packed")
     print(f"treepack pack        {num / seconds / 1e6:.2f} M flat tokens/s in {seconds:.2f} s")
     size = sum(part.stat().st_size for part in (folder / "packed").iterdir())

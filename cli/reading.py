@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from treepack.ingest import ReadOptions
+    from treepack.ingest import Reading
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,11 +61,11 @@ OPTIONS = (
 )
 
 
-def read_options(values: dict[str, Any]) -> ReadOptions:
-    """ReadOptions from the values of `reading_options`."""
-    from treepack.ingest import ReadOptions
+def read_options(values: dict[str, Any]) -> Reading:
+    """Reading from the values of `reading_options`."""
+    from treepack.ingest import Reading
 
-    return ReadOptions(
+    return Reading(
         format=values["format_name"],
         tokenizer=values["tokenizer"],
         tools=load_tools(values["tools"]),

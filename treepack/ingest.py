@@ -17,7 +17,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
-class ReadOptions:
+class Reading:
     """How inputs are read and tokenised; the meaning of each field is that of the option of `treepack build-trie`."""
 
     format: str = "auto"
@@ -30,25 +30,25 @@ class ReadOptions:
 
 
 def read(
-    inputs: Sequence[str], options: ReadOptions, *, input_hash: InputHash | None = None
+    inputs: Sequence[str], options: Reading, *, input_hash: InputHash | None = None
 ) -> Iterator[Trajectory | Skipped]:
     """Tokenised trajectories of `inputs`, in a fixed order, and what is skipped.
 
     Raises:
         TreepackError: bad input; text without a tokenizer.
     """
-    vocab_size = len(load_tokenizer(options.tokenizer)) if options.tokenizer else None
+    loaded = load_tokenizer(options.tokenizer) if options.tokenizer else None
     trajectories = read_trajectories(
         inputs,
         format=options.format,
         reward_key=options.reward_key,
         train_all=options.train_all,
-        vocab_size=vocab_size,
+        vocab_size=None if loaded is None else len(loaded),
         input_hash=input_hash,
     )
     return tokenize(
         trajectories,
-        tokenizer=options.tokenizer,
+        tokenizer=loaded if options.workers == 1 else options.tokenizer,
         expand=options.expand,
         tools=options.tools,
         workers=options.workers,

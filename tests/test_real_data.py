@@ -1,0 +1,68 @@
+"""Real rollouts, where they lie beside the checkout: read, packed, proven, and as alike as measured before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from treepack.check import check_packed, check_trie
+from treepack.columns import collect
+from treepack.ingest import Reading, read, usable
+from treepack.pack import fit_capacity, pack_rows
+from treepack.plan import check_plan, plan_rows
+from treepack.trie import Trie, build_trie
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT.parent / "shared" / "data"
+TOKENIZER = str(ROOT / "sample_data" / "tokenizer")
+SOURCES = {
+    "tau-bench": "tau-bench-airline/gpt-4o-airline.json.gz",
+    "toolbench": "toolbench-dfsdt",
+    "swe-agent": "swe-agent-lite/*/django__django-11*",
+}
+
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="REAL ROLLOUTS ARE NOT THERE: nothing of theirs is tested")
+
+
+def built(source: str, expand: str, share: str = "all") -> tuple[Trie, Counter[str]]:
+    counts: Counter[str] = Counter()
+    options = Reading(tokenizer=TOKENIZER, expand=expand)
+    stream = read([str(DATA / SOURCES[source])], options)
+    return build_trie(collect(usable(stream, counts)), share=share), counts
+
+
+@pytest.mark.parametrize(
+    ("source", "expand", "share", "num_trajectories", "por"),
+    [
+        ("tau-bench", "trajectory", "group", 200, (0.20, 0.34)),
+        ("tau-bench", "turns", "all", 2454, (0.89, 0.95)),
+        ("toolbench", "trajectory", "all", 111, (0.72, 0.84)),
+        ("toolbench", "turns", "all", 560, (0.88, 0.97)),
+        ("swe-agent", "trajectory", "all", None, (0.06, 0.20)),
+        ("swe-agent", "turns", "all", None, (0.80, 0.90)),
+    ],
+)
+def test_a_source_is_read_packed_and_given_back(
+    source: str, expand: str, share: str, num_trajectories: int | None, por: tuple[float, float]
+) -> None:
+    trie, counts = built(source, expand, share)
+    check_trie(trie)
+    assert not any(reason.startswith("skipped") for reason in counts if "extension" not in reason)
+    assert num_trajectories in (None, trie.num_trajectories)
+    assert por[0] < 1 - trie.tokens_tree / trie.tokens_flat < por[1]
+    for capacity in (8192, 32768):
+        fitted, _ = fit_capacity(trie, capacity, too_long="truncate")
+        plan = plan_rows(fitted, capacity=capacity)
+        totals = check_plan(fitted, plan)
+        manifest = {
+            "capacity": capacity,
+            "options": {"semantics": "branch", "normalize": "token"},
+            "totals": {
+                "num_rows": totals.num_rows,
+                "tokens_packed": totals.tokens_packed,
+                "num_trajectories": fitted.num_trajectories,
+            },
+        }
+        check_packed(pack_rows(fitted, plan), manifest, fitted)
