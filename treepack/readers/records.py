@@ -36,12 +36,12 @@ COMPRESSION = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}
 PARQUET_MAGIC = b"PAR1"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CHUNK = 1 << 20
-STDIN = "stdin"
+STDIN = "<stdin>"
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One raw record. `source` names it in messages, `path` is the file it comes from (`stdin` for `-`)."""
+    """One raw record. `source` names it in messages, `path` is the file it comes from (`<stdin>` for `-`)."""
 
     source: str
     path: str
@@ -146,7 +146,7 @@ def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
 
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
-    """The records of one file (`stdin`: of standard input), in order.
+    """The records of one file (`<stdin>`: of standard input), in order.
 
     Raises:
         TreepackError: unreadable, truncated, malformed or empty, or a record that is no JSON object.

@@ -47,19 +47,22 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
+TOKEN_IDS = frozenset({IDS, PROMPT, RESPONSE})
 LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE}
 
 Fields = dict[str, dict[str, Any]]
 
 
 def sort_fields(record: dict[str, Any]) -> Fields:
-    """The fields of `record` that are known here, by kind and name. A text field of such a name is somebody else's."""
+    """The fields of `record` that are known here, by kind and name; text under such a name is somebody else's."""
     fields: Fields = {}
     for name, value in record.items():
         kind = KINDS.get(name)
         if kind is None or value is None or isinstance(value, str | dict):
             continue
         if kind in LISTS and not isinstance(value, list | np.ndarray):
+            continue
+        if kind in TOKEN_IDS and len(value) > 0 and isinstance(value[0], str | dict):
             continue
         fields.setdefault(kind, {})[name] = value
     return fields
@@ -76,7 +79,7 @@ def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | F
             # bytes() takes 0..255 only and is five times as fast as numpy on a list; it takes booleans too.
             flags: NDArray[Any] = np.frombuffer(bytes(values), np.uint8)
         except (TypeError, ValueError):
-            flags = _array(values)
+            flags = as_array(values)
     else:
         flags = values
     if flags.ndim != 1 or flags.dtype.kind not in "buif":
@@ -100,7 +103,7 @@ def number_values(values: Any, *, source: str, name: str) -> Float64:
     Raises:
         TreepackError: nested, or holding anything but numbers and null.
     """
-    numbers = _array(values)
+    numbers = as_array(values)
     if len(values) == 0:
         return np.zeros(0, np.float64)
     if numbers.dtype.kind == "O" and all(
@@ -112,7 +115,8 @@ def number_values(values: Any, *, source: str, name: str) -> Float64:
     return numbers.astype(np.float64, copy=False)
 
 
-def _array(values: Any) -> NDArray[Any]:
+def as_array(values: Any) -> NDArray[Any]:
+    """`values` as an array of whatever dtype; of two dimensions where they are ragged."""
     try:
         return np.asarray(values)
     except (ValueError, OverflowError):

@@ -58,8 +58,7 @@ class _Layout:
 def matches(record: dict[str, Any]) -> bool:
     """Whether `record` holds token ids, whole or as prompt and response."""
     fields = tf.sort_fields(record)
-    found = [*fields.get(tf.IDS, {}).values(), *fields.get(tf.RESPONSE, {}).values()]
-    return any(len(values) == 0 or not isinstance(values[0], str | dict) for values in found)
+    return tf.IDS in fields or (tf.PROMPT in fields and tf.RESPONSE in fields)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -70,6 +69,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     fields = tf.sort_fields(record.value)
     ids, num_prompt = _ids(fields, record)
+    if num_prompt is None:
+        fields.pop(tf.PROMPT_MASK, None)
     layout = _layout(fields, record, num_tokens=len(ids), num_prompt=num_prompt)
     if layout.start == layout.end:
         yield Skipped(record.source, "empty trajectory")
@@ -104,17 +105,19 @@ def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
     prompt, prompt_name = _agreed(fields, tf.PROMPT, source)
     response, response_name = _agreed(fields, tf.RESPONSE, source)
     whole, whole_name = _agreed(fields, tf.IDS, source)
-    if prompt is None or response is None:
-        if whole is None:
+    if whole is None:
+        if prompt is None or response is None:
             expected = "input_ids, or prompt_ids and response_ids"
             raise TreepackError(f"{source}: has the fields {', '.join(record.value)}; expected {expected}")
-        return whole, None
-    joined = np.concatenate([prompt, response])
-    if whole is not None and not np.array_equal(whole, joined):
-        raise TreepackError(
-            f"{source}: {whole_name} is not {prompt_name} followed by {response_name}; drop the wrong one"
-        )
-    return joined, len(prompt)
+        return np.concatenate([prompt, response]), len(prompt)
+    num_prompt = len(prompt) if prompt is not None else None
+    if response is not None and num_prompt is None:
+        num_prompt = max(0, len(whole) - len(response))
+    if prompt is not None and not np.array_equal(whole[:num_prompt], prompt):
+        raise TreepackError(f"{source}: {whole_name} does not begin with {prompt_name}; drop the wrong one")
+    if response is not None and not np.array_equal(whole[num_prompt:], response):
+        raise TreepackError(f"{source}: {whole_name} does not end with {response_name}; drop the wrong one")
+    return whole, num_prompt
 
 
 def _agreed(fields: tf.Fields, kind: str, source: str) -> tuple[Int32 | None, str]:
@@ -138,9 +141,9 @@ def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: i
         ((name, values),) = fields[tf.PROMPT_MASK].items()
         flags = tf.mask_values(values, source=source, name=name)
         ones, last = _run_of_ones(flags, num_prompt, source, name)
-        if last not in (0, num_prompt) or (tf.ATTENTION in fields and last and ones != start):
+        if last not in (0, num_prompt) or (tf.ATTENTION in fields and 0 < ones != start):
             raise TreepackError(f"{source}: {name} is not zeros then ones; expected the padding left of the prompt")
-        start = ones if last else start
+        start = ones or start
     length = fields.get(tf.RESPONSE_LENGTH, {}).get("response_length")
     if isinstance(length, bool) or not isinstance(length, int | None):
         raise TreepackError(f"{source}: response_length is {length}; expected an integer")
@@ -177,8 +180,8 @@ def _check_ids(ids: Int32, fields: tf.Fields, layout: _Layout, *, vocab_size: in
         if len(values) > 1:
             raise TreepackError(f"{source}: {name} names {len(values)} sequences; give one sequence per record")
     for name, values in fields.get(tf.POSITIONS, {}).items():
-        positions = np.asarray(values[layout.start : layout.end]) if len(values) == layout.num_tokens else None
-        if positions is None or not np.array_equal(positions, np.arange(layout.end - layout.start)):
+        positions = tf.as_array(values[layout.start : layout.end])
+        if len(values) != layout.num_tokens or not np.array_equal(positions, np.arange(layout.end - layout.start)):
             raise TreepackError(
                 f"{source}: {name} is not 0, 1, 2, ...; give one sequence per record, with plain positions"
             )
@@ -235,7 +238,7 @@ def _on_all_tokens(values: NDArray[Any], name: str, layout: _Layout) -> NDArray[
 
 
 def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _Layout) -> NDArray[np.uint8]:
-    labels = np.asarray(values) if len(values) else np.zeros(0, np.int64)
+    labels = tf.as_array(values) if len(values) else np.zeros(0, np.int64)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise TreepackError(
             f"{layout.source}: {name} is not a flat list of integers; expected token ids or {tf.IGNORED_LABEL}"
