@@ -34,7 +34,6 @@ lint: $(VENV)/dev.stamp
 
 types: $(VENV)/dev.stamp
 	$(BIN)/mypy
-	$(BIN)/mypy tests
 
 imports: $(VENV)/dev.stamp
 	$(BIN)/lint-imports

@@ -4,7 +4,8 @@
 
 Data: 512 random sequences of 2,048 to 4,096 tokens in 32 groups of 16 over one common start of 256 tokens, each forking
 off an earlier sibling at 45 to 100 % of its length (1.6 M tokens), `--scale` times over with other tokens. The
-commands run as processes pinned to one core. Memory is the peak of the process less that of the same command on one tiny record.
+commands run as processes pinned to one core. Memory is the peak of the process less that of the same command on one
+tiny record.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import oracle
 def random_sequences(*, seed: int) -> list[Int32]:
     """The sequences described above, in a shuffled order."""
     rng = np.random.default_rng(seed)
-    start = rng.integers(0, 150_000, 256)
+    start = rng.integers(0, 150_000, 256, dtype=np.int32)
     found: list[Int32] = []
     for _ in range(32):
         family: list[Int32] = []
@@ -47,7 +48,8 @@ def random_sequences(*, seed: int) -> list[Int32]:
                 other = family[rng.integers(len(family))]
                 trunk = other[: int(len(other) * rng.uniform(0.45, 1))]
             size = max(int(rng.integers(2048, 4097)), len(trunk) + 1)
-            family.append(np.concatenate([trunk, rng.integers(0, 150_000, size - len(trunk))]).astype(np.int32))
+            tail = rng.integers(0, 150_000, size - len(trunk), dtype=np.int32)
+            family.append(np.concatenate([trunk, tail]))
         found += family
     return [found[i] for i in rng.permutation(len(found))]
 

@@ -38,18 +38,17 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     stream = token_progress(ingest.read(inputs, options, input_hash=digest), description="reading")
     sequences = collect(ingest.usable(stream, counts))
     trie = build(sequences, share=share)
+    totals = stats.trie_totals(trie)
     manifest = {
         "options": {"expand": options.expand, "format": options.format, "share": share, "tools": options.tools},
         "input": {"sha256": digest.hexdigest(), "num_files": len(digest.files)},
         "tokenizer": fingerprint(load_tokenizer(options.tokenizer)) if options.tokenizer else None,
-        "totals": stats.trie_totals(trie),
+        "totals": totals,
         "counts": dict(sorted(counts.items())),
     }
     with finished_directory(out, overwrite=overwrite) as temporary:
         shards.write_trie(trie, temporary, manifest)
     seconds = time.perf_counter() - began
-    totals = dict(manifest["totals"])
-    por = totals.pop("por")
     show(
         {
             "files": len(digest.files),
@@ -58,7 +57,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
             **counts,
             "N_flat": totals["tokens_flat"],
             "N_tree": totals["tokens_tree"],
-            "POR": percent(por),
+            "POR": percent(totals["por"]),
             "tokens per second": totals["tokens_flat"] / seconds,
         }
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from treepack.trie import Trie
 
 
-class Capacities(click.ParamType):
+class Capacities(click.ParamType[list[int]]):
     """Comma-separated positive integers."""
 
     name = "N,N,..."

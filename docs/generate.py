@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -30,7 +31,7 @@ BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 def cli_page() -> str:
     """The help of every command, as a Markdown page."""
-    from treepack_cli import commands
+    commands = import_module("treepack_cli").commands
 
     parts = ["# Commands\n\nWritten by `make docs` from `--help`.\n"]
     parts.append(f"## treepack\n\n```text\n{_help(commands, None, 'treepack')}\n```\n")

@@ -29,7 +29,7 @@ def make(
         np.array(starts, np.int32),
         np.array(ends, np.int32),
         np.array(weights, np.float64),
-        **{key: np.array(value) for key, value in per_token.items()},  # type: ignore[arg-type]
+        **{key: np.array(value) for key, value in per_token.items()},
     )
     return Trajectory(name, f"made:{name}", content, group, step, weight, **attributes)  # type: ignore[arg-type]
 
@@ -41,7 +41,8 @@ def sequences(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, min_l
     found: list[list[int]] = []
     for _ in range(draw(st.integers(1, max_count))):
         start: list[int] = []
-        if found and draw(st.booleans()):
+        branch: bool = draw(st.booleans())
+        if found and branch:
             other = draw(st.sampled_from(found))
             start = other[: draw(st.integers(0, len(other)))]
         room = max_length - len(start)

@@ -224,7 +224,7 @@ def test_too_long(treepack: Run, trie: Path, tmp_path: Path) -> None:
 
 def test_standard_input(tmp_path: Path) -> None:
     data = write_rollouts(tmp_path / "r.jsonl").read_bytes()
-    command = [TREEPACK, "build-trie", "-", "--out", tmp_path / "trie"]
+    command: list[str | Path] = [TREEPACK, "build-trie", "-", "--out", tmp_path / "trie"]
     done = subprocess.run(command, input=data, capture_output=True, check=True)
     assert b"POR" in done.stdout
 
@@ -264,7 +264,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(trie: Path, tmp_path: Pa
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
 
-    command = [TREEPACK, "pack", trie, "--capacity", "12", "--out", tmp_path / "packed"]
+    command: list[str | Path] = [TREEPACK, "pack", trie, "--capacity", "12", "--out", tmp_path / "packed"]
     failed = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True, check=False)
     assert failed.returncode == 1
     assert "packed: cannot be written" in failed.stderr

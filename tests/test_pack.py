@@ -52,7 +52,7 @@ def same_group(t: Trajectory, trajectories: list[Trajectory]) -> list[Trajectory
 def trained_by(t: Trajectory, d: int, trajectories: list[Trajectory], plain: dict[str, dict[int, float]]) -> int:
     def prefix(p: Trajectory) -> list[int]:
         assert isinstance(p.content, Tokens)
-        return p.content.tokens[: d + 1].tolist()
+        return list(p.content.tokens[: d + 1].tolist())
 
     return sum(p.step == t.step and prefix(p) == prefix(t) and d in plain[p.trajectory_id] for p in trajectories)
 

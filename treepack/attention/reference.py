@@ -61,7 +61,7 @@ def reference_attention(
     values = value.to(work).repeat_interleave(groups, dim=1)
     blocks = [
         _run(_block, part.to(work) * factor, keys, values, subtree_end, first * QUERIES)
-        for first, part in enumerate(query.split(QUERIES, dim=2))
+        for first, part in enumerate(torch.split(query, QUERIES, dim=2))
     ]
     return torch.cat(blocks, dim=2).to(value.dtype)
 
