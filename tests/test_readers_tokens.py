@@ -369,6 +369,7 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
             "advantages is inf at trained token 1; expected finite numbers there",
         ),
         (MASKED | {"logprobs": [None, None]}, "logprobs is nan at trained token 0; expected finite numbers there"),
+        (MASKED | {"logprobs": [-1e39, 0]}, "logprobs is -inf at trained token 0; expected finite numbers there"),
         (MASKED | {"logprobs": ["-1", "-2"]}, "logprobs is not a flat list of numbers; expected one per token"),
         (MASKED | {"logprobs": [True, True]}, "logprobs is not a flat list of numbers; expected one per token"),
         (

@@ -301,7 +301,7 @@ def _at_trained(values: Float64, name: str, mask: Mask, layout: _Layout) -> Floa
 
 
 def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _Layout) -> Float64 | None:
-    """The values of `kind` at the trained tokens; all fields of the kind must agree there."""
+    """The values of `kind` at the trained tokens, log-probabilities rounded to float32; all fields must agree there."""
     found: Float64 | None = None
     first = ""
     for name, values in fields.get(kind, {}).items():
@@ -309,6 +309,9 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _Layout) -> Flo
             continue
         numbers = tf.number_values(values, source=layout.source, name=name)
         picked = _at_trained(numbers, name, mask, layout)
+        if kind != tf.ADVANTAGE:
+            with np.errstate(over="ignore"):
+                picked = picked.astype(np.float32).astype(np.float64)
         bad = np.flatnonzero(~np.isfinite(picked))
         if len(bad):
             raise TreepackError(
