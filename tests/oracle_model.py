@@ -5,13 +5,16 @@ make_row     the columns of one packed row, from the set of all prefixes and not
 alone        loss and gradients of samples run one by one through transformers' own attention
 tiny_model   small random models whose norms stay in float64
 sample_sets  hypothesis: sets of samples that branch, repeat, and end inside one another
+packed_directory, tiny_config  what the trainer reads, on disk
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from treepack.pack import Row
+from treepack.directory import finished_directory
+from treepack.pack import Row, pack_rows
+from treepack.plan import plan_rows
+from treepack.shards import write_packed
+from treepack.trajectory import Trajectory
+from treepack.trie import build_trie
 
 VOCABULARY = 50
 
@@ -99,8 +107,10 @@ def keep_norms(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and not isinstance(child, nn.RMSNorm):
-                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
-                norm.weight = child.weight
+                weight: Any = child.weight
+                epsilon: Any = child.variance_epsilon
+                norm = nn.RMSNorm(weight.shape, eps=epsilon)
+                norm.weight = weight
                 setattr(parent, name, norm)
 
 
@@ -113,7 +123,7 @@ def alone(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, dict[str, Tens
         logits = model(input_ids=tokens[None], use_cache=False).logits[0]
         nll = cross_entropy(logits[:-1], tokens[1:], reduction="none")
         loss = (nll.double() * torch.tensor(sample.weights[1:], dtype=torch.float64)).sum()
-        loss.backward()
+        torch.autograd.backward(loss)
         total = total + loss.detach()
     return total, gradients(model)
 
@@ -158,3 +168,18 @@ _TOKENS = st.integers(0, VOCABULARY - 1)
 
 def _weights(size: int) -> st.SearchStrategy[list[float]]:
     return st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.25, 3.0]), min_size=size, max_size=size)
+
+
+def packed_directory(path: Path, trajectories: Sequence[Trajectory], *, capacity: int, **entries: Any) -> Path:
+    """`trajectories` as a packed directory at `path`; `entries` go to its manifest."""
+    trie = build_trie(trajectories)
+    with finished_directory(path, overwrite=True) as temporary:
+        rows = pack_rows(trie, plan_rows(trie, capacity=capacity))
+        write_packed(rows, temporary, {"totals": {}, "capacity": capacity, "tokenizer": None, **entries})
+    return path
+
+
+def tiny_config(path: Path, kind: str = "qwen3", **fields: Any) -> Path:
+    """A config file at `path` of a model that trains in no time."""
+    path.write_text(json.dumps({"model_type": kind, **CONFIGS[kind], **_COMMON, **fields}))
+    return path

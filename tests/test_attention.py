@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import visible
+from oracle_model import Sample, make_row, sample_sets, tiny_model
 from torch import Tensor, nn
 
-from tests.oracle import visible
-from tests.oracle_model import Sample, make_row, sample_sets, tiny_model
 from treepack.attention import build_block_mask, flex_attention, reference_attention, register, visible_pairs
 from treepack.attention.flex import BLOCK
 from treepack.attention.interface import check_request
@@ -38,7 +38,8 @@ def comb(stem: int, tooth: int, teeth: int) -> Tensor:
 def random_tree(length: int, seed: int) -> Tensor:
     """subtree_end [1, T] of a random forest in depth-first order, with long runs, branches and several roots."""
     generator = np.random.default_rng(seed)
-    end, path = np.arange(1, length + 1), []
+    end = np.arange(1, length + 1)
+    path: list[int] = []
     for i in range(length):
         if path and generator.random() < 0.03:
             path = path[: generator.integers(0, len(path))]
@@ -125,6 +126,18 @@ def test_reference_is_attention_over_ancestors(samples: list[Sample]) -> None:
             torch.testing.assert_close(found[0, head, token], scores.softmax(0) @ v[0, head // 2, seen])
 
 
+@pytest.mark.parametrize("queries", [1, 7, 64])
+def test_reference_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    end, (q, k, v) = random_tree(150, seed=2), random_inputs(150)
+    results = []
+    for size in (150, queries):
+        monkeypatch.setattr("treepack.attention.reference.QUERIES", size)
+        found = reference_attention(q, k, v, end)
+        results.append((found, *torch.autograd.grad(found.square().sum(), (q, k, v))))
+    for whole, blocks in zip(*results, strict=True):
+        torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("length", [1, 17, 128, 129, 300])
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_flex_is_the_reference_in_output_and_every_gradient(length: int, scale: float | None) -> None:
@@ -145,8 +158,9 @@ def test_flex_is_the_reference_in_output_and_every_gradient(length: int, scale: 
 def test_bfloat16_inputs_are_computed_in_float32() -> None:
     end = random_tree(60, seed=0)
     rounded = [x.detach().bfloat16() for x in random_inputs(60)]
-    exact = reference_attention(*(x.double() for x in rounded), end)
-    found = reference_attention(*rounded, end)
+    q, k, v = rounded
+    exact = reference_attention(q.double(), k.double(), v.double(), end)
+    found = reference_attention(q, k, v, end)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=1e-6)
 

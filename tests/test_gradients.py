@@ -18,9 +18,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-
-from tests.oracle_model import (
+from oracle_model import (
     CONFIGS,
     VOCABULARY,
     Sample,
@@ -32,6 +30,8 @@ from tests.oracle_model import (
     tiny_model,
     worst_error,
 )
+from torch import Tensor
+
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.batch import Batch, make_batch
 from treepack.model import LoadedModel, checkpoint_layers, row_loss
@@ -66,7 +66,7 @@ def checkpointing(model: Any) -> Iterator[None]:
     model.eval()
 
 
-def _without_checkpoints(module: torch.nn.Module) -> None:
+def _without_checkpoints(module: Any) -> None:
     if getattr(module, "gradient_checkpointing", False):
         module.gradient_checkpointing = False
 
@@ -93,7 +93,7 @@ def gradients_of(loaded: LoadedModel, batches: Sequence[Batch], *, chunk: int = 
     total = 0.0
     for batch in batches:
         loss = row_loss(loaded, batch, chunk=chunk)
-        loss.backward()
+        torch.autograd.backward(loss)
         total += loss.item()
     return total, gradients(loaded.model)
 

@@ -9,6 +9,7 @@ row is loaded; token columns are read by row group. Order and grouping of rows a
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class PackedDataset(Dataset[Batch]):
 
     Attributes:
         manifest: the directory's manifest.
-        steps: training step of every row, or None for all rows.
+        steps: training step of every row, None where its trajectories name none.
         total_weight: float64 [num_rows], sum of loss_weight.
         num_tokens: int64 [num_rows].
         row_ids: int64 [num_rows].
@@ -67,8 +68,7 @@ class PackedDataset(Dataset[Batch]):
         self.row_ids = index["row_id"].to_numpy()
         self.num_tokens = index["num_tokens"].to_numpy().astype(np.int64)
         self.total_weight = index["total_weight"].to_numpy()
-        steps = index["step"].to_pylist()
-        self.steps: list[int] | None = None if None in steps or not steps else steps
+        self.steps: list[int | None] = index["step"].to_pylist()
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -81,6 +81,10 @@ class PackedDataset(Dataset[Batch]):
         group = self._groups[int(np.searchsorted(self._firsts, index, side="right")) - 1]
         table = self._load(group)
         return make_batch(row_of_table(table, index - group.first), multiple=self.multiple)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """All rows in order."""
+        return (self[index] for index in range(len(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a worker process, which opens the files itself."""

@@ -85,7 +85,7 @@ def load_model(
     config = _read_config(source)
     check_config(config, source=str(source))
     notes = _without_dropout(config)
-    with _refusing(source):
+    with _refusing(source), without_bars():
         model = _build(source, config, IMPLEMENTATIONS[chosen], dtype, seed)
     model = model.to(device).eval()
     probe(model, source=str(source))
@@ -111,6 +111,20 @@ def _refusing(source: str | Path) -> Iterator[None]:
         raise TreepackError(
             f"{source}: transformers cannot load it with tree attention ({first}); expected a causal language model"
         ) from error
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers' own progress bars off stderr, which belongs to the command line."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _read_config(source: str | Path) -> Any:
@@ -250,6 +264,9 @@ def _check_tokenizer(source: str, expected: dict[str, Any] | None) -> None:
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     """Hidden states [T, D] of a packed row, after the final norm."""
+    # A model switched to another attention would take no notice of subtree_end and train on wrong gradients.
+    chosen = loaded.model.config.get_text_config()._attn_implementation
+    assert chosen == IMPLEMENTATIONS[loaded.attention], f"the model attends through {chosen}"
     extra: dict[str, Any] = {"subtree_end": batch.subtree_end[None]}
     if loaded.attention == "flex":
         extra["block_mask"] = build_block_mask(extra["subtree_end"])
@@ -281,6 +298,17 @@ def checkpoint_layers(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
+@contextmanager
+def attention_of(model: Any, name: str) -> Iterator[None]:
+    """Run `model` under another of transformers' attention implementations."""
+    own = model.config.get_text_config()._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
 def probe(model: Any, *, source: str) -> None:
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
@@ -300,13 +328,9 @@ def probe(model: Any, *, source: str) -> None:
         _compare(
             logits, _output_layer(model, tree), f"{source}: its logits are not its output layer of the hidden states"
         )
-        own = model.config.get_text_config()._attn_implementation
-        model.set_attn_implementation("eager")
-        try:
-            branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
+        branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
+        with attention_of(model, "eager"):
             alone = [model.base_model(input_ids=ids[path][None], use_cache=False)[0][0] for path in branches]
-        finally:
-            model.set_attn_implementation(own)
     for path, states in zip(branches, alone, strict=True):
         _compare(tree[path], states, f"{source}: a branch in a tree gets other hidden states than alone")
 
