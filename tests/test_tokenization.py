@@ -4,61 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from byte_tokenizer import MARKED, PLAIN, STRIPPING, save
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from treepack import tokenization
 from treepack.errors import TreepackError
-from treepack.tokenization import Encoder, fingerprint, load_tokenizer, tokenize
+from treepack.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Text, Tokens, Trajectory, derived_group, trained_positions
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
-SENTENCES = ["The quick brown fox jumps over the lazy dog.", "tool_call arguments name", "user assistant system think"]
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-
-HEAD = """\
-{%- if tools %}{{- '<|im_start|>tools\n' }}{%- for tool in tools %}{{- tool | tojson + '\n' }}{%- endfor %}
-{{- '<|im_end|>\n' }}{%- endif %}
-{%- set last = namespace(user=-1) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\n' }}
-    {%- if message.role == 'assistant' %}
-"""
-BODY = """\
-        {%- if message.reasoning_content and loop.index0 > last.user %}
-            {{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
-        {%- endif %}
-        {{- message.content }}
-        {%- for call in message.tool_calls or [] %}
-            {{- '\n<tool_call>' + call.function.name + ' ' }}
-            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
-            {{- '</tool_call>' }}
-        {%- endfor %}
-"""
-TAIL = """\
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
-END = "        {{- '<|im_end|>' }}\n"
-STRIPPING = HEAD + BODY + END + TAIL
-MARKED = HEAD + "        {% generation %}\n" + BODY + END + "        {%- endgeneration %}\n" + TAIL
-PLAIN = STRIPPING.replace(" and loop.index0 > last.user", "")
 
 
 def user(content: str) -> dict[str, Any]:
@@ -67,28 +26,6 @@ def user(content: str) -> dict[str, Any]:
 
 def assistant(content: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
-
-
-def save(folder: Path, template: str | None, special: list[Any] | None = None, normalizer: Any = None) -> str:
-    """A byte-level BPE tokenizer of 300 tokens, with `template`, in `folder`."""
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        bpe.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=SPECIAL if special is None else special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(SENTENCES, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
-    fast.chat_template = template
-    fast.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -379,11 +316,6 @@ def test_text_needs_a_tokenizer_and_a_conversation_a_template(
     assert str(caught.value) == "expand is 'steps'; expected trajectory or turns"
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TreepackError, match=f"{tmp_path}: no tokenizer there"):
-        load_tokenizer(str(tmp_path))
-
-
 def test_several_workers_give_what_one_gives(names: dict[str, str]) -> None:
     items: list[Trajectory | Skipped] = [chat([user(str(i)), assistant("fox " * i)]) for i in range(40)]
     items.insert(20, Skipped("s", "r"))
@@ -401,60 +333,6 @@ def test_several_workers_give_what_one_gives(names: dict[str, str]) -> None:
 def test_an_error_in_a_worker_is_the_error_here(names: dict[str, str]) -> None:
     with pytest.raises(TreepackError, match="the tokenizer has no chat template"):
         list(tokenize([chat([user("Q"), assistant("A")])], tokenizer=names["none"], workers=2))
-
-
-pieces = st.lists(st.sampled_from([*SPECIAL, "The quick ", "\n", " ", "é日", "<|im", "|>", "dog."]), max_size=8)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pieces)
-def test_the_encoder_gives_the_ids_of_the_tokenizer(tokenizers: dict[str, Any], parts: list[str]) -> None:
-    encoder = Encoder(tokenizers["none"])
-    joined = "".join(parts)
-    for _ in range(2):
-        expected = tokenizers["none"](joined, add_special_tokens=False)["input_ids"]
-        assert encoder.encode(joined).tolist() == expected
-
-
-@pytest.mark.parametrize("quirk", ["lstrip", "normalized", "prefix"])
-def test_text_is_not_split_where_splitting_would_change_the_ids(tmp_path: Path, quirk: str) -> None:
-    flags = {} if quirk == "prefix" else {quirk: True}
-    special: list[Any] = [AddedToken(token, special=True, **({"normalized": False} | flags)) for token in SPECIAL]
-    prefix = normalizers.Prepend("_") if quirk == "prefix" else None
-    tokenizer = load_tokenizer(save(tmp_path, None, special, prefix))
-    encoder = Encoder(tokenizer)
-    for joined in ("dog \n<|im_end|>\n fox", "<|im_start|> a", "a<|im_end|>b"):
-        assert encoder.encode(joined).tolist() == tokenizer(joined, add_special_tokens=False)["input_ids"]
-
-
-def test_what_the_encoder_remembers_is_bounded(tokenizers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenization, "CACHED_CHARACTERS", 20)
-    encoder = Encoder(tokenizers["none"])
-    first = [encoder.encode(str(i) * 8).tolist() for i in range(5)]
-    assert [encoder.encode(str(i) * 8).tolist() for i in range(5)] == first
-    assert encoder._cached == sum(map(len, encoder._cache)) <= 20
-
-
-def test_a_fingerprint_tells_vocabularies_apart(
-    tokenizers: dict[str, Any], names: dict[str, str], tmp_path: Path
-) -> None:
-    found = fingerprint(tokenizers["plain"])
-    assert (found["name"], found["vocab_size"]) == (names["plain"], len(tokenizers["plain"]))
-    assert found["sha256"] == fingerprint(tokenizers["none"])["sha256"]
-    other = load_tokenizer(save(tmp_path, None, [*SPECIAL, "<more>"]))
-    assert fingerprint(other)["sha256"] != found["sha256"]
-
-
-def test_importing_costs_no_transformers_and_long_text_gives_no_warning(
-    tokenizers: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    code = "import sys, treepack.tokenization; sys.exit('transformers' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    tokenizer = copy.deepcopy(tokenizers["plain"])
-    tokenizer.model_max_length = 4
-    with caplog.at_level(logging.WARNING):
-        samples(chat([user("The quick brown fox"), assistant("jumps over")]), tokenizer)
-    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
