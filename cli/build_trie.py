@@ -35,14 +35,15 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
 
     refuse_existing(out, overwrite=overwrite)
     options, counts, digest, began = read_options(reading), Counter[str](), InputHash(), time.perf_counter()
-    stream = token_progress(ingest.read(inputs, options, input_hash=digest), description="reading")
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    stream = token_progress(ingest.read(inputs, options, tokenizer=tokenizer, input_hash=digest), description="reading")
     sequences = collect(ingest.usable(stream, counts))
     trie = build(sequences, share=share)
     totals = stats.trie_totals(trie)
     manifest = {
         "options": {"expand": options.expand, "format": options.format, "share": share, "tools": options.tools},
         "input": {"sha256": digest.hexdigest(), "num_files": len(digest.files)},
-        "tokenizer": fingerprint(load_tokenizer(options.tokenizer)) if options.tokenizer else None,
+        "tokenizer": fingerprint(tokenizer) if tokenizer else None,
         "totals": totals,
         "counts": dict(sorted(counts.items())),
     }

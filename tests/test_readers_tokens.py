@@ -204,6 +204,14 @@ def test_a_prompt_mask_of_zeros_then_ones_is_padding_and_of_one_kind_means_nothi
     assert trained(padded) == [1]
 
 
+def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
+    for name in ("returns", "mc_return"):
+        assert read(MASKED | {name: 0.5}).advantage == 0.5
+    both = read(MASKED | {"returns": 0.5, "advantage": 2})
+    assert both.advantage == 2.0
+    assert both.metadata["returns"] == 0.5
+
+
 def test_advantages_may_be_one_number() -> None:
     for value in ({"advantage": 2}, {"advantages": 2}, {"advantage": 2, "advantages": [0, 2, 0, 2]}):
         found = read(MASKED | value)

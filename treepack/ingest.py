@@ -30,25 +30,28 @@ class Reading:
 
 
 def read(
-    inputs: Sequence[str], options: Reading, *, input_hash: InputHash | None = None
+    inputs: Sequence[str], options: Reading, *, tokenizer: Any = None, input_hash: InputHash | None = None
 ) -> Iterator[Trajectory | Skipped]:
     """Tokenised trajectories of `inputs`, in a fixed order, and what is skipped.
+
+    `tokenizer` is `options.tokenizer`, where a caller has loaded it already.
 
     Raises:
         TreepackError: bad input; text without a tokenizer.
     """
-    loaded = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    if tokenizer is None and options.tokenizer:
+        tokenizer = load_tokenizer(options.tokenizer)
     trajectories = read_trajectories(
         inputs,
         format=options.format,
         reward_key=options.reward_key,
         train_all=options.train_all,
-        vocab_size=None if loaded is None else len(loaded),
+        vocab_size=None if tokenizer is None else len(tokenizer),
         input_hash=input_hash,
     )
     return tokenize(
         trajectories,
-        tokenizer=loaded if options.workers == 1 else options.tokenizer,
+        tokenizer=tokenizer if options.workers == 1 else options.tokenizer,
         expand=options.expand,
         tools=options.tools,
         workers=options.workers,

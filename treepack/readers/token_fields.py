@@ -18,7 +18,8 @@ from treepack.trajectory import Float64
 
 IDS, PROMPT, RESPONSE = "ids", "prompt", "response"
 MASK, LABELS, ATTENTION, PROMPT_MASK = "mask", "labels", "attention", "prompt mask"
-POSITIONS, RESPONSE_LENGTH, LENGTHS, ADVANTAGE = "positions", "response length", "lengths", "advantages"
+POSITIONS, RESPONSE_LENGTH, LENGTHS = "positions", "response length", "lengths"
+ADVANTAGE, RETURN = "advantages", "returns"
 SAMPLING, OLD, REFERENCE = "sampling log-probabilities", "old log-probabilities", "reference log-probabilities"
 IGNORED_LABEL = -100
 
@@ -37,6 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     RESPONSE_LENGTH: ("response_length",),
     LENGTHS: ("seq_lengths", "seq_lens", "sequence_lengths"),
     ADVANTAGE: ("advantages", "advantage"),
+    RETURN: ("returns", "mc_return"),
     SAMPLING: (
         *("rollout_log_probs", "rollout_logprobs", "response_logprobs", "completion_logprobs", "inference_logprobs"),
         *("logprobs", "sampling_per_token_logps"),
@@ -48,7 +50,7 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 TOKEN_IDS = frozenset({IDS, PROMPT, RESPONSE})
-LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE}
+LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}
 
 Fields = dict[str, dict[str, Any]]
 
@@ -65,7 +67,8 @@ def sort_fields(record: dict[str, Any]) -> Fields:
         if kind in TOKEN_IDS and len(value) > 0 and isinstance(value[0], str | dict):
             continue
         fields.setdefault(kind, {})[name] = value
-    return fields
+    returns = fields.pop(RETURN, None)
+    return fields if returns is None else {ADVANTAGE: returns} | fields
 
 
 def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | Float64:
