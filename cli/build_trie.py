@@ -33,7 +33,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     from treepack.tokenization import fingerprint, load_tokenizer
     from treepack.trie import build_trie as build
 
-    refuse_existing(out, overwrite=overwrite)
+    refuse_existing(out, overwrite=overwrite, inputs=inputs)
     options, counts, digest, began = read_options(reading), Counter[str](), InputHash(), time.perf_counter()
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     stream = token_progress(ingest.read(inputs, options, tokenizer=tokenizer, input_hash=digest), description="reading")

@@ -50,21 +50,22 @@ def pack(
     A row holds one or more subtrees, and each trajectory lies in exactly one row. Prints N_pack (tokens of the rows),
     ERR, the effective reuse ratio 1 - N_pack / N_flat, and the gap to a lower bound that holds for every packing.
     """
-    from treepack import shards
+    from treepack import schema, shards
     from treepack.directory import MANIFEST, finished_directory, refuse_existing
+    from treepack.manifest import file_sha256, read_manifest
     from treepack.pack import fit_capacity, pack_rows
     from treepack.plan import check_plan, plan_rows
     from treepack.stats import packed_totals, trie_totals
 
-    refuse_existing(out, overwrite=overwrite)
-    source = shards.read_manifest(trie)
+    refuse_existing(out, overwrite=overwrite, inputs=[trie])
+    source = read_manifest(trie, schema.TRIE_FORMAT)
     fitted, counts = fit_capacity(shards.read_trie(trie), capacity, too_long=too_long)
     plan = plan_rows(fitted, capacity=capacity, method=method)
     totals = packed_totals(fitted, check_plan(fitted, plan), capacity=capacity)
     manifest = {
         "options": {"method": method, "too_long": too_long, "semantics": semantics, "normalize": normalize},
         "capacity": capacity,
-        "trie": {"path": str(trie), "sha256": shards.file_sha256(trie / MANIFEST)},
+        "trie": {"path": str(trie), "sha256": file_sha256(trie / MANIFEST)},
         "tokenizer": source["tokenizer"],
         "totals": trie_totals(fitted) | totals,
         "counts": dict(sorted(counts.items())),

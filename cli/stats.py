@@ -85,14 +85,18 @@ def _report(
     reading: dict[str, Any],
 ) -> dict[str, Any]:
     from treepack import schema, shards
-    from treepack.check import check_files, check_trie
+    from treepack.check import check_files, check_totals, check_trie
     from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
-    from treepack.stats import describe, predict
+    from treepack.manifest import read_manifest
+    from treepack.stats import describe, predict, trie_totals
 
     directory = Path(paths[0])
-    built = len(paths) == 1 and (directory / MANIFEST).is_file()
-    manifest = shards.read_manifest(directory) if built else None
+    try:
+        built = len(paths) == 1 and (directory / MANIFEST).is_file()
+    except OSError:  # a name too long for the file system, say; reading it will tell
+        built = False
+    manifest = read_manifest(directory) if built else None
     if manifest and check:
         check_files(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
@@ -107,6 +111,8 @@ def _report(
     report = describe(trie, kind=kind) | {"counts": counts}
     if check:
         check_trie(trie)
+        if manifest:
+            check_totals(manifest["totals"], trie_totals(trie))
         report["checked"] = {"trajectories": trie.num_trajectories, "nodes": trie.num_nodes}
     if capacities:
         report["predicted"] = predict(trie, capacities, method=method, too_long="drop")
@@ -126,29 +132,30 @@ def _raw(paths: tuple[str, ...], *, share: str, reading: dict[str, Any]) -> tupl
 
 
 def _packed(directory: Path, manifest: dict[str, Any], *, check: bool, trie_path: Path | None) -> dict[str, Any]:
-    from treepack import shards
+    from treepack import schema, shards
     from treepack.check import check_packed
     from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
+    from treepack.manifest import file_sha256, read_manifest
     from treepack.pack import fit_capacity
     from treepack.stats import describe_packed
 
-    rows = progress(shards.read_rows(directory), description="reading", total=manifest["totals"]["num_rows"])
-    report = describe_packed(rows, manifest)
+    num_rows = manifest["totals"]["num_rows"]
     if not check:
-        return report
+        return describe_packed(progress(shards.read_rows(directory), description="reading", total=num_rows), manifest)
     origin = Path(manifest["trie"]["path"])
     trie = None
     if trie_path or (origin / MANIFEST).is_file():
         chosen = trie_path or origin
-        if shards.file_sha256(chosen / MANIFEST) != manifest["trie"]["sha256"]:
+        read_manifest(chosen, schema.TRIE_FORMAT)
+        if file_sha256(chosen / MANIFEST) != manifest["trie"]["sha256"]:
             raise TreepackError(
                 f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie"
             )
         trie, _ = fit_capacity(shards.read_trie(chosen), manifest["capacity"], too_long=manifest["options"]["too_long"])
-    rows = progress(shards.read_rows(directory), description="checking", total=manifest["totals"]["num_rows"])
-    report["checked"] = check_packed(rows, manifest, trie) | {"against_trie": trie is not None}
-    return report
+    rows = progress(shards.read_rows(directory), description="checking", total=num_rows)
+    checked = check_packed(rows, manifest, trie) | {"against_trie": trie is not None}
+    return describe_packed(shards.read_rows(directory), manifest) | {"checked": checked}
 
 
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")

@@ -118,7 +118,7 @@ def _train(packed: Path, model: str, options: Any, out: Path, *, overwrite: bool
     from treepack.train import open_run
     from treepack.train import train as run_steps
 
-    refuse_existing(out, overwrite=overwrite)
+    refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
     run = open_run(packed, model, options)
     for note in run.notes:
         click.echo(f"note: {note}", err=True)

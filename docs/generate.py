@@ -78,7 +78,7 @@ def _example() -> str:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         rows = pack_rows(trie, plan_rows(trie, capacity=8))
-        manifest = shards.write_packed(rows, directory, {"capacity": 8, "totals": {}})
+        manifest = shards.write_packed(rows, directory, {"capacity": 8})
         (row,) = shards.read_rows(directory)
     lines = ["```text"]
     for field in schema.ROWS:

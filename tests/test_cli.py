@@ -152,7 +152,7 @@ def test_stats_prints_tables(treepack: Run, trie: Path) -> None:
 
 def test_check_passes_and_compares_with_the_trie(treepack: Run, packed: Path) -> None:
     checked = treepack("stats", packed, "--check", "--json").json["checked"]
-    assert checked == {"rows": 2, "tokens": 18, "trajectories": 6, "against_trie": True}
+    assert checked == {"rows": 2, "tokens": 18, "trajectories": 6, "flat tokens": 30, "against_trie": True}
 
 
 def test_check_says_when_there_is_no_trie(treepack: Run, trie: Path, packed: Path) -> None:
@@ -208,6 +208,76 @@ def test_existing_output_is_refused_unless_overwritten(treepack: Run, trie: Path
         assert "exists; choose another --out or give --overwrite" in refused.err
     assert (trie / "manifest.json").read_bytes() == before
     assert treepack("build-trie", rollouts, "--out", trie, "--overwrite").status == 0
+
+
+def test_overwrite_spares_what_is_not_ours(treepack: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.json", "manifest.json"):
+        (data / name).write_text('{"input_ids": [1, 2], "loss_mask": [0, 1]}')
+    result = treepack("build-trie", data, "--out", data, "--overwrite")
+    assert result.status == 1
+    assert "was not written by treepack" in result.err
+    assert len(list(data.iterdir())) == 2
+
+
+def test_overwrite_spares_the_input(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    before = (trie / "manifest.json").read_bytes()
+    result = treepack("pack", trie, "--capacity", 12, "--out", trie, "--overwrite")
+    assert result.status == 1
+    assert f"{trie} holds the input {trie}, which --overwrite would remove" in result.err
+    inside = write_rollouts(trie / "rollouts.jsonl")
+    assert treepack("build-trie", inside, "--out", trie, "--overwrite").status == 1
+    assert (trie / "manifest.json").read_bytes() == before
+
+
+def test_overwrite_through_a_link_replaces_what_it_points_to(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(trie)
+    fewer = write_rollouts(tmp_path / "fewer.jsonl", num=2)
+    assert treepack("build-trie", fewer, "--out", link, "--overwrite").status == 0
+    assert link.is_symlink()
+    assert treepack("stats", trie, "--json").json["num_trajectories"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"rollouts.jsonl", "fewer.jsonl", "trie", "link"}
+
+
+def entries(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Paths of all entries of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, inner in items for path in [(*prefix, key), *entries(inner, (*prefix, key))]]
+
+
+@pytest.mark.parametrize("which", ["trie", "packed"])
+def test_a_damaged_manifest_is_one_sentence_whatever_the_damage(
+    treepack: Run, trie: Path, packed: Path, which: str
+) -> None:
+    directory = {"trie": trie, "packed": packed}[which]
+    path = directory / "manifest.json"
+    good = path.read_text()
+    for place in entries(json.loads(good)):
+        for damage in ("delete", None, 5, "x", [], {}):
+            manifest = json.loads(good)
+            holder = manifest
+            for key in place[:-1]:
+                holder = holder[key]
+            if damage == "delete":
+                del holder[place[-1]]
+            else:
+                holder[place[-1]] = damage
+            path.write_text(json.dumps(manifest))
+            result = treepack("stats", directory, "--check", "--json")
+            if result.status:
+                assert (result.status, len(result.err.splitlines())) == (1, 1), (place, damage, result.err)
+            else:
+                json.loads(result.out)
+    path.write_text(good)
+    assert treepack("stats", directory, "--check").status == 0
+
+
+def test_a_missing_trie_for_the_check_is_one_sentence(treepack: Run, packed: Path, tmp_path: Path) -> None:
+    for other in (tmp_path / "nowhere", tmp_path / "rollouts.jsonl"):
+        result = treepack("stats", packed, "--check", "--trie", other)
+        assert (result.status, len(result.err.splitlines())) == (1, 1)
 
 
 def test_too_long(treepack: Run, trie: Path, tmp_path: Path) -> None:

@@ -105,11 +105,15 @@ def test_packed_rows_pass_the_check(given_ones: list[Trajectory], capacity: int,
 
 
 def manifest_of(rows: list[Row], capacity: int, semantics: str = "branch") -> dict[str, object]:
-    totals = {
+    totals: dict[str, float] = {
         "num_rows": len(rows),
         "tokens_packed": sum(row.num_tokens for row in rows),
         "num_trajectories": sum(len(row.trajectory_ids) for row in rows),
+        "tokens_flat": sum(int(row.scale.sum()) for row in rows),
     }
+    totals["token_ratio"] = totals["tokens_packed"] / totals["tokens_flat"]
+    totals["err"] = 1 - totals["token_ratio"]
+    totals["fill"] = totals["tokens_packed"] / (capacity * len(rows))
     return {"capacity": capacity, "totals": totals, "options": {"semantics": semantics, "normalize": "token"}}
 
 
@@ -124,6 +128,18 @@ def test_normalize_trajectory_and_group_weigh_alike() -> None:
     by_group = packed(given_ones, 20, normalize="group")
     assert sum(row.total_weight for row in by_trajectory) == pytest.approx(3)
     assert sum(row.total_weight for row in by_group) == pytest.approx(2)
+
+
+def test_weights_of_very_different_size_do_not_cancel() -> None:
+    large = make("a", [1, 2, 3], spans=[(1, 2, 1e9), (2, 3, 1000000000.5)])
+    small = make("b", [4, 5, 6], spans=[(1, 3, 1e-9)])
+    (row,) = packed([large, small], 10, normalize="trajectory")
+    assert row.loss_weight[3:].tolist() == pytest.approx([0, 0.5, 0.5])
+
+
+def test_weights_that_overflow_are_refused() -> None:
+    with pytest.raises(TreepackError, match="trajectory a: its loss weights overflow"):
+        packed([make("a", [1, 2], spans=[(1, 2, 5e-324)])], 10, normalize="trajectory")
 
 
 def test_terms_carry_what_the_trajectories_carry() -> None:

@@ -12,6 +12,7 @@ from treepack.columns import collect
 from treepack.ingest import Reading, read, usable
 from treepack.pack import fit_capacity, pack_rows
 from treepack.plan import check_plan, plan_rows
+from treepack.stats import packed_totals, trie_totals
 from treepack.trie import Trie, build_trie
 
 ROOT = Path(__file__).parents[1]
@@ -59,10 +60,6 @@ def test_a_source_is_read_packed_and_given_back(
         manifest = {
             "capacity": capacity,
             "options": {"semantics": "branch", "normalize": "token"},
-            "totals": {
-                "num_rows": totals.num_rows,
-                "tokens_packed": totals.tokens_packed,
-                "num_trajectories": fitted.num_trajectories,
-            },
+            "totals": trie_totals(fitted) | packed_totals(fitted, totals, capacity=capacity),
         }
         check_packed(pack_rows(fitted, plan), manifest, fitted)

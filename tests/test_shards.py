@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import strategies
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,7 @@ from strategies import make
 from treepack import shards
 from treepack.directory import finished_directory, refuse_existing
 from treepack.errors import TreepackError
+from treepack.manifest import file_sha256, read_manifest
 from treepack.pack import Row, pack_rows
 from treepack.plan import plan_rows
 from treepack.trajectory import Trajectory
@@ -37,13 +39,13 @@ def equal(a: object, b: object) -> bool:
 
 def write_trie(trie: Trie, out: Path) -> Path:
     with finished_directory(out, overwrite=True) as temporary:
-        shards.write_trie(trie, temporary, {"totals": {}})
+        shards.write_trie(trie, temporary, {})
     return out
 
 
 def write_packed(rows: list[Row], out: Path) -> Path:
     with finished_directory(out, overwrite=True) as temporary:
-        shards.write_packed(rows, temporary, {"totals": {}})
+        shards.write_packed(rows, temporary, {"capacity": 20})
     return out
 
 
@@ -83,7 +85,7 @@ def test_several_parts_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert equal(shards.read_trie(write_trie(trie, tmp_path / "trie")), trie)
     rows = rows_of(given_ones, capacity=10)
     assert all(map(equal, shards.read_rows(write_packed(rows, tmp_path / "packed")), rows))
-    assert len(shards.read_manifest(tmp_path / "packed")["files"]) > 3
+    assert len(read_manifest(tmp_path / "packed")["files"]) > 3
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:
@@ -197,4 +199,19 @@ def test_altered_part_is_named(packed: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(TreepackError, match=r"part-00000\.parquet: was altered since it was written"):
+        list(shards.read_rows(packed))
+
+
+@pytest.mark.parametrize(("column", "value"), [("total_weight", 99.0), ("num_pairs", 7), ("num_tokens", 1)])
+def test_stored_sums_must_match(packed: Path, column: str, value: float) -> None:
+    path = packed / "part-00000.parquet"
+    table = pq.read_table(path)
+    index = table.column_names.index(column)
+    pq.write_table(
+        table.set_column(index, table.schema.field(column), pa.array([value], table.schema.field(column).type)), path
+    )
+    manifest = json.loads((packed / "manifest.json").read_text())
+    manifest["files"][0] |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+    (packed / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(TreepackError, match=f"row 0: {column} is {value} and its other columns give"):
         list(shards.read_rows(packed))

@@ -96,6 +96,14 @@ def test_equal_ids_are_made_unique_by_their_source() -> None:
     assert ids == ["x@a.jsonl:1", "x@b.jsonl:1"]
 
 
+def test_names_made_unique_never_collide() -> None:
+    rollouts = [
+        Trajectory(name, "f:1", make("x", [1, 2]).content, "g") for name in ("x", "x", "x@f:1", "x@f:1#2", "x@f:1")
+    ]
+    ids = build_trie(rollouts).trajectories["trajectory_id"].to_pylist()
+    assert len(set(ids)) == 5
+
+
 def test_no_trajectory_is_an_error() -> None:
     with pytest.raises(TreepackError, match="no trajectory with a trained token was found"):
         build_trie([])

@@ -9,15 +9,17 @@ Shares no code with what wrote them except the definitions of weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
+from treepack.manifest import Manifest, check_part
 from treepack.pack import Row, times_trained, trajectory_factors
-from treepack.shards import Manifest, check_part
 from treepack.trajectory import Int64
 from treepack.trie import Trie, sequences_of
 
@@ -141,22 +143,44 @@ def check_packed(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> 
     Raises:
         TreepackError: naming the row or trajectory.
     """
-    counts = {"rows": 0, "tokens": 0, "trajectories": 0}
+    counts = {"rows": 0, "tokens": 0, "trajectories": 0, "flat tokens": 0}
     expected = None if trie is None else _Expected(trie, manifest["options"])
     for row in rows:
         check_row(row, capacity=manifest["capacity"])
         counts["rows"] += 1
         counts["tokens"] += row.num_tokens
         counts["trajectories"] += len(row.trajectory_ids)
+        counts["flat tokens"] += int(row.scale.sum(dtype=np.int64))
         if expected is not None:
             expected.check(row)
-    totals = manifest["totals"]
-    for name, total in (("rows", "num_rows"), ("tokens", "tokens_packed"), ("trajectories", "num_trajectories")):
-        if counts[name] != totals[total]:
-            raise TreepackError(f"the parts hold {counts[name]} {name}, the manifest says {totals[total]}")
+    ratio = counts["tokens"] / max(1, counts["flat tokens"])
+    check_totals(
+        manifest["totals"],
+        {
+            "num_rows": counts["rows"],
+            "tokens_packed": counts["tokens"],
+            "num_trajectories": counts["trajectories"],
+            "tokens_flat": counts["flat tokens"],
+            "token_ratio": ratio,
+            "err": 1 - ratio,
+            "fill": counts["tokens"] / max(1, counts["rows"] * manifest["capacity"]),
+        },
+    )
     if expected is not None:
         expected.finish()
     return counts
+
+
+def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
+    """Check the totals of a manifest against what its files hold.
+
+    Raises:
+        TreepackError: naming the total.
+    """
+    for name, value in counted.items():
+        said = stored.get(name)
+        if not isinstance(said, int | float) or not math.isclose(said, value, rel_tol=1e-9, abs_tol=1e-12):
+            raise TreepackError(f"the files give {name} = {value}, the manifest says {said}; write it again")
 
 
 class _Expected:

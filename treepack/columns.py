@@ -84,15 +84,15 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
 def unique_ids(records: list[Trajectory]) -> list[str]:
     """Ids of `records`, those that occur more than once made unique by their source, whatever the order."""
     counts = Counter(record.trajectory_id for record in records)
-    seen: Counter[str] = Counter()
-    ids = []
-    for record in records:
-        name = record.trajectory_id
-        if counts[name] > 1:
-            name = f"{name}@{record.source}"
-        seen[name] += 1
-        ids.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return ids
+    named = [r.trajectory_id if counts[r.trajectory_id] == 1 else f"{r.trajectory_id}@{r.source}" for r in records]
+    taken: set[str] = set()
+    for i, name in enumerate(named):
+        number = 1
+        while named[i] in taken:
+            number += 1
+            named[i] = f"{name}#{number}"
+        taken.add(named[i])
+    return named
 
 
 def _span_column(contents: list[Tokens]) -> pa.Array:
@@ -135,10 +135,11 @@ class SpanView:
         a, b = self.offsets[i], self.offsets[i + 1]
         return self.starts[a:b], self.ends[a:b], self.weights[a:b]
 
-    def total(self, values: Float64 | Int32) -> Float64:
+    def total(self, values: Float64) -> Float64:
         """Sum over each trajectory's spans of `values` [num_spans], float64 [num_trajectories]."""
-        sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-        return np.asarray(sums[self.offsets[1:]] - sums[self.offsets[:-1]])
+        owner = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        sums: Float64 = np.bincount(owner, weights=values, minlength=len(self.offsets) - 1).astype(np.float64)
+        return sums
 
     @property
     def sizes(self) -> Int32:

@@ -22,8 +22,9 @@ from torch.utils.data import Dataset
 
 from treepack.batch import Batch, make_batch
 from treepack.errors import TreepackError
+from treepack.manifest import check_part, read_manifest
 from treepack.schema import PACKED_FORMAT, ROWS
-from treepack.shards import check_part, read_manifest, row_of_table
+from treepack.shards import row_of_table
 
 CACHED_GROUPS = 4
 

@@ -9,9 +9,10 @@ A run that dies leaves no `out`, or the old one; the next run removes what the d
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         TreepackError: `out` exists and is not to be overwritten or was not written by treepack, or the disk fails.
     """
     refuse_existing(out, overwrite=overwrite)
+    out = out.resolve()
     temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -41,15 +43,28 @@ def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def refuse_existing(out: Path, *, overwrite: bool) -> None:
-    """Raise a TreepackError if `out` is in the way."""
+def refuse_existing(out: Path, *, overwrite: bool, inputs: Iterable[str | Path] = ()) -> None:
+    """Raise a TreepackError if `out` is in the way, was not written by treepack, or holds one of `inputs`."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
         raise TreepackError(f"{out} exists; choose another --out or give --overwrite")
-    ours = any((out / name).is_file() for name in (MANIFEST, "train.json"))
-    if not ours:
+    if not _ours(out):
         raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
+    for path in inputs:
+        if Path(path).resolve().is_relative_to(out.resolve()):
+            raise TreepackError(f"{out} holds the input {path}, which --overwrite would remove; choose another --out")
+
+
+def _ours(out: Path) -> bool:
+    for name in (MANIFEST, "train.json"):
+        try:
+            found = json.loads((out / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict) and str(found.get("format")).startswith("treepack-"):
+            return True
+    return False
 
 
 def _swap(temporary: Path, out: Path) -> None:

@@ -130,22 +130,31 @@ def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
         token        w                            every trained token counts alike
         trajectory   w / s                        every trajectory counts alike
         group        w / (sum of w s in group)    every (step, group) counts alike
+
+    Raises:
+        TreepackError: weights so large or small that they overflow.
     """
     spans = SpanView.of(trie.trajectories)
     sums = spans.total(spans.weights * spans.sizes)
     weight = trie.trajectories["weight"].to_numpy()
     if normalize == "token":
-        return np.asarray(weight)
-    if normalize == "trajectory":
-        return _ratio(weight, sums)
-    keys = list(zip(trie.step_rank.tolist(), trie.trajectories["group_id"].to_pylist(), strict=True))
-    index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    group = np.array([index[key] for key in keys])
-    return _ratio(weight, np.bincount(group, weights=weight * sums)[group])
+        factors = np.asarray(weight)
+    elif normalize == "trajectory":
+        factors = _ratio(weight, sums)
+    else:
+        keys = list(zip(trie.step_rank.tolist(), trie.trajectories["group_id"].to_pylist(), strict=True))
+        index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        group = np.array([index[key] for key in keys])
+        factors = _ratio(weight, np.bincount(group, weights=weight * sums)[group])
+    if not np.isfinite(factors * sums).all():
+        name = trie.trajectories["trajectory_id"][int((~np.isfinite(factors * sums)).argmax())].as_py()
+        raise TreepackError(f"trajectory {name}: its loss weights overflow; give weights nearer to 1")
+    return factors
 
 
 def _ratio(a: Float64, b: Float64) -> Float64:
-    return np.divide(a, b, out=np.zeros_like(a), where=b > 0)
+    with np.errstate(over="ignore"):
+        return np.divide(a, b, out=np.zeros_like(a), where=b > 0)
 
 
 def times_trained(trie: Trie) -> Int32:

@@ -9,8 +9,7 @@ altered.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from treepack import __version__, schema
-from treepack.directory import MANIFEST
+from treepack import schema
 from treepack.errors import TreepackError
+from treepack.manifest import Manifest, check_part, file_sha256, new_manifest, read_manifest, write_manifest
 from treepack.pack import Row, Terms
 from treepack.trajectory import Int32, Int64
 from treepack.trie import Trie
@@ -32,8 +31,6 @@ GROUP_TOKENS = 1 << 18
 # Values that repeat or grow by one along a row cost next to nothing as differences; few distinct values, as indices.
 DELTA = ("position_ids", "parent", "subtree_end", "scale", "trajectory_ends", "term_token", "term_trajectory")
 DICTIONARY = ("loss_weight", "term_weight", "term_advantage", "group_id", "metadata", "source")
-
-Manifest = dict[str, Any]
 
 
 class _Parts:
@@ -86,16 +83,6 @@ def _entry(path: Path, rows: int) -> dict[str, Any]:
     return {"name": path.name, "rows": rows, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    text = json.dumps(manifest, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
-    (directory / MANIFEST).write_text(text, encoding="utf-8")
-
-
 def _slices(sizes: Int64, limit: int) -> Iterator[tuple[int, int]]:
     """Runs of consecutive items of about `limit` tokens, at least one item each."""
     start, total = 0, 0
@@ -127,10 +114,7 @@ def write_trie(trie: Trie, directory: Path, manifest: Manifest) -> Manifest:
     trajectories = _Parts(directory, "trajectories", schema.TRAJECTORIES)
     for a, b in _slices(trie.lengths, PART_TOKENS // 2):
         trajectories.write(trie.trajectories.slice(a, b - a), tokens=int(trie.lengths[a:b].sum()))
-    manifest = manifest | {
-        "format": schema.TRIE_FORMAT,
-        "version": schema.FORMAT_VERSION,
-        "treepack": __version__,
+    manifest = new_manifest(schema.TRIE_FORMAT, manifest) | {
         "share": trie.share,
         "max_token_id": int(trie.tokens.max()),
         "files": nodes.entries() + trajectories.entries(),
@@ -142,11 +126,11 @@ def write_trie(trie: Trie, directory: Path, manifest: Manifest) -> Manifest:
 def write_packed(rows: Iterable[Row], directory: Path, manifest: Manifest) -> Manifest:
     """Write `rows` and then `manifest`, completed by format, row totals and files; returns it.
 
-    The row totals are added to `manifest["totals"]`: num_rows, tokens_packed and num_pairs.
+    The row totals are added to `manifest["totals"]`: num_rows, tokens_packed, num_pairs and num_trajectories.
     """
     parts: _Parts | None = None
     waiting: list[Row] = []
-    totals = {"num_rows": 0, "tokens_packed": 0, "num_pairs": 0}
+    totals = {"num_rows": 0, "tokens_packed": 0, "num_pairs": 0, "num_trajectories": 0}
     max_token_id = 0
 
     def flush() -> None:
@@ -159,15 +143,13 @@ def write_packed(rows: Iterable[Row], directory: Path, manifest: Manifest) -> Ma
             parts = _Parts(directory, "part", row_schema(row))
         waiting.append(row)
         max_token_id = max(max_token_id, int(row.input_ids.max()))
-        for name, value in (("num_rows", 1), ("tokens_packed", row.num_tokens), ("num_pairs", row.num_pairs)):
-            totals[name] += value
+        added = (1, row.num_tokens, row.num_pairs, len(row.trajectory_ids))
+        totals = {name: total + more for (name, total), more in zip(totals.items(), added, strict=True)}
         if sum(waited.num_tokens for waited in waiting) >= GROUP_TOKENS:
             flush()
     flush()
-    manifest = manifest | {
-        "format": schema.PACKED_FORMAT,
-        "version": schema.FORMAT_VERSION,
-        "treepack": __version__,
+    manifest = new_manifest(schema.PACKED_FORMAT, manifest)
+    manifest |= {
         "max_token_id": max_token_id,
         "totals": manifest["totals"] | totals,
         "files": parts.entries() if parts else [],
@@ -205,51 +187,6 @@ def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, flat)
 
 
-def read_manifest(directory: Path | str, kind: str | None = None) -> Manifest:
-    """The manifest of `directory`, whose format must be `kind` where given.
-
-    Raises:
-        TreepackError: no manifest, damaged, of another format or version.
-    """
-    path = Path(directory) / MANIFEST
-    if not path.is_file():
-        raise TreepackError(
-            f"{directory}: has no {MANIFEST}; it is not a treepack directory, or its writing was cut off"
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        found, version = manifest["format"], manifest["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
-    known = (schema.TRIE_FORMAT, schema.PACKED_FORMAT)
-    if found not in known or kind not in (None, found):
-        raise TreepackError(f"{path}: holds the format {found!r}; expected {kind or ' or '.join(known)}")
-    if version != schema.FORMAT_VERSION:
-        raise TreepackError(
-            f"{path}: has {found} version {version}; this treepack reads version {schema.FORMAT_VERSION}, "
-            "so use the treepack that wrote it or write it again"
-        )
-    return dict(manifest)
-
-
-def check_part(directory: Path, entry: dict[str, Any], *, contents: bool) -> Path:
-    """Path of the part that `entry` of a manifest names, present and of its size, and with `contents` of its hash.
-
-    Raises:
-        TreepackError: missing, truncated or altered.
-    """
-    path = directory / str(entry["name"])
-    if not path.is_file():
-        raise TreepackError(f"{path}: is missing; write {directory} again")
-    if path.stat().st_size != entry["bytes"]:
-        raise TreepackError(
-            f"{path}: has {path.stat().st_size} bytes, its manifest says {entry['bytes']}; write it again"
-        )
-    if contents and file_sha256(path) != entry["sha256"]:
-        raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
-    return path
-
-
 def open_part(directory: Path, entry: dict[str, Any]) -> pq.ParquetFile:
     """Open a part after checking its size and hash."""
     path = check_part(directory, entry, contents=True)
@@ -262,7 +199,9 @@ def open_part(directory: Path, entry: dict[str, Any]) -> pq.ParquetFile:
 def _read_parts(directory: Path, manifest: Manifest, stem: str, columns: pa.Schema) -> pa.Table:
     entries = [entry for entry in manifest["files"] if entry["name"].startswith(stem)]
     tables = [open_part(directory, entry).read() for entry in entries]
-    table = pa.concat_tables(tables) if tables else columns.empty_table()
+    if not tables:
+        raise TreepackError(f"{directory}: its manifest names no {stem} files; write it again")
+    table = pa.concat_tables(tables)
     if table.schema.names != columns.names:
         raise TreepackError(f"{directory}: {stem} files have the columns {table.schema.names}; write it again")
     return table.cast(columns)
@@ -318,14 +257,25 @@ def read_rows(directory: Path | str) -> Iterator[Row]:
 
 
 def row_of_table(table: pa.Table, i: int) -> Row:
-    """Row `i` of a table of packed rows."""
+    """Row `i` of a table of packed rows.
+
+    Raises:
+        TreepackError: a stored sum does not match the columns it sums.
+    """
     values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names}
     terms = None
     if "term_token" in values:
         columns: dict[str, Any] = {name.removeprefix("term_"): values.get(name) for name in schema.TERMS.names}
         terms = Terms(**columns)
-    derived = ("num_tokens", "num_pairs", "total_weight")
-    return Row(terms=terms, **{name: values[name] for name in schema.ROWS.names if name not in derived})
+    derived = {name: values.pop(name) for name in ("num_tokens", "num_pairs", "total_weight")}
+    row = Row(terms=terms, **{name: values[name] for name in schema.ROWS.names if name not in derived})
+    for name, stored in derived.items():
+        if not math.isclose(stored, getattr(row, name), rel_tol=1e-9):
+            raise TreepackError(
+                f"row {row.row_id}: {name} is {stored} and its other columns give {getattr(row, name)}; "
+                "pack the trie again"
+            )
+    return row
 
 
 def _cell(table: pa.Table, name: str, i: int) -> Any:

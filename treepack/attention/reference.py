@@ -10,22 +10,18 @@ r"""Tree attention, dense and obvious: the twin that every faster backend is tes
         4       x . . x x
 
 In: query [B, H, T, D], key and value [B, H_kv, T, D], subtree_end [B, T]; out: [B, H, T, D_v]. Long rows go `QUERIES`
-queries at a time, each block dense over the keys that any of its queries sees and computed again in the backward pass,
-so that rows of 100,000 tokens fit a CPU. Names of models are left to `interface`.
+queries at a time, each block dense over the keys that any of its queries sees. Names of models are left to `interface`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import scaled_dot_product_attention
 
 from treepack.errors import TreepackError
 
-QUERIES = 1024
+QUERIES = 512
 
 
 def visible_pairs(subtree_end: Tensor) -> Tensor:
@@ -59,31 +55,18 @@ def reference_attention(
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     keys = key.to(work).repeat_interleave(groups, dim=1)
     values = value.to(work).repeat_interleave(groups, dim=1)
-    blocks = [
-        _run(_block, part.to(work) * factor, keys, values, subtree_end, first * QUERIES)
-        for first, part in enumerate(torch.split(query, QUERIES, dim=2))
-    ]
+    blocks = []
+    for number, part in enumerate(torch.split(query.to(work), QUERIES, dim=2)):
+        first, last = number * QUERIES, number * QUERIES + part.shape[2]
+        near = (subtree_end[:, :last] > first).any(dim=0).nonzero().squeeze(-1)  # keys that some query may see
+        at = torch.arange(first, last, device=query.device)[:, None]
+        seen = (near <= at) & (at < subtree_end[:, None, near])
+        blocks.append(
+            scaled_dot_product_attention(
+                part, keys[:, :, near], values[:, :, near], attn_mask=seen[:, None], scale=factor
+            )
+        )
     return torch.cat(blocks, dim=2).to(value.dtype)
-
-
-def _run(block: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """One block, under checkpointing if it is one of several."""
-    query, keys = arguments[:2]
-    if query.shape[2] == keys.shape[2] or not torch.is_grad_enabled():
-        return block(*arguments)
-    found: Tensor = checkpoint(block, *arguments, use_reentrant=False)
-    return found
-
-
-def _block(query: Tensor, keys: Tensor, values: Tensor, subtree_end: Tensor, first: int) -> Tensor:
-    """Output [B, H, Q, D_v] of the scaled queries [B, H, Q, D] at the row indices from `first` on."""
-    last = first + query.shape[2]
-    near = (subtree_end[:, :last] > first).any(dim=0).nonzero().squeeze(-1)  # keys that some query may see
-    at = torch.arange(first, last, device=query.device)[:, None]
-    seen = (near <= at) & (at < subtree_end[:, None, near])
-    scores = query @ keys[:, :, near].mT
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    return scores.softmax(dim=-1) @ values[:, :, near]
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor) -> None:
