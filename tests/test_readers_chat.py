@@ -16,6 +16,13 @@ ASSISTANT = {"role": "assistant", "content": "Hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 def read(value: dict[str, Any]) -> Trajectory:
     (found,) = chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
     assert isinstance(found, Trajectory)
@@ -48,7 +55,13 @@ def test_every_assistant_message_is_trained_and_no_other() -> None:
 
 
 def test_messages_carry_their_own_weight() -> None:
-    given = [{"loss": False}, {"trainable": False}, {"weight": 0.5}, {"loss": True, "weight": 2}, {"loss": None}]
+    given: list[dict[str, Any]] = [
+        {"loss": False},
+        {"trainable": False},
+        {"weight": 0.5},
+        {"loss": True, "weight": 2},
+        {"loss": None},
+    ]
     found = content({"messages": [USER, *(ASSISTANT | extra for extra in given)]})
     assert found.message_weights == [0.0, 0.0, 0.0, 0.5, 2.0, 1.0]
     assert all(message.keys() == ASSISTANT.keys() for message in found.messages)
@@ -111,10 +124,20 @@ def test_other_roles_are_brought_to_one_form() -> None:
 
 def test_tools_may_be_json_text() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
+    given: Any
     for given in (tools, json.dumps(tools)):
         assert content({"messages": [USER, ASSISTANT], "tools": given}).tools == tools
     for given in (None, [], "", "[]"):
         assert content({"messages": [USER, ASSISTANT], "tools": given}).tools is None
+
+
+def test_variables_of_the_chat_template_are_kept() -> None:
+    variables = {"enable_thinking": False}
+    for value in ({"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}):
+        found = read(value | {"chat_template_kwargs": variables})
+        assert isinstance(found.content, Chat)
+        assert (found.content.chat_template_kwargs, found.metadata, found.notes) == (variables, {}, ())
+        assert content(value | {"chat_template_kwargs": {}}).chat_template_kwargs is None
 
 
 def test_the_fields_of_every_format_are_read() -> None:
@@ -152,7 +175,24 @@ EXPECTED = "expected system, user, assistant or tool"
         (ASSISTANT | {"reasoning": ["r"]}, 'turn 3 has the reasoning ["r"]; expected text'),
         (ASSISTANT | {"loss": 1}, "turn 3 has loss 1; expected true or false"),
         (ASSISTANT | {"trainable": "no"}, 'turn 3 has trainable "no"; expected true or false'),
-        (ASSISTANT | {"weight": -1}, "turn 3 has weight -1; expected a finite number >= 0"),
+        (ASSISTANT | {"weight": -1}, "turn 3 has weight -1; expected 0 or a number in [1e-12, 1e+12]"),
+        (ASSISTANT | {"weight": 1e-320}, "turn 3 has weight 1e-320; expected 0 or a number in [1e-12, 1e+12]"),
+        (
+            ASSISTANT | {"tool_calls": 1, "function_call": {"name": "f", "arguments": "{}"}},
+            "turn 3 has the tool calls 1; expected a list of objects",
+        ),
+        (
+            ASSISTANT | {"tool_calls": [{"name": "f", "arguments": nested(1000)}]},
+            "turn 3 calls f with arguments nested more than 100 deep; expected an object in JSON",
+        ),
+        (
+            ASSISTANT | {"tool_calls": [CALL | {"id": [1]}]},
+            "turn 3 has the id [1]; expected text or an integer",
+        ),
+        (
+            {"role": "tool", "tool_call_id": {}},
+            "turn 3 has the tool_call_id {}; expected text or an integer",
+        ),
     ],
 )
 def test_a_bad_message_is_refused_in_one_sentence(message: Any, expected: str) -> None:
@@ -176,6 +216,22 @@ def test_a_bad_message_is_refused_in_one_sentence(message: Any, expected: str) -
         (
             {"messages": [USER, ASSISTANT], "tools": [1]},
             "tools is [1]; expected a list of schemas or one as JSON text",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": [nested(1000)]},
+            "tools is nested more than 100 deep; expected schemas in JSON",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "chat_template_kwargs": ["enable_thinking"]},
+            'chat_template_kwargs is ["enable_thinking"]; expected an object of the template\'s variables',
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"a": 1, "tools": []}},
+            "chat_template_kwargs sets tools, which is not its to set; drop it there",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "chat_template_kwargs": nested(1000)},
+            "chat_template_kwargs is nested more than 100 deep; expected an object in JSON",
         ),
     ],
 )

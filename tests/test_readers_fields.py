@@ -71,6 +71,15 @@ def test_what_is_left_becomes_metadata_or_a_note() -> None:
     )
 
 
+def test_metadata_that_is_nested_too_deeply_is_noted() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(1015):
+        deep = {"a": deep}
+    found = read(MASKED | {"metadata": deep, "info": {"a": {"b": 1}}})
+    assert found.metadata == {"info": {"a": {"b": 1}}}
+    assert found.notes == ("field 'metadata' dropped, nested more than 100 deep",)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -79,12 +88,16 @@ def test_what_is_left_becomes_metadata_or_a_note() -> None:
         (MASKED | {"reward": float("nan")}, "reward is nan; expected a finite number"),
         (MASKED | {"rewards": [1, float("inf")]}, "reward is inf; expected a finite number"),
         (MASKED | {"advantage": float("inf")}, "advantage is inf; expected a finite number"),
-        (MASKED | {"weight": -1}, "weight is -1.0; expected a number >= 0"),
+        (MASKED | {"weight": -1}, "weight is -1.0; expected 0 or a number in [1e-12, 1e+12]"),
         (MASKED | {"weight": float("nan")}, "weight is nan; expected a finite number"),
-        (MASKED | {"step": 1.5}, "step is 1.5; expected an integer"),
-        (MASKED | {"step": True}, "step is true; expected an integer"),
-        (MASKED | {"uid": 1.5}, "uid is 1.5; expected a string or an integer"),
-        (MASKED | {"id": ["a"]}, 'id is ["a"]; expected a string or an integer'),
+        (MASKED | {"step": 1.5}, "step is 1.5; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"step": True}, "step is true; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"step": 2**63}, "step is 9223372036854775808; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"step": 2.0**70}, "step is 1.1805916207174113e+21; expected an integer in [-2**63, 2**63)"),
+        (MASKED | {"weight": 1e-320}, "weight is 1e-320; expected 0 or a number in [1e-12, 1e+12]"),
+        (MASKED | {"weight": 1e31}, "weight is 1e+31; expected 0 or a number in [1e-12, 1e+12]"),
+        (MASKED | {"uid": 1.5}, "uid is 1.5; expected a string or an integer of 64 bits"),
+        (MASKED | {"id": ["a"]}, 'id is ["a"]; expected a string or an integer of 64 bits'),
     ],
 )
 def test_a_bad_field_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:

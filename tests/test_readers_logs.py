@@ -113,6 +113,35 @@ def test_a_node_out_of_place_is_refused(bad: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("children", "answer", "expected"),
+    [
+        ([5], {}, "children is [5]; expected a list of objects"),
+        (5, {}, "children is 5; expected a list of objects"),
+        ([node("Thought", "t") | {"children": {"a": 1}}], {}, 'children is {"a": 1}; expected a list of objects'),
+        ([], {"function": 5}, "answer_generation.function is 5; expected a list of objects"),
+        ([], {"function": ["f"]}, 'answer_generation.function is ["f"]; expected a list of objects'),
+        (
+            [],
+            {"train_messages": 5},
+            "answer_generation.train_messages is 5; expected a list of lists of messages",
+        ),
+        (
+            [],
+            {"train_messages": {"a": 1}},
+            'answer_generation.train_messages is {"a": 1}; expected a list of lists of messages',
+        ),
+    ],
+)
+def test_a_search_tree_with_a_field_of_another_kind_is_refused(
+    children: Any, answer: dict[str, Any], expected: str
+) -> None:
+    value = {"tree": {"tree": {"children": children}}, "answer_generation": {"query": "Q"} | answer}
+    with pytest.raises(TreepackError) as caught:
+        list(toolbench.read(Record("runs/7.json", "runs/7.json", value), ReadOptions()))
+    assert str(caught.value) == f"runs/7.json: {expected}"
+
+
 def test_a_swe_agent_run_is_named_by_its_folder_and_its_task() -> None:
     value = {
         "environment": "e",

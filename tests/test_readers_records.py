@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.readers.records import InputHash, Record, list_inputs, read_records
+from treepack.trajectory import Skipped
 
 RECORDS = [{"a": 1}, {"a": [1, 2], "b": "x"}]
 JSONL = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS)
@@ -154,6 +156,34 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
         values(write(tmp_path, b"PAR1 and nothing more"))
 
 
+def test_a_parquet_column_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    column = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
+    pq.write_table(pa.table({"id": column}), path)
+    with pytest.raises(TreepackError, match=f"{path}: not a readable Parquet file \\('utf-8' codec.*; write it anew"):
+        values(str(path))
+
+
+@given(st.data())
+def test_a_truncated_or_damaged_parquet_file_reads_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("damaged") / "r.parquet"
+    pq.write_table(pa.table({"id": ["a", "b"], "ids": [[1, 2], [3]]}), path)
+    whole = bytearray(path.read_bytes())
+    size = data.draw(st.integers(4, len(whole)))
+    for _ in range(data.draw(st.integers(0, 3))):
+        whole[data.draw(st.integers(4, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(whole[:size])
+    refused = ""
+    try:
+        values(str(path))
+    except TreepackError as error:
+        refused = str(error)
+    assert refused.startswith(f"{path}") if refused else size == len(whole)
+    assert "\n" not in refused
+
+
 def test_the_hash_depends_on_the_bytes_alone(tmp_path: Path) -> None:
     files = [(JSONL, "a.jsonl"), (gzip.compress(JSONL, mtime=0), "b.jsonl.gz")]
     hashes = []
@@ -186,6 +216,38 @@ def test_a_folder_is_searched_sorted_and_counts_what_it_leaves(tmp_path: Path) -
     ]
 
 
+def test_links_in_a_folder_are_read_or_named(tmp_path: Path) -> None:
+    write(tmp_path, JSONL, "data/a.jsonl")
+    write(tmp_path, JSONL, "other/b.jsonl")
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "b.jsonl").symlink_to(tmp_path / "other" / "b.jsonl")
+    files, skipped = list_inputs([tmp_path / "data"])
+    assert [Path(path).name for path in files] == ["a.jsonl", "b.jsonl"]
+    assert [(Path(item.source).name, item.reason) for item in skipped] == [("link", "link to a folder not followed")]
+
+
+def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "loop.jsonl"
+    path.symlink_to("loop.jsonl")
+    for name in (tmp_path, path):
+        with pytest.raises(TreepackError) as caught:
+            [values(file) for file in list_inputs([name])[0]]
+        reason = "Too many levels of symbolic links"
+        assert str(caught.value) == f"{path}: cannot be read ({reason}); restore the file or its permissions"
+
+
+def test_a_name_that_is_not_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> None:
+    for name in (b"\xff.jsonl", b"a.\xff"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_bytes(JSONL)
+    files, skipped = list_inputs([tmp_path])
+    digest = InputHash()
+    records = [record for path in files for record in read_records(path, input_hash=digest)]
+    assert [record.source for record in records] == [f"{tmp_path}/\\xff.jsonl:{line}" for line in (1, 2)]
+    assert [record.label for record in records] == ["\\xff.jsonl:1", "\\xff.jsonl:2"]
+    assert skipped == [Skipped(f"{tmp_path}/a.\\xff", "file extension .\\xff not read")]
+    assert digest.files[0][0] == f"{tmp_path}/\\xff.jsonl"
+
+
 def test_globs_are_expanded_sorted_and_an_existing_name_is_no_glob(tmp_path: Path) -> None:
     paths = [write(tmp_path, JSONL, name) for name in ("a[1].jsonl", "b.jsonl", "sub/c.jsonl")]
     assert list_inputs([f"{tmp_path}/*.jsonl"])[0] == paths[:2]
@@ -196,7 +258,9 @@ def test_globs_are_expanded_sorted_and_an_existing_name_is_no_glob(tmp_path: Pat
 def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, JSONL)
     (tmp_path / "empty").mkdir()
+    long = "x" * 300
     for inputs, expected in (
+        ([long], f"{long}: cannot be read (File name too long); check the path"),
         (
             [f"{tmp_path}/no.jsonl"],
             f"{tmp_path}/no.jsonl: no such file or folder, and no glob that matches one; check the path",

@@ -35,7 +35,8 @@ def content(value: dict[str, Any], **options: Any) -> Tokens:
 
 
 def trained(value: dict[str, Any], **options: Any) -> list[int]:
-    return trained_positions(content(value, **options)).tolist()
+    found: list[int] = trained_positions(content(value, **options)).tolist()
+    return found
 
 
 def refusal(value: dict[str, Any], **options: Any) -> str:
@@ -204,6 +205,15 @@ def test_a_prompt_mask_of_zeros_then_ones_is_padding_and_of_one_kind_means_nothi
     assert trained(padded) == [1]
 
 
+def test_padding_that_no_attention_mask_names_stays_as_untrained_tokens() -> None:
+    for name in ("completion_ids", "response_ids"):
+        found = read({"prompt_ids": [5], name: [6, 7, 0, 0], "completion_mask": [1, 1, 0, 0]})
+        assert isinstance(found.content, Tokens)
+        assert found.content.tokens.tolist() == [5, 6, 7, 0, 0]
+        assert trained_positions(found.content).tolist() == [1, 2]
+        assert found.notes == ()
+
+
 def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
     for name in ("returns", "mc_return"):
         assert read(MASKED | {name: 0.5}).advantage == 0.5
@@ -245,6 +255,7 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
         # ids
         ({"input_ids": [1, 2.5]}, NOT_IDS),
         ({"input_ids": [True, False]}, NOT_IDS),
+        ({"input_ids": [1, 7, True]}, NOT_IDS),
         ({"input_ids": [[1, 2], [3]]}, NOT_IDS),
         ({"input_ids": np.array([1.0, 2.0])}, NOT_IDS),
         ({"input_ids": [1, -2]}, "input_ids holds the id -2; expected token ids in [0, 2147483647]"),
@@ -267,7 +278,15 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
         ({"input_ids": IDS, "mask": [0, 0.5, 1, 0]}, "mask holds values from 0.0 to 1.0; expected 0 and 1"),
         (
             {"input_ids": IDS, "loss_mask": [0, -0.5, 1, 0]},
-            "loss_mask holds values from -0.5 to 1.0; expected 0 and 1, or finite weights >= 0",
+            "loss_mask holds -0.5; expected each value to be 0 or a number in [1e-12, 1e+12]",
+        ),
+        (
+            {"input_ids": IDS, "loss_mask": [0, 1e-320, 1, 0]},
+            "loss_mask holds 1e-320; expected each value to be 0 or a number in [1e-12, 1e+12]",
+        ),
+        (
+            {"input_ids": IDS, "loss_mask": [0, 0.5, 1e31, float("nan")]},
+            "loss_mask holds 1e+31; expected each value to be 0 or a number in [1e-12, 1e+12]",
         ),
         ({"input_ids": IDS, "mask": [[0, 1], [1]]}, "mask is not a flat list of 0 and 1; expected one per token"),
         (
@@ -304,7 +323,7 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
         ),
         (MASKED | {"seq_lengths": [2, 2]}, "seq_lengths names 2 sequences; give one sequence per record"),
         ({"tokens": IDS, "response_length": 5}, "response_length is 5; expected 0 to 4, the number of tokens"),
-        ({"tokens": IDS, "response_length": 1.5}, "response_length is 1.5; expected an integer"),
+        ({"tokens": IDS, "response_length": 1.5}, "response_length is 1.5; expected the number of tokens"),
         (PAIR | {"response_length": 3}, "response_length is 3, but the response has 2 tokens; drop one"),
         # log-probabilities and advantages
         (
@@ -335,6 +354,19 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
         (MASKED | {"logprobs": [None, None]}, "logprobs is nan at trained token 0; expected finite numbers there"),
         (MASKED | {"logprobs": [-1e39, 0]}, "logprobs is -inf at trained token 0; expected finite numbers there"),
         (MASKED | {"logprobs": ["-1", "-2"]}, "logprobs is not a flat list of numbers; expected one per token"),
+        (
+            MASKED | {"logprobs": [0, 0, 10**400, 1]},
+            "logprobs holds a number that does not fit a float; expected finite numbers",
+        ),
+        (
+            MASKED | {"advantage": 1, "advantages": float("nan")},
+            "advantages is nan; expected a finite number",
+        ),
+        (MASKED | {"advantage": float("nan")}, "advantage is nan; expected a finite number"),
+        (
+            MASKED | {"advantage": float("nan"), "advantages": [1, 2]},
+            "advantage is nan; expected a finite number",
+        ),
         (MASKED | {"logprobs": [True, True]}, "logprobs is not a flat list of numbers; expected one per token"),
         (
             MASKED | {"logprobs": [-1, -2], "inference_logprobs": [-1, -3]},

@@ -218,86 +218,10 @@ def test_text_is_prompt_completion_and_the_end_token_once(tokenizers: dict[str, 
 
 
 def test_what_cannot_be_trained_on_is_skipped(tokenizers: dict[str, Any]) -> None:
-    items = [chat([]), chat([user("Q")]), chat([user("Q"), assistant("A")], weights=[0.0, 0.0]), Skipped("s", "r")]
+    items: list[Trajectory | Skipped] = [chat([])]
+    items += [chat([user("Q")]), chat([user("Q"), assistant("A")], weights=[0.0, 0.0]), Skipped("s", "r")]
     reasons = [item.reason for item in tokenize(items, tokenizer=tokenizers["plain"]) if isinstance(item, Skipped)]
     assert reasons == ["empty trajectory", "no trained token", "no trained token", "r"]
-
-
-@pytest.mark.parametrize(
-    ("rendering", "expected"),
-    [
-        ("{{ call.function.arguments }}", '{"a": "é"}'),
-        ("{{ call.function.arguments | tojson }}", '{"a": "é"}'),
-        ("{{ '' + call.function.arguments }}", '{"a": "é"}'),
-        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", "a=é"),
-    ],
-)
-@pytest.mark.parametrize("given_arguments", ['{"a": "é"}', {"a": "é"}])
-def test_tool_call_arguments_take_the_form_that_the_template_renders(
-    tokenizers: dict[str, Any], rendering: str, expected: str, given_arguments: Any
-) -> None:
-    tokenizer = copy.deepcopy(tokenizers["none"])
-    start = "{% for message in messages %}<|im_start|>{{ message.content }}{% for call in message.tool_calls or [] %}"
-    end = "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
-    tokenizer.chat_template = start + rendering + end
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given_arguments}}
-    (found,) = samples(chat([user("Q"), assistant("", tool_calls=[call])]), tokenizer)
-    assert trained_texts(found, tokenizer) == [expected + "<|im_end|>"]
-
-
-def test_the_trained_part_ends_with_the_end_of_turn_or_else_with_the_text(tokenizers: dict[str, Any]) -> None:
-    for end, expected in (("<|im_end|> \n", "A<|im_end|>"), ("\n", "A\n"), ("<|im_end|>.", "A<|im_end|>.")):
-        tokenizer = copy.deepcopy(tokenizers["none"])
-        tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}" + end.replace("\n", "{{ '\n' }}")
-        tokenizer.chat_template += "{% endfor %}{% if add_generation_prompt %}[{% endif %}"
-        (found,) = samples(chat([user("Q"), assistant("A")]), tokenizer)
-        assert trained_texts(found, tokenizer) == [expected]
-
-
-def test_several_marks_in_a_turn_are_several_spans(tokenizers: dict[str, Any]) -> None:
-    tokenizer = copy.deepcopy(tokenizers["none"])
-    mark = "{% generation %}{{ m.content }}{% endgeneration %}"
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}[" + mark + "|" + mark + "]"
-        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    (found,) = samples(chat([user("Q"), assistant("A"), user("R"), assistant("B")]), tokenizer)
-    assert trained_texts(found, tokenizer) == ["A", "A", "B", "B"]
-    assert text(found, tokenizer) == "Q[A|A]R[B|B"
-
-
-REFUSES = "{{ raise_exception('no system') }}"
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (REFUSES, "the chat template refuses the messages (no system); mend them or use another template"),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
-            "the chat template does not continue its own generation prompt; "
-            "use one that does, or one with {% generation %} marks",
-        ),
-        (
-            "{% for m in messages %}{{ m.content }}{% if m.role == 'x' %}{% generation %}{% endgeneration %}"
-            "{% endif %}{% endfor %}",
-            "the chat template puts no generation mark on it; mark every assistant turn",
-        ),
-        (
-            "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
-            "{% endfor %}",
-            "the chat template has 2 generation marks for 1 assistant turns; mark each turn once",
-        ),
-    ],
-)
-def test_a_template_that_cannot_be_trained_on_is_refused(
-    tokenizers: dict[str, Any], template: str, expected: str
-) -> None:
-    tokenizer = copy.deepcopy(tokenizers["none"])
-    tokenizer.chat_template = template
-    with pytest.raises(TreepackError) as caught:
-        samples(chat([user("Q"), assistant("A")]), tokenizer)
-    assert str(caught.value) == f"r.jsonl:1: turn 2: {expected}"
 
 
 def test_text_needs_a_tokenizer_and_a_conversation_a_template(

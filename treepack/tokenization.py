@@ -44,6 +44,7 @@ from treepack.trajectory import (
 EXPANSIONS = ("trajectory", "turns")
 SPLIT_NOTE = "split where the template rewrites earlier turns"
 TRAILING_NOTE = "messages behind the last trained turn left out, because the template rewrites earlier turns"
+CLOCK_NOTE = "the chat template prints today's date"
 CACHED_CHARACTERS = 1 << 26
 CHUNK = 16
 
@@ -160,6 +161,8 @@ class _Tokenisation:
             self._template = ChatTemplate(encoder.tokenizer)
         tools = chat.tools or self._job.tools
         item = replace(item, group_id=item.group_id or _group_of_chat(chat, tools))
+        if self._template.reads_clock(tools):
+            item = replace(item, notes=(*item.notes, CLOCK_NOTE))
         turns = self._template.turns(chat, tools=tools, source=item.source)
         if not turns:
             yield Skipped(item.source, "no trained token")
@@ -250,7 +253,8 @@ def _finished(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory
 def _group_of_chat(chat: Chat, tools: Tools) -> str:
     roles = [message["role"] for message in chat.messages]
     first = roles.index("assistant") if "assistant" in roles else len(roles)
-    return derived_group(json.dumps([chat.messages[:first], tools], sort_keys=True).encode())
+    variables = [chat.chat_template_kwargs] if chat.chat_template_kwargs else []
+    return derived_group(json.dumps([chat.messages[:first], tools, *variables], sort_keys=True).encode())
 
 
 class Encoder:

@@ -27,6 +27,9 @@ Float64 = NDArray[np.float64]
 Bool = NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
+# Outside of these, sums and quotients of weights leave float32 and then float64.
+MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
+WEIGHTS = f"0 or a number in [{MIN_WEIGHT:g}, {MAX_WEIGHT:g}]"
 FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it"
 
 
@@ -58,11 +61,13 @@ class Chat:
 
     `content` is a string, `tool_calls` have the nested `function` form, `reasoning_content` holds reasoning.
     `message_weights[i]` is the loss weight of message i: 0 where it is not trained, and 0 for every role but assistant.
+    `chat_template_kwargs` are variables of the chat template, `{"enable_thinking": false}` say.
     """
 
     messages: list[dict[str, Any]]
     message_weights: list[float]
     tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +128,7 @@ def trained_positions(content: Tokens) -> Int64:
 
 
 def check_scalars(trajectory: Trajectory) -> Trajectory:
-    """Return `trajectory` if its reward, advantage and weight are finite and its weight is not negative.
+    """Return `trajectory` if its reward, advantage and weight are finite and its weight is a loss weight.
 
     Raises:
         TreepackError: naming the source and the value.
@@ -132,9 +137,14 @@ def check_scalars(trajectory: Trajectory) -> Trajectory:
         value = getattr(trajectory, name)
         if value is not None and not math.isfinite(value):
             raise TreepackError(f"{trajectory.source}: {name} is {value}; expected a finite number")
-    if trajectory.weight < 0:
-        raise TreepackError(f"{trajectory.source}: weight is {trajectory.weight}; expected a number >= 0")
+    if not is_weight(trajectory.weight):
+        raise TreepackError(f"{trajectory.source}: weight is {trajectory.weight}; expected {WEIGHTS}")
     return trajectory
+
+
+def is_weight(value: float) -> bool:
+    """Whether `value` can weight a loss: 0, or so far from the limits of float64 that sums and quotients are safe."""
+    return value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT
 
 
 def as_token_ids(values: Sequence[int] | NDArray[Any], *, source: str, name: str) -> Int32:
@@ -146,8 +156,11 @@ def as_token_ids(values: Sequence[int] | NDArray[Any], *, source: str, name: str
         ids = np.frombuffer(array.array("i", values), np.int32) if type(values) is list else np.asarray(values)
     except (TypeError, ValueError, OverflowError):
         ids = _as_array(values)
-    if type(values[0]) is bool:
-        ids = np.zeros(0, np.object_)
+    if type(values) is list and ids.shape == (len(values),) and ids.dtype.kind == "i":
+        # A boolean becomes 0 or 1, so that only those few are looked at.
+        maybe = np.flatnonzero(ids >> 1 == 0).tolist()
+        if any(type(values[i]) is bool for i in maybe):
+            ids = np.zeros(0, np.object_)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TreepackError(f"{source}: {name} is not a flat list of integers; expected token ids")
     low, high = int(ids.min()), int(ids.max())

@@ -4,7 +4,8 @@
     {"prompt": [...], "completion": [...]}               only those of the completion are
     {"prompt": "text", "completion": "text"}             the completion is
 
-A message may carry `loss` or `trainable` (boolean) and `weight` (number >= 0).
+A message may carry `loss` or `trainable` (boolean) and `weight` (number >= 0); a record may carry
+`chat_template_kwargs`, variables of the chat template, like {"enable_thinking": false}.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.readers.fields import ReadOptions, describe
-from treepack.readers.messages import Messages, is_messages, normalise_messages, normalise_tools
+from treepack.readers.messages import (
+    Messages,
+    is_messages,
+    normalise_messages,
+    normalise_template_kwargs,
+    normalise_tools,
+)
 from treepack.readers.records import Record
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
-USED = frozenset({"messages", "prompt", "completion", "tools"})
+USED = frozenset({"messages", "prompt", "completion", "tools", "chat_template_kwargs"})
 
 
 def matches(record: dict[str, Any]) -> bool:
@@ -42,11 +49,12 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if prompt is None or completion is None:
             raise TreepackError(f"{source}: has no messages; expected messages, or prompt and completion")
         if isinstance(prompt, str) and isinstance(completion, str):
-            used = USED - {"messages", "tools"}
-            yield describe(record, Text(prompt, completion), used=used, options=options)
+            yield describe(record, Text(prompt, completion), used={"prompt", "completion"}, options=options)
             return
         done = _prompt_and_completion(prompt, completion, source)
-    content = Chat(done.messages, done.weights, normalise_tools(value.get("tools"), source=source))
+    tools = normalise_tools(value.get("tools"), source=source)
+    variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
+    content = Chat(done.messages, done.weights, tools, variables)
     yield describe(record, content, used=USED, options=options, notes=done.notes)
 
 

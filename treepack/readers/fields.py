@@ -25,6 +25,7 @@ STEPS = ("step", "global_step")
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
 MAX_METADATA = 2000
+MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,25 @@ def shown(value: Any) -> str:
         text = json.dumps(value)
     except (TypeError, ValueError):
         text = repr(value)
+    except RecursionError:
+        return "nested too deeply to be shown"
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def fault_in_json(value: Any, *, allow_nan: bool = True) -> str | None:
+    """Why `value` cannot be written as JSON, or None if it can: nested too deeply, or of types that JSON lacks."""
+    if _is_deeper(value, MAX_DEPTH):
+        return f"nested more than {MAX_DEPTH} deep"
+    try:
+        json.dumps(value, allow_nan=allow_nan)
+    except (TypeError, ValueError):
+        return "not plain JSON"
+    return None
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return bool(children) and (levels == 0 or any(_is_deeper(child, levels - 1) for child in children))
 
 
 def reward_of(value: dict[str, Any], source: str, *, reward_key: str | None) -> tuple[float | None, str | None]:
@@ -156,7 +175,9 @@ def _first_name(
     for name in names:
         if (found := value.get(name)) is not None:
             if isinstance(found, bool) or not isinstance(found, str | int):
-                raise TreepackError(f"{source}: {prefix}{name} is {shown(found)}; expected a string or an integer")
+                raise TreepackError(
+                    f"{source}: {prefix}{name} is {shown(found)}; expected a string or an integer of 64 bits"
+                )
             return str(found), name
     return None, None
 
@@ -169,8 +190,8 @@ def _trial(value: dict[str, Any], group: str | None, source: str) -> tuple[str |
 def _step(value: dict[str, Any], source: str) -> tuple[int | None, str | None]:
     for name in STEPS:
         if (step := value.get(name)) is not None:
-            if isinstance(step, bool) or not isinstance(step, int):
-                raise TreepackError(f"{source}: {name} is {shown(step)}; expected an integer")
+            if isinstance(step, bool) or not isinstance(step, int) or not -(2**63) <= step < 2**63:
+                raise TreepackError(f"{source}: {name} is {shown(step)}; expected an integer in [-2**63, 2**63)")
             return step, name
     return None, None
 
@@ -184,13 +205,11 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         if not isinstance(value, str | int | float) and not (name in METADATA_DICTS and isinstance(value, dict)):
             notes.append(f"field '{name}' not used")
             continue
-        try:
-            small = len(json.dumps(value, allow_nan=False)) <= MAX_METADATA
-        except (TypeError, ValueError):
-            notes.append(f"field '{name}' dropped, not plain JSON")
-            continue
-        if small:
+        fault = fault_in_json(value, allow_nan=False)
+        if fault is None and len(json.dumps(value)) > MAX_METADATA:
+            fault = f"more than {MAX_METADATA} characters"
+        if fault is None:
             kept[name] = value
         else:
-            notes.append(f"field '{name}' dropped, more than {MAX_METADATA} characters")
+            notes.append(f"field '{name}' dropped, {fault}")
     return kept, tuple(notes)

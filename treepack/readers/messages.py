@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.readers.fields import as_number, shown
+from treepack.readers.fields import as_number, fault_in_json, shown
+from treepack.trajectory import WEIGHTS, is_weight
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool"}
@@ -32,6 +33,18 @@ READ = frozenset(
         "loss",
         "trainable",
         "weight",
+    }
+)
+# What the rendering itself passes to the template.
+RESERVED = frozenset(
+    {
+        "messages",
+        "conversations",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
     }
 )
 
@@ -73,7 +86,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str) -> Messages:
             if role != "assistant":
                 raise TreepackError(f"{where} has role '{role}' and tool calls; only the assistant can call a tool")
             normal["tool_calls"] = calls
-        normal.update({key: message[key] for key in KEPT if message.get(key) is not None})
+        normal.update({key: _name(message[key], key, where) for key in KEPT if message.get(key) is not None})
         if message["role"] == "function" and "tool_call_id" not in normal and done:
             normal.update(_id_of_last_call(done))
         done.append(normal)
@@ -87,16 +100,33 @@ def normalise_messages(messages: Sequence[Any], *, source: str) -> Messages:
 
 def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
     """Tool schemas given as a list or as JSON text; None where there are none."""
-    if isinstance(tools, str) and tools.strip():
+    if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except ValueError as error:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
             raise TreepackError(f"{source}: tools is not JSON ({error}); expected a list of schemas") from None
-    if not tools:
+    if tools is None:
         return None
     if not is_messages(tools):
         raise TreepackError(f"{source}: tools is {shown(tools)}; expected a list of schemas or one as JSON text")
-    return list(tools)
+    if (fault := fault_in_json(tools)) is not None:
+        raise TreepackError(f"{source}: tools is {fault}; expected schemas in JSON")
+    return list(tools) or None
+
+
+def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | None:
+    """The variables that a conversation sets for its chat template; None where it sets none."""
+    if kwargs is None:
+        return None
+    if not isinstance(kwargs, dict):
+        raise TreepackError(
+            f"{source}: chat_template_kwargs is {shown(kwargs)}; expected an object of the template's variables"
+        )
+    if own := sorted(RESERVED.intersection(kwargs)):
+        raise TreepackError(f"{source}: chat_template_kwargs sets {own[0]}, which is not its to set; drop it there")
+    if (fault := fault_in_json(kwargs)) is not None:
+        raise TreepackError(f"{source}: chat_template_kwargs is {fault}; expected an object in JSON")
+    return kwargs or None
 
 
 def _role(message: dict[str, Any], where: str) -> str:
@@ -107,6 +137,12 @@ def _role(message: dict[str, Any], where: str) -> str:
     if not isinstance(role, str) or role not in ROLES:
         raise TreepackError(f"{where} has role '{role}'; expected system, user, assistant or tool")
     return role
+
+
+def _name(value: Any, key: str, where: str) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TreepackError(f"{where} has the {key} {shown(value)}; expected text or an integer")
+    return value
 
 
 def _content(content: Any, where: str) -> str:
@@ -138,7 +174,7 @@ def _reasoning(message: dict[str, Any], where: str) -> str | None:
 
 def _tool_calls(message: dict[str, Any], index: int, where: str) -> list[dict[str, Any]]:
     calls = message.get("tool_calls") or []
-    if message.get("function_call"):
+    if is_messages(calls) and message.get("function_call"):
         calls = [*calls, message["function_call"]]
     if not is_messages(calls):
         raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
@@ -154,14 +190,16 @@ def _tool_call(call: dict[str, Any], default_id: str, where: str) -> dict[str, A
     arguments = "{}" if arguments is None else arguments
     if not isinstance(arguments, str | dict):
         raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
+    if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
+        raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
     return {
-        "id": default_id if call.get("id") is None else call["id"],
+        "id": default_id if call.get("id") is None else _name(call["id"], "id", where),
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
 
 
-def _id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str]:
+def _id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
     calls = done[-1].get("tool_calls")
     return {"tool_call_id": calls[-1]["id"]} if calls else {}
 
@@ -175,7 +213,7 @@ def _weight(message: dict[str, Any], where: str) -> float:
             weight *= trained
     if (given := message.get("weight")) is not None:
         number = as_number(given, source=where, name="weight")
-        if not 0 <= number < float("inf"):
-            raise TreepackError(f"{where} has weight {shown(given)}; expected a finite number >= 0")
+        if not is_weight(number):
+            raise TreepackError(f"{where} has weight {shown(given)}; expected {WEIGHTS}")
         weight *= number
     return weight

@@ -17,6 +17,7 @@ import glob
 import hashlib
 import io
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class InputHash:
         return len(self.files)
 
     def add(self, path: str, sha256: str) -> None:
-        """Note one file, as stored (compressed bytes where it is compressed)."""
+        """Note one file, its bytes as stored (compressed bytes where it is compressed)."""
         self.files.append((path, sha256))
 
     def hexdigest(self) -> str:
@@ -109,9 +110,10 @@ def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped]]
                 files.append(path)
     seen: set[str] = set()
     for path in files:
-        real = path if path == STDIN else str(Path(path).resolve())
+        # Not Path.resolve, which raises on a link to itself; reading the file will say what is wrong with it.
+        real = path if path == STDIN else os.path.realpath(path)
         if real in seen:
-            raise TreepackError(f"{path}: named twice among the inputs; name it once")
+            raise TreepackError(f"{displayed(path)}: named twice among the inputs; name it once")
         seen.add(real)
     return files, skipped
 
@@ -119,30 +121,54 @@ def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped]]
 def _expand_glob(name: str) -> list[str]:
     if name == "-":
         return [STDIN]
-    if Path(name).exists():
-        return [name]
+    try:
+        if Path(name).exists():
+            return [name]
+    except OSError as error:
+        raise TreepackError(f"{displayed(name)}: cannot be read ({error.strerror}); check the path") from error
     paths = sorted(glob.glob(name, recursive=True, include_hidden=True))  # noqa: PTH207 (keeps the path as given)
     if not paths:
-        raise TreepackError(f"{name}: no such file or folder, and no glob that matches one; check the path")
+        raise TreepackError(f"{displayed(name)}: no such file or folder, and no glob that matches one; check the path")
     return paths
+
+
+def displayed(path: str) -> str:
+    """`path` with the bytes that are not UTF-8 as backslash escapes, so that it can be printed and stored."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
     files: list[str] = []
     skipped: list[Skipped] = []
-    for path in sorted(Path(folder).rglob("*")):
-        if path.is_dir():
-            continue
+    for path in sorted(_files_below(folder)):
+        shown = displayed(str(path))
         extension = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
-        if extension.lower() in EXTENSIONS:
+        if path.is_dir():
+            skipped.append(Skipped(shown, "link to a folder not followed"))
+        elif extension.lower() in EXTENSIONS:
             files.append(str(path))
         else:
-            shown = f"file extension {extension}" if extension else "file without extension"
-            skipped.append(Skipped(str(path), f"{shown} not read"))
+            kind = f"file extension {displayed(extension)}" if extension else "file without extension"
+            skipped.append(Skipped(shown, f"{kind} not read"))
     if not files:
         known = " ".join(sorted(EXTENSIONS))
-        raise TreepackError(f"{folder}: holds no file to read; expected the extensions {known}, plain, .gz or .zst")
+        raise TreepackError(
+            f"{displayed(folder)}: holds no file to read; expected the extensions {known}, plain, .gz or .zst"
+        )
     return files, skipped
+
+
+def _files_below(folder: str) -> Iterator[Path]:
+    """All that is no folder, links to folders among it; unlike Path.rglob, no folder is passed over unread."""
+
+    def refuse(error: OSError) -> None:
+        raise TreepackError(
+            f"{displayed(str(error.filename))}: cannot be read ({error.strerror}); restore the folder's permissions"
+        ) from error
+
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        yield from (Path(root, name) for name in names)
+        yield from (path for name in folders if (path := Path(root, name)).is_symlink())
 
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
@@ -152,6 +178,7 @@ def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[
         TreepackError: unreadable, truncated, malformed or empty, or a record that is no JSON object.
     """
     num_records = 0
+    shown = displayed(path)
     try:
         with _HashingReader(path) as raw:
             for record in _records_of(raw, path):
@@ -159,12 +186,12 @@ def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[
                 yield record
             raw.drain()
             if input_hash is not None:
-                input_hash.add(path, raw.sha256.hexdigest())
+                input_hash.add(shown, raw.sha256.hexdigest())
     except (OSError, EOFError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise TreepackError(f"{path}: cannot be read ({reason}); restore the file or its permissions") from error
+        raise TreepackError(f"{shown}: cannot be read ({reason}); restore the file or its permissions") from error
     if num_records == 0:
-        raise TreepackError(f"{path}: holds no record; remove it from the inputs")
+        raise TreepackError(f"{shown}: holds no record; remove it from the inputs")
 
 
 class _HashingReader(io.RawIOBase):
@@ -213,11 +240,11 @@ def _records_of(raw: _HashingReader, path: str) -> Iterator[Record]:
     if compression is not None:
         stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), compression), CHUNK)
     if stream.peek(4)[:4] != PARQUET_MAGIC:
-        return _json_records(stream, path)
+        return _json_records(stream, displayed(path))
     if compression is None and path != STDIN:
         raw.drain()
-        return _parquet_records(path, path)
-    return _parquet_records(pa.BufferReader(stream.read()), path)
+        return _parquet_records(path, displayed(path))
+    return _parquet_records(pa.BufferReader(stream.read()), displayed(path))
 
 
 def _json_records(stream: Any, path: str) -> Iterator[Record]:
@@ -328,16 +355,18 @@ def _as_object(value: Any, source: str) -> dict[str, Any]:
 
 
 def _parquet_records(source: Any, path: str) -> Iterator[Record]:
+    row = 0
     try:
         with pq.ParquetFile(source, memory_map=isinstance(source, str)) as file:
-            row = 0
             for batch in file.iter_batches(batch_size=1024):
                 columns = [_column_values(column) for column in batch.columns]
                 for values in zip(*columns, strict=True):
                     yield Record(f"{path}[{row}]", path, dict(zip(batch.schema.names, values, strict=True)))
                     row += 1
-    except pa.ArrowInvalid as error:
-        raise TreepackError(f"{path}: not a readable Parquet file ({error}); write it anew") from error
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        # Arrow raises ValueError for text that is no UTF-8 and for dates and times that Python cannot hold.
+        reason = str(error).strip().partition("\n")[0]
+        raise TreepackError(f"{path}: not a readable Parquet file ({reason}); write it anew") from error
 
 
 def _column_values(column: Any) -> Sequence[Any]:

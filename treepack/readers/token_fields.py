@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.trajectory import Float64
+from treepack.trajectory import MAX_WEIGHT, MIN_WEIGHT, WEIGHTS, Float64
 
 IDS, PROMPT, RESPONSE = "ids", "prompt", "response"
 MASK, LABELS, ATTENTION, PROMPT_MASK = "mask", "labels", "attention", "prompt mask"
@@ -72,7 +72,7 @@ def sort_fields(record: dict[str, Any]) -> Fields:
 
 
 def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | Float64:
-    """A mask as uint8 of 0 and 1, or, for a `loss_mask` that holds other numbers >= 0, as float64 weights.
+    """A mask as uint8 of 0 and 1, or, for a `loss_mask` that holds other numbers, as float64 weights.
 
     Raises:
         TreepackError: nested, or any other value.
@@ -91,10 +91,13 @@ def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | F
         return flags.astype(np.uint8)
     low, high = flags.min(), flags.max()
     if flags.dtype.kind == "f" and not np.isin(flags, (0, 1)).all():
-        if name != "loss_mask" or not (low >= 0 and np.isfinite(high)):
-            expected = "0 and 1, or finite weights >= 0" if name == "loss_mask" else "0 and 1"
-            raise TreepackError(f"{source}: {name} holds values from {low} to {high}; expected {expected}")
-        return flags.astype(np.float64)
+        if name != "loss_mask":
+            raise TreepackError(f"{source}: {name} holds values from {low} to {high}; expected 0 and 1")
+        weights = flags.astype(np.float64)
+        bad = weights[(weights != 0) & ~((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))]
+        if len(bad):
+            raise TreepackError(f"{source}: {name} holds {bad[0]}; expected each value to be {WEIGHTS}")
+        return weights
     if low < 0 or high > 1:
         raise TreepackError(f"{source}: {name} holds {low if low < 0 else high}; expected 0 and 1")
     return flags.astype(np.uint8, copy=False)
@@ -112,7 +115,12 @@ def number_values(values: Any, *, source: str, name: str) -> Float64:
     if numbers.dtype.kind == "O" and all(
         value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
     ):
-        numbers = np.asarray([np.nan if value is None else value for value in values], np.float64)
+        try:
+            numbers = np.asarray([np.nan if value is None else value for value in values], np.float64)
+        except OverflowError:
+            raise TreepackError(
+                f"{source}: {name} holds a number that does not fit a float; expected finite numbers"
+            ) from None
     if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise TreepackError(f"{source}: {name} is not a flat list of numbers; expected one per token")
     return numbers.astype(np.float64, copy=False)

@@ -12,6 +12,7 @@ over the record; nothing here runs per token in Python.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +147,7 @@ def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: i
         start = ones or start
     length = fields.get(tf.RESPONSE_LENGTH, {}).get("response_length")
     if isinstance(length, bool) or not isinstance(length, int | None):
-        raise TreepackError(f"{source}: response_length is {length}; expected an integer")
+        raise TreepackError(f"{source}: response_length is {length}; expected the number of tokens")
     if num_prompt is not None:
         if length is not None and length not in (num_tokens - num_prompt, end - num_prompt):
             found = num_tokens - num_prompt
@@ -334,13 +335,13 @@ def _advantages(fields: tf.Fields, mask: Mask, layout: _Layout) -> tuple[float |
     if given is None:
         return None, None
     per_token = _per_token(fields, tf.ADVANTAGE, mask, layout)
-    scalars = [
-        as_number(value, source=layout.source, name=name)
-        for name, value in given.items()
-        if not isinstance(value, list | np.ndarray)
-    ]
+    names = [name for name, value in given.items() if not isinstance(value, list | np.ndarray)]
+    scalars = [as_number(given[name], source=layout.source, name=name) for name in names]
     if not scalars:
         return None, per_token
+    for name, value in zip(names, scalars, strict=True):
+        if not math.isfinite(value):
+            raise TreepackError(f"{layout.source}: {name} is {value}; expected a finite number")
     if scalars[0] != scalars[-1] or (per_token is not None and (per_token != scalars[0]).any()):
         raise TreepackError(f"{layout.source}: advantage and advantages differ; drop the wrong one")
     return scalars[0], None

@@ -16,8 +16,8 @@ from itertools import takewhile
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.readers.fields import ReadOptions, describe
-from treepack.readers.messages import is_messages, normalise_messages
+from treepack.readers.fields import ReadOptions, describe, shown
+from treepack.readers.messages import is_messages, normalise_messages, normalise_tools
 from treepack.readers.records import Record, folder_and_stem
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -35,42 +35,54 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """The trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
 
     Raises:
-        TreepackError: no tree, or a node of an unknown type.
+        TreepackError: no tree, a node of an unknown type, or a field of another kind.
     """
     if not matches(record.value):
         raise TreepackError(f"{record.source}: has no tree.tree or no answer_generation; expected a file of ToolBench")
     answer = record.value["answer_generation"]
-    opening = _opening(answer)
-    tools = [{"type": "function", "function": function} for function in answer.get("function") or []]
+    opening = _opening(answer, record.source)
+    functions = _objects(answer.get("function"), "answer_generation.function", record.source)
+    tools = normalise_tools([{"type": "function", "function": one} for one in functions], source=record.source)
     group = "/".join(part for part in folder_and_stem(record) if part)
-    for leaf, path in enumerate(_paths(record.value["tree"]["tree"])):
+    for leaf, path in enumerate(_paths(record.value["tree"]["tree"], record.source)):
         done = normalise_messages(opening + _messages(path, record.source), source=record.source)
-        content = Chat(done.messages, done.weights, tools or None)
+        content = Chat(done.messages, done.weights, tools)
         found = describe(record, content, used=USED, options=options, notes=done.notes)
         yield replace(found, trajectory_id=f"{group}/leaf-{leaf}", group_id=group, reward=_reward(path))
 
 
-def _opening(answer: dict[str, Any]) -> list[dict[str, Any]]:
+def _objects(value: Any, name: str, source: str) -> list[dict[str, Any]]:
+    """`value`, a list of objects or null."""
+    if value is not None and not is_messages(value):
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list of objects")
+    return value or []
+
+
+def _opening(answer: dict[str, Any], source: str) -> list[dict[str, Any]]:
     """System and user messages of the first prompt, or the query where the file keeps no prompt."""
-    train_messages = answer.get("train_messages") or []
-    first = train_messages[0] if train_messages and is_messages(train_messages[0]) else []
+    prompts = answer.get("train_messages") or []
+    if not isinstance(prompts, list) or not all(map(is_messages, prompts)):
+        raise TreepackError(
+            f"{source}: answer_generation.train_messages is {shown(prompts)}; expected a list of lists of messages"
+        )
+    first = prompts[0] if prompts else []
     leading = takewhile(lambda message: message.get("role") in ("system", "user"), first)
     kept = (message for message in leading if message.get("valid") is not False)
     opening = [{"role": message["role"], "content": message.get("content")} for message in kept]
     return opening or [{"role": "user", "content": answer.get("query")}]
 
 
-def _paths(root: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+def _paths(root: dict[str, Any], source: str) -> Iterator[list[dict[str, Any]]]:
     """The nodes below the root on the way to each leaf, in depth-first order. O(sum of the paths' lengths)."""
     path: list[dict[str, Any]] = []
-    stack = [(child, 0) for child in reversed(root.get("children") or [])]
+    stack = [(child, 0) for child in reversed(_objects(root.get("children"), "children", source))]
     if not stack:
         yield []
     while stack:
         node, depth = stack.pop()
         del path[depth:]
         path.append(node)
-        children = node.get("children") or []
+        children = _objects(node.get("children"), "children", source)
         stack += [(child, depth + 1) for child in reversed(children)]
         if not children:
             yield list(path)
