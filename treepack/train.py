@@ -19,7 +19,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from treepack import __version__
 from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.flex import BLOCK
 from treepack.dataset import PackedDataset
@@ -315,7 +315,7 @@ def save(run: Run, directory: Path) -> None:
     record = {
         "format": TRAIN_FORMAT,
         "version": 1,
-        "treepack": version("treepack"),
+        "treepack": __version__,
         "packed": str(run.dataset.path),
         "model": run.loaded.source,
         "attention": run.loaded.attention,

@@ -188,7 +188,8 @@ def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[
             if input_hash is not None:
                 input_hash.add(shown, raw.sha256.hexdigest())
     except (OSError, EOFError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = said.strip().partition("\n")[0]
         raise TreepackError(f"{shown}: cannot be read ({reason}); restore the file or its permissions") from error
     if num_records == 0:
         raise TreepackError(f"{shown}: holds no record; remove it from the inputs")
