@@ -23,7 +23,7 @@ demo: $(VENV)/run.stamp
 	$(BIN)/treepack build-trie sample_data/chat.jsonl --tokenizer sample_data/tokenizer --expand turns --out $(DEMO)/trie
 	$(BIN)/treepack pack $(DEMO)/trie --capacity 4096 --out $(DEMO)/packed
 	$(BIN)/treepack stats $(DEMO)/packed --check
-	$(BIN)/treepack train $(DEMO)/packed --model sample_data/tiny-qwen3.json --steps 20 --lr 3e-3 --out $(DEMO)/model
+	$(BIN)/treepack train $(DEMO)/packed --model sample_data/tiny-qwen3.json --steps 20 --rows-per-step 2 --lr 3e-3 --out $(DEMO)/model
 
 test: lint types imports
 	$(BIN)/python -m pytest -n auto
