@@ -155,7 +155,9 @@ EXPECTED = "expected system, user, assistant or tool"
     [
         ({"role": "assistent", "content": ""}, f"turn 3 has role 'assistent'; {EXPECTED}"),
         ({"content": ""}, f"turn 3 has no role; {EXPECTED}"),
-        ({"role": 3}, f"turn 3 has role '3'; {EXPECTED}"),
+        ({"role": 3}, f"turn 3 has role 3; {EXPECTED}"),
+        ({"role": "x" * 99}, f"turn 3 has role '{'x' * 37}...'; {EXPECTED}"),
+        ({"role": nested(1015)}, f"turn 3 has role nested too deeply to be shown; {EXPECTED}"),
         ("text", 'turn 3 is "text"; expected an object with role and content'),
         (
             USER | {"content": [{"type": "image_url", "image_url": {}}]},

@@ -140,6 +140,15 @@ def test_parquet_lists_of_numbers_become_arrays(tmp_path: Path) -> None:
     assert (first["messages"], third["messages"], third["id"]) == ([{"role": "user"}], None, None)
 
 
+def test_a_parquet_struct_has_only_the_fields_that_its_record_had(tmp_path: Path) -> None:
+    messages = [[{"calls": [{"arguments": {"x": 1}}, {"arguments": {"y": [{"a": 1}, {"b": 2}]}}]}], [{"content": "c"}]]
+    path = str(tmp_path / "r.parquet")
+    pq.write_table(pa.table({"messages": messages, "info": [{"a": 1}, None]}), path)
+    first, second = values(path)
+    assert [first["messages"], second["messages"]] == messages
+    assert (first["info"], second["info"]) == ({"a": 1}, None)
+
+
 def test_parquet_is_told_by_its_bytes_and_hashed_whole(tmp_path: Path) -> None:
     path = tmp_path / "r.data"
     pq.write_table(pa.table({"id": ["a", "b"]}), path)

@@ -96,10 +96,17 @@ def shown(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except RecursionError:
         return "nested too deeply to be shown"
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def quoted(value: Any) -> str:
+    """A name in quotes, shortened, for a message; what is no name as JSON."""
+    if not isinstance(value, str):
+        return shown(value)
+    return f"'{value}'" if len(value) <= 40 else f"'{value[:37]}...'"
 
 
 def fault_in_json(value: Any, *, allow_nan: bool = True) -> str | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.readers.fields import as_number, fault_in_json, shown
+from treepack.readers.fields import as_number, fault_in_json, quoted, shown
 from treepack.trajectory import WEIGHTS, is_weight
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
@@ -135,7 +135,7 @@ def _role(message: dict[str, Any], where: str) -> str:
         raise TreepackError(f"{where} has no role; expected system, user, assistant or tool")
     role = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
-        raise TreepackError(f"{where} has role '{role}'; expected system, user, assistant or tool")
+        raise TreepackError(f"{where} has role {quoted(role)}; expected system, user, assistant or tool")
     return role
 
 
@@ -160,7 +160,7 @@ def _part(part: Any, where: str) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise TreepackError(f"{where} has a content part of type '{kind}'; expected text parts only")
+        raise TreepackError(f"{where} has a content part of type {quoted(kind)}; expected text parts only")
     return str(part["text"])
 
 

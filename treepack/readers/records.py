@@ -370,15 +370,25 @@ def _parquet_records(source: Any, path: str) -> Iterator[Record]:
         raise TreepackError(f"{path}: not a readable Parquet file ({reason}); write it anew") from error
 
 
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def _column_values(column: Any) -> Sequence[Any]:
-    """One Python value per row; a list of numbers or booleans stays one numpy slice, a null inside it is NaN."""
+    """One Python value per row; a list of numbers or booleans stays one numpy slice, a null inside it is NaN.
+
+    A null field of a struct is left out: Parquet gives all structs of a column the fields of any of them, and a tool
+    call's arguments would else be printed with those of other calls.
+    """
     kind = column.type
     if pa.types.is_fixed_size_list(kind):
         column = column.cast(pa.list_(kind.value_type))
         kind = column.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list or not pa.types.is_primitive(kind.value_type) or pa.types.is_temporal(kind.value_type):
-        return column.to_pylist()  # type: ignore[no-any-return]
+        return [_without_nulls(value) for value in column.to_pylist()]
     values = column.values.to_numpy(zero_copy_only=False)
     bounds = column.offsets.to_pylist()
     valid = column.is_valid().to_pylist()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.readers import token_fields as tf
-from treepack.readers.fields import ReadOptions, as_number, describe
+from treepack.readers.fields import ReadOptions, as_number, describe, shown
 from treepack.readers.records import Record
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
@@ -147,16 +147,20 @@ def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: i
         start = ones or start
     length = fields.get(tf.RESPONSE_LENGTH, {}).get("response_length")
     if isinstance(length, bool) or not isinstance(length, int | None):
-        raise TreepackError(f"{source}: response_length is {length}; expected the number of tokens")
+        raise TreepackError(f"{source}: response_length is {shown(length)}; expected the number of tokens")
     if num_prompt is not None:
         if length is not None and length not in (num_tokens - num_prompt, end - num_prompt):
             found = num_tokens - num_prompt
-            raise TreepackError(f"{source}: response_length is {length}, but the response has {found} tokens; drop one")
+            raise TreepackError(
+                f"{source}: response_length is {shown(length)}, but the response has {found} tokens; drop one"
+            )
         return _Layout(source, num_tokens, start, end, num_prompt, num_tokens)
     if length is None:
         return _Layout(source, num_tokens, start, end)
     if not 0 <= length <= end - start:
-        raise TreepackError(f"{source}: response_length is {length}; expected 0 to {end - start}, the number of tokens")
+        raise TreepackError(
+            f"{source}: response_length is {shown(length)}; expected 0 to {end - start}, the number of tokens"
+        )
     return _Layout(source, num_tokens, start, end, end - length, end)
 
 

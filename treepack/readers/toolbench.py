@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.readers.fields import ReadOptions, describe, shown
+from treepack.readers.fields import ReadOptions, describe, quoted, shown
 from treepack.readers.messages import is_messages, normalise_messages, normalise_tools
 from treepack.readers.records import Record, folder_and_stem
 from treepack.trajectory import Chat, Skipped, Trajectory
@@ -132,7 +132,7 @@ def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
             turn.call(text or "{}", node.get("observation"))
         else:
             raise TreepackError(
-                f"{source}: a node of type '{kind}' out of place; "
+                f"{source}: a node of type {quoted(kind)} out of place; "
                 "expected Thought, Action, or Action Input after an Action"
             )
     turn.flush()
