@@ -98,7 +98,7 @@ def test_a_prompt_and_completion_of_text_stay_text() -> None:
             {
                 "content": "",
                 "tool_calls": [
-                    {"id": "call_1_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+                    {"id": "call00100", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
                 ],
             },
         ),
@@ -117,7 +117,7 @@ def test_other_roles_are_brought_to_one_form() -> None:
     found = read({"messages": messages})
     assert isinstance(found.content, Chat)
     assert found.content.messages[0] == {"role": "system", "content": "D"}
-    result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call_1_0"}
+    result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call00100"}
     assert found.content.messages[2] == result
     assert found.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
 

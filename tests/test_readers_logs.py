@@ -45,7 +45,7 @@ def read_tree(*children: dict[str, Any], **answer: Any) -> list[tuple[Trajectory
 
 
 def call(number: int, name: str, arguments: str, content: str = "") -> dict[str, Any]:
-    function = {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    function = {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": content, "tool_calls": [function]}
 
 
@@ -56,9 +56,9 @@ def test_a_turn_of_a_search_tree_is_up_to_three_nodes() -> None:
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": "first"},
         call(0, "search", '{"q": 1}', "think"),
-        {"role": "tool", "content": "found", "name": "search", "tool_call_id": "call_0"},
+        {"role": "tool", "content": "found", "name": "search", "tool_call_id": "call00000"},
         call(1, "Finish", "{}"),
-        {"role": "tool", "content": "done", "name": "Finish", "tool_call_id": "call_1"},
+        {"role": "tool", "content": "done", "name": "Finish", "tool_call_id": "call00001"},
     ]
     assert content.message_weights == [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
     assert (found.trajectory_id, found.group_id, found.reward) == ("G1/7/leaf-0", "G1/7", 1.0)

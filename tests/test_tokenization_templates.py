@@ -117,6 +117,19 @@ def test_arguments_are_never_printed_twice_encoded_whatever_a_template_insists_o
     assert trained_texts(found, tokenizer) == ['{"a": "é"}<|im_end|>']
 
 
+def test_a_call_without_an_id_gets_one_that_every_template_takes(bare: Any, tmp_path: Path) -> None:
+    condition = "not messages[-1].tool_calls or messages[-1].tool_calls[0].id | length == 9"
+    tokenizer = with_template(
+        bare, insists(condition) + START + "{{ call.function.name }}{{ call.function.arguments }}" + END
+    )
+    path = tmp_path / "r.jsonl"
+    call = {"name": "f", "arguments": {"a": 1}}
+    path.write_text(json.dumps({"messages": [user("Q"), assistant("", tool_calls=[call])]}))
+    (found,) = tokenize(read_trajectories([path]), tokenizer=tokenizer)
+    assert isinstance(found, Trajectory)
+    assert trained_texts(found, tokenizer) == ['f{"a": 1}<|im_end|>']
+
+
 def test_each_of_several_templates_is_probed(bare: Any) -> None:
     templates = {
         "default": START + "{{ call.function.arguments }}" + END,

@@ -158,7 +158,7 @@ def as_token_ids(values: Sequence[int] | NDArray[Any], *, source: str, name: str
         ids = _as_array(values)
     if type(values) is list and ids.shape == (len(values),) and ids.dtype.kind == "i":
         # A boolean becomes 0 or 1, so that only those few are looked at.
-        maybe = np.flatnonzero(ids >> 1 == 0).tolist()
+        maybe = np.flatnonzero(ids < 2).tolist()
         if any(type(values[i]) is bool for i in maybe):
             ids = np.zeros(0, np.object_)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

@@ -4,7 +4,8 @@
         --normalise_messages-->  {role, content: str, tool_calls: nested, tool_call_id, name, reasoning_content}
 
 Tool-call arguments stay a string or an object as given; which of the two a chat template wants is found out where it
-is rendered. Turns are counted from 1 in messages.
+is rendered. A call without an id gets one of nine letters and digits, the only kind that Mistral's templates take.
+Turns are counted from 1 in messages.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def _tool_calls(message: dict[str, Any], index: int, where: str) -> list[dict[st
         calls = [*calls, message["function_call"]]
     if not is_messages(calls):
         raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
-    return [_tool_call(call, f"call_{index}_{number}", where) for number, call in enumerate(calls)]
+    return [_tool_call(call, f"call{index:03}{number:02}", where) for number, call in enumerate(calls)]
 
 
 def _tool_call(call: dict[str, Any], default_id: str, where: str) -> dict[str, Any]:

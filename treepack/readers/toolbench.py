@@ -107,7 +107,7 @@ class _Turn:
 
     def call(self, arguments: str, observation: Any) -> None:
         """End a turn with its call and, if there is one, the call's result."""
-        call_id = f"call_{self.num_calls}"
+        call_id = f"call{self.num_calls:05}"
         call = {"id": call_id, "type": "function", "function": {"name": self.action, "arguments": arguments}}
         self.messages.append({"role": "assistant", "content": self.thought, "tool_calls": [call]})
         if observation is not None:
