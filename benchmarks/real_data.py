@@ -106,7 +106,7 @@ def measure(name: str, path: str, expand: str, folder: Path, options: argparse.N
 def train(packed: Path, folder: Path, steps: int) -> list[str]:
     """First and last loss of a short run, each the mean over a quarter of the steps."""
     out = folder / "model"
-    treepack("train", packed, "--model", folder / "model.json", "--steps", steps, "--lr", "5e-3", "--out", out)
+    treepack("train", packed, "--model", folder / "model.json", "--steps", steps, "--rows-per-step", 1, "--lr", "5e-3", "--out", out)
     losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(out)
     part = max(1, len(losses) // 4)

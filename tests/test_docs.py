@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import treepack
 from treepack import schema
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,10 @@ def test_readme_shows_the_commands_of_the_demo() -> None:
     run = [" ".join(line.split()) for line in re.findall(r"^\t(treepack .*)$", makefile, re.MULTILINE)]
     assert shown == run
     assert len(run) == 4
+
+
+def test_public_names_exist() -> None:
+    assert [name for name in treepack.__all__ if not hasattr(treepack, name)] == []
 
 
 def test_readme_is_short() -> None:

@@ -3,7 +3,7 @@
     read_trajectories, tokenize   raw files to token sequences          (treepack.readers, treepack.tokenization)
     build_trie                    sequences to a forest of prefix tries (treepack.trie)
     plan_rows, pack_rows          a forest to training rows             (treepack.plan, treepack.pack)
-    PackedDataset, tree_loss      rows to tensors and a loss            (treepack.dataset, treepack.loss; need torch)
+    PackedDataset, row_loss       rows to tensors and a loss            (treepack.dataset, treepack.model; need torch)
 
 Importing treepack costs nothing: names are loaded when they are first used.
 """
@@ -31,7 +31,10 @@ _HOME = {
     "read_trie": "shards",
     "read_rows": "shards",
     "PackedDataset": "dataset",
-    "tree_loss": "loss",
+    "load_model": "model",
+    "row_loss": "model",
+    "weighted_nll": "loss",
+    "verify_gradients": "verify",
 }
 
 __all__ = ["__version__", *_HOME]
