@@ -57,7 +57,7 @@ def write_model(tokenizer: Path, out: Path) -> None:
 
     config = json.loads((SAMPLES / "tiny-qwen3.json").read_text())
     small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
-    config |= small | {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2}
+    config |= small | {"num_attention_heads": 1, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2}
     config |= {"vocab_size": len(AutoTokenizer.from_pretrained(tokenizer)), "max_position_embeddings": 65536}
     out.write_text(json.dumps(config))
 
@@ -106,7 +106,20 @@ def measure(name: str, path: str, expand: str, folder: Path, options: argparse.N
 def train(packed: Path, folder: Path, steps: int) -> list[str]:
     """First and last loss of a short run, each the mean over a quarter of the steps."""
     out = folder / "model"
-    treepack("train", packed, "--model", folder / "model.json", "--steps", steps, "--rows-per-step", 1, "--lr", "5e-3", "--out", out)
+    treepack(
+        "train",
+        packed,
+        "--model",
+        folder / "model.json",
+        "--steps",
+        steps,
+        "--rows-per-step",
+        1,
+        "--lr",
+        "5e-3",
+        "--out",
+        out,
+    )
     losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(out)
     part = max(1, len(losses) // 4)

@@ -55,6 +55,7 @@ def pack(
     from treepack.manifest import file_sha256, read_manifest
     from treepack.pack import fit_capacity, pack_rows
     from treepack.plan import check_plan, plan_rows
+    from treepack.readers.records import displayed
     from treepack.stats import packed_totals, trie_totals
 
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
@@ -65,7 +66,7 @@ def pack(
     manifest = {
         "options": {"method": method, "too_long": too_long, "semantics": semantics, "normalize": normalize},
         "capacity": capacity,
-        "trie": {"path": str(trie), "sha256": file_sha256(trie / MANIFEST)},
+        "trie": {"path": displayed(str(trie)), "sha256": file_sha256(trie / MANIFEST)},
         "tokenizer": source["tokenizer"],
         "totals": trie_totals(fitted) | totals,
         "counts": dict(sorted(counts.items())),

@@ -8,7 +8,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("treepack")

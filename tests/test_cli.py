@@ -254,8 +254,9 @@ def test_a_damaged_manifest_is_one_sentence_whatever_the_damage(
     directory = {"trie": trie, "packed": packed}[which]
     path = directory / "manifest.json"
     good = path.read_text()
+    damages: list[object] = ["delete", None, 5, "x", [], {}]
     for place in entries(json.loads(good)):
-        for damage in ("delete", None, 5, "x", [], {}):
+        for damage in damages:
             manifest = json.loads(good)
             holder = manifest
             for key in place[:-1]:
