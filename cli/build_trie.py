@@ -41,8 +41,11 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     trie = build(sequences, share=share)
     totals = stats.trie_totals(trie)
     manifest = {
-        "options": {"expand": options.expand, "format": options.format, "share": share, "tools": options.tools},
-        "input": {"sha256": digest.hexdigest(), "num_files": len(digest.files)},
+        "options": {
+            **{"expand": options.expand, "format": options.format, "share": share, "tools": options.tools},
+            **{"reward_key": options.reward_key, "train_all": options.train_all},
+        },
+        "input": {"sha256": digest.hexdigest(), "num_files": digest.num_files},
         "tokenizer": fingerprint(tokenizer) if tokenizer else None,
         "totals": totals,
         "counts": dict(sorted(counts.items())),
@@ -52,7 +55,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     seconds = time.perf_counter() - began
     show(
         {
-            "files": len(digest.files),
+            "files": digest.num_files,
             **{name.replace("num_", ""): value for name, value in totals.items() if name.startswith("num_")},
             "trained tokens": totals["tokens_trained"],
             **counts,

@@ -40,7 +40,11 @@ class Capacities(click.ParamType[list[int]]):
     type=click.Path(path_type=Path),
     help="Trie to check a packed directory against; default: the one it was packed from.",
 )
-@click.option("--capacity", type=Capacities(), help="Predict the packing for these capacities.")
+@click.option(
+    "--capacity",
+    type=Capacities(),
+    help="Predict the packing; what does not fit is left out and counted.",
+)
 @click.option(
     "--method",
     type=click.Choice(["contiguous", "heuristic"]),
@@ -85,7 +89,7 @@ def _report(
     reading: dict[str, Any],
 ) -> dict[str, Any]:
     from treepack import schema, shards
-    from treepack.check import check_files, check_totals, check_trie
+    from treepack.check import check_totals, check_trie
     from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
     from treepack.manifest import read_manifest
@@ -97,8 +101,6 @@ def _report(
     except OSError:  # a name too long for the file system, say; reading it will tell
         built = False
     manifest = read_manifest(directory) if built else None
-    if manifest and check:
-        check_files(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
         if capacities:
             raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
@@ -113,7 +115,7 @@ def _report(
         check_trie(trie)
         if manifest:
             check_totals(manifest["totals"], trie_totals(trie))
-        report["checked"] = {"trajectories": trie.num_trajectories, "nodes": trie.num_nodes}
+        report["checked"] = {"num_trajectories": trie.num_trajectories, "num_nodes": trie.num_nodes}
     if capacities:
         report["predicted"] = predict(trie, capacities, method=method, too_long="drop")
     return report
@@ -132,30 +134,39 @@ def _raw(paths: tuple[str, ...], *, share: str, reading: dict[str, Any]) -> tupl
 
 
 def _packed(directory: Path, manifest: dict[str, Any], *, check: bool, trie_path: Path | None) -> dict[str, Any]:
+    from treepack import shards
+    from treepack.check import checked_rows
+    from treepack.stats import describe_packed
+
+    totals = manifest["totals"]
+    rows = progress(shards.read_rows(directory), description="reading", total=totals["num_rows"])
+    if not check:
+        return describe_packed(rows, manifest)
+    trie = _origin(directory, manifest, trie_path)
+    report = describe_packed(checked_rows(rows, manifest, trie), manifest)
+    counts = {name: totals[name] for name in ("num_rows", "tokens_packed", "num_trajectories", "tokens_flat")}
+    return report | {"checked": counts | {"against_trie": trie is not None}}
+
+
+def _origin(directory: Path, manifest: dict[str, Any], trie_path: Path | None) -> Trie | None:
+    """The trie that `directory` was packed from, cut to its capacity; None if it is not there."""
     from treepack import schema, shards
-    from treepack.check import check_packed
     from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
     from treepack.manifest import file_sha256, read_manifest
     from treepack.pack import fit_capacity
-    from treepack.stats import describe_packed
 
-    num_rows = manifest["totals"]["num_rows"]
-    if not check:
-        return describe_packed(progress(shards.read_rows(directory), description="reading", total=num_rows), manifest)
-    origin = Path(manifest["trie"]["path"])
-    trie = None
-    if trie_path or (origin / MANIFEST).is_file():
-        chosen = trie_path or origin
-        read_manifest(chosen, schema.TRIE_FORMAT)
-        if file_sha256(chosen / MANIFEST) != manifest["trie"]["sha256"]:
-            raise TreepackError(
-                f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie"
-            )
-        trie, _ = fit_capacity(shards.read_trie(chosen), manifest["capacity"], too_long=manifest["options"]["too_long"])
-    rows = progress(shards.read_rows(directory), description="checking", total=num_rows)
-    checked = check_packed(rows, manifest, trie) | {"against_trie": trie is not None}
-    return describe_packed(shards.read_rows(directory), manifest) | {"checked": checked}
+    stored = manifest.get("trie") or {}
+    candidates = [Path(stored["path"]), directory.parent / stored["path"]] if "path" in stored else []
+    found = [path for path in candidates if (path / MANIFEST).is_file()]
+    chosen = trie_path or next(iter(found), None)
+    if chosen is None:
+        return None
+    read_manifest(chosen, schema.TRIE_FORMAT)
+    if file_sha256(chosen / MANIFEST) != stored.get("sha256"):
+        raise TreepackError(f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie")
+    too_long = str(manifest["options"].get("too_long", "error"))
+    return fit_capacity(shards.read_trie(chosen), manifest["capacity"], too_long=too_long)[0]
 
 
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
@@ -195,6 +206,6 @@ def _print_predictions(predicted: list[dict[str, Any]]) -> None:
 
 def _print_checked(checked: dict[str, Any]) -> None:
     compared = checked.pop("against_trie", True)
-    click.echo("checked: " + ", ".join(f"{value:,} {name}" for name, value in checked.items()) + ": all correct")
+    click.echo("checked: " + ", ".join(f"{name} {value:,}" for name, value in checked.items()) + ": all correct")
     if not compared:
         click.echo("not compared with a trie: the one it was packed from is not there; give --trie")

@@ -25,6 +25,7 @@ from treepack.plan import plan_rows
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import build_trie
 
+OPTIONS = {"method": "contiguous", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,7 +79,7 @@ def _example() -> str:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         rows = pack_rows(trie, plan_rows(trie, capacity=8))
-        manifest = shards.write_packed(rows, directory, {"capacity": 8})
+        manifest = shards.write_packed(rows, directory, {"capacity": 8, "options": OPTIONS})
         (row,) = shards.read_rows(directory)
     lines = ["```text"]
     for field in schema.ROWS:

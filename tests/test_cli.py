@@ -9,10 +9,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
+from treepack.pack import NORMALIZE, SEMANTICS, TOO_LONG
+from treepack.plan import METHODS
+from treepack.readers import READERS
 
 SAMPLES = Path(__file__).parents[1] / "sample_data"
 TREEPACK = Path(sys.executable).parent / "treepack"
@@ -152,7 +157,8 @@ def test_stats_prints_tables(treepack: Run, trie: Path) -> None:
 
 def test_check_passes_and_compares_with_the_trie(treepack: Run, packed: Path) -> None:
     checked = treepack("stats", packed, "--check", "--json").json["checked"]
-    assert checked == {"rows": 2, "tokens": 18, "trajectories": 6, "flat tokens": 30, "against_trie": True}
+    counts = {"num_rows": 2, "tokens_packed": 18, "num_trajectories": 6, "tokens_flat": 30}
+    assert checked == counts | {"against_trie": True}
 
 
 def test_check_says_when_there_is_no_trie(treepack: Run, trie: Path, packed: Path) -> None:
@@ -191,6 +197,20 @@ def test_an_error_is_one_sentence_and_status_1(treepack: Run, tmp_path: Path) ->
     assert len(result.err.splitlines()) == 1
     assert "bad.jsonl:2: malformed JSON" in result.err
     assert not (tmp_path / "trie").exists()
+
+
+def test_choices_are_those_of_the_library() -> None:
+    commands = import_module("treepack_cli").commands.commands
+
+    def choices(command: str, option: str) -> list[str]:
+        (found,) = (p for p in commands[command].params if f"--{option}" in p.opts)
+        return list(found.type.choices)
+
+    assert choices("build-trie", "format") == ["auto", *READERS]
+    assert choices("stats", "method") == choices("pack", "method") == list(METHODS)
+    assert choices("pack", "too-long") == list(TOO_LONG)
+    assert choices("pack", "semantics") == list(SEMANTICS)
+    assert choices("pack", "normalize") == list(NORMALIZE)
 
 
 def test_wrong_usage_is_status_2(treepack: Run, trie: Path, tmp_path: Path) -> None:
@@ -315,19 +335,6 @@ def test_same_input_same_bytes_whatever_the_order(treepack: Run, tmp_path: Path)
     third, fourth = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("c", "d"))
     assert third == fourth
     assert first["nodes-00000.parquet"] == third["nodes-00000.parquet"]
-
-
-def test_a_run_killed_in_the_middle_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
-    path = write_rollouts(tmp_path / "r.jsonl")
-    process = subprocess.Popen([TREEPACK, "build-trie", "-", "--out", tmp_path / "trie"], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(path.read_bytes()[:200])
-    process.stdin.flush()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdin.close()
-    assert not (tmp_path / "trie").exists()
-    subprocess.run([TREEPACK, "build-trie", path, "--out", tmp_path / "trie"], check=True, capture_output=True)
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(trie: Path, tmp_path: Path) -> None:

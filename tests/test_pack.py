@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from strategies import make
 
 from treepack.check import check_packed, check_row
 from treepack.errors import TreepackError
-from treepack.pack import NORMALIZE, SEMANTICS, Row, fit_capacity, pack_rows
+from treepack.pack import NORMALIZE, SEMANTICS, Row, fit_capacity, pack_rows, row_counts, row_totals
 from treepack.plan import METHODS, plan_rows
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import build_trie, trajectories_of
@@ -105,15 +106,10 @@ def test_packed_rows_pass_the_check(given_ones: list[Trajectory], capacity: int,
 
 
 def manifest_of(rows: list[Row], capacity: int, semantics: str = "branch") -> dict[str, object]:
-    totals: dict[str, float] = {
-        "num_rows": len(rows),
-        "tokens_packed": sum(row.num_tokens for row in rows),
-        "num_trajectories": sum(len(row.trajectory_ids) for row in rows),
-        "tokens_flat": sum(int(row.scale.sum()) for row in rows),
-    }
-    totals["token_ratio"] = totals["tokens_packed"] / totals["tokens_flat"]
-    totals["err"] = 1 - totals["token_ratio"]
-    totals["fill"] = totals["tokens_packed"] / (capacity * len(rows))
+    counted: Counter[str] = Counter()
+    for row in rows:
+        counted.update(row_counts(row))
+    totals = row_totals(counted, capacity=capacity)
     return {"capacity": capacity, "totals": totals, "options": {"semantics": semantics, "normalize": "token"}}
 
 
@@ -189,6 +185,21 @@ def test_check_notices_damage(column: str, token: int, value: float) -> None:
     check_packed([row], manifest_of([row], 10), trie)
     with pytest.raises(TreepackError, match="row 0"):
         check_packed([damaged(row, column, token, value)], manifest_of([row], 10), trie)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("token", 99), ("token", 3), ("trajectory", 1), ("trajectory", 7), ("weight", 9), ("advantage", 9)],
+)
+def test_check_notices_wrong_terms(column: str, value: float) -> None:
+    trie = build_trie([make("a", [1, 2, 3], advantage=0.5), make("b", [1, 2, 4, 5], advantage=-1.0)])
+    (row,) = pack_rows(trie, plan_rows(trie, capacity=10))
+    check_packed([row], manifest_of([row], 10), trie)
+    assert row.terms is not None
+    values = getattr(row.terms, column).copy()
+    values[0] = value
+    with pytest.raises(TreepackError, match="row 0"):
+        check_packed([replace(row, terms=replace(row.terms, **{column: values}))], manifest_of([row], 10), trie)
 
 
 def test_check_notices_rows_over_capacity_and_lost_trajectories() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from treepack.errors import TreepackError
 from treepack.readers import ReadOptions, Record, read_trajectories, tokens
 from treepack.readers.token_fields import KINDS, NAMES
-from treepack.trajectory import Skipped, Tokens, Trajectory, trained_positions
+from treepack.trajectory import Skipped, Tokens, Trajectory, positions
 
 IDS = [5, 6, 7, 8]
 PAIR = {"prompt_ids": [5, 6], "response_ids": [7, 8]}
@@ -35,8 +35,8 @@ def content(value: dict[str, Any], **options: Any) -> Tokens:
 
 
 def trained(value: dict[str, Any], **options: Any) -> list[int]:
-    found: list[int] = trained_positions(content(value, **options)).tolist()
-    return found
+    found = content(value, **options)
+    return list(positions(found.starts, found.ends).tolist())
 
 
 def refusal(value: dict[str, Any], **options: Any) -> str:
@@ -64,7 +64,7 @@ def test_a_mask_over_all_tokens_trains_what_it_marks(
     found = content({name: ids, mask_name: [kind(flag) for flag in mask]})
     assert found.tokens.tolist() == ids
     assert found.tokens.dtype == np.int32
-    assert trained_positions(found).tolist() == [i for i, flag in enumerate(mask) if flag and i > 0]
+    assert positions(found.starts, found.ends).tolist() == [i for i, flag in enumerate(mask) if flag and i > 0]
     assert found.span_weights.tolist() == [1.0] * len(found.starts)
     assert (found.starts[1:] > found.ends[:-1]).all()
 
@@ -210,7 +210,7 @@ def test_padding_that_no_attention_mask_names_stays_as_untrained_tokens() -> Non
         found = read({"prompt_ids": [5], name: [6, 7, 0, 0], "completion_mask": [1, 1, 0, 0]})
         assert isinstance(found.content, Tokens)
         assert found.content.tokens.tolist() == [5, 6, 7, 0, 0]
-        assert trained_positions(found.content).tolist() == [1, 2]
+        assert positions(found.content.starts, found.content.ends).tolist() == [1, 2]
         assert found.notes == ()
 
 

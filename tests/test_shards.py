@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -45,7 +47,7 @@ def write_trie(trie: Trie, out: Path) -> Path:
 
 def write_packed(rows: list[Row], out: Path) -> Path:
     with finished_directory(out, overwrite=True) as temporary:
-        shards.write_packed(rows, temporary, {"capacity": 20})
+        shards.write_packed(rows, temporary, {"capacity": 20, "options": {"semantics": "branch", "normalize": "token"}})
     return out
 
 
@@ -110,10 +112,17 @@ def test_at_most_6_bytes_a_token_with_a_vocabulary_of_150_000(tmp_path: Path) ->
     assert size / sum(row.num_tokens for row in rows) <= 6
 
 
+def write_again(out: Path) -> None:
+    with finished_directory(out) as temporary:
+        shards.write_trie(build_trie([make("other", [5, 6])]), temporary, {})
+
+
 def test_existing_output_is_refused_and_kept(tmp_path: Path) -> None:
     out = write_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    before = (out / "manifest.json").read_bytes()
     with pytest.raises(TreepackError, match="exists; choose another --out or give --overwrite"):
-        refuse_existing(out, overwrite=False)
+        write_again(out)
+    assert (out / "manifest.json").read_bytes() == before
 
 
 def test_a_directory_of_somebody_else_is_never_overwritten(tmp_path: Path) -> None:
@@ -138,6 +147,39 @@ def test_a_failed_run_leaves_the_old_output_and_nothing_else(tmp_path: Path, fai
         write_half(out, failure)
     assert (out / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
+
+
+KILLED = """
+import os, pathlib
+from treepack import directory
+def die(*_):
+    os.kill(os.getpid(), 9)
+{patch}
+with directory.finished_directory(pathlib.Path("trie"), overwrite=True) as temporary:
+    (temporary / "manifest.json").write_text("{{}}")
+    {last}
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "last"),
+    [
+        ("", "die()"),
+        ("directory._swap = die", "pass"),
+        ("rename = pathlib.Path.rename\npathlib.Path.rename = lambda a, b: (rename(a, b), die())", "pass"),
+    ],
+    ids=["while writing", "before the swap", "inside the swap"],
+)
+def test_a_run_killed_at_any_point_can_be_repeated(tmp_path: Path, patch: str, last: str) -> None:
+    trie = build_trie([make("a", [1, 2])])
+    write_trie(trie, tmp_path / "trie")
+    code = KILLED.format(patch=patch, last=last)
+    killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
+    assert killed.returncode == -9
+    assert len(list(tmp_path.iterdir())) > 1
+    write_trie(build_trie([make("b", [3, 4])]), tmp_path / "trie")
+    assert [path.name for path in tmp_path.iterdir()] == ["trie"]
+    assert shards.read_trie(tmp_path / "trie").trajectories["trajectory_id"].to_pylist() == ["b"]
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import oracle
+import pyarrow as pa
 import pytest
 import strategies
 from hypothesis import given
@@ -94,6 +96,18 @@ def test_equal_ids_are_made_unique_by_their_source() -> None:
     b = Trajectory("x", "b.jsonl:1", make("x", [1, 3]).content, "g")
     ids = build_trie([a, b]).trajectories["trajectory_id"].to_pylist()
     assert ids == ["x@a.jsonl:1", "x@b.jsonl:1"]
+
+
+@pytest.mark.parametrize("column", ["tree_id", "num_tokens", "trained", "advantages"])
+def test_check_notices_damaged_columns(column: str) -> None:
+    trie = build_trie([make("a", [1, 2], advantages=np.array([0.5])), make("b", [3, 4], advantages=np.array([1.0]))])
+    check_trie(trie)
+    field = trie.trajectories.schema.field(column)
+    bad = {"trained": [[{"start": 0, "end": 9, "weight": 1.0}]] * 2, "advantages": [[1.0, 2.0]] * 2}
+    values = pa.array(bad.get(column, [7, 7]), field.type)
+    table = trie.trajectories.set_column(trie.trajectories.column_names.index(column), field, values)
+    with pytest.raises(TreepackError, match="build the trie again"):
+        check_trie(replace(trie, trajectories=table))
 
 
 def test_names_made_unique_never_collide() -> None:

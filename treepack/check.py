@@ -1,6 +1,6 @@
 """Proof that directories on disk are what they say: hashes, every row invariant, and nothing lost.
 
-    check_files      each part is present, of its size and of its hash
+    check_trie       nodes, trajectories and their spans against the definition
     check_row        one row against the definition, from its own columns alone
     check_packed     all rows; against a trie, that each trajectory comes back exactly once with its loss weights
 
@@ -10,28 +10,19 @@ Shares no code with what wrote them except the definitions of weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from treepack.columns import SpanView
+from treepack.columns import SpanView, list_values
 from treepack.errors import TreepackError
-from treepack.manifest import Manifest, check_part
-from treepack.pack import Row, times_trained, trajectory_factors
+from treepack.manifest import Manifest
+from treepack.pack import LOGPROBS, Row, Terms, row_counts, row_totals, times_trained, trajectory_factors
 from treepack.trajectory import Int64
 from treepack.trie import Trie, sequences_of
-
-
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check presence, size and sha256 of every part.
-
-    Raises:
-        TreepackError: naming the part.
-    """
-    for entry in manifest["files"]:
-        check_part(directory, entry, contents=True)
 
 
 def check_trie(trie: Trie) -> None:
@@ -54,9 +45,32 @@ def check_trie(trie: Trie) -> None:
     passing = np.concatenate([[0], np.cumsum(ends)])
     if (passing[trie.node_end] - passing[:-1] != trie.num_passing).any():
         raise TreepackError("num_trajectories of the nodes do not match the trajectories; build the trie again")
-    if (trie.trajectories["num_tokens"].to_numpy() != trie.lengths).any():
+    table = trie.trajectories
+    if (table["num_tokens"].to_numpy() != trie.lengths).any():
         raise TreepackError("num_tokens of the trajectories do not match the nodes they end in; build the trie again")
+    if (table["tree_id"].to_numpy() != trie.tree_id[trie.end_node]).any():
+        raise TreepackError("tree_id of the trajectories does not match the nodes they end in; build the trie again")
     _refuse_equal_siblings(trie)
+    _check_trained(trie)
+
+
+def _check_trained(trie: Trie) -> None:
+    """Spans must lie inside their trajectory, ascending and apart; per-token lists have a value per trained token."""
+    spans = SpanView.of(trie.trajectories)
+    owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    follows = np.concatenate([[False], owner[1:] == owner[:-1]])
+    least = np.where(follows, np.concatenate([[0], spans.ends[:-1]]), 1)
+    good = (spans.starts >= least) & (spans.starts < spans.ends) & (spans.ends <= trie.lengths[owner])
+    names = trie.trajectories["trajectory_id"]
+    if not good.all():
+        raise TreepackError(
+            f"trajectory {names[int(owner[(~good).argmax()])]}: its spans are wrong; build the trie again"
+        )
+    trained = spans.total(spans.sizes.astype(np.float64))
+    for column in ("advantages", *LOGPROBS):
+        for i, values in enumerate(list_values(trie.trajectories, column)):
+            if values is not None and len(values) != trained[i]:
+                raise TreepackError(f"trajectory {names[i]}: {column} has {len(values)} values; build the trie again")
 
 
 def _refuse_equal_siblings(trie: Trie) -> None:
@@ -93,8 +107,17 @@ def check_row(row: Row, *, capacity: int) -> None:
     _expect(row, "scale", row.scale > 0)
     _expect(row, "loss_weight", np.isfinite(row.loss_weight) & (row.loss_weight >= 0) & (up | (row.loss_weight == 0)))
     if row.terms is not None:
-        sums = np.bincount(row.terms.token, weights=row.terms.weight, minlength=num)
-        _expect(row, "term_weight", np.isclose(sums, row.loss_weight, rtol=1e-12, atol=0))
+        _check_terms(row, row.terms)
+
+
+def _check_terms(row: Row, terms: Terms) -> None:
+    sizes = {len(values) for field in fields(terms) if (values := getattr(terms, field.name)) is not None}
+    inside = (terms.token >= 0) & (terms.token < row.num_tokens)
+    known = (terms.trajectory >= 0) & (terms.trajectory < len(row.trajectory_ids))
+    if len(sizes) != 1 or not inside.all() or not known.all():
+        raise TreepackError(f"row {row.row_id}: its terms point outside the row; pack the trie again")
+    sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens)
+    _expect(row, "term_weight", np.isclose(sums, row.loss_weight, rtol=1e-12, atol=0))
 
 
 def _expect(row: Row, column: str, good: np.ndarray) -> None:
@@ -135,40 +158,32 @@ class _Paths:
         return np.concatenate(pieces[::-1])
 
 
-def check_packed(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> dict[str, int]:
-    """Check every row, and against `trie` that each trajectory comes back once, tokens and weights.
+def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> Iterator[Row]:
+    """Yield `rows` once each is checked, and raise at the end if they are not all that they should be.
 
-    `trie` must already be cut to the capacity if trajectories were too long. Returns what was checked, counted.
+    Against `trie`, which must already be cut to the capacity if trajectories were too long, each trajectory must come
+    back exactly once with its tokens, weights and terms. The totals of `manifest` must be those of the rows.
 
     Raises:
-        TreepackError: naming the row or trajectory.
+        TreepackError: naming the row, trajectory or total.
     """
-    counts = {"rows": 0, "tokens": 0, "trajectories": 0, "flat tokens": 0}
+    counted: Counter[str] = Counter()
     expected = None if trie is None else _Expected(trie, manifest["options"])
     for row in rows:
         check_row(row, capacity=manifest["capacity"])
-        counts["rows"] += 1
-        counts["tokens"] += row.num_tokens
-        counts["trajectories"] += len(row.trajectory_ids)
-        counts["flat tokens"] += int(row.scale.sum(dtype=np.int64))
         if expected is not None:
             expected.check(row)
-    ratio = counts["tokens"] / max(1, counts["flat tokens"])
-    check_totals(
-        manifest["totals"],
-        {
-            "num_rows": counts["rows"],
-            "tokens_packed": counts["tokens"],
-            "num_trajectories": counts["trajectories"],
-            "tokens_flat": counts["flat tokens"],
-            "token_ratio": ratio,
-            "err": 1 - ratio,
-            "fill": counts["tokens"] / max(1, counts["rows"] * manifest["capacity"]),
-        },
-    )
+        counted.update(row_counts(row))
+        yield row
+    check_totals(manifest["totals"], row_totals(counted, capacity=manifest["capacity"]))
     if expected is not None:
         expected.finish()
-    return counts
+
+
+def check_packed(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> None:
+    """Check all `rows`; see `checked_rows`."""
+    for _ in checked_rows(rows, manifest, trie):
+        pass
 
 
 def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
@@ -196,11 +211,15 @@ class _Expected:
         self.counts = times_trained(trie) if options["semantics"] == "once" else None
         self.trie = trie
         self.waiting = set(ids)
+        table = trie.trajectories
+        per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
+        self.values = {name.removesuffix("s"): list_values(table, name) for name in LOGPROBS}
+        self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
 
     def check(self, row: Row) -> None:
         paths = _Paths(row)
         weights = np.zeros(row.num_tokens)
-        for name, end in zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True):
+        for order, (name, end) in enumerate(zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True)):
             if name not in self.waiting:
                 known = "a second time" if name in self.index else "which the trie does not have"
                 raise TreepackError(f"row {row.row_id}: holds trajectory {name} {known}; pack the trie again")
@@ -210,6 +229,8 @@ class _Expected:
             if not np.array_equal(row.input_ids[path], self.sequences[i]) or row.step != self.steps[i]:
                 raise TreepackError(f"row {row.row_id}: trajectory {name} differs from the trie's; pack the trie again")
             self._add(weights, path, i)
+            if row.terms is not None:
+                self._check_values(row, row.terms, order, path, i)
         good = np.isclose(weights, row.loss_weight, rtol=1e-12, atol=0)
         _expect(row, "loss_weight", good)
 
@@ -219,6 +240,22 @@ class _Expected:
             if self.counts is not None:
                 share = share / self.counts[_forest_positions(self.trie, i)[start:end]]
             weights[path[start:end]] += share
+
+    def _check_values(self, row: Row, terms: Terms, order: int, path: Int64, i: int) -> None:
+        """Check the terms of the row's trajectory number `order`, which is the trie's `i`, token by token."""
+        where = f"row {row.row_id}: trajectory {row.trajectory_ids[order]}"
+        mine = terms.trajectory == order
+        starts, ends, _ = self.spans[i]
+        trained = path[np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])]
+        if not np.array_equal(terms.token[mine], trained):
+            raise TreepackError(f"{where} has terms that are not its trained tokens; pack the trie again")
+        for name, values in self.values.items():
+            stored, known = getattr(terms, name), values[i]
+            if stored is None and known is None:
+                continue
+            expected = np.broadcast_to(np.nan if known is None else known, len(trained))
+            if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
+                raise TreepackError(f"{where} has another term_{name} than in the trie; pack the trie again")
 
     def finish(self) -> None:
         if self.waiting:

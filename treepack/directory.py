@@ -44,15 +44,22 @@ def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def refuse_existing(out: Path, *, overwrite: bool, inputs: Iterable[str | Path] = ()) -> None:
-    """Raise a TreepackError if `out` is in the way, was not written by treepack, or holds one of `inputs`."""
+    """Raise a TreepackError if `out` is in the way, was not written by treepack, or would hold one of `inputs`.
+
+    An `out` inside a treepack directory among `inputs` is refused too: that directory may be overwritten one day.
+    """
+    given = [Path(path) for path in inputs]
+    for path in given:
+        if _ours(path) and out.resolve().is_relative_to(path.resolve()) and out.resolve() != path.resolve():
+            raise TreepackError(f"{out} lies inside the input {path}; choose another --out")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
         raise TreepackError(f"{out} exists; choose another --out or give --overwrite")
     if not _ours(out):
         raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
-    for path in inputs:
-        if Path(path).resolve().is_relative_to(out.resolve()):
+    for path in given:
+        if path.resolve().is_relative_to(out.resolve()):
             raise TreepackError(f"{out} holds the input {path}, which --overwrite would remove; choose another --out")
 
 
@@ -72,13 +79,19 @@ def _swap(temporary: Path, out: Path) -> None:
         old = out.parent / f".{out.name}.old-{os.getpid()}"
         out.rename(old)
         temporary.rename(out)
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)
     else:
         temporary.rename(out)
 
 
 def _remove_stale(out: Path) -> None:
-    """Remove what runs that no longer live left beside `out`."""
+    """Remove what runs that no longer live left beside `out`, and put back an output that one had moved away."""
+    for path in sorted(out.parent.glob(f".{out.name}.old-*")):
+        if not _alive(path.name.rpartition("-")[2]):
+            if out.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(out)
     for path in sorted(out.parent.glob(f".{out.name}.partial-*")):
         if not _alive(path.name.rpartition("-")[2]):
             shutil.rmtree(path, ignore_errors=True)

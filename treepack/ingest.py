@@ -51,7 +51,7 @@ def read(
     )
     return tokenize(
         trajectories,
-        tokenizer=tokenizer if options.workers == 1 else options.tokenizer,
+        tokenizer=tokenizer,
         expand=options.expand,
         tools=options.tools,
         workers=options.workers,

@@ -24,25 +24,34 @@ _SHAPES: dict[str, dict[str, Any]] = {
     schema.PACKED_FORMAT: _COMMON
     | {
         "capacity": int,
-        "options": {"semantics": str, "normalize": str, "too_long": str},
-        "totals": {"num_rows": int, "tokens_packed": int, "num_pairs": int, "num_trajectories": int},
-        "trie": {"path": str, "sha256": str},
+        "options": {"semantics": str, "normalize": str},
+        "totals": {
+            **{"num_rows": int, "num_trajectories": int, "num_pairs": int, "tokens_packed": int, "tokens_flat": int},
+            **{"token_ratio": float, "err": float, "fill": float},
+        },
     },
+}
+
+# What it may hold besides.
+_OPTIONAL: dict[str, dict[str, Any]] = {
+    "trie": {"path": str, "sha256": str},
+    "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
 }
 
 
 def new_manifest(kind: str, given: Manifest) -> Manifest:
-    """`given` with format, versions, and empty entries for what it leaves out."""
+    """`given` with format and versions, and with empty entries where it has no options, counts, totals or tokenizer."""
     fixed = {"format": kind, "version": schema.FORMAT_VERSION, "treepack": __version__}
-    empty: Manifest = {"options": {}, "counts": {}, "totals": {}, "tokenizer": None}
-    if kind == schema.PACKED_FORMAT:
-        defaults = {"semantics": "branch", "normalize": "token", "too_long": "error"}
-        given = {"trie": {"path": "", "sha256": ""}} | given | {"options": defaults | given.get("options", {})}
-    return empty | given | fixed
+    return {"options": {}, "counts": {}, "totals": {}, "tokenizer": None} | given | fixed
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest`; the directory is complete from then on."""
+    """Write `manifest`; the directory is complete from then on.
+
+    Raises:
+        TreepackError: an entry is missing or of another kind.
+    """
+    _check_shape(manifest, _SHAPES[manifest["format"]], directory / MANIFEST, "")
     text = json.dumps(manifest, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False) + "\n"
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
@@ -71,6 +80,9 @@ def read_manifest(directory: Path | str, kind: str | None = None) -> Manifest:
             "so use the treepack that wrote it or write it again"
         )
     _check_shape(manifest, _SHAPES[found], path, "")
+    for name, shape in _OPTIONAL.items():
+        if manifest.get(name) is not None:
+            _check_shape(manifest[name], shape, path, f"{name}.")
     if not manifest["files"]:
         raise TreepackError(f"{path}: is damaged (files is empty); write the directory again")
     for number, entry in enumerate(manifest["files"]):

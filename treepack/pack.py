@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from treepack.columns import SpanView, list_values
 from treepack.errors import TreepackError
 from treepack.plan import Plan
-from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory, trained_positions
-from treepack.trie import Trie, build_trie, trajectories_of
+from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory, positions
+from treepack.trie import Trie, build_trie, paths, trajectories_of
 
 SEMANTICS = ("branch", "once")
 NORMALIZE = ("token", "trajectory", "group")
@@ -74,32 +74,51 @@ class Row:
         return float(self.loss_weight.sum())
 
 
+def row_counts(row: Row) -> dict[str, int]:
+    """What a row adds to the counts of its directory."""
+    return {
+        "num_rows": 1,
+        "num_trajectories": len(row.trajectory_ids),
+        "num_pairs": row.num_pairs,
+        "tokens_packed": row.num_tokens,
+        "tokens_flat": int(row.scale.sum(dtype=np.int64)),
+    }
+
+
+def row_totals(counted: Counter[str], *, capacity: int) -> dict[str, float]:
+    """Summed `row_counts` with the ratios that follow: token_ratio N_pack / N_flat, err = 1 - token_ratio, fill."""
+    ratio = counted["tokens_packed"] / counted["tokens_flat"]
+    fill = counted["tokens_packed"] / (counted["num_rows"] * capacity)
+    return {**counted, "token_ratio": ratio, "err": 1 - ratio, "fill": fill}
+
+
 def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Counter[str]]:
     """Drop or truncate trajectories longer than `capacity`; what happened is counted.
 
     Truncation keeps the first `capacity` tokens; a trajectory that has no trained token left is dropped.
 
     Raises:
-        TreepackError: nothing is left.
+        TreepackError: nothing is left, or an unknown choice.
     """
+    if too_long not in TOO_LONG:
+        raise TreepackError(f"too_long is {too_long!r}; expected one of {', '.join(TOO_LONG)}")
     counts: Counter[str] = Counter()
     if too_long == "error" or not (trie.lengths > capacity).any():
         return trie, counts
     kept = []
     for trajectory, length in zip(trajectories_of(trie), trie.lengths.tolist(), strict=True):
-        shorter = trajectory if length <= capacity else _truncated(trajectory, capacity)
         if length <= capacity:
             kept.append(trajectory)
         elif too_long == "drop":
             counts["dropped: longer than the capacity"] += 1
-        elif shorter is None:
+        elif (shorter := _truncated(trajectory, capacity)) is None:
             counts["dropped: no trained token within the capacity"] += 1
         else:
             kept.append(shorter)
             counts["truncated to the capacity"] += 1
             counts["tokens cut off"] += length - capacity
     if not kept:
-        raise TreepackError(f"no trajectory fits the capacity of {capacity}; raise --capacity")
+        raise TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity")
     return build_trie(kept, share=trie.share), counts
 
 
@@ -109,7 +128,7 @@ def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:
     kept = content.starts < capacity
     if not kept.any():
         return None
-    num_trained = int((trained_positions(content) < capacity).sum())
+    num_trained = int((positions(content.starts, content.ends) < capacity).sum())
     per_token = {name: getattr(content, name) for name in ("advantages", *LOGPROBS)}
     cut = {name: None if values is None else values[:num_trained] for name, values in per_token.items()}
     shorter = Tokens(
@@ -161,23 +180,10 @@ def times_trained(trie: Trie) -> Int32:
     """How many trajectories of the whole trie train each of its tokens, int32 [N_tree]."""
     counts = np.zeros(trie.tokens_tree, np.int32)
     spans = SpanView.of(trie.trajectories)
-    path = np.zeros(int(trie.path_length.max(initial=0)), np.int64)
-    starts, depth = trie.node_start.tolist(), trie.depth.tolist()
-    node = -1
-    for i, end in enumerate(trie.end_node.tolist()):
-        while node < end:
-            node += 1
-            size = starts[node + 1] - starts[node]
-            path[depth[node] : depth[node] + size] = np.arange(starts[node], starts[node] + size)
-        counts[path[_positions(*spans[i][:2])]] += 1
+    for i, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)):
+        starts, ends, _ = spans[i]
+        counts[path[positions(starts, ends)]] += 1
     return counts
-
-
-def _positions(starts: Int32, ends: Int32) -> Int64:
-    if len(starts) == 1:
-        return np.arange(starts[0], ends[0], dtype=np.int64)
-    sizes = ends - starts
-    return np.repeat(starts - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes) + np.arange(sizes.sum())
 
 
 def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: str = "token") -> Iterator[Row]:
@@ -282,22 +288,13 @@ class _Weights:
         return loss_weight, self._terms(members, tokens, weights) if self.has_terms else None
 
     def _pairs(self, members: Int64, columns: dict[str, Int32], nodes: Int64) -> Iterator[tuple[int, Int64, Float64]]:
-        """Each trajectory with the row indices and span weights of its trained tokens.
-
-        `path[d]` is the row index of the token at depth d of the current depth-first path; when a trajectory ends,
-        its own path is what lies there.
-        """
+        """Each trajectory with the row indices and span weights of its trained tokens."""
         trie = self.trie
-        path = np.zeros(int(columns["position_ids"].max(initial=0)) + 1, np.int64)
-        sizes, depths = trie.node_length[nodes].tolist(), trie.depth[nodes].tolist()
-        at, begin = -1, 0
-        for i, stop in zip(members.tolist(), np.searchsorted(nodes, trie.end_node[members]).tolist(), strict=True):
-            while at < stop:
-                at += 1
-                path[depths[at] : depths[at] + sizes[at]] = np.arange(begin, begin + sizes[at])
-                begin += sizes[at]
+        begin = np.concatenate([[0], np.cumsum(trie.node_length[nodes])])
+        ends_at = np.searchsorted(nodes, trie.end_node[members])
+        for i, path in zip(members.tolist(), paths(ends_at, begin, trie.depth[nodes]), strict=True):
             starts, ends, weights = self.spans[i]
-            yield i, path[_positions(starts, ends)], np.repeat(weights, ends - starts)
+            yield i, path[positions(starts, ends)], np.repeat(weights, ends - starts)
 
     def _terms(self, members: Int64, tokens: list[Int64], weights: list[Float64]) -> Terms:
         sizes = [len(index) for index in tokens]

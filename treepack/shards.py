@@ -10,6 +10,7 @@ altered.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 from treepack import schema
 from treepack.errors import TreepackError
 from treepack.manifest import Manifest, check_part, file_sha256, new_manifest, read_manifest, write_manifest
-from treepack.pack import Row, Terms
+from treepack.pack import Row, Terms, row_counts, row_totals
 from treepack.trajectory import Int32, Int64
 from treepack.trie import Trie
 
@@ -126,33 +127,34 @@ def write_trie(trie: Trie, directory: Path, manifest: Manifest) -> Manifest:
 def write_packed(rows: Iterable[Row], directory: Path, manifest: Manifest) -> Manifest:
     """Write `rows` and then `manifest`, completed by format, row totals and files; returns it.
 
-    The row totals are added to `manifest["totals"]`: num_rows, tokens_packed, num_pairs and num_trajectories.
+    `manifest` must give the `capacity`, and in `options` the `semantics` and `normalize` of the rows.
+
+    Raises:
+        TreepackError: no row, or an entry of the manifest is missing.
     """
     parts: _Parts | None = None
     waiting: list[Row] = []
-    totals = {"num_rows": 0, "tokens_packed": 0, "num_pairs": 0, "num_trajectories": 0}
-    max_token_id = 0
-
-    def flush() -> None:
-        if parts is not None and waiting:
-            parts.write(rows_table(waiting, parts.schema), tokens=sum(row.num_tokens for row in waiting))
-            waiting.clear()
-
+    counted: Counter[str] = Counter()
+    held, max_token_id = 0, 0
     for row in rows:
         if parts is None:
             parts = _Parts(directory, "part", row_schema(row))
         waiting.append(row)
+        counted.update(row_counts(row))
         max_token_id = max(max_token_id, int(row.input_ids.max()))
-        added = (1, row.num_tokens, row.num_pairs, len(row.trajectory_ids))
-        totals = {name: total + more for (name, total), more in zip(totals.items(), added, strict=True)}
-        if sum(waited.num_tokens for waited in waiting) >= GROUP_TOKENS:
-            flush()
-    flush()
+        held += row.num_tokens
+        if held >= GROUP_TOKENS:
+            parts.write(rows_table(waiting, parts.schema), tokens=held)
+            waiting, held = [], 0
+    if parts is None:
+        raise TreepackError(f"{directory}: there is no row to write")
+    if waiting:
+        parts.write(rows_table(waiting, parts.schema), tokens=held)
     manifest = new_manifest(schema.PACKED_FORMAT, manifest)
     manifest |= {
         "max_token_id": max_token_id,
-        "totals": manifest["totals"] | totals,
-        "files": parts.entries() if parts else [],
+        "totals": manifest["totals"] | row_totals(counted, capacity=manifest["capacity"]),
+        "files": parts.entries(),
     }
     write_manifest(directory, manifest)
     return manifest

@@ -12,7 +12,7 @@ import array
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
-Bool = NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
 # Outside of these, sums and quotients of weights leave float32 and then float64.
@@ -121,10 +120,12 @@ def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:
     )
 
 
-def trained_positions(content: Tokens) -> Int64:
-    """Positions of the trained tokens, ascending, int64 [num_trained]."""
-    pieces = [np.arange(a, b) for a, b in zip(content.starts.tolist(), content.ends.tolist(), strict=True)]
-    return np.concatenate(pieces) if pieces else np.zeros(0, np.int64)
+def positions(starts: Int32, ends: Int32) -> Int64:
+    """Positions in the spans `[starts[i], ends[i])`, in order, int64 [sum of their sizes]."""
+    if len(starts) == 1:
+        return np.arange(starts[0], ends[0], dtype=np.int64)
+    sizes = ends - starts
+    return np.repeat(starts - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes) + np.arange(sizes.sum())
 
 
 def check_scalars(trajectory: Trajectory) -> Trajectory:
@@ -185,8 +186,3 @@ def derived_group(prompt: bytes) -> str:
 def prompt_tokens(content: Tokens) -> bytes:
     """The token ids before the first trained one, as little-endian int32: what `derived_group` takes."""
     return content.tokens[: content.starts[0] if len(content.starts) else None].astype("<i4", copy=False).tobytes()
-
-
-def with_content(trajectory: Trajectory, content: Tokens, *notes: str) -> Trajectory:
-    """`trajectory` with tokenised content and further notes."""
-    return replace(trajectory, content=content, notes=trajectory.notes + notes)

@@ -239,18 +239,27 @@ def _ordered_table(table: pa.Table, order: list[int], parent: Int64, end_node: I
     return pa.Table.from_arrays([columns[name] for name in schema.TRAJECTORIES.names], schema=schema.TRAJECTORIES)
 
 
-def sequences_of(trie: Trie) -> Iterator[Int32]:
-    """Token ids of every trajectory, in trie order; each int32 [num_tokens]."""
-    buffer = np.zeros(int(trie.path_length.max(initial=0)), np.int32)
-    starts, depth, ends = trie.node_start.tolist(), trie.depth.tolist(), trie.end_node.tolist()
-    lengths = trie.lengths.tolist()
+def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
+    """Token positions from the root to the end of each node of `ends`, which ascend; each valid until the next.
+
+    `starts` [nodes + 1] are the offsets of the nodes' tokens and `depth` [nodes] the tokens before each on its path, in
+    depth-first order. When a node is entered, its own positions replace what lay at its depths before.
+    """
+    path = np.zeros(int((depth + np.diff(starts)).max(initial=0)), np.int64)
+    begins, depths = starts.tolist(), depth.tolist()
     node = -1
-    for i, end in enumerate(ends):
+    for end in ends.tolist():
         while node < end:
             node += 1
-            own = trie.tokens[starts[node] : starts[node + 1]]
-            buffer[depth[node] : depth[node] + len(own)] = own
-        yield buffer[: lengths[i]].copy()
+            a, b = begins[node], begins[node + 1]
+            path[depths[node] : depths[node] + b - a] = np.arange(a, b)
+        yield path[: depths[end] + begins[end + 1] - begins[end]]
+
+
+def sequences_of(trie: Trie) -> Iterator[Int32]:
+    """Token ids of every trajectory, in trie order; each int32 [num_tokens]."""
+    for path in paths(trie.end_node, trie.node_start, trie.depth):
+        yield trie.tokens[path]
 
 
 def trajectories_of(trie: Trie) -> Iterator[Trajectory]:

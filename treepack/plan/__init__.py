@@ -72,8 +72,8 @@ def plan_rows(trie: Trie, *, capacity: int, method: str = "contiguous") -> Plan:
     row_of_leaf = METHODS[method](trie, leaves, capacity)
     first_leaf = np.searchsorted(leaves, trie.end_node)
     raw = row_of_leaf[first_leaf]
-    totals = check_rows(trie, raw, int(raw.max(initial=-1)) + 1)
-    merged = cuts.merge_rows(raw, totals.row_tokens, trie.step_rank, capacity)
+    row_tokens = count_row_tokens(trie, raw, int(raw.max(initial=-1)) + 1)
+    merged = cuts.merge_rows(raw, row_tokens, trie.step_rank, capacity)
     return Plan(method, capacity, _renumber(merged))
 
 
@@ -85,7 +85,7 @@ def refuse_too_long(trie: Trie, capacity: int) -> None:
         name = trie.trajectories["trajectory_id"][worst].as_py()
         raise TreepackError(
             f"trajectory {name} has {lengths[worst]} tokens, capacity is {capacity} "
-            f"({int((lengths > capacity).sum())} such in all); raise --capacity or choose --too-long drop or truncate"
+            f"({int((lengths > capacity).sum())} such in all); raise the capacity, or drop or truncate what is too long"
         )
 
 
@@ -103,7 +103,7 @@ def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
     """
     if plan.row_of.shape != (trie.num_trajectories,) or plan.row_of.min(initial=0) < 0:
         raise TreepackError(f"the plan does not give each of the {trie.num_trajectories} trajectories a row")
-    totals = check_rows(trie, plan.row_of, plan.num_rows)
+    totals = PlanTotals(count_row_tokens(trie, plan.row_of, plan.num_rows))
     steps = trie.step_rank
     for row, tokens in enumerate(totals.row_tokens.tolist()):
         if tokens == 0:
@@ -119,8 +119,8 @@ def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
     return totals
 
 
-def check_rows(trie: Trie, row_of: Int64, num_rows: int) -> PlanTotals:
-    """Tokens of each row by walking from every end to the root, counting each (row, node) pair once."""
+def count_row_tokens(trie: Trie, row_of: Int64, num_rows: int) -> Int64:
+    """Tokens of each row, int64 [num_rows]: a walk from every end to the root counts each (row, node) pair once."""
     parent, sizes = trie.parent.tolist(), trie.node_length.tolist()
     last_row = [-1] * trie.num_nodes
     row_tokens = [0] * num_rows
@@ -131,4 +131,4 @@ def check_rows(trie: Trie, row_of: Int64, num_rows: int) -> PlanTotals:
             last_row[node] = row
             row_tokens[row] += sizes[node]
             node = parent[node]
-    return PlanTotals(np.array(row_tokens, np.int64))
+    return np.array(row_tokens, np.int64)
