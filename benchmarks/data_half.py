@@ -33,25 +33,7 @@ from treepack.trie import build_trie
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import oracle
-
-
-def random_sequences(*, seed: int) -> list[Int32]:
-    """The sequences described above, in a shuffled order."""
-    rng = np.random.default_rng(seed)
-    start = rng.integers(0, 150_000, 256, dtype=np.int32)
-    found: list[Int32] = []
-    for _ in range(32):
-        family: list[Int32] = []
-        for _ in range(16):
-            trunk = start
-            if family:
-                other = family[rng.integers(len(family))]
-                trunk = other[: int(len(other) * rng.uniform(0.45, 1))]
-            size = max(int(rng.integers(2048, 4097)), len(trunk) + 1)
-            tail = rng.integers(0, 150_000, size - len(trunk), dtype=np.int32)
-            family.append(np.concatenate([trunk, tail]))
-        found += family
-    return [found[i] for i in rng.permutation(len(found))]
+from strategies import random_sequences
 
 
 def median_seconds(run: Callable[[], object], repeats: int) -> float:

@@ -46,7 +46,7 @@ def train_tokenizer(paths: list[str], out: Path) -> None:
     from transformers import AutoTokenizer
 
     sample = AutoTokenizer.from_pretrained(SAMPLES / "tokenizer")
-    sample.train_new_from_iterator(texts(paths), VOCABULARY).save_pretrained(out)
+    sample.train_new_from_iterator(texts(paths), VOCABULARY, show_progress=False).save_pretrained(out)
     if not any("chat_template" in path.name for path in out.iterdir()):
         raise SystemExit("the new tokenizer lost its chat template")
 

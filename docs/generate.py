@@ -1,7 +1,7 @@
 """Write the generated parts of the documentation; `--check` only compares.
 
-    docs/cli.md       `--help` of every command
-    docs/format.md    the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
+    docs/cli.md                       `--help` of every command
+    docs/format.md, docs/inputs.md    the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
 
 The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
 """
@@ -12,6 +12,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import pyarrow as pa
 from treepack import schema, shards
 from treepack.pack import pack_rows
 from treepack.plan import plan_rows
+from treepack.readers import fields, token_fields
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import build_trie
 
@@ -47,17 +49,26 @@ def _help(command: click.Command, parent: click.Context | None, name: str) -> st
         return command.get_help(context)
 
 
-def format_page() -> str:
-    """docs/format.md with its generated blocks written anew."""
-    blocks = {
-        "nodes": _columns(schema.NODES),
-        "trajectories": _columns(schema.TRAJECTORIES),
-        "rows": _columns(schema.ROWS),
-        "terms": _columns(schema.TERMS),
-        "example": _example(),
+def filled_page(name: str) -> str:
+    """The page `name` with its generated blocks written anew."""
+    blocks: dict[str, Callable[[], str]] = {
+        "nodes": lambda: _columns(schema.NODES),
+        "trajectories": lambda: _columns(schema.TRAJECTORIES),
+        "rows": lambda: _columns(schema.ROWS),
+        "terms": lambda: _columns(schema.TERMS),
+        "example": _example,
+        "token-fields": _token_fields,
     }
-    page = (DOCS / "format.md").read_text()
-    return BLOCK.sub(lambda found: found[1] + blocks[found[2]] + found[3], page)
+    page = (DOCS / name).read_text()
+    return BLOCK.sub(lambda found: found[1] + blocks[found[2]]() + found[3], page)
+
+
+def _token_fields() -> str:
+    shared = {"id": fields.IDS, "group": fields.GROUPS, "step": fields.STEPS, "reward": fields.REWARDS}
+    rows = {**token_fields.NAMES, **shared, "weight": ("weight",)}
+    lines = ["| what | names |", "|---|---|"]
+    lines += [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in rows.items()]
+    return "\n".join(lines) + "\n"
 
 
 def _columns(columns: pa.Schema) -> str:
@@ -91,7 +102,7 @@ def _example() -> str:
 
 def main() -> int:
     """Write the pages, or with `--check` say which are stale."""
-    pages = {DOCS / "cli.md": cli_page(), DOCS / "format.md": format_page()}
+    pages = {DOCS / "cli.md": cli_page(), **{DOCS / name: filled_page(name) for name in ("format.md", "inputs.md")}}
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv:
         for path in stale:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from treepack.trajectory import Tokens, Trajectory
+from treepack.trajectory import Int32, Tokens, Trajectory
 
 
 def make(
@@ -83,3 +83,25 @@ def trajectories(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, st
             )
         )
     return made
+
+
+def random_sequences(*, seed: int) -> list[Int32]:
+    """512 sequences of 2,048 to 4,096 tokens, shuffled: 32 groups of 16 over one common start of 256 tokens.
+
+    Each of a group but the first forks off an earlier one at 45 to 100 % of its length.
+    """
+    rng = np.random.default_rng(seed)
+    start = rng.integers(0, 150_000, 256, dtype=np.int32)
+    found: list[Int32] = []
+    for _ in range(32):
+        family: list[Int32] = []
+        for _ in range(16):
+            trunk = start
+            if family:
+                other = family[rng.integers(len(family))]
+                trunk = other[: int(len(other) * rng.uniform(0.45, 1))]
+            size = max(int(rng.integers(2048, 4097)), len(trunk) + 1)
+            tail = rng.integers(0, 150_000, size - len(trunk), dtype=np.int32)
+            family.append(np.concatenate([trunk, tail]))
+        found += family
+    return [found[i] for i in rng.permutation(len(found))]

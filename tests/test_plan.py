@@ -10,7 +10,7 @@ import pytest
 import strategies
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import make
+from strategies import make, random_sequences
 
 from treepack.errors import TreepackError
 from treepack.plan import METHODS, Plan, check_plan, plan_rows
@@ -19,24 +19,6 @@ from treepack.trajectory import Trajectory
 from treepack.trie import Trie, build_trie, sequences_of
 
 methods = pytest.mark.parametrize("method", sorted(METHODS))
-
-
-def random_sequences(*, seed: int) -> list[list[int]]:
-    """32 groups of 16 over one common start of 256 tokens; each forks off an earlier sibling; 2,048 to 4,096 tokens."""
-    rng = np.random.default_rng(seed)
-    start = rng.integers(0, 150_000, 256)
-    found: list[list[int]] = []
-    for _ in range(32):
-        family: list[np.ndarray] = []
-        for _ in range(16):
-            trunk = start
-            if family:
-                other = family[rng.integers(len(family))]
-                trunk = other[: int(len(other) * rng.uniform(0.45, 1))]
-            size = max(int(rng.integers(2048, 4097)), len(trunk) + 1)
-            family.append(np.concatenate([trunk, rng.integers(0, 150_000, size - len(trunk))]))
-        found += [member.tolist() for member in family]
-    return found
 
 
 def built(sequences: list[list[int]]) -> Trie:
@@ -114,7 +96,7 @@ def test_steps_never_share_a_row(method: str) -> None:
 @pytest.mark.parametrize(("capacity", "most"), [(8192, 1.36), (32768, 1.06)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_sequences_repeat_little(capacity: int, most: float, seed: int) -> None:
-    trie = built(random_sequences(seed=seed))
+    trie = built([ids.tolist() for ids in random_sequences(seed=seed)])
     totals = check_plan(trie, plan_rows(trie, capacity=capacity))
     assert totals.tokens_packed / trie.tokens_tree <= most
 
