@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from treepack.attention import build_block_mask, flex_attention, reference_attention
+from treepack.attention.flex import BLOCK
 from treepack.batch import Batch, make_batch
 from treepack.model import load_model
 from treepack.verify import verify_gradients
@@ -114,7 +115,7 @@ def packed_row(length: int, row_id: int, vocabulary: int) -> Batch:
         trajectory_ids=[str(leaf) for leaf in leaves],
         trajectory_ends=leaves,
     )
-    return make_batch(row, multiple=128 if row_id % 2 else 1).to("cuda")
+    return make_batch(row, multiple=BLOCK if row_id % 2 else 1).to("cuda")
 
 
 def check_model(kind: str, folder: Path, attention: str, dtype: torch.dtype) -> tuple[str, float, float, bool]:

@@ -64,7 +64,7 @@ from .output import show, text
     type=click.Choice(["auto", "reference", "flex"]),
     default="auto",
     show_default=True,
-    help="reference is dense and runs anywhere; flex is FlexAttention; auto is flex on a GPU.",
+    help="reference runs anywhere; flex is FlexAttention; auto is flex on a GPU.",
 )
 @click.option(
     "--loss-chunk",
@@ -74,9 +74,11 @@ from .output import show, text
     help="Targets whose logits exist at a time.",
 )
 @click.option(
-    "--device", default="auto", show_default=True, help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."
+    "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto takes a GPU if there is one."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of row order and random weights.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of row order and random weights."
+)
 @click.option(
     "--verify",
     is_flag=True,
@@ -127,9 +129,9 @@ def _train(packed: Path, model: str, options: Any, out: Path, *, overwrite: bool
         for metrics in run_steps(run, out, overwrite=overwrite):
             steps.append(metrics)
             tokens += metrics.tokens
-            flat += metrics.flat_tokens
+            flat += metrics.tokens_flat
             bar.update()
-            rates = {"tok/s": text(metrics.tokens_per_second), "flat tok/s": text(metrics.flat_tokens_per_second)}
+            rates = {"tok/s": text(metrics.tokens_per_second), "flat tok/s": text(metrics.tokens_flat_per_second)}
             bar.set_postfix(loss=f"{metrics.loss:.4f}", **rates)
     seconds = sum(metrics.seconds for metrics in steps)
     show(

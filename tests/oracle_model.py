@@ -175,7 +175,8 @@ def packed_directory(path: Path, trajectories: Sequence[Trajectory], *, capacity
     trie = build_trie(trajectories)
     with finished_directory(path, overwrite=True) as temporary:
         rows = pack_rows(trie, plan_rows(trie, capacity=capacity))
-        write_packed(rows, temporary, {"totals": {}, "capacity": capacity, "tokenizer": None, **entries})
+        options = {"semantics": "branch", "normalize": "token"}
+        write_packed(rows, temporary, {"options": options, "capacity": capacity, "tokenizer": None, **entries})
     return path
 
 

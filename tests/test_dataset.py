@@ -51,7 +51,7 @@ def test_batches_are_the_rows_that_were_written(tmp_path: Path, given_ones: list
         assert batch.total_weight == pytest.approx(dataset.total_weight[i], rel=1e-12)
         assert (dataset.row_ids[i], dataset.steps[i]) == (row.row_id, row.step)
     lengths = [len(t.content.tokens) for t in given_ones]  # type: ignore[union-attr]
-    assert sum(dataset[i].flat_tokens for i in range(len(rows))) == sum(lengths)
+    assert sum(dataset[i].tokens_flat for i in range(len(rows))) == sum(lengths)
     assert dataset.max_position() == max(lengths) - 1
 
 
@@ -62,7 +62,7 @@ def test_padding_sees_only_itself_and_counts_for_nothing(tmp_path: Path) -> None
         short, long = plain[i], padded[i]
         length = short.num_tokens
         assert len(long.input_ids) == 64 > length
-        assert (long.num_tokens, long.total_weight, long.flat_tokens) == (length, short.total_weight, short.flat_tokens)
+        assert (long.num_tokens, long.total_weight, long.tokens_flat) == (length, short.total_weight, short.tokens_flat)
         for name in COLUMNS[:-1]:
             assert torch.equal(getattr(long, name)[:length], getattr(short, name))
         seen = visible_pairs(long.subtree_end[None])[0]
@@ -125,6 +125,16 @@ def test_damage_is_one_sentence_that_names_the_file(tmp_path: Path, damage: Call
     with pytest.raises(TreepackError, match=r"part-00000\.parquet") as caught:
         list(PackedDataset(path))
     assert "\n" not in str(caught.value)
+
+
+def test_one_flipped_bit_anywhere_is_found_at_opening(tmp_path: Path) -> None:
+    path = packed_directory(tmp_path / "packed", forest(3), capacity=40)
+    part = path / "part-00000.parquet"
+    whole = part.read_bytes()
+    for at in range(0, len(whole), len(whole) // 10):
+        part.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(TreepackError, match="altered"):
+            PackedDataset(path)
 
 
 def test_an_unfinished_or_other_directory_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from treepack.attention import register
 from treepack.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.model import LoadedModel, check_fits, hidden_states, load_model, probe
+from treepack.model import LoadedModel, check_fits, hidden_states, load_model
+from treepack.probe import probe
 
 SAMPLES = [Sample((1, 2, 3), (0.0, 1.0, 1.0)), Sample((1, 2, 4, 5), (0.0, 0.0, 1.0, 1.0))]
 MANIFEST: dict[str, Any] = {"max_token_id": VOCABULARY - 1, "capacity": 64, "tokenizer": None}
@@ -56,6 +58,8 @@ def test_dropout_is_set_to_zero_and_said(tmp_path: Path) -> None:
     path = tiny_config(tmp_path / "config.json", "gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.0)
     loaded = load_model(path)
     assert [note.split()[0] for note in loaded.notes if "first" not in note] == ["attn_pdrop", "resid_pdrop"]
+    whole = load_model(tiny_config(tmp_path / "whole.json", attention_dropout=1))
+    assert whole.model.config.attention_dropout == 0
     assert all(m.p == 0 for m in loaded.model.transformer.modules() if isinstance(m, nn.Dropout))
 
 
@@ -70,8 +74,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is 'linear_attention'"),
     ("cohere", {**SMALL, "logit_scale": 0.06}, "logits are not its output layer"),
     ("granite", {**SMALL, "logits_scaling": 8.0}, "logits are not its output layer"),
-    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask is given|0 of its 2 layers"),
-    ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "tree attention"),
+    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask is given|does not hand attention"),
+    ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "does not hand attention"),
     ("bert", SMALL, "not causal|tree attention|alone"),
     ("no_such_model", {}, "cannot load"),
 ]
@@ -86,6 +90,67 @@ def test_models_that_cannot_be_trained_exactly_are_refused_in_a_sentence(
     with pytest.raises(TreepackError, match=message) as caught:
         load_model(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("window", "advice"), [(300, "--capacity 256$"), (90, "--capacity 90 and use .* reference")])
+def test_flex_pads_rows_and_the_advice_on_windows_knows(window: int, advice: str) -> None:
+    model = replace(loaded("llama", sliding_window=window), attention="flex")
+    with pytest.raises(TreepackError, match=advice):
+        check_fits(model, {**MANIFEST, "capacity": 1000}, max_position=5)
+
+
+@pytest.mark.parametrize("text", ["[1]", '"x"', "{}", '{"model_type": 3}'])
+def test_a_config_without_a_model_type_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(text)
+    with pytest.raises(TreepackError, match=r"list\.json: holds no model_type; expected"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "big"},
+        {"num_key_value_heads": 3},
+        {"pad_token_id": 99},
+        {"rope_parameters": "x"},
+        {"head_dim": 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_whatever_a_models_code_raises_is_one_short_sentence(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = tiny_config(tmp_path / "config.json", **fields)
+    with pytest.raises(TreepackError, match=r"config\.json") as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize("damage", ["missing", "mismatched"])
+def test_a_checkpoint_without_all_its_weights_is_refused(tmp_path: Path, damage: str) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    weights = model.state_dict()
+    norm = weights.pop("model.norm.weight")
+    if damage == "mismatched":
+        weights["model.norm.weight"] = norm[:3].clone()
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(TreepackError, match=rf"model\.norm\.weight is {damage} in its weights"):
+        load_model(tmp_path)
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    load_model(tiny_config(tmp_path / "tied.json", tie_word_embeddings=True)).model.save_pretrained(tmp_path / "out")
+    assert load_model(tmp_path / "out").model.config.tie_word_embeddings
+
+
+def test_positions_beyond_a_table_are_refused(tmp_path: Path) -> None:
+    fields = {"n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 24, "n_positions": 20}
+    path = tmp_path / "ctrl.json"
+    path.write_text(json.dumps({"model_type": "ctrl", "vocab_size": VOCABULARY, **fields}))
+    tokens = tuple(range(30))
+    row = make_batch(make_row([Sample(tokens, (0.0,) + (1.0,) * 29)], row_id=7))
+    with pytest.raises(TreepackError, match="cannot run row 7, whose positions reach 29"):
+        hidden_states(load_model(path), row)
 
 
 def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
@@ -122,7 +187,7 @@ def test_the_probe_finds_a_layer_that_attends_twice() -> None:
     register()
     model = tiny_model("qwen3", attention="treepack_reference")
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
-    with pytest.raises(TreepackError, match="1 of its 2 layers"):
+    with pytest.raises(TreepackError, match="2 layers call attention 2 times, from 1 modules"):
         probe(model, source="m")
 
 
@@ -145,7 +210,7 @@ def test_data_that_suits_the_model_is_accepted() -> None:
     [
         ("qwen3", {}, {"max_token_id": VOCABULARY}, "the token id 50 and the vocabulary ends at 49"),
         ("gpt2", {}, {}, "positions up to 256 and the model's end at 255"),
-        ("llama", {"sliding_window": 127}, {}, "sliding window of 127"),
+        ("llama", {"sliding_window": 63}, {}, "sliding window of 63 .* pack with --capacity 63$"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 100},

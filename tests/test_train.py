@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from treepack.errors import TreepackError
 from treepack.model import LoadedModel
-from treepack.train import Run, TrainOptions, learning_rate, open_run, open_verification, plan_steps, train
+from treepack.train import Run, TrainOptions, find_device, learning_rate, open_run, open_verification, plan_steps, train
 from treepack.trajectory import Tokens, Trajectory
 from treepack.verify import verify_gradients
 
@@ -60,7 +60,7 @@ def test_training_learns_and_the_model_loads_without_treepack(packed: Path, conf
     assert saved.config._attn_implementation == "sdpa"
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [m.loss for m in metrics]
-    assert sum(line["flat_tokens"] for line in lines) == 8 * 9 * 18
+    assert sum(line["tokens_flat"] for line in lines) == 8 * 9 * 18
     record = json.loads((tmp_path / "out" / "train.json").read_text())
     assert (record["options"]["lr"], record["num_steps"]) == (CPU.lr, len(metrics))
 
@@ -96,7 +96,7 @@ def test_the_loss_of_a_step_is_one_mean_over_all_its_tokens(packed: Path, config
     for metrics, step in zip(train(run, packed.parent / "out"), run.schedule, strict=True):
         members = [by_id[name] for row in step.rows for name in run.dataset[row].trajectory_ids]
         assert metrics.loss == pytest.approx(loss_alone(plain, members), rel=1e-5)
-        assert metrics.tokens < metrics.flat_tokens == 18 * len(members)
+        assert metrics.tokens < metrics.tokens_flat == 18 * len(members)
 
 
 def test_accumulation_over_rows_gives_the_gradient_of_one_mean(tmp_path: Path, config: Path) -> None:
@@ -210,7 +210,16 @@ def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Pa
 
 @pytest.mark.parametrize(
     "fields",
-    [{"steps": 0}, {"rows_per_step": 0}, {"lr": -1.0}, {"lr": float("nan")}, {"dtype": "fp8"}, {"attention": "x"}],
+    [
+        {"steps": 0},
+        {"rows_per_step": 0},
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"dtype": "fp8"},
+        {"attention": "x"},
+        {"seed": -1},
+        {"seed": 2**63},
+    ],
 )
 def test_options_without_meaning_are_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(TreepackError, match=f"^{next(iter(fields))} is "):
@@ -234,6 +243,37 @@ def test_verification_passes_in_float64_without_help(packed: Path, tmp_path: Pat
     assert report.worst[1] < 1e-12
     assert run.loaded.model.config._attn_implementation == f"treepack_{attention}"
     assert all(parameter.grad is None for parameter in run.loaded.model.parameters())
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("qwen3_moe", EXPERTS), ("gemma2", UNCAPPED)])
+def test_verification_passes_for_experts_and_for_models_without_sdpa(
+    packed: Path, tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    qwen3 = json.loads(tiny_config(tmp_path / "qwen3.json").read_text())
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({**qwen3, "model_type": kind, **fields}))
+    run = open_verification(packed, path, CPU)
+    report = verify_gradients(run.loaded, list(run.dataset))
+    assert (report.passed, report.dtype) == (True, "float64")
+
+
+@pytest.mark.parametrize("name", ["foo", "mps", "meta", "xla", "", "cpu:1", "cuda:", "cuda:9999"])
+def test_devices_that_are_not_there_are_refused(name: str) -> None:
+    with pytest.raises(TreepackError, match=f"^device is '{name}'.* expected"):
+        find_device(name)
+
+
+def test_a_missing_tokenizer_is_a_note_and_about_tokenizers(tmp_path: Path, config: Path) -> None:
+    made_by = {"name": str(tmp_path / "gone"), "vocab_size": 2, "sha256": "0"}
+    path = packed_directory(tmp_path / "packed", rollouts(3), capacity=40, tokenizer=made_by)
+    run = open_run(path, config, CPU)
+    assert run.tokenizer is None
+    assert any(note.startswith("no tokenizer is saved with the model") for note in run.notes)
+    assert not any("attention" in note for note in run.notes)
 
 
 def test_verification_fails_on_a_wrong_mask(packed: Path, config: Path) -> None:

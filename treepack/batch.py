@@ -34,7 +34,7 @@ class Batch:
     """One packed row of T tokens, of which the first `num_tokens` are no padding.
 
     input_ids, position_ids and parent are int64 [T]; subtree_end and scale int32 [T]; loss_weight float64 [T];
-    trajectory_ends int64 [num_trajectories]. `flat_tokens` is what its trajectories hold one by one.
+    trajectory_ends int64 [num_trajectories]. `tokens_flat` is what its trajectories hold one by one.
     """
 
     row_id: int
@@ -49,7 +49,7 @@ class Batch:
     trajectory_ends: Tensor
     num_tokens: int
     total_weight: float
-    flat_tokens: int
+    tokens_flat: int
 
     def to(self, device: torch.device | str) -> Batch:
         """The same row with its tensors on `device`."""
@@ -88,6 +88,6 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
         trajectory_ends=torch.from_numpy(row.trajectory_ends.astype(np.int64)),
         num_tokens=length,
         total_weight=float(row.loss_weight.sum()),
-        flat_tokens=int(row.scale.sum()),
+        tokens_flat=int(row.scale.sum()),
         **tensors,
     )

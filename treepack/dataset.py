@@ -2,8 +2,9 @@
 
     packed/ --PackedDataset--> Batch, one row at a time, in any order
 
-The scalar columns of every row are read at the start, so that the weight of an optimiser step is known before its first
-row is loaded; token columns are read by row group. Order and grouping of rows are left to the trainer.
+Opening reads every part once, to check it against the manifest's sha256, and the scalar columns of every row, so that
+the weight of an optimiser step is known before its first row is loaded; token columns are read by row group. Order and
+grouping of rows are left to the trainer.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class PackedDataset(Dataset[Batch]):
     def _list_groups(self) -> list[_Group]:
         groups, first = [], 0
         for entry in self.manifest["files"]:
-            path = check_part(self.path, entry, contents=False)
+            path = check_part(self.path, entry, contents=True)
             metadata = self._open(path).metadata
             if metadata.num_rows != entry["rows"]:
                 raise TreepackError(

@@ -4,41 +4,31 @@
     LoadedModel, Batch --hidden_states--> [T, D] --row_loss--> scalar
 
 Tree attention gives exact gradients only if attention is all that mixes tokens and it is plain softmax attention over
-the visible pairs. `check_config` refuses by name what is known to break that; `probe` then runs a tree of twelve tokens
-and compares every branch with the branch alone under transformers' own attention, which catches what nobody has named.
-Data that does not suit the model is refused by `check_fits`.
+the visible pairs. `check_config` refuses by name what is known to break that; `probe.probe` catches what nobody has
+named. Data that does not suit the model is refused by `check_fits`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from treepack.attention import IMPLEMENTATIONS, build_block_mask, register
 from treepack.attention.flex import BLOCK
 from treepack.batch import Batch
 from treepack.errors import TreepackError
 from treepack.loss import CHUNK, weighted_nll
-
-# Relative error of a branch in the tree against the branch alone; transformers' eager softmax is float32 at best.
-PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+from treepack.probe import ONLY, one_line, probe, refusing
 
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ONLY = "treepack trains models whose every layer is plain softmax attention"
-
-# 0 - 1 - 2 - 3 with 4 - {5, 6 - 7 - 8} and 9 - 10 - 11 beside it, as `parent` and `subtree_end`.
-_PROBE_PARENT = (-1, 0, 1, 2, 0, 4, 4, 6, 7, 0, 9, 10)
-_PROBE_END = (12, 4, 4, 4, 9, 6, 9, 9, 9, 12, 12, 12)
-_PROBE_LEAVES = (3, 5, 8, 11)
 
 
 @dataclass(frozen=True)
@@ -84,8 +74,8 @@ def load_model(
     register()
     config = _read_config(source)
     check_config(config, source=str(source))
-    notes = _without_dropout(config)
-    with _refusing(source), without_bars():
+    with _loading(source), without_bars():
+        notes = _without_dropout(config)
         model = _build(source, config, IMPLEMENTATIONS[chosen], dtype, seed)
     model = model.to(device).eval()
     probe(model, source=str(source))
@@ -101,16 +91,10 @@ def choose_attention(attention: str, device: torch.device) -> str:
     return attention
 
 
-@contextmanager
-def _refusing(source: str | Path) -> Iterator[None]:
-    """Turn what transformers raises for a model it cannot load into one sentence; the cause stays attached."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TreepackError(
-            f"{source}: transformers cannot load it with tree attention ({first}); expected a causal language model"
-        ) from error
+def _loading(source: str | Path) -> AbstractContextManager[None]:
+    return refusing(
+        f"{source}: transformers cannot load it with tree attention", "expected a causal language model that it knows"
+    )
 
 
 @contextmanager
@@ -130,23 +114,38 @@ def without_bars() -> Iterator[None]:
 def _read_config(source: str | Path) -> Any:
     from transformers import AutoConfig
 
-    with _refusing(source):
+    with _loading(source):
         if not str(source).endswith(".json"):
             return AutoConfig.from_pretrained(str(source)).get_text_config()
         fields = json.loads(Path(source).read_text(encoding="utf-8"))
+        if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):
+            raise TreepackError(f"{source}: holds no model_type; expected the config.json of a causal language model")
         return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
 
 
 def _build(source: str | Path, config: Any, implementation: str, dtype: torch.dtype, seed: int) -> Any:
     from transformers import AutoModelForCausalLM
 
-    if not str(source).endswith(".json"):
-        return AutoModelForCausalLM.from_pretrained(
-            str(source), config=config, attn_implementation=implementation, dtype=dtype
-        )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=implementation, dtype=dtype)
+    options: dict[str, Any] = {"attn_implementation": implementation, "dtype": dtype}
+    if dtype == torch.float64:
+        options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
+    if str(source).endswith(".json"):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, **options)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        str(source), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    # transformers draws what is missing at random; tied weights are not missing.
+    for problem in ("missing", "mismatched"):
+        names = sorted(key if isinstance(key, str) else key[0] for key in report[f"{problem}_keys"])
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise TreepackError(
+                f"{source}: {names[0]}{more} {'is' if len(names) == 1 else 'are'} {problem} in its weights; "
+                f"expected a whole checkpoint of {type(model).__name__}"
+            )
+    return model
 
 
 def _without_dropout(config: Any) -> tuple[str, ...]:
@@ -154,7 +153,10 @@ def _without_dropout(config: Any) -> tuple[str, ...]:
     names = [
         name
         for name, value in sorted(vars(config).items())
-        if isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and value > 0
+        and ("drop" in name or "jitter" in name)
     ]
     for name in names:
         setattr(config, name, 0.0)
@@ -170,10 +172,10 @@ def check_config(config: Any, *, source: str) -> None:
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     for layer, kind in enumerate(kinds):
         if kind not in _SOFTMAX_LAYERS:
-            raise TreepackError(f"{source}: layer {layer} is {kind!r}; {_ONLY}")
+            raise TreepackError(f"{source}: layer {layer} is {kind!r}; {ONLY}")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
-            raise TreepackError(f"{source}: {name} is {getattr(config, name)}; {_ONLY}, with logits left as they are")
+            raise TreepackError(f"{source}: {name} is {getattr(config, name)}; {ONLY}, with logits left as they are")
 
 
 def sliding_window(config: Any) -> int | None:
@@ -228,28 +230,31 @@ def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: i
             f"{source}: the data has positions up to {max_position} and the model's end at {limit[0] - 1}, because "
             f"{limit[1]}; truncate the trajectories to {limit[0]} tokens"
         )
-    window = sliding_window(model.config.get_text_config())
-    rows = -(-manifest["capacity"] // BLOCK) * BLOCK
+    multiple = BLOCK if loaded.attention == "flex" else 1
+    window, rows = sliding_window(model.config.get_text_config()), -(-manifest["capacity"] // multiple) * multiple
     if window is not None and window < rows:
-        raise TreepackError(
-            f"{source}: its sliding window of {window} tokens is shorter than rows of {rows}; "
-            f"pack with --capacity {max(BLOCK, window // BLOCK * BLOCK)}"
-        )
+        remedy = f"pack with --capacity {window // multiple * multiple}"
+        if window < multiple:
+            remedy = f"pack with --capacity {window} and use --attention reference, for flex pads rows to {multiple}"
+        raise TreepackError(f"{source}: its sliding window of {window} tokens is shorter than rows of {rows}; {remedy}")
 
 
-def load_tokenizer(source: str) -> Any:
-    """The tokenizer that lies beside the weights at `source`, or None."""
-    from transformers import AutoTokenizer
+def saved_tokenizer(source: str) -> Any:
+    """The tokenizer that lies beside the weights at `source`, or None.
+
+    Raises:
+        TreepackError: if a hub name has none, or it cannot be loaded.
+    """
+    from treepack.tokenization import load_tokenizer
 
     path = Path(source)
     if path.suffix == ".json" or (path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES)):
         return None
-    with _refusing(source):
-        return AutoTokenizer.from_pretrained(source)
+    return load_tokenizer(source)
 
 
 def _check_tokenizer(source: str, expected: dict[str, Any] | None) -> None:
-    tokenizer = load_tokenizer(source) if expected is not None else None
+    tokenizer = saved_tokenizer(source) if expected is not None else None
     if expected is None or tokenizer is None:
         return
     from treepack.tokenization import fingerprint
@@ -263,16 +268,26 @@ def _check_tokenizer(source: str, expected: dict[str, Any] | None) -> None:
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Hidden states [T, D] of a packed row, after the final norm."""
+    """Hidden states [T, D] of a packed row, after the final norm.
+
+    Raises:
+        TreepackError: for positions beyond a table that the model keeps.
+    """
     # A model switched to another attention would take no notice of subtree_end and train on wrong gradients.
     chosen = loaded.model.config.get_text_config()._attn_implementation
     assert chosen == IMPLEMENTATIONS[loaded.attention], f"the model attends through {chosen}"
     extra: dict[str, Any] = {"subtree_end": batch.subtree_end[None]}
     if loaded.attention == "flex":
         extra["block_mask"] = build_block_mask(extra["subtree_end"])
-    output = loaded.model.base_model(
-        input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **extra
-    )
+    try:
+        output = loaded.model.base_model(
+            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **extra
+        )
+    except IndexError as error:
+        raise TreepackError(
+            f"{loaded.source}: it cannot run row {batch.row_id}, whose positions reach {int(batch.position_ids.max())} "
+            f"({one_line(error)}); truncate the trajectories to the positions that it has"
+        ) from error
     states: Tensor = output.last_hidden_state
     return states[0]
 
@@ -296,72 +311,3 @@ def checkpoint_layers(model: Any) -> None:
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-@contextmanager
-def attention_of(model: Any, name: str) -> Iterator[None]:
-    """Run `model` under another of transformers' attention implementations."""
-    own = model.config.get_text_config()._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
-
-
-def probe(model: Any, *, source: str) -> None:
-    """Run a small tree and refuse a model that does not treat each branch as if it were alone.
-
-    Three things are checked: every layer calls tree attention once; the hidden states of every branch are those
-    of the branch alone under transformers' eager attention; the logits are the output layer of the hidden states.
-
-    Raises:
-        TreepackError: saying which of them fails.
-    """
-    if model.base_model is model or model.get_output_embeddings() is None:
-        raise TreepackError(f"{source}: its hidden states and output layer are not apart; {_ONLY} and one output layer")
-    device = next(iter(model.parameters())).device
-    vocabulary = len(model.get_input_embeddings().weight)
-    ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary
-    with torch.no_grad():
-        tree, logits = _probe_tree(model, ids, source)
-        _compare(
-            logits, _output_layer(model, tree), f"{source}: its logits are not its output layer of the hidden states"
-        )
-        branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
-        with attention_of(model, "eager"):
-            alone = [model.base_model(input_ids=ids[path][None], use_cache=False)[0][0] for path in branches]
-    for path, states in zip(branches, alone, strict=True):
-        _compare(tree[path], states, f"{source}: a branch in a tree gets other hidden states than alone")
-
-
-def _probe_tree(model: Any, ids: Tensor, source: str) -> tuple[Tensor, Tensor]:
-    """Hidden states [T, D] and logits [T, V] of the probe tree."""
-    positions = torch.tensor([len(_path(i)) - 1 for i in range(len(ids))], device=ids.device)
-    end = torch.tensor(_PROBE_END, device=ids.device)
-    calls: list[nn.Module] = []
-    row = {"input_ids": ids[None], "position_ids": positions[None], "subtree_end": end[None], "use_cache": False}
-    try:
-        tree: Tensor = model.base_model(**row, record=calls)[0][0]
-        logits: Tensor = model(**row).logits[0]
-    except TypeError as error:
-        raise TreepackError(f"{source}: it does not hand subtree_end to its attention ({error}); {_ONLY}") from error
-    layers = model.config.get_text_config().num_hidden_layers
-    if len(calls) != layers or len(set(calls)) != layers:
-        raise TreepackError(f"{source}: {len(set(calls))} of its {layers} layers call tree attention once; {_ONLY}")
-    return tree, logits
-
-
-def _path(token: int) -> list[int]:
-    return [] if token < 0 else [*_path(_PROBE_PARENT[token]), token]
-
-
-def _output_layer(model: Any, states: Tensor) -> Tensor:
-    head = model.get_output_embeddings()
-    return linear(states, head.weight, getattr(head, "bias", None))
-
-
-def _compare(found: Tensor, expected: Tensor, complaint: str) -> None:
-    error = float((found.double() - expected.double()).norm() / expected.double().norm())
-    if not error <= PROBE_TOLERANCE[expected.dtype]:
-        raise TreepackError(f"{complaint} (relative difference {error:.1e}); {_ONLY}")

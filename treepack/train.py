@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -39,13 +40,15 @@ from treepack.model import (
     checkpoint_layers,
     choose_attention,
     load_model,
-    load_tokenizer,
     position_limit,
     row_loss,
+    saved_tokenizer,
     without_bars,
 )
+from treepack.tokenization import load_tokenizer
 
 TRAIN_FORMAT = "treepack-train"
+TRAIN_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,8 @@ class TrainOptions:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise TreepackError(f"{name} is {value}; expected a finite number of at least 0")
+        if not 0 <= self.seed < 2**63:
+            raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
         for name, known in (("dtype", ("fp32", "bf16")), ("attention", ("auto", *IMPLEMENTATIONS))):
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
@@ -110,7 +115,7 @@ class Run:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimiser step; `tokens` are computed, `flat_tokens` is what the trajectories hold one by one."""
+    """One optimiser step; `tokens` are computed, `tokens_flat` is what the trajectories hold one by one."""
 
     step: int
     epoch: int
@@ -119,28 +124,41 @@ class StepMetrics:
     grad_norm: float
     num_rows: int
     tokens: int
-    flat_tokens: int
-    trained_weight: float
+    tokens_flat: int
+    total_weight: float
     seconds: float
     tokens_per_second: float
-    flat_tokens_per_second: float
+    tokens_flat_per_second: float
 
 
-def open_run(
-    packed: str | Path, model: str | Path, options: TrainOptions, *, weights: torch.dtype = torch.float32
-) -> Run:
+def open_run(packed: str | Path, model: str | Path, options: TrainOptions) -> Run:
     """Open the data, load the model, and refuse what does not fit together.
 
     Args:
         packed: a packed directory.
         model: a model directory, hub name or config file; see `model.load_model`.
         options: how to train.
-        weights: dtype of the weights.
 
     Raises:
-        TreepackError: for damaged data, an unsuitable model, or a model that the data does not suit.
+        TreepackError: for a missing device, damaged data, an unsuitable model, or a model that the data does not suit.
     """
-    device = torch.device(_device(options.device))
+    return _open(packed, model, options, find_device(options.device), torch.float32)
+
+
+def open_verification(packed: str | Path, model: str | Path, options: TrainOptions) -> Run:
+    """`open_run` for `verify.verify_gradients`: in float64, or in float32 where a compiled kernel has nothing better.
+
+    Raises:
+        TreepackError: as `open_run`.
+    """
+    device = find_device(options.device)
+    compiled = device.type != "cpu" and choose_attention(options.attention, device) == "flex"
+    return _open(packed, model, options, device, torch.float32 if compiled else torch.float64)
+
+
+def _open(
+    packed: str | Path, model: str | Path, options: TrainOptions, device: torch.device, weights: torch.dtype
+) -> Run:
     attention = choose_attention(options.attention, device)
     dataset = PackedDataset(packed, multiple=BLOCK if attention == "flex" else 1)
     schedule = plan_steps(dataset, options)
@@ -156,30 +174,28 @@ def open_run(
     return Run(dataset, loaded, options, schedule, tokenizer, (*loaded.notes, *notes))
 
 
-def open_verification(packed: str | Path, model: str | Path, options: TrainOptions) -> Run:
-    """`open_run` for `verify.verify_gradients`: in float64, or in float32 where a compiled kernel has nothing better.
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU if there is one.
 
     Raises:
-        TreepackError: as `open_run`.
+        TreepackError: if it is neither a CPU nor a GPU that torch sees.
     """
-    device = torch.device(_device(options.device))
-    compiled = device.type != "cpu" and choose_attention(options.attention, device) == "flex"
-    return open_run(packed, model, options, weights=torch.float32 if compiled else torch.float64)
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count()
+    if name == "auto":
+        return torch.device("cuda" if count else "cpu")
+    known = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", name)
+    if known is None:
+        raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
+    if name != "cpu" and int(known[1] or 0) >= count:
+        raise TreepackError(f"device is {name!r} and torch sees {count} GPUs; expected one of those, or cpu")
+    return torch.device(name)
 
 
 def _tokenizer(loaded: LoadedModel, made_by: dict[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer to save with the weights: the model's own, else the one that made the data, else none."""
-    own = load_tokenizer(loaded.source)
-    if own is not None or made_by is None:
-        return own, ()
     try:
-        return load_tokenizer(made_by["name"]), ()
+        own = saved_tokenizer(loaded.source)
+        return load_tokenizer(made_by["name"]) if own is None and made_by is not None else own, ()
     except TreepackError as error:
         return None, (f"no tokenizer is saved with the model: {error}",)
 
@@ -193,8 +209,11 @@ def plan_steps(dataset: PackedDataset, options: TrainOptions) -> list[OptimiserS
     trained = np.flatnonzero(dataset.total_weight)
     if len(trained) == 0:
         raise TreepackError(f"{dataset.path}: no row has a trained token; nothing to train on")
-    ranks = [(step is not None, step or 0) for step in dataset.steps]
-    parts = [[i for i in trained.tolist() if ranks[i] == rank] for rank in sorted({ranks[i] for i in trained})]
+    by_step: dict[tuple[bool, int], list[int]] = {}
+    for row in trained.tolist():
+        step = dataset.steps[row]
+        by_step.setdefault((step is not None, step or 0), []).append(row)
+    parts = [rows for _, rows in sorted(by_step.items())]
     found: list[OptimiserStep] = []
     epoch = 0
     while len(found) < options.steps if options.steps else epoch < options.epochs:
@@ -257,7 +276,7 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, step: Op
         group["lr"] = lr
     optimiser.zero_grad(set_to_none=True)
     denominator = float(run.dataset.total_weight[step.rows].sum())
-    losses, tokens, flat_tokens = [], 0, 0
+    losses, tokens, tokens_flat = [], 0, 0
     for index in step.rows:
         batch = run.dataset[index].to(run.loaded.device)
         with torch.autocast(run.loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
@@ -265,7 +284,7 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, step: Op
         torch.autograd.backward(loss)
         losses.append(loss.detach())
         tokens += batch.num_tokens
-        flat_tokens += batch.flat_tokens
+        tokens_flat += batch.tokens_flat
     grad_norm = _clip(run, losses, step)
     optimiser.step()
     total = float(torch.stack(losses).sum())
@@ -278,11 +297,11 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, step: Op
         grad_norm=grad_norm,
         num_rows=len(step.rows),
         tokens=tokens,
-        flat_tokens=flat_tokens,
-        trained_weight=denominator,
+        tokens_flat=tokens_flat,
+        total_weight=denominator,
         seconds=seconds,
         tokens_per_second=tokens / seconds,
-        flat_tokens_per_second=flat_tokens / seconds,
+        tokens_flat_per_second=tokens_flat / seconds,
     )
 
 
@@ -314,7 +333,7 @@ def save(run: Run, directory: Path) -> None:
         run.tokenizer.save_pretrained(directory)
     record = {
         "format": TRAIN_FORMAT,
-        "version": 1,
+        "version": TRAIN_VERSION,
         "treepack": __version__,
         "packed": str(run.dataset.path),
         "model": run.loaded.source,

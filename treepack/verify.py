@@ -2,7 +2,7 @@
 
     rows -> tree attention -> gradients           \
                                                     relative difference, per parameter
-    each trajectory alone -> sdpa -> gradients    /
+    each trajectory alone -> sdpa -> gradients    /    (eager, where a model has no sdpa)
 
 The second path is the plain model of transformers: its own attention, its own logits, one forward per trajectory,
 tokens found by chasing parents. A trajectory's weight at a token is loss_weight / scale: what the row gives the token,
@@ -24,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from treepack.batch import Batch
 from treepack.errors import TreepackError
-from treepack.model import LoadedModel, attention_of, row_loss
+from treepack.model import LoadedModel, row_loss
+from treepack.probe import attention_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -84,7 +85,7 @@ def verify_gradients(
     model.eval()
     with _KeepFloat64():
         packed = _gradients(model, (row_loss(loaded, batch) for batch in batches))
-        with attention_of(model, "sdpa"):
+        with attention_of(model, "sdpa" if model._supports_sdpa else "eager"):
             alone = _gradients(model, (loss for batch in batches for loss in _losses_alone(model, batch)))
     return GradientReport(
         dtype=str(dtype).removeprefix("torch."),

@@ -1,6 +1,6 @@
 """Attention over packed trees: one integer per token is the whole mask.
 
-reference   dense and obvious, any device, float64; the twin of every other backend
+reference   obvious, any device, float64; the twin of every other backend
 flex        FlexAttention over block lists made from the intervals; compiled on an accelerator
 interface   both under transformers' names, and the refusal of everything else a model may ask for
 """

@@ -27,6 +27,7 @@ IMPLEMENTATIONS = {"reference": "treepack_reference", "flex": "treepack_flex"}
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
 _READ = frozenset({"scaling", "dropout", "subtree_end", "block_mask", "sliding_window", "record"})
 _REMEDY = "treepack computes plain softmax attention over the tree and nothing else, so train this model without it"
+_PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
 
 
 def register() -> None:
@@ -42,9 +43,6 @@ def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> N
     """The mask that a model builds: none, for `subtree_end` is the mask."""
     if attention_mask is not None:
         raise TreepackError(f"attention: an attention_mask is given; padding tokens are {_PADDING}")
-
-
-_PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
 
 
 def reference_forward(
@@ -83,7 +81,10 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
     """
     layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     if options.get("subtree_end") is None:
-        raise TreepackError(f"{layer}: subtree_end is missing; call the model with the packed row's subtree_end")
+        raise TreepackError(
+            f"{layer}: subtree_end is missing; call the model with the packed row's subtree_end, and if that is done, "
+            "the model's code does not hand it on to its attention, so train another model"
+        )
     if attention_mask is not None:
         raise TreepackError(f"{layer}: an attention mask is given; padding tokens are {_PADDING}")
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:

@@ -1,4 +1,4 @@
-r"""Tree attention, dense and obvious: the twin that every faster backend is tested against.
+r"""Tree attention, obvious and on any device: the twin that every faster backend is tested against.
 
     token q may see token k   <=>   k <= q < subtree_end[k]
 
@@ -9,8 +9,9 @@ r"""Tree attention, dense and obvious: the twin that every faster backend is tes
         3       x . . x          tokens 3 and 4 hang on 0 and do not see 1 and 2
         4       x . . x x
 
-In: query [B, H, T, D], key and value [B, H_kv, T, D], subtree_end [B, T]; out: [B, H, T, D_v]. Long rows go `QUERIES`
-queries at a time, each block dense over the keys that any of its queries sees. Names of models are left to `interface`.
+In: query [B, H, T, D], key and value [B, H_kv, T, D], subtree_end [B, T]; out: [B, H, T, D_v]. `QUERIES` queries go
+at a time, through torch's SDPA with the mask over the keys that any of them sees. Names of models are left to
+`interface`.
 """
 
 from __future__ import annotations
