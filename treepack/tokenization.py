@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -60,8 +61,8 @@ def load_tokenizer(name: str) -> Any:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # whatever a damaged folder makes foreign code raise
+            reason = shorten(str(error), 200, placeholder=" ...") or type(error).__name__
             raise TreepackError(f"{name}: no tokenizer there ({reason}); give a folder or a model's name") from error
     if not tokenizer.is_fast:
         raise TreepackError(f"{name}: has a slow tokenizer only; save it as tokenizer.json")
