@@ -182,6 +182,15 @@ def test_a_run_killed_at_any_point_can_be_repeated(tmp_path: Path, patch: str, l
     assert shards.read_trie(tmp_path / "trie").trajectories["trajectory_id"].to_pylist() == ["b"]
 
 
+def test_an_output_that_a_killed_swap_moved_away_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    out = write_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    out.rename(tmp_path / ".trie.old-999999999")
+    with pytest.raises(TreepackError, match="exists; choose another --out"):
+        write_again(out)
+    assert shards.read_trie(out).trajectories["trajectory_id"].to_pylist() == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trie"]
+
+
 def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     left = tmp_path / ".trie.partial-999999999"
     left.mkdir()

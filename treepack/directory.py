@@ -28,12 +28,12 @@ def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Raises:
         TreepackError: `out` exists and is not to be overwritten or was not written by treepack, or the disk fails.
     """
-    refuse_existing(out, overwrite=overwrite)
     out = out.resolve()
     temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(out)
+        _remove_stale(out)  # first, for it may put an output back that must not be overwritten unasked
+        refuse_existing(out, overwrite=overwrite)
         temporary.mkdir()
         yield temporary
         _swap(temporary, out)
