@@ -100,7 +100,7 @@ class PackedDataset(Dataset[Batch]):
     def _list_groups(self) -> list[_Group]:
         groups, first = [], 0
         for entry in self.manifest["files"]:
-            path = check_part(self.path, entry, contents=True)
+            path = check_part(self.path, entry)
             metadata = self._open(path).metadata
             if metadata.num_rows != entry["rows"]:
                 raise TreepackError(

@@ -114,8 +114,8 @@ def file_sha256(path: Path) -> str:
         raise TreepackError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def check_part(directory: Path, entry: dict[str, Any], *, contents: bool) -> Path:
-    """Path of the part that `entry` of a manifest names, present and of its size, and with `contents` of its hash.
+def check_part(directory: Path, entry: dict[str, Any]) -> Path:
+    """Path of the part that `entry` of a manifest names, present, of its size and of its hash.
 
     Raises:
         TreepackError: missing, truncated or altered.
@@ -127,6 +127,6 @@ def check_part(directory: Path, entry: dict[str, Any], *, contents: bool) -> Pat
         raise TreepackError(
             f"{path}: has {path.stat().st_size} bytes, its manifest says {entry['bytes']}; write it again"
         )
-    if contents and file_sha256(path) != entry["sha256"]:
+    if file_sha256(path) != entry["sha256"]:
         raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
     return path

@@ -191,7 +191,7 @@ def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
 
 def open_part(directory: Path, entry: dict[str, Any]) -> pq.ParquetFile:
     """Open a part after checking its size and hash."""
-    path = check_part(directory, entry, contents=True)
+    path = check_part(directory, entry)
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowInvalid, OSError) as error:
