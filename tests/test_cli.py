@@ -213,6 +213,18 @@ def test_choices_are_those_of_the_library() -> None:
     assert choices("pack", "normalize") == list(NORMALIZE)
 
 
+@pytest.mark.parametrize("which", ["trie", "packed"])
+def test_parts_of_an_unfinished_directory_are_not_read_as_rollouts(
+    treepack: Run, trie: Path, packed: Path, which: str, tmp_path: Path
+) -> None:
+    directory = {"trie": trie, "packed": packed}[which]
+    (directory / "manifest.json").unlink()
+    for command in (("stats", directory), ("build-trie", directory, "--out", tmp_path / "new", "--train-all")):
+        result = treepack(*command)
+        assert result.status == 1
+        assert "is a part of a trie or packed directory" in result.err
+
+
 def test_wrong_usage_is_status_2(treepack: Run, trie: Path, tmp_path: Path) -> None:
     assert treepack("pack", trie, "--out", tmp_path / "p").status == 2
     assert treepack("pack", trie, "--capacity", 0, "--out", tmp_path / "p").status == 2

@@ -74,8 +74,13 @@ def detect_format(record: Record) -> str:
     """The first format in `READERS` that `record` matches.
 
     Raises:
-        TreepackError: none does; the message lists the record's fields and the formats.
+        TreepackError: the record is a row of a trie or packed directory, which holds no rollouts; or none does; the message lists the record's fields and the formats.
     """
+    if "subtree_end" in record.value or {"tree_id", "node_id"} <= record.value.keys():
+        raise TreepackError(
+            f"{record.source}: is a part of a trie or packed directory; "
+            "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
+        )
     for name, reader in READERS.items():
         if reader.matches(record.value):
             return name
