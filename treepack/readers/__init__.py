@@ -74,7 +74,8 @@ def detect_format(record: Record) -> str:
     """The first format in `READERS` that `record` matches.
 
     Raises:
-        TreepackError: the record is a row of a trie or packed directory, which holds no rollouts; or none does; the message lists the record's fields and the formats.
+        TreepackError: the record is a row of a trie or packed directory, or of no known format; the message then lists
+            the record's fields and the formats.
     """
     if "subtree_end" in record.value or {"tree_id", "node_id"} <= record.value.keys():
         raise TreepackError(
