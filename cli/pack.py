@@ -62,7 +62,7 @@ def pack(
     source = read_manifest(trie, schema.TRIE_FORMAT)
     fitted, counts = fit_capacity(shards.read_trie(trie), capacity, too_long=too_long)
     plan = plan_rows(fitted, capacity=capacity, method=method)
-    totals = packed_totals(fitted, check_plan(fitted, plan), capacity=capacity)
+    totals = packed_totals(fitted, plan, check_plan(fitted, plan))
     manifest = {
         "options": {"method": method, "too_long": too_long, "semantics": semantics, "normalize": normalize},
         "capacity": capacity,

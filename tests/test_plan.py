@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from strategies import make, random_sequences
 
 from treepack.errors import TreepackError
-from treepack.plan import METHODS, Plan, check_plan, plan_rows
-from treepack.plan.bounds import recursive_bound
+from treepack.plan import METHODS, Limits, Plan, check_plan, plan_rows
 from treepack.trajectory import Trajectory
 from treepack.trie import Trie, build_trie, sequences_of
 
@@ -43,9 +42,9 @@ def test_any_plan_is_valid_and_counts_unions(method: str, given_ones: list[Traje
 @given(sequences=strategies.sequences(max_count=6, max_length=7), capacity=st.integers(7, 16))
 def test_bound_below_best_plan_below_any_plan(method: str, sequences: list[list[int]], capacity: int) -> None:
     trie = built(sequences)
-    totals = check_plan(trie, plan_rows(trie, capacity=capacity, method=method))
+    plan = plan_rows(trie, capacity=capacity, method=method)
     best = oracle.best_plan(sequences, capacity)
-    assert recursive_bound(trie, capacity) <= best[0] <= totals.tokens_packed
+    assert plan.lower_bound <= best[0] <= check_plan(trie, plan).tokens_packed
 
 
 @given(sequences=strategies.sequences(max_count=8, max_length=7), capacity=st.integers(7, 16))
@@ -126,10 +125,10 @@ def test_too_long_names_the_trajectory_and_its_length() -> None:
 def test_checker_refuses_wrong_plans(row_of: list[int], sentence: str) -> None:
     trie = built([[1, 2, 3], [1, 4, 5]])
     with pytest.raises(TreepackError, match=sentence):
-        check_plan(trie, Plan("mine", 4, np.array(row_of)))
+        check_plan(trie, Plan("mine", Limits(4), np.array(row_of)))
 
 
 def test_checker_refuses_mixed_steps() -> None:
     trie = build_trie([make("a", [1, 2], step=0), make("b", [1, 3], step=1)])
     with pytest.raises(TreepackError, match="row 0 of the plan mixes training steps"):
-        check_plan(trie, Plan("mine", 10, np.array([0, 0])))
+        check_plan(trie, Plan("mine", Limits(10), np.array([0, 0])))

@@ -15,8 +15,7 @@ import polars as pl
 
 from treepack.columns import SpanView
 from treepack.pack import Row, fit_capacity
-from treepack.plan import PlanTotals, check_plan, plan_rows
-from treepack.plan.bounds import recursive_bound
+from treepack.plan import Plan, PlanTotals, check_plan, plan_rows
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
@@ -41,19 +40,19 @@ def trie_totals(trie: Trie) -> Report:
     }
 
 
-def packed_totals(trie: Trie, totals: PlanTotals, *, capacity: int) -> Report:
+def packed_totals(trie: Trie, plan: Plan, totals: PlanTotals) -> Report:
     """What a plan of `trie` costs, beside a lower bound that holds for every plan.
 
     ERR is 1 - N_pack / N_flat, fill the tokens over rows times capacity, gap N_pack over the bound less 1.
     """
-    bound = max(recursive_bound(trie, capacity), trie.tokens_tree)
+    bound = max(plan.lower_bound, trie.tokens_tree)
     return {
-        "capacity": capacity,
+        "capacity": plan.capacity,
         "num_rows": totals.num_rows,
         "tokens_packed": totals.tokens_packed,
         "err": 1 - totals.tokens_packed / trie.tokens_flat,
         "token_ratio": totals.tokens_packed / trie.tokens_flat,
-        "fill": totals.tokens_packed / (totals.num_rows * capacity),
+        "fill": totals.tokens_packed / (totals.num_rows * plan.capacity),
         "lower_bound": bound,
         "gap": totals.tokens_packed / bound - 1,
     }
@@ -155,6 +154,6 @@ def predict(trie: Trie, capacities: Iterable[int], *, method: str, too_long: str
     for capacity in capacities:
         too_many = int((trie.lengths > capacity).sum())
         fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
-        totals = check_plan(fitted, plan_rows(fitted, capacity=capacity, method=method))
-        reports.append(packed_totals(fitted, totals, capacity=capacity) | {"num_too_long": too_many})
+        plan = plan_rows(fitted, capacity=capacity, method=method)
+        reports.append(packed_totals(fitted, plan, check_plan(fitted, plan)) | {"num_too_long": too_many})
     return reports

@@ -1,33 +1,47 @@
 """Which trajectories go to which row: one function, one result type, one independent checker.
 
-    Trie --plan_rows--> Plan --check_plan--> PlanTotals
+    Trie --forest_of--> Tree, ... --a method--> Solution, ... --merge_rows--> Plan --check_plan--> PlanTotals
 
-Every method orders the leaves and cuts the order into rows of at most `capacity` tokens (`cuts.py`); a trajectory
-that ends inside the tree rides along with the first leaf below it, for free. Afterwards rows that are not full are
-put together, whatever trees they hold. `bounds.py` says how far any plan can be from the least possible total.
+The total of all rows, N_pack, is a sum over trees, so each tree is planned alone (`problem.py` has all that a method
+sees); then rows that are not full are put together, whatever trees they hold, which costs nothing (`merge.py`).
+`bounds.py` says how far any plan can be from the least possible total.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.plan import cuts
+from treepack.plan import bounds, cuts, merge
+from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
-METHODS = {"contiguous": cuts.contiguous, "heuristic": cuts.deepest_first}
+__all__ = ["EFFORTS", "METHODS", "Limits", "Plan", "PlanTotals", "Search", "check_plan", "plan_rows"]
+
+Method = Callable[[Tree, Limits, Search], Solution]
+
+METHODS: dict[str, Method] = {"contiguous": cuts.contiguous, "heuristic": cuts.deepest_first}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`row_of` int64 [num_trajectories]: the row of each trajectory, rows numbered from 0 without a gap."""
+    """`row_of` int64 [num_trajectories]: the row of each trajectory, rows numbered from 0 without a gap.
+
+    No plan within the same capacity has fewer tokens than `lower_bound`.
+    """
 
     method: str
-    capacity: int
+    limits: Limits
     row_of: Int64
+    lower_bound: int = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.limits.capacity
 
     @property
     def num_rows(self) -> int:
@@ -54,27 +68,41 @@ class PlanTotals:
         return int(self.row_tokens.sum())
 
 
-def plan_rows(trie: Trie, *, capacity: int, method: str = "contiguous") -> Plan:
+def plan_rows(
+    trie: Trie,
+    *,
+    capacity: int | Limits,
+    method: str = "contiguous",
+    search: Search = Search(),  # noqa: B008
+) -> Plan:
     """Assign every trajectory to a row of at most `capacity` tokens; rows never mix training steps.
 
-    `method` "contiguous" cuts the leaves in depth-first order where that repeats the fewest tokens (the optimum of
-    all contiguous cuts); "heuristic" is the Tree Training paper's (arXiv 2511.00413, section 2.2.2): deepest leaves
-    first, similar depths together, depth-first, a new row when full. Rows are numbered by step and then by the first
-    trajectory they hold.
+    Rows are numbered by step and then by the first trajectory they hold. docs/packing.md describes the methods.
 
     Raises:
-        TreepackError: a trajectory longer than the capacity, or an unknown method.
+        TreepackError: a trajectory that exceeds a limit alone, or an unknown method.
     """
     if method not in METHODS:
         raise TreepackError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
-    refuse_too_long(trie, capacity)
-    leaves = cuts.leaf_nodes(trie)
-    row_of_leaf = METHODS[method](trie, leaves, capacity)
-    first_leaf = np.searchsorted(leaves, trie.end_node)
-    raw = row_of_leaf[first_leaf]
-    row_tokens = count_row_tokens(trie, raw, int(raw.max(initial=-1)) + 1)
-    merged = cuts.merge_rows(raw, row_tokens, trie.step_rank, capacity)
-    return Plan(method, capacity, _renumber(merged))
+    limits = Limits(capacity) if isinstance(capacity, int) else capacity
+    refuse_too_long(trie, limits.capacity)
+    forest = forest_of(trie, split_ends=limits.terms is not None)
+    row_of_leaf, bound = _plan_trees(forest, limits, METHODS[method], search)
+    row_of = row_of_leaf[forest.leaf_of]
+    row_tokens = count_row_tokens(trie, row_of, int(row_of.max(initial=-1)) + 1)
+    merged = merge.merge_rows(row_of, row_tokens, trie.step_rank, limits.capacity)
+    return Plan(method, limits, _renumber(merged), bound)
+
+
+def _plan_trees(forest: Forest, limits: Limits, method: Method, search: Search) -> tuple[Int64, int]:
+    """Rows of all leaves, numbered over all trees, and a bound for all."""
+    parts, num_rows, bound = [], 0, 0
+    for tree in forest.trees():
+        solution = method(tree, limits, search)
+        parts.append(solution.row_of_leaf + num_rows)
+        num_rows += int(solution.row_of_leaf.max()) + 1
+        bound += max(solution.lower_bound, bounds.recursive_bound(tree, limits.capacity))
+    return np.concatenate(parts), bound
 
 
 def refuse_too_long(trie: Trie, capacity: int) -> None:
