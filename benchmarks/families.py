@@ -1,0 +1,316 @@
+"""Packing problems without tokens: named families of trees as agents, samplers and adversaries make them.
+
+    (parent, size) of nodes in any order --tree_of--> Tree      Tree, Tree, ... --forest_of_trees--> Forest
+
+A family is a function (num_leaves, rng) -> Tree with exactly that many leaves; `make_tree` seeds it, so that the same
+name, number and seed always give the same tree. Sizes are tokens. Paths stay below about 100,000 tokens however many
+leaves there are. A family that is hard at one capacity only names it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from treepack.plan.problem import Forest, Tree
+from treepack.trajectory import Int64
+
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`make(num_leaves, rng)`; `capacity` is the one at which the trees are hard, None if at none in particular."""
+
+    name: str
+    make: Callable[[int, Rng], Tree]
+    capacity: int | None = None
+
+
+def families() -> list[Family]:
+    """All families, in a fixed order."""
+    return [
+        Family("star, short prompt", lambda n, rng: star(n, rng, prompt=300, median=1200)),
+        Family("star, long prompt", lambda n, rng: star(n, rng, prompt=4000, median=500)),
+        Family("random turns", random_turns),
+        Family("turns of one chain", lambda n, rng: chains(n, rng, count=1)),
+        Family("turns of 8 chains", lambda n, rng: chains(n, rng, count=max(8, n // 150))),
+        Family("sub-agents", sub_agents),
+        Family("nearly equal", nearly_equal),
+        Family("balanced ternary", balanced_ternary),
+        Family("random recursive", random_recursive),
+        Family("beam search", beam_search),
+        Family("comb", comb, 8192),
+        Family("halves", halves, 8192),
+        Family("thirds", thirds, 8192),
+        Family("triplets", triplets, 8192),
+        Family("triplets in groups", grouped_triplets, 8192),
+    ]
+
+
+def make_tree(family: Family, num_leaves: int, *, seed: int = 0) -> Tree:
+    """The tree of `family` with `num_leaves` leaves for `seed`."""
+    rng = np.random.default_rng([seed, num_leaves, zlib.crc32(family.name.encode())])
+    tree = family.make(num_leaves, rng)
+    assert tree.num_leaves == num_leaves, f"{family.name}: {tree.num_leaves} leaves, not {num_leaves}"
+    return tree
+
+
+def tree_of(parent: Int64, size: Int64) -> Tree:
+    """The tree of nodes given in any order that puts parents first; only children are joined with their parents.
+
+    Siblings keep their order. Every token but those of the root is a loss term. O(nodes).
+    """
+    up = np.asarray(parent, np.int64).tolist()
+    num = len(up)
+    below = [1] * num
+    for node in range(num - 1, 0, -1):
+        below[up[node]] += below[node]
+    at, free = [0] * num, [1] * num  # position of each node, and of its next child
+    for node in range(1, num):
+        at[node] = free[up[node]]
+        free[up[node]] += below[node]
+        free[node] = at[node] + 1
+    order = np.argsort(at)
+    parents = np.array([-1] + [at[u] for u in up[1:]])[order]
+    sizes = np.asarray(size, np.int64)[order]
+    end = np.arange(num) + np.array(below)[order]
+    return _chains_joined(parents, sizes, end)
+
+
+def _chains_joined(parent: Int64, size: Int64, end: Int64) -> Tree:
+    """Nodes in depth-first order to a Tree: a run of only children becomes one node."""
+    bottoms = np.flatnonzero(np.bincount(parent[1:], minlength=len(parent)) != 1)
+    tops = np.concatenate([[0], bottoms[:-1] + 1])
+    up = np.where(parent[tops] < 0, -1, np.searchsorted(bottoms, parent[tops]))
+    sizes = np.add.reduceat(size, tops)
+    ends = np.searchsorted(bottoms, end[bottoms])
+    depth = _depths(up, sizes)
+    leaf = np.flatnonzero(ends == np.arange(1, len(ends) + 1))
+    return Tree(sizes, depth, up, ends, leaf, (depth + sizes)[leaf] - sizes[0])
+
+
+def _depths(parent: Int64, size: Int64) -> Int64:
+    sizes, depth = size.tolist(), [0] * len(size)
+    for node, up in enumerate(parent.tolist()):
+        if up >= 0:
+            depth[node] = depth[up] + sizes[up]
+    return np.array(depth, np.int64)
+
+
+def forest_of_trees(trees: list[Tree]) -> Forest:
+    """All `trees` as one forest whose trajectories are its leaves."""
+    nodes = np.concatenate([[0], np.cumsum([tree.num_nodes for tree in trees])]).astype(np.int64)
+    leaves = np.concatenate([[0], np.cumsum([tree.num_leaves for tree in trees])]).astype(np.int64)
+    starts = nodes[:-1].tolist()
+    joined = Tree(
+        np.concatenate([tree.size for tree in trees]),
+        np.concatenate([tree.depth for tree in trees]),
+        np.concatenate([np.where(tree.parent < 0, -1, tree.parent + a) for tree, a in zip(trees, starts, strict=True)]),
+        np.concatenate([tree.end + a for tree, a in zip(trees, starts, strict=True)]),
+        np.concatenate([tree.leaf + a for tree, a in zip(trees, starts, strict=True)]),
+        np.concatenate([tree.terms for tree in trees]),
+    )
+    return Forest(joined, nodes, leaves, np.arange(leaves[-1]))
+
+
+def star(num_leaves: int, rng: Rng, *, prompt: int, median: int) -> Tree:
+    """GRPO: one prompt, answers of lognormal lengths, at most 24,000 tokens."""
+    answers = np.clip(np.exp(rng.normal(np.log(median), 0.8, num_leaves)), 8, 24_000).astype(np.int64)
+    return _star(int(prompt * rng.uniform(0.5, 2)), answers)
+
+
+def _star(root: int, leaves: Int64) -> Tree:
+    return tree_of(np.concatenate([[-1], np.zeros(len(leaves), np.int64)]), np.concatenate([[root], leaves]))
+
+
+class _Growing:
+    """Nodes of a tree that grows level by level; `add` returns the numbers of the new ones."""
+
+    def __init__(self, root: int) -> None:
+        self.parents = [np.array([-1])]
+        self.sizes = [np.array([root])]
+        self.num = 1
+
+    def add(self, parents: Int64, sizes: Int64) -> Int64:
+        self.parents.append(parents)
+        self.sizes.append(sizes)
+        self.num += len(parents)
+        return np.arange(self.num - len(parents), self.num)
+
+    def tree(self) -> Tree:
+        return tree_of(np.concatenate(self.parents), np.concatenate(self.sizes))
+
+
+def random_turns(num_leaves: int, rng: Rng) -> Tree:
+    """A trunk of about 3,000 tokens, turns of 100 to 1,200; after each turn a path forks with probability 0.35.
+
+    Growth stops at the wanted number of paths; each then goes on for up to 8 turns.
+    """
+    grown = _Growing(int(rng.integers(2000, 4000)))
+    paths = np.array([0])
+    while len(paths) < num_leaves:
+        forks = np.flatnonzero(rng.random(len(paths)) < 0.35)[: num_leaves - len(paths)]
+        above = np.sort(np.concatenate([paths, paths[forks]]))
+        paths = grown.add(above, rng.integers(100, 1201, len(above)))
+    grown.add(paths, np.maximum(rng.integers(100, 1201, num_leaves), 650 * rng.integers(0, 9, num_leaves)))
+    return grown.tree()
+
+
+def chains(num_leaves: int, rng: Rng, *, count: int) -> Tree:
+    """One trajectory per turn of `count` conversations under one prompt: a side leaf of about 300, then a trunk of 400.
+
+    Conversations of more than 240 turns have shorter ones, so that their length stays below 100,000.
+    """
+    count = min(count, num_leaves)
+    turns = np.diff(np.linspace(0, num_leaves, count + 1).astype(np.int64))
+    parents, sizes = [-1], [int(rng.integers(1000, 4000))]
+    for number in turns.tolist():
+        trunk = 0
+        scale = min(1.0, 240 / number)
+        for turn in range(number):
+            parents.append(trunk)
+            sizes.append(max(1, int(scale * rng.lognormal(np.log(300), 0.5))))
+            if turn < number - 1:
+                parents.append(trunk)
+                sizes.append(max(1, int(scale * rng.lognormal(np.log(400), 0.4))))
+                trunk = len(parents) - 1
+    return tree_of(np.array(parents), np.array(sizes))
+
+
+def sub_agents(num_leaves: int, rng: Rng) -> Tree:
+    """Main agents of 20 to 60 turns; every other turn spawns sub-agents that see its context, and may spawn others."""
+    parents, sizes = [-1], [int(rng.integers(3000, 6000))]
+    leaves = 0
+
+    def add(up: int, low: int, high: int) -> int:
+        parents.append(up)
+        sizes.append(int(rng.integers(low, high)))
+        return len(parents) - 1
+
+    while leaves < num_leaves:
+        main = 0
+        for _ in range(int(rng.integers(20, 61))):
+            for _ in range(int(rng.integers(1, 5)) if rng.random() < 0.5 else 0):
+                if leaves < num_leaves - 1:
+                    agent = add(main, 300, 3000)
+                    leaves += 1
+                while rng.random() < 0.3 and leaves < num_leaves - 1:
+                    add(agent, 200, 1500)
+                    leaves += 1
+                    agent = add(agent, 200, 800)
+            main = add(main, 150, 900)
+            if leaves >= num_leaves - 1:
+                break
+        leaves += 1
+    return tree_of(np.array(parents), np.array(sizes))
+
+
+def nearly_equal(num_leaves: int, rng: Rng) -> Tree:
+    """All paths of 24,000 tokens within 1 %; forks anywhere, so that neighbours share from a little to nearly all."""
+    parents, sizes = [], []
+    todo = [(-1, 0, num_leaves)]
+    while todo:
+        up, depth, leaves = todo.pop()
+        left = int(24_000 * rng.uniform(0.99, 1.01)) - depth
+        parents.append(up)
+        if leaves == 1:
+            sizes.append(max(1, left))
+            continue
+        sizes.append(max(1, int(left * rng.uniform(0.02, 0.4))))
+        first = max(1, int(leaves * rng.uniform(0.05, 0.6)))
+        node = len(parents) - 1
+        todo += [(node, depth + sizes[node], part) for part in (first, leaves - first)]
+    return tree_of(np.array(parents), np.array(sizes))
+
+
+def balanced_ternary(num_leaves: int, rng: Rng) -> Tree:
+    """Every node has three children until the leaves suffice; 100 to 1,000 tokens each."""
+    parents, leaves, node = [-1], 1, 0
+    while leaves < num_leaves:
+        children = min(3, num_leaves - leaves + 1)
+        parents += [node] * children
+        leaves += children - 1
+        node += 1
+    return tree_of(np.array(parents), rng.integers(100, 1001, len(parents)))
+
+
+def random_recursive(num_leaves: int, rng: Rng) -> Tree:
+    """Every node hangs below one drawn uniformly from all before it; 20 to 2,000 tokens each."""
+    parents, has_child, leaves = [-1], [False], 1
+    while leaves < num_leaves:
+        up = int(rng.integers(len(parents)))
+        leaves += has_child[up]
+        has_child[up] = True
+        parents.append(up)
+        has_child.append(False)
+    return tree_of(np.array(parents), np.exp(rng.uniform(np.log(20), np.log(2000), len(parents))).astype(np.int64))
+
+
+def beam_search(num_leaves: int, rng: Rng) -> Tree:
+    """Every survivor is expanded four times, one expansion in four survives; at most 60 levels of 100 to 600 tokens."""
+    width = max(2, num_leaves // 180)
+    grown = _Growing(int(rng.integers(1000, 3000)))
+    survivors, leaves = np.array([0]), 1
+    while leaves < num_leaves:
+        room = num_leaves - leaves
+        above = np.repeat(survivors, 4)[: room + -(-room // 3)]  # a node with c children adds c - 1 leaves
+        leaves += len(above) - len(np.unique(above))
+        added = grown.add(above, rng.integers(100, 601, len(above)))
+        survivors = np.sort(rng.choice(added, min(width, len(added)), replace=False))
+    return grown.tree()
+
+
+def comb(num_leaves: int, rng: Rng) -> Tree:
+    """Short trunk pieces; teeth that fill a half, a third or a quarter of what a row of 8,192 has left there."""
+    parents, sizes, trunk, depth = [-1], [200], 0, 200
+    piece = max(1, min(40, 4000 // num_leaves))
+    for tooth in range(num_leaves):
+        parents.append(trunk)
+        left = 8192 - depth
+        sizes.append(left // int(rng.integers(2, 5)) + int(rng.integers(-60, 61)))
+        if tooth < num_leaves - 1 and depth < 4400:
+            parents.append(trunk)
+            sizes.append(piece)
+            trunk, depth = len(parents) - 1, depth + piece
+    return tree_of(np.array(parents), np.array(sizes))
+
+
+def halves(num_leaves: int, rng: Rng) -> Tree:
+    """A prompt of 500, leaves a little above or below half of what a row of 8,192 has left."""
+    return _star(500, (8192 - 500) // 2 + rng.integers(-400, 401, num_leaves))
+
+
+def thirds(num_leaves: int, rng: Rng) -> Tree:
+    """A prompt of 500, leaves a little above or below a third of what a row of 8,192 has left."""
+    return _star(500, (8192 - 500) // 3 + rng.integers(-250, 251, num_leaves))
+
+
+def triplets(num_leaves: int, rng: Rng) -> Tree:
+    """A prompt of 512 and leaves of which three at a time fill a row of 8,192 exactly: a plan without a gap exists."""
+    return _star(512, _triplets(num_leaves, rng, 8192 - 512))
+
+
+def _triplets(num: int, rng: Rng, room: int) -> Int64:
+    first = rng.integers(room // 4 + 1, room // 2, -(-num // 3))
+    low = np.maximum(room // 4 + 1, room - first - room // 2 + 1)
+    high = np.minimum(room // 2, room - first - room // 4)
+    second = rng.integers(low, np.maximum(high, low + 1))
+    return rng.permutation(np.concatenate([first, second, room - first - second])[:num])
+
+
+def grouped_triplets(num_leaves: int, rng: Rng) -> Tree:
+    """Groups of up to 24 triplet leaves below prefixes of 100 to 1,000 tokens, all below a prompt of 512."""
+    parents, sizes, leaves = [-1], [512], 0
+    while leaves < num_leaves:
+        prefix, number = int(rng.integers(100, 1001)), min(24, num_leaves - leaves)
+        parents.append(0)
+        sizes.append(prefix)
+        group = len(parents) - 1
+        parents += [group] * number
+        sizes += _triplets(number, rng, 8192 - 512 - prefix).tolist()
+        leaves += number
+    return tree_of(np.array(parents), np.array(sizes))
