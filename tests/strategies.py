@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from treepack.plan.problem import Tree
 from treepack.trajectory import Int32, Tokens, Trajectory
+
+Nested = tuple[int, list["Nested"]]  # a node's tokens and its children
 
 
 def make(
@@ -83,6 +86,57 @@ def trajectories(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, st
             )
         )
     return made
+
+
+def tree_of(nested: Nested, terms: list[int] | None = None) -> Tree:
+    """The `Tree` of nested sizes, e.g. `(3, [(1, []), (2, [])])`; every leaf has one loss term unless told."""
+    size: list[int] = []
+    depth: list[int] = []
+    parent: list[int] = []
+    open_nodes = [(nested, 0, -1)]
+    while open_nodes:
+        (own, children), above, up = open_nodes.pop()
+        open_nodes.extend((child, above + own, len(size)) for child in reversed(children))
+        size.append(own)
+        depth.append(above)
+        parent.append(up)
+    end = list(range(1, len(size) + 1))
+    for node in range(len(size) - 1, 0, -1):
+        end[parent[node]] = max(end[parent[node]], end[node])
+    leaf = [node for node in range(len(size)) if end[node] == node + 1]
+    terms = [1] * len(leaf) if terms is None else terms
+    return Tree(*(np.array(column, np.int64) for column in (size, depth, parent, end, leaf, terms)))
+
+
+@st.composite
+def trees(draw: st.DrawFn, *, max_leaves: int = 8, max_size: int = 9) -> Tree:
+    """A planner's tree whose inner nodes branch: chains, stars, equal and single-token nodes, leaves of no tokens."""
+    sizes = draw(st.sampled_from([st.integers(1, max_size), st.integers(1, 3), st.just(1), st.just(max_size)]))
+    leaf_sizes = draw(st.sampled_from([sizes, st.integers(0, max_size)]))
+    most_children = draw(st.sampled_from([2, 3, max_leaves]))
+
+    def node(leaves: int) -> Nested:
+        if leaves == 1:
+            return draw(leaf_sizes), []
+        children: list[Nested] = []
+        while leaves:
+            last = len(children) == most_children - 1
+            share = leaves if last else draw(st.integers(1, leaves if children else leaves - 1))
+            children.append(node(share))
+            leaves -= share
+        return draw(sizes), children
+
+    num_leaves = draw(st.integers(1, max_leaves))
+    nested = node(num_leaves)
+    return tree_of(nested, draw(st.lists(st.integers(0, 4), min_size=num_leaves, max_size=num_leaves)))
+
+
+@st.composite
+def trees_and_capacities(draw: st.DrawFn, *, max_leaves: int = 8, max_size: int = 9) -> tuple[Tree, int]:
+    """A tree and a capacity from that of its longest path, often just that, to that of the whole tree."""
+    tree = draw(trees(max_leaves=max_leaves, max_size=max_size))
+    longest = max(1, int(tree.length.max()))
+    return tree, longest + draw(st.just(0) | st.integers(0, max(0, tree.tokens - longest)))
 
 
 def random_sequences(*, seed: int) -> list[Int32]:
