@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.plan import bounds, cuts, merge
+from treepack.plan import bounds, cuts, merge, single_path
 from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of
 from treepack.trajectory import Int64
 from treepack.trie import Trie
@@ -24,7 +24,12 @@ __all__ = ["EFFORTS", "METHODS", "Limits", "Plan", "PlanTotals", "Search", "chec
 
 Method = Callable[[Tree, Limits, Search], Solution]
 
-METHODS: dict[str, Method] = {"contiguous": cuts.contiguous, "heuristic": cuts.deepest_first}
+
+METHODS: dict[str, Method] = {
+    "contiguous": cuts.contiguous,
+    "heuristic": cuts.deepest_first,
+    "single-path": single_path.single_path,
+}
 
 
 @dataclass(frozen=True, slots=True)
