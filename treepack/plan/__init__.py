@@ -15,21 +15,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.plan import bounds, cuts, merge, single_path
+from treepack.plan import bounds, cuts, merge, online, single_path
 from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of
+from treepack.plan.processes import plan_trees
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
-__all__ = ["EFFORTS", "METHODS", "Limits", "Plan", "PlanTotals", "Search", "check_plan", "plan_rows"]
+__all__ = [
+    "EFFORTS",
+    "FOREST_METHODS",
+    "METHODS",
+    "Limits",
+    "Plan",
+    "PlanTotals",
+    "Search",
+    "check_plan",
+    "plan_rows",
+]
 
 Method = Callable[[Tree, Limits, Search], Solution]
-
+ForestMethod = Callable[[Forest, Int64, Int64, Limits], Int64]
 
 METHODS: dict[str, Method] = {
     "contiguous": cuts.contiguous,
     "heuristic": cuts.deepest_first,
     "single-path": single_path.single_path,
 }
+
+FOREST_METHODS: dict[str, ForestMethod] = {"greedy-online": online.greedy_online, "sequence": online.sequence}
+"""Methods that see all trees at once and fill rows across them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +93,37 @@ def plan_rows(
     capacity: int | Limits,
     method: str = "contiguous",
     search: Search = Search(),  # noqa: B008
+    workers: int = 1,
 ) -> Plan:
     """Assign every trajectory to a row of at most `capacity` tokens; rows never mix training steps.
 
     Rows are numbered by step and then by the first trajectory they hold. docs/packing.md describes the methods.
+    With several `workers` (processes) the plan is the same.
 
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, or an unknown method.
     """
-    if method not in METHODS:
-        raise TreepackError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
+    if method not in METHODS and method not in FOREST_METHODS:
+        raise TreepackError(f"method is {method!r}; expected one of {', '.join([*METHODS, *FOREST_METHODS])}")
     limits = Limits(capacity) if isinstance(capacity, int) else capacity
     refuse_too_long(trie, limits.capacity)
+    if method in FOREST_METHODS:
+        return _plan_forest(trie, limits, method)
     forest = forest_of(trie, split_ends=limits.terms is not None)
-    row_of_leaf, bound = _plan_trees(forest, limits, METHODS[method], search)
+    row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers)
     row_of = row_of_leaf[forest.leaf_of]
     row_tokens = count_row_tokens(trie, row_of, int(row_of.max(initial=-1)) + 1)
     merged = merge.merge_rows(row_of, row_tokens, trie.step_rank, limits.capacity)
     return Plan(method, limits, _renumber(merged), bound)
 
 
-def _plan_trees(forest: Forest, limits: Limits, method: Method, search: Search) -> tuple[Int64, int]:
-    """Rows of all leaves, numbered over all trees, and a bound for all."""
-    parts, num_rows, bound = [], 0, 0
-    for tree in forest.trees():
-        solution = method(tree, limits, search)
-        parts.append(solution.row_of_leaf + num_rows)
-        num_rows += int(solution.row_of_leaf.max()) + 1
-        bound += max(solution.lower_bound, bounds.recursive_bound(tree, limits.capacity))
-    return np.concatenate(parts), bound
+def _plan_forest(trie: Trie, limits: Limits, method: str) -> Plan:
+    forest = forest_of(trie, split_ends=True)
+    order, steps = forest.leaf_of[online.arrival_order(trie)], np.zeros(forest.num_leaves, np.int64)
+    steps[forest.leaf_of] = trie.step_rank
+    row_of_leaf = FOREST_METHODS[method](forest, order, steps, limits)
+    bound = sum(bounds.recursive_bound(tree, limits.capacity) for tree in forest.trees())
+    return Plan(method, limits, _renumber(row_of_leaf[forest.leaf_of]), bound)
 
 
 def refuse_too_long(trie: Trie, capacity: int) -> None:
