@@ -9,7 +9,8 @@ Sequences are sorted lexicographically as big-endian bytes; the common prefixes 
 What a sequence does not share with the one before it is laid down once, in sorted order, which is depth-first
 order; it is cut into nodes where a later sequence leaves it. No object per token, O(1) Python steps per branch.
 
-Trees never span training steps, nor groups under `share="group"`. The result does not depend on input order.
+Trees never span training steps, nor groups under `share="group"`; under `share="none"` every trajectory is a tree of
+its own, as where sequences are trained one by one. The result does not depend on input order.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from treepack.columns import Sequences, SpanView, collect, list_values
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 
-SHARES = ("all", "group")
+SHARES = ("all", "group", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,8 @@ class Trie:
 def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "all") -> Trie:
     """Build the forest of prefix tries of tokenised `trajectories`.
 
-    `share` "all" shares prefixes between all trajectories of a training step, "group" only inside a group. Duplicates
-    and trajectories that are prefixes of others are kept. O(N_flat) plus the sort's comparisons.
+    `share` "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none" not
+    at all. Duplicates and trajectories that are prefixes of others are kept. O(N_flat) plus the sort's comparisons.
 
     Raises:
         TreepackError: no trajectory, or one that is not tokenised.
@@ -112,6 +113,8 @@ def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "
     sequences = trajectories if isinstance(trajectories, Sequences) else collect(trajectories)
     partition = _partitions(sequences.table, share=share)
     order = _sorted_order(sequences, partition)
+    if share == "none":
+        partition = np.arange(len(partition))
     return _forest(sequences, order, partition, share=share)
 
 
@@ -254,6 +257,25 @@ def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
             a, b = begins[node], begins[node + 1]
             path[depths[node] : depths[node] + b - a] = np.arange(a, b)
         yield path[: depths[end] + begins[end + 1] - begins[end]]
+
+
+def unshared(trie: Trie) -> Trie:
+    """The same trajectories in the same order, each a tree of one node: what `share="none"` builds."""
+    lengths, each = trie.lengths, np.arange(trie.num_trajectories, dtype=np.int32)
+    table = trie.trajectories
+    for name in ("tree_id", "node_id"):
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), pa.array(each))
+    return Trie(
+        tokens=np.concatenate(list(sequences_of(trie))),
+        node_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        node_end=each + np.int32(1),
+        parent=np.full_like(each, -1),
+        depth=np.zeros(len(each), np.int64),
+        num_passing=np.ones_like(each),
+        end_node=each,
+        trajectories=table,
+        share="none",
+    )
 
 
 def sequences_of(trie: Trie) -> Iterator[Int32]:
