@@ -1,0 +1,290 @@
+"""The multi-path dynamic program: all ways worth keeping in which rows can pass through each node.
+
+PLACEHOLDER
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from treepack.plan.completion import Completion, Shape, Sums, suffix_maximum
+from treepack.trajectory import Int64
+
+Rooms = tuple[int, ...]  # what each traversal has left, ascending
+State = tuple[int, Rooms]  # tokens strictly below the node, and its traversals
+
+# How a partial state came about: the one before, the child's state, and for each traversal of the child the place of
+# the traversal that it joins in the one before, or NEW.
+Step = tuple[Rooms, Rooms, tuple[int, ...]]
+NEW = -1
+FILTERED_BY = 2048  # states that later ones are compared with
+
+
+class OutOfWorkError(Exception):
+    """The work or the time allowed is used up."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Work left, counted in placements, and the time at which to stop."""
+
+    work: float
+    deadline: float
+
+    def spend(self, work: int) -> None:
+        self.work -= work
+        if self.work < 0 or time.monotonic() > self.deadline:
+            raise OutOfWorkError
+
+
+class _Rounding(dict[int, int]):
+    """What a traversal has left, rounded down to what can be added to it."""
+
+    def __init__(self, sums: Int64 | None) -> None:
+        super().__init__()
+        self.sums = None if sums is None else sums.tolist()
+
+    def __missing__(self, room: int) -> int:
+        rounded = room if self.sums is None else self.sums[bisect_right(self.sums, room) - 1]
+        self[room] = rounded
+        return rounded
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The best plan within the target, if there is one, and what the run proves.
+
+    If `exhaustive`, no plan within the target is better than `rows` (None: there is none), and plans outside of it
+    have at least `excess` tokens more than the target.
+    """
+
+    rows: Int64 | None
+    exhaustive: bool
+    excess: int
+
+
+class Program:
+    """One run of the dynamic program for the plans within the target of `completion`."""
+
+    def __init__(self, shape: Shape, sums: Sums, completion: Completion, budget: Budget, width: int) -> None:
+        self.shape, self.sums, self.completion, self.budget, self.width = shape, sums, completion, budget, width
+        self.exhaustive = True
+        self.excess = 1 << 50
+        self.steps: list[list[dict[Rooms, tuple[int, Step]]]] = [[] for _ in shape.size]
+        self.states: list[list[State]] = [[] for _ in shape.size]
+
+    def run(self) -> Outcome:
+        shape = self.shape
+        for node in range(len(shape.size) - 1, -1, -1):
+            self.states[node] = self._solve(node) if shape.children[node] else [(0, (shape.room[node],))]
+            if not self.states[node]:
+                return Outcome(None, self.exhaustive, max(1, self.excess))
+            if shape.children[node]:
+                self.completion.settle(node, [(len(rooms), cost) for cost, rooms in self.states[node]])
+        best = min(self.states[0], key=lambda state: (state[0] + len(state[1]) * shape.size[0], len(state[1])))
+        return Outcome(self._rows(best[1]), self.exhaustive, 0)
+
+    def _solve(self, node: int) -> list[State]:
+        """States of an inner node, cheapest first: those of its children put together one child after another."""
+        shape, room = self.shape, self.shape.room[node]
+        allowed = self.completion.allowed(node)
+        rest = self.completion.inner[node]
+        partial: list[State] = [(0, ())]
+        for at, child in enumerate(shape.children[node]):
+            rest = rest - self.completion.lifted[child]
+            fits = (np.arange(len(rest)) * room - rest).tolist()
+            fits[0] = min(fits[0], 0)
+            lifted = [(cost + len(rooms) * shape.size[child], rooms) for cost, rooms in self.states[child]]
+            lifted.sort()
+            rounding = _Rounding(self.sums.after[node][at])
+            closed = rounding.sums == [0]
+            found = self._put_together(
+                partial, lifted, room, rounding, suffix_maximum(allowed - rest).tolist(), fits, closed
+            )
+            self.steps[node].append(found)
+            partial = undominated([(cost, rooms) for rooms, (cost, _) in found.items()])
+            if len(partial) > self.width:
+                partial, self.exhaustive = partial[: self.width], False
+        return partial
+
+    def _put_together(
+        self,
+        partial: list[State],
+        lifted: list[State],
+        room: int,
+        rounding: _Rounding,
+        most: list[int],
+        fits: list[int],
+        closed: bool,
+    ) -> dict[Rooms, tuple[int, Step]]:
+        found: dict[Rooms, tuple[int, Step]] = {}
+        last = len(most) - 1
+        for cost, rooms in partial:
+            rounded = [rounding[left] for left in rooms]
+            work = 1
+            for extra, items in lifted:
+                total = cost + extra
+                over = total - most[max(len(rooms), len(items))]
+                if over > 0:
+                    self.excess = min(self.excess, total - most[1] if total > most[1] else over)
+                    if total > most[1]:
+                        break
+                    continue
+                placements = (
+                    _closed(rooms, items, room) if closed else _placements(rooms, rounded, items, room, rounding)
+                )
+                for result, places in placements:
+                    work += 1
+                    need = max(len(result), bisect_left(fits, len(result) * room - sum(result)))
+                    if need > last:
+                        continue
+                    over = total - most[need]
+                    if over > 0:
+                        self.excess = min(self.excess, over)
+                        continue
+                    known = found.get(result)
+                    if known is None or total < known[0]:
+                        found[result] = total, (rooms, items, places)
+            self.budget.spend(work)
+        return found
+
+    def _rows(self, best: Rooms) -> Int64:
+        """Row of each leaf, by following the steps back from the root's state `best`."""
+        shape = self.shape
+        chosen: list[Rooms] = [()] * len(shape.size)
+        chosen[0] = best
+        taken: list[list[tuple[Rooms, tuple[int, ...]]]] = [[] for _ in shape.size]
+        for node, children in enumerate(shape.children):
+            rooms = chosen[node]
+            for at in range(len(children) - 1, -1, -1):
+                _, (before, items, places) = self.steps[node][at][rooms]
+                taken[node].append((before, places))
+                chosen[children[at]] = items
+                rooms = before
+        holds: list[list[list[int]]] = [[] for _ in shape.size]  # leaf nodes of each traversal, in the state's order
+        for node in range(len(shape.size) - 1, -1, -1):
+            children = shape.children[node]
+            if not children:
+                holds[node] = [[node]]
+                continue
+            held: list[list[int]] = []
+            for at, (child, (before, places)) in enumerate(zip(children, reversed(taken[node]), strict=True)):
+                room, rounding = shape.room[node], _Rounding(self.sums.after[node][at])
+                lefts = list(before)
+                for place, left, leaves in zip(places, chosen[child], holds[child], strict=True):
+                    if place == NEW:
+                        lefts.append(left)
+                        held.append(leaves)
+                    else:
+                        lefts[place] += left - room
+                        held[place] = held[place] + leaves
+                order = sorted(range(len(held)), key=lambda i: rounding[lefts[i]])
+                held = [held[i] for i in order]
+            holds[node] = held
+        row_of_node = {leaf: row for row, leaves in enumerate(holds[0]) for leaf in leaves}
+        return np.array([row_of_node[node] for node in sorted(row_of_node)], np.int64)
+
+
+def _placements(
+    rooms: Rooms, rounded: list[int], items: Rooms, room: int, rounding: _Rounding
+) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
+    """Every way for a child's traversals to join different ones of `rooms` or to be new, up to equal ones."""
+    item = items[0]
+    if len(items) == 1:
+        previous = -1
+        for place, left in enumerate(rooms):
+            if left == previous or left + item < room:
+                continue
+            previous = left
+            result = rounded[:place] + rounded[place + 1 :]
+            insort(result, rounding[left + item - room])
+            yield tuple(result), (place,)
+            if left + item == room:
+                return
+        result = rounded.copy()
+        insort(result, rounding[item])
+        yield tuple(result), (NEW,)
+        return
+    yield from _placements_of_many(rooms, rounded, items, room, rounding)
+
+
+def _placements_of_many(
+    rooms: Rooms, rounded: list[int], items: Rooms, room: int, rounding: _Rounding
+) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
+    num, end = len(items), len(rooms)
+    places: list[int] = []
+    free = [True] * end
+
+    def place_next() -> Iterator[tuple[Rooms, tuple[int, ...]]]:
+        at = len(places)
+        if at == num:
+            result = [rounded[i] for i in range(end) if free[i]]
+            result += [
+                rounding[item if place == NEW else rooms[place] + item - room]
+                for item, place in zip(items, places, strict=True)
+            ]
+            result.sort()
+            yield tuple(result), tuple(places)
+            return
+        item = items[at]
+        begin = 0
+        if at and items[at - 1] == item:  # equal ones in ascending places, new ones last
+            begin = places[-1] + 1 if places[-1] != NEW else end
+        previous = -1
+        for place in range(begin, end):
+            left = rooms[place]
+            if not free[place] or left == previous or left + item < room:
+                continue
+            previous = left
+            free[place] = False
+            places.append(place)
+            yield from place_next()
+            places.pop()
+            free[place] = True
+            if left + item == room:
+                return
+        places.append(NEW)
+        yield from place_next()
+        places.pop()
+
+    yield from place_next()
+
+
+def _closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
+    """Where nothing can be added any more only the number of traversals counts: as many as possible join."""
+    places = [NEW] * len(items)
+    widest = len(items) - 1
+    for place, left in enumerate(rooms):
+        if widest < 0:
+            break
+        if left + items[widest] >= room:
+            places[widest] = place
+            widest -= 1
+    num = len(rooms) + places.count(NEW)
+    yield (0,) * num, tuple(places)
+
+
+def undominated(states: list[State]) -> list[State]:
+    """States that no other is at least as good as, cheapest first."""
+    states.sort(key=lambda state: (state[0], len(state[1]), [-room for room in state[1]]))
+    if len(states) < 2:
+        return states
+    width = max(len(rooms) for _, rooms in states)
+    padded = np.full((len(states), width), 1 << 50)
+    for i, (_, rooms) in enumerate(states):
+        padded[i, : len(rooms)] = rooms
+    kept = np.zeros(0, np.int64)
+    for start in range(0, len(states), 128):
+        block = np.arange(start, min(start + 128, len(states)))
+        better = padded[kept[:FILTERED_BY]]
+        worse = (better[None] >= padded[block][:, None]).all(2).any(1)
+        block = block[~worse]
+        inside = (padded[block][None] >= padded[block][:, None]).all(2)
+        block = block[~(np.tril(inside, -1).any(1))]
+        kept = np.concatenate([kept, block])
+    return [states[i] for i in kept.tolist()]
