@@ -1,6 +1,6 @@
 """Packing problems without tokens: named families of trees as agents, samplers and adversaries make them.
 
-    (parent, size) of nodes in any order --tree_of--> Tree      Tree, Tree, ... --forest_of_trees--> Forest
+    (parent, size) --tree_of--> Tree      Tree, ... --forest_of_trees--> Forest --trie_of--> Trie of tokens 0
 
 A family is a function (num_leaves, rng) -> Tree with exactly that many leaves; `make_tree` seeds it, so that the same
 name, number and seed always give the same tree. Sizes are tokens. Paths stay below about 100,000 tokens however many
@@ -14,9 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
+from treepack import schema
 from treepack.plan.problem import Forest, Tree
 from treepack.trajectory import Int64
+from treepack.trie import Trie
 
 Rng = np.random.Generator
 
@@ -43,12 +46,18 @@ def families() -> list[Family]:
         Family("balanced ternary", balanced_ternary),
         Family("random recursive", random_recursive),
         Family("beam search", beam_search),
+        Family("one-token branches", one_token_branches),
         Family("comb", comb, 8192),
         Family("halves", halves, 8192),
         Family("thirds", thirds, 8192),
         Family("triplets", triplets, 8192),
         Family("triplets in groups", grouped_triplets, 8192),
     ]
+
+
+def forests() -> dict[str, Callable[[int, int], Forest]]:
+    """Functions (num_leaves, seed) of many trees, whose rows are worth putting together."""
+    return {"stars of 16": stars_of_16, "mixed trees": mixed_trees}
 
 
 def make_tree(family: Family, num_leaves: int, *, seed: int = 0) -> Tree:
@@ -117,6 +126,46 @@ def forest_of_trees(trees: list[Tree]) -> Forest:
     return Forest(joined, nodes, leaves, np.arange(leaves[-1]))
 
 
+def trie_of(forest: Forest) -> Trie:
+    """A trie of that shape whose tokens are all 0 and whose trajectories end at the leaves, all trained but the root.
+
+    It serves for planning only: siblings begin with the same token.
+    """
+    joined = forest.joined
+    length, end_node = joined.length, joined.leaf.astype(np.int32)
+    names = [f"t{i}" for i in range(len(length))]
+    spans = [np.ones(len(length), np.int32), length.astype(np.int32), np.ones(len(length))]
+    structs = pa.StructArray.from_arrays(spans, fields=list(schema.SPAN))
+    tree_id = np.repeat(np.arange(forest.num_trees), np.diff(forest.leaf_start))
+    columns = {
+        "trajectory_id": names,
+        "group_id": tree_id.astype(str),
+        "tree_id": tree_id,
+        "node_id": end_node,
+        "num_tokens": length,
+        "trained": pa.ListArray.from_arrays(np.arange(len(length) + 1, dtype=np.int32), structs),
+        "weight": np.ones(len(length)),
+        "metadata": ["{}"] * len(length),
+        "source": [f"made:{name}" for name in names],
+    }
+    arrays = [
+        pa.array(columns[field.name]).cast(field.type) if field.name in columns else pa.nulls(len(length), field.type)
+        for field in schema.TRAJECTORIES
+    ]
+    first = np.searchsorted(joined.leaf, np.arange(joined.num_nodes))
+    return Trie(
+        tokens=np.zeros(joined.tokens, np.int32),
+        node_start=np.concatenate([[0], np.cumsum(joined.size)]).astype(np.int64),
+        node_end=joined.end.astype(np.int32),
+        parent=joined.parent.astype(np.int32),
+        depth=joined.depth,
+        num_passing=(np.searchsorted(joined.leaf, joined.end) - first).astype(np.int32),
+        end_node=end_node,
+        trajectories=pa.Table.from_arrays(arrays, schema=schema.TRAJECTORIES),
+        share="all",
+    )
+
+
 def star(num_leaves: int, rng: Rng, *, prompt: int, median: int) -> Tree:
     """GRPO: one prompt, answers of lognormal lengths, at most 24,000 tokens."""
     answers = np.clip(np.exp(rng.normal(np.log(median), 0.8, num_leaves)), 8, 24_000).astype(np.int64)
@@ -125,6 +174,30 @@ def star(num_leaves: int, rng: Rng, *, prompt: int, median: int) -> Tree:
 
 def _star(root: int, leaves: Int64) -> Tree:
     return tree_of(np.concatenate([[-1], np.zeros(len(leaves), np.int64)]), np.concatenate([[root], leaves]))
+
+
+def one_token_branches(num_leaves: int, rng: Rng) -> Tree:
+    """A long prompt and answers of one token."""
+    return _star(int(rng.integers(4000, 8000)), np.ones(num_leaves, np.int64))
+
+
+def stars_of_16(num_leaves: int, seed: int) -> Forest:
+    """GRPO groups of 16, every prompt with its own length."""
+    rng = np.random.default_rng([seed, num_leaves, 16])
+    sizes = np.diff(np.append(np.arange(0, num_leaves, 16), num_leaves))
+    return forest_of_trees([star(n, rng, prompt=int(rng.integers(200, 3000)), median=900) for n in sizes.tolist()])
+
+
+def mixed_trees(num_leaves: int, seed: int) -> Forest:
+    """Small trees of 4 to 60 leaves of the families whose paths fit 32,768 tokens at that size."""
+    rng = np.random.default_rng([seed, num_leaves, 60])
+    kinds = [family for family in families() if family.name not in ("turns of one chain", "one-token branches")]
+    trees, left = [], num_leaves
+    while left:
+        leaves = min(left, int(rng.integers(4, 61)))
+        trees.append(kinds[int(rng.integers(len(kinds)))].make(leaves, rng))
+        left -= leaves
+    return forest_of_trees(trees)
 
 
 class _Growing:
