@@ -126,17 +126,21 @@ def forest_of_trees(trees: list[Tree]) -> Forest:
     return Forest(joined, nodes, leaves, np.arange(leaves[-1]))
 
 
-def trie_of(forest: Forest) -> Trie:
-    """A trie of that shape whose tokens are all 0 and whose trajectories end at the leaves, all trained but the root.
+def trie_of(forest: Forest, *, shuffle: int | None = None) -> Trie:
+    """A trie of that shape whose tokens are all 0 and whose trajectories end at the leaves, all but one token trained.
 
-    It serves for planning only: siblings begin with the same token.
+    It serves for planning only: siblings begin with the same token. Trajectories arrived in depth-first order, or in
+    one drawn with the seed `shuffle` inside each tree.
     """
     joined = forest.joined
+    tree_id = np.repeat(np.arange(forest.num_trees), np.diff(forest.leaf_start))
+    arrived = np.arange(len(tree_id))
+    if shuffle is not None:
+        arrived[np.lexsort((np.random.default_rng(shuffle).random(len(tree_id)), tree_id))] = np.arange(len(tree_id))
     length, end_node = joined.length, joined.leaf.astype(np.int32)
-    names = [f"t{i}" for i in range(len(length))]
+    names = [f"t{i}" for i in arrived.tolist()]
     spans = [np.ones(len(length), np.int32), length.astype(np.int32), np.ones(len(length))]
     structs = pa.StructArray.from_arrays(spans, fields=list(schema.SPAN))
-    tree_id = np.repeat(np.arange(forest.num_trees), np.diff(forest.leaf_start))
     columns = {
         "trajectory_id": names,
         "group_id": tree_id.astype(str),

@@ -9,7 +9,8 @@ Needs the development install; prints one Markdown table. Each cell of a method 
 
 The bound is the best that any of the methods proves. Every plan is checked here, by a walk that shares nothing with the
 library. `never worse` says whether auto needs at most the tokens of contiguous, heuristic and greedy-online, and at
-most their rows where the tokens are equal. Times are those of `plan_rows` on a trie in memory, one process unless
+most their rows where the tokens are equal. greedy-online gets the trajectories depth-first, its best case, or with
+`--arrival random` shuffled inside each tree. Times are those of `plan_rows` on a trie in memory, one process unless
 `--workers` says more. `print_table` takes problems from anywhere.
 """
 
@@ -104,7 +105,7 @@ def problems(options: argparse.Namespace) -> Iterator[Problem]:
             if not chosen(family.name, options.families):
                 continue
             tree = made.make_tree(family, size, seed=options.seed)
-            trie = made.trie_of(made.forest_of_trees([tree]))
+            trie = made.trie_of(made.forest_of_trees([tree]), shuffle=shuffle(options))
             longest = int(tree.length.max())
             fixed = [family.capacity] if family.capacity else options.capacities
             scaled = [int(ratio * longest) for ratio in options.capacity_ratio if family.capacity is None]
@@ -114,10 +115,15 @@ def problems(options: argparse.Namespace) -> Iterator[Problem]:
     for name, make in made.forests().items():
         for size in options.sizes:
             if size >= 64 and chosen(name, options.families):
-                trie = made.trie_of(make(size, options.seed))
+                trie = made.trie_of(make(size, options.seed), shuffle=shuffle(options))
                 for capacity in options.capacities:
                     if trie.lengths.max() <= capacity < trie.tokens_tree:
                         yield Problem(name, trie, capacity)
+
+
+def shuffle(options: argparse.Namespace) -> int | None:
+    """The seed of the order of arrival."""
+    return options.seed if options.arrival == "random" else None
 
 
 def chosen(name: str, wanted: list[str]) -> bool:
@@ -249,6 +255,7 @@ def main() -> None:
     parser.add_argument("--families", type=listed, default=[], help="parts of their names; default all")
     parser.add_argument("--effort", choices=EFFORTS, default="normal")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arrival", choices=("depth-first", "random"), default="depth-first")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
