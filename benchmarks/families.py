@@ -193,14 +193,16 @@ def stars_of_16(num_leaves: int, seed: int) -> Forest:
 
 
 def mixed_trees(num_leaves: int, seed: int) -> Forest:
-    """Small trees of 4 to 60 leaves of the families whose paths fit 32,768 tokens at that size."""
+    """Small trees of 4 to 60 leaves of most families, their paths at most 32,768 tokens."""
     rng = np.random.default_rng([seed, num_leaves, 60])
     kinds = [family for family in families() if family.name not in ("turns of one chain", "one-token branches")]
     trees, left = [], num_leaves
     while left:
         leaves = min(left, int(rng.integers(4, 61)))
-        trees.append(kinds[int(rng.integers(len(kinds)))].make(leaves, rng))
-        left -= leaves
+        tree = kinds[int(rng.integers(len(kinds)))].make(leaves, rng)
+        if tree.length.max() <= 32_768:
+            trees.append(tree)
+            left -= leaves
     return forest_of_trees(trees)
 
 
