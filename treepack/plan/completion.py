@@ -121,48 +121,64 @@ def suffix_maximum(values: Int64) -> Int64:
     return np.maximum.accumulate(values[::-1])[::-1]
 
 
-@dataclass(frozen=True, slots=True)
 class Sums:
-    """All that can still be added to a traversal, sorted, from 0; None where there are too many different sums.
+    """What can be added to a traversal: sets of sums of tokens, as bit masks, None where almost every sum occurs.
 
-    `after[u][j]` for a traversal of u that holds parts of the first j + 1 children: the sums of parts of the later
-    children and of all that hangs off the path from the root to u. Ancestors are paid for, so they add nothing.
+    A traversal with x tokens left is as good as one with the greatest possible sum <= x left, and then takes up as much
+    as if it were longer by the difference. So the program rounds, one node after the other in reverse depth-first
+    order, and what it has solved adds what its rounded traversals take up, not what they hold: rounding two subtrees
+    each by the true sums of the other would be wrong. What hangs off the path to the root adds nothing of the path.
     """
 
-    after: list[list[Int64 | None]]
-
-    @classmethod
-    def of(cls, shape: Shape) -> Sums:
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
         num = len(shape.size)
-        zero = np.zeros(1, np.int64)
-        whole: list[Int64 | None] = [zero] * num  # sums of a node and parts of what is below it, or nothing
+        self.parts: list[int | None] = [1] * num  # of each node with what is below it, or nothing of it
+        self.solved: list[int | None] = [1] * num  # of the solved children of each node
+        self.earlier: list[int | None] = [1] * num  # of the children of its parent before it, unsolved while it is
+        self.outside: dict[int, int | None] = {0: 1}
         for node in range(num - 1, -1, -1):
-            sums: Int64 | None = zero
-            for child in shape.children[node]:
-                sums = _added(sums, whole[child], shape.room[node])
-            if sums is not None:
-                whole[node] = np.unique(np.concatenate([zero, sums + shape.size[node]]))
-            else:
-                whole[node] = None
-        outside: list[Int64 | None] = [zero] * num
-        after: list[list[Int64 | None]] = [[] for _ in range(num)]
-        for node in range(num):
-            children, room = shape.children[node], shape.room[node]
-            later = [outside[node]]
-            for child in children[:0:-1]:
-                later.append(_added(later[-1], whole[child], room))
-            after[node] = later[::-1]
-            earlier: Int64 | None = zero
-            for child, rest in zip(children, after[node], strict=False):
-                outside[child] = _added(rest, earlier, shape.room[child])
-                earlier = _added(earlier, whole[child], room)
-        return cls(after)
+            below: int | None = 1
+            for child in sorted(shape.children[node]):
+                self.earlier[child] = below
+                below = added(below, self.parts[child], shape.room[node])
+            self.parts[node] = None if below is None else below << shape.size[node] | 1
+
+    def of_outside(self, node: int) -> int | None:
+        """What can be added to a traversal of `node`, which is the next to solve, or an ancestor of that."""
+        if node not in self.outside:
+            up = self.shape.parent[node]
+            beside = added(self.earlier[node], self.solved[up], self.shape.room[up])
+            self.outside[node] = added(self.of_outside(up), beside, self.shape.room[node])
+        return self.outside[node]
+
+    def settle(self, node: int, rooms: set[int]) -> None:
+        """Take what the traversals of all states of a solved node have left."""
+        up = self.shape.parent[node]
+        if up < 0:
+            return
+        parts = 1
+        for left in rooms:
+            parts |= 1 << (self.shape.room[up] - left)
+        self.parts[node] = parts
+        self.solved[up] = added(self.solved[up], parts, self.shape.room[up])
 
 
-def _added(a: Int64 | None, b: Int64 | None, most: int) -> Int64 | None:
-    """Sums up to `most` of one value of each."""
+def added(a: int | None, b: int | None, most: int) -> int | None:
+    """Sums up to `most` of one value of each; O(least number of values * `most`)."""
     if a is None or b is None:
         return None
-    sums = np.unique(np.add.outer(a, b))
-    sums = sums[: np.searchsorted(sums, most, side="right")]
-    return sums if len(sums) <= MOST_SUMS else None
+    few, many = (a, b) if a.bit_count() < b.bit_count() else (b, a)
+    if few.bit_count() > MOST_SUMS:
+        return None
+    mask = (1 << (most + 1)) - 1
+    sums = 0
+    for value in _values(few):
+        sums |= many << value & mask
+    return sums
+
+
+def _values(bits: int) -> list[int]:
+    packed = np.frombuffer(bits.to_bytes(bits.bit_length() // 8 + 1, "little"), np.uint8)
+    values: list[int] = np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
+    return values

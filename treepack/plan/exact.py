@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.plan import cuts, single_path
-from treepack.plan.completion import IMPOSSIBLE, Completion, Shape, Sums
+from treepack.plan.completion import IMPOSSIBLE, Completion, Shape
 from treepack.plan.direct import direct
 from treepack.plan.problem import Limits, Search, Solution, Tree
 from treepack.plan.traversals import Budget, OutOfWorkError, Outcome, Program
@@ -31,7 +31,7 @@ def exact(tree: Tree, limits: Limits, search: Search) -> Solution:
         return Solution(best.row_of_leaf, lower)
     limit = search.time_limit
     budget = Budget(_WORK[search.effort] if limit is None else math.inf, start + (limit or math.inf))
-    state = _Search(tree, shape, Sums.of(shape), best, lower, budget)
+    state = _Search(tree, shape, best, lower, budget)
     try:
         state.prove()
     except OutOfWorkError:
@@ -50,7 +50,6 @@ class _Incumbent:
 class _Search:
     tree: Tree
     shape: Shape
-    sums: Sums
     best: _Incumbent
     lower: int
     budget: Budget
@@ -73,7 +72,7 @@ class _Search:
 
     def _run(self, tokens: int, rows: int, width: int) -> Outcome:
         completion = Completion(self.shape, tokens, rows)
-        outcome = Program(self.shape, self.sums, completion, self.budget, width).run()
+        outcome = Program(self.shape, completion, self.budget, width).run()
         if outcome.rows is not None:
             found = _incumbent_of(self.tree, outcome.rows)
             assert (found.tokens, found.rows) < (self.best.tokens, self.best.rows)

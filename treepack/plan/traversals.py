@@ -6,13 +6,15 @@ PLACEHOLDER
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numba
 import numpy as np
+from numpy.typing import NDArray
 
-from treepack.plan.completion import Completion, Shape, Sums, suffix_maximum
+from treepack.plan.completion import Completion, Shape, Sums, added, suffix_maximum
 from treepack.trajectory import Int64
 
 Rooms = tuple[int, ...]  # what each traversal has left, ascending
@@ -22,7 +24,7 @@ State = tuple[int, Rooms]  # tokens strictly below the node, and its traversals
 # the traversal that it joins in the one before, or NEW.
 Step = tuple[Rooms, Rooms, tuple[int, ...]]
 NEW = -1
-FILTERED_BY = 2048  # states that later ones are compared with
+COMPARED = 10_000  # states that each other one is compared with at most
 
 
 class OutOfWorkError(Exception):
@@ -45,13 +47,13 @@ class Budget:
 class _Rounding(dict[int, int]):
     """What a traversal has left, rounded down to what can be added to it."""
 
-    def __init__(self, sums: Int64 | None) -> None:
+    def __init__(self, sums: int | None) -> None:
         super().__init__()
-        self.sums = None if sums is None else sums.tolist()
+        self.sums = sums
 
-    def __missing__(self, room: int) -> int:
-        rounded = room if self.sums is None else self.sums[bisect_right(self.sums, room) - 1]
-        self[room] = rounded
+    def __missing__(self, left: int) -> int:
+        rounded = left if self.sums is None else (self.sums & ((2 << left) - 1)).bit_length() - 1
+        self[left] = rounded
         return rounded
 
 
@@ -71,11 +73,13 @@ class Outcome:
 class Program:
     """One run of the dynamic program for the plans within the target of `completion`."""
 
-    def __init__(self, shape: Shape, sums: Sums, completion: Completion, budget: Budget, width: int) -> None:
-        self.shape, self.sums, self.completion, self.budget, self.width = shape, sums, completion, budget, width
+    def __init__(self, shape: Shape, completion: Completion, budget: Budget, width: int) -> None:
+        self.shape, self.completion, self.budget, self.width = shape, completion, budget, width
+        self.sums = Sums(shape)
         self.exhaustive = True
         self.excess = 1 << 50
         self.steps: list[list[dict[Rooms, tuple[int, Step]]]] = [[] for _ in shape.size]
+        self.roundings: list[list[_Rounding]] = [[] for _ in shape.size]
         self.states: list[list[State]] = [[] for _ in shape.size]
 
     def run(self) -> Outcome:
@@ -84,6 +88,7 @@ class Program:
             self.states[node] = self._solve(node) if shape.children[node] else [(0, (shape.room[node],))]
             if not self.states[node]:
                 return Outcome(None, self.exhaustive, max(1, self.excess))
+            self.sums.settle(node, {left for _, rooms in self.states[node] for left in rooms})
             if shape.children[node]:
                 self.completion.settle(node, [(len(rooms), cost) for cost, rooms in self.states[node]])
         best = min(self.states[0], key=lambda state: (state[0] + len(state[1]) * shape.size[0], len(state[1])))
@@ -95,14 +100,15 @@ class Program:
         allowed = self.completion.allowed(node)
         rest = self.completion.inner[node]
         partial: list[State] = [(0, ())]
+        self.roundings[node] = self._roundings(node)
         for at, child in enumerate(shape.children[node]):
             rest = rest - self.completion.lifted[child]
             fits = (np.arange(len(rest)) * room - rest).tolist()
             fits[0] = min(fits[0], 0)
             lifted = [(cost + len(rooms) * shape.size[child], rooms) for cost, rooms in self.states[child]]
             lifted.sort()
-            rounding = _Rounding(self.sums.after[node][at])
-            closed = rounding.sums == [0]
+            rounding = self.roundings[node][at]
+            closed = rounding.sums == 1
             found = self._put_together(
                 partial, lifted, room, rounding, suffix_maximum(allowed - rest).tolist(), fits, closed
             )
@@ -111,6 +117,13 @@ class Program:
             if len(partial) > self.width:
                 partial, self.exhaustive = partial[: self.width], False
         return partial
+
+    def _roundings(self, node: int) -> list[_Rounding]:
+        """For what holds parts of the first 1, 2, ... children."""
+        later = [self.sums.of_outside(node)]
+        for child in self.shape.children[node][:0:-1]:
+            later.append(added(later[-1], self.sums.parts[child], self.shape.room[node]))
+        return [_Rounding(sums) for sums in reversed(later)]
 
     def _put_together(
         self,
@@ -174,7 +187,7 @@ class Program:
                 continue
             held: list[list[int]] = []
             for at, (child, (before, places)) in enumerate(zip(children, reversed(taken[node]), strict=True)):
-                room, rounding = shape.room[node], _Rounding(self.sums.after[node][at])
+                room, rounding = shape.room[node], self.roundings[node][at]
                 lefts = list(before)
                 for place, left, leaves in zip(places, chosen[child], holds[child], strict=True):
                     if place == NEW:
@@ -278,13 +291,29 @@ def undominated(states: list[State]) -> list[State]:
     padded = np.full((len(states), width), 1 << 50)
     for i, (_, rooms) in enumerate(states):
         padded[i, : len(rooms)] = rooms
-    kept = np.zeros(0, np.int64)
-    for start in range(0, len(states), 128):
-        block = np.arange(start, min(start + 128, len(states)))
-        better = padded[kept[:FILTERED_BY]]
-        worse = (better[None] >= padded[block][:, None]).all(2).any(1)
-        block = block[~worse]
-        inside = (padded[block][None] >= padded[block][:, None]).all(2)
-        block = block[~(np.tril(inside, -1).any(1))]
-        kept = np.concatenate([kept, block])
-    return [states[i] for i in kept.tolist()]
+    return [states[i] for i in np.flatnonzero(_best_of(padded)).tolist()]
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _best_of(rooms: Int64) -> NDArray[np.bool_]:
+    """Which rows are not <= an earlier one in every place. A row that was <= another is compared with that one sooner."""
+    num, width = rooms.shape
+    best = np.zeros(num, np.bool_)
+    kept = np.zeros(num, np.int64)
+    num_kept = 0
+    for i in range(num):
+        dominated = False
+        for at in range(min(num_kept, COMPARED)):
+            j = kept[at]
+            k = 0
+            while k < width and rooms[j, k] >= rooms[i, k]:
+                k += 1
+            if k == width:
+                dominated = True
+                kept[at], kept[at // 2] = kept[at // 2], kept[at]
+                break
+        if not dominated:
+            best[i] = True
+            kept[num_kept] = i
+            num_kept += 1
+    return best
