@@ -18,6 +18,9 @@ import numpy as np
 from treepack.plan.problem import Tree
 from treepack.trajectory import Int64
 
+Rooms = tuple[int, ...]  # what each traversal has left, ascending
+State = tuple[int, Rooms]  # tokens strictly below a node, or up to its parent's end, and its traversals
+
 IMPOSSIBLE = 1 << 50
 MOST_SUMS = 1024  # more different sums than this hardly ever round anything
 

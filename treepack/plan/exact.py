@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from treepack.plan import cuts, single_path
 from treepack.plan.completion import IMPOSSIBLE, Completion, Shape
 from treepack.plan.direct import direct
 from treepack.plan.problem import Limits, Search, Solution, Tree
-from treepack.plan.traversals import Budget, OutOfWorkError, Outcome, Program
+from treepack.plan.traversals import Budget, Outcome, OutOfWorkError, Program
 from treepack.trajectory import Int64
 
 _ALL = 1 << 50
@@ -32,10 +33,8 @@ def exact(tree: Tree, limits: Limits, search: Search) -> Solution:
     limit = search.time_limit
     budget = Budget(_WORK[search.effort] if limit is None else math.inf, start + (limit or math.inf))
     state = _Search(tree, shape, best, lower, budget)
-    try:
+    with contextlib.suppress(OutOfWorkError):
         state.prove()
-    except OutOfWorkError:
-        pass
     return Solution(state.best.row_of_leaf, state.lower)
 
 
@@ -64,11 +63,11 @@ class _Search:
             if target < self.best.tokens:
                 outcome = self._run(target, self.tree.num_leaves, _ALL)
                 if outcome.rows is not None:
-                    self.lower = self.best.tokens
+                    self.lower = self.best.tokens if outcome.exhaustive else self.lower
                     return
                 self.lower = min(self.best.tokens, target + outcome.excess)
-        self._run(self.best.tokens, self.best.rows - 1, _ALL)
-        self.lower = self.best.tokens
+        if self._run(self.best.tokens, self.best.rows - 1, _ALL).exhaustive:
+            self.lower = self.best.tokens
 
     def _run(self, tokens: int, rows: int, width: int) -> Outcome:
         completion = Completion(self.shape, tokens, rows)

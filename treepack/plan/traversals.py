@@ -14,17 +14,16 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.plan.completion import Completion, Shape, Sums, added, suffix_maximum
+from treepack.plan.completion import Completion, Rooms, Shape, State, Sums, added, suffix_maximum
+from treepack.plan.packing import Target, is_small, pack
 from treepack.trajectory import Int64
-
-Rooms = tuple[int, ...]  # what each traversal has left, ascending
-State = tuple[int, Rooms]  # tokens strictly below the node, and its traversals
 
 # How a partial state came about: the one before, the child's state, and for each traversal of the child the place of
 # the traversal that it joins in the one before, or NEW.
 Step = tuple[Rooms, Rooms, tuple[int, ...]]
 NEW = -1
-COMPARED = 10_000  # states that each other one is compared with at most
+PACKED_BY_CP_SAT = 20_000  # states of the first of the root's children from which on all are packed by CP-SAT
+COMPARED = 3000  # states that each other one is compared with at most
 
 
 class OutOfWorkError(Exception):
@@ -38,10 +37,24 @@ class Budget:
     work: float
     deadline: float
 
-    def spend(self, work: int) -> None:
+    def spend(self, work: float) -> None:
         self.work -= work
         if self.work < 0 or time.monotonic() > self.deadline:
             raise OutOfWorkError
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """Where a child is put together with those before it: `room` below their parent, and the bounds by traversals.
+
+    `most[k]` tokens may be in k traversals or more; `fits[k]` of room may be taken up in k traversals so that the later
+    children still fit.
+    """
+
+    room: int
+    rounding: _Rounding
+    most: list[int]
+    fits: list[int]
 
 
 class _Rounding(dict[int, int]):
@@ -101,22 +114,56 @@ class Program:
         rest = self.completion.inner[node]
         partial: list[State] = [(0, ())]
         self.roundings[node] = self._roundings(node)
+        children = [self._lifted(child) for child in shape.children[node]]
         for at, child in enumerate(shape.children[node]):
             rest = rest - self.completion.lifted[child]
             fits = (np.arange(len(rest)) * room - rest).tolist()
-            fits[0] = min(fits[0], 0)
-            lifted = [(cost + len(rooms) * shape.size[child], rooms) for cost, rooms in self.states[child]]
-            lifted.sort()
-            rounding = self.roundings[node][at]
-            closed = rounding.sums == 1
-            found = self._put_together(
-                partial, lifted, room, rounding, suffix_maximum(allowed - rest).tolist(), fits, closed
-            )
+            level = _Level(room, self.roundings[node][at], suffix_maximum(allowed - rest).tolist(), fits)
+            found = self._put_together(partial, children[at], level)
             self.steps[node].append(found)
             partial = undominated([(cost, rooms) for rooms, (cost, _) in found.items()])
             if len(partial) > self.width:
                 partial, self.exhaustive = partial[: self.width], False
+            if node == 0 and len(partial) > PACKED_BY_CP_SAT and at < len(children) - 1:
+                target = Target(self.completion.tokens, self.completion.rows, int(np.flatnonzero(allowed >= 0)[-1]))
+                if is_small(children, target):
+                    return self._pack_root(children, target)
         return partial
+
+    def _lifted(self, node: int) -> list[State]:
+        size = self.shape.size[node]
+        return sorted((cost + len(rooms) * size, rooms) for cost, rooms in self.states[node])
+
+    def _pack_root(self, children: list[list[State]], target: Target) -> list[State]:
+        """The root's best state by way of CP-SAT, written down as steps like any other."""
+        budget = self.budget
+        seconds = budget.deadline - time.monotonic()
+        packing = pack(children, self.shape.room[0], self.shape.size[0], target, work=budget.work, seconds=seconds)
+        budget.work -= packing.work
+        if packing.chosen is None:
+            if not packing.proven:
+                raise OutOfWorkError
+            self.excess = 1
+            return []
+        self.exhaustive &= packing.proven
+        return [self._replay(packing.chosen)]
+
+    def _replay(self, chosen: list[tuple[State, tuple[int, ...]]]) -> State:
+        self.steps[0].clear()
+        room, total = self.shape.room[0], 0
+        rooms: Rooms = ()
+        order: list[int] = []  # the row of each of `rooms`
+        for at, ((cost, items), rows) in enumerate(chosen):
+            rounding = self.roundings[0][at]
+            places = tuple(order.index(row) if row in order else NEW for row in rows)
+            lefts = dict(zip(order, rooms, strict=True))
+            for row, item in zip(rows, items, strict=True):
+                lefts[row] = lefts.get(row, room) + item - room
+            total += cost
+            order = sorted(lefts, key=lambda row: rounding[lefts[row]])
+            before, rooms = rooms, tuple(rounding[lefts[row]] for row in order)
+            self.steps[0].append({rooms: (total, (before, items, places))})
+        return total, rooms
 
     def _roundings(self, node: int) -> list[_Rounding]:
         """For what holds parts of the first 1, 2, ... children."""
@@ -125,16 +172,9 @@ class Program:
             later.append(added(later[-1], self.sums.parts[child], self.shape.room[node]))
         return [_Rounding(sums) for sums in reversed(later)]
 
-    def _put_together(
-        self,
-        partial: list[State],
-        lifted: list[State],
-        room: int,
-        rounding: _Rounding,
-        most: list[int],
-        fits: list[int],
-        closed: bool,
-    ) -> dict[Rooms, tuple[int, Step]]:
+    def _put_together(self, partial: list[State], lifted: list[State], level: _Level) -> dict[Rooms, tuple[int, Step]]:
+        room, rounding, most, fits = level.room, level.rounding, level.most, level.fits
+        closed = rounding.sums == 1
         found: dict[Rooms, tuple[int, Step]] = {}
         last = len(most) - 1
         for cost, rooms in partial:
@@ -153,6 +193,9 @@ class Program:
                 )
                 for result, places in placements:
                     work += 1
+                    if work > 1000:
+                        self.budget.spend(work)
+                        work = 0
                     need = max(len(result), bisect_left(fits, len(result) * room - sum(result)))
                     if need > last:
                         continue
@@ -296,7 +339,7 @@ def undominated(states: list[State]) -> list[State]:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_of(rooms: Int64) -> NDArray[np.bool_]:
-    """Which rows are not <= an earlier one in every place. A row that was <= another is compared with that one sooner."""
+    """Which rows are not <= an earlier one in every place; those that rule out others are asked sooner."""
     num, width = rooms.shape
     best = np.zeros(num, np.bool_)
     kept = np.zeros(num, np.int64)
