@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.plan import bounds, cuts, merge, online, single_path
+from treepack.plan import bounds, cuts, exact, merge, online, single_path
 from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of
 from treepack.plan.processes import plan_trees
 from treepack.trajectory import Int64
@@ -40,6 +40,7 @@ METHODS: dict[str, Method] = {
     "contiguous": cuts.contiguous,
     "heuristic": cuts.deepest_first,
     "single-path": single_path.single_path,
+    "exact": exact.exact,
 }
 
 FOREST_METHODS: dict[str, ForestMethod] = {"greedy-online": online.greedy_online, "sequence": online.sequence}

@@ -148,11 +148,14 @@ class Sums:
             self.parts[node] = None if below is None else below << shape.size[node] | 1
 
     def of_outside(self, node: int) -> int | None:
-        """What can be added to a traversal of `node`, which is the next to solve, or an ancestor of that."""
-        if node not in self.outside:
-            up = self.shape.parent[node]
-            beside = added(self.earlier[node], self.solved[up], self.shape.room[up])
-            self.outside[node] = added(self.of_outside(up), beside, self.shape.room[node])
+        """What can be added to a traversal of `node`, which is the next to solve."""
+        path = [node]
+        while path[-1] not in self.outside:
+            path.append(self.shape.parent[path[-1]])
+        for at in path[-2::-1]:  # what is beside an ancestor stays the same while nodes below it are solved
+            up = self.shape.parent[at]
+            beside = added(self.earlier[at], self.solved[up], self.shape.room[up])
+            self.outside[at] = added(self.outside[up], beside, self.shape.room[at])
         return self.outside[node]
 
     def settle(self, node: int, rooms: set[int]) -> None:

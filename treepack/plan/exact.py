@@ -1,4 +1,22 @@
-"""PLACEHOLDER"""
+"""The exact method: a plan of fewest tokens and, of these, fewest rows, with its proof, by the multi-path program.
+
+    incumbent --> narrow runs --> runs with rising targets --> run at the incumbent: proven
+
+One run of the program (`traversals.py`) finds the best plan within a target of tokens, or that there is none: bounds
+(`completion.py`) drop every partial plan that cannot stay within the target, so a low target makes a run cheap.
+
+1. The cheap methods give a first plan, the bound of the whole tree a first target. Often they meet.
+2. Narrow runs keep only the cheapest states of each node. They find plans that are nearly always better.
+3. Runs with targets between the bound and the best plan: a run without a plan raises the bound, the first run with one
+   has found the best.
+4. If all fail, a run that looks for something better than the best plan, by one row or more.
+
+Bins are packed in two ways. At inner nodes not only the number of bins counts but what each has left, and every
+packing may be the right one: these are enumerated. At the root only their number counts, which is bin packing proper:
+two sets of traversals are matched, more are enumerated as long as few states come of it and then given to CP-SAT
+(`packing.py`). Limits on score pairs or loss terms are not in the states: those problems are integer programs
+(`direct.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,26 +34,39 @@ from treepack.plan.problem import Limits, Search, Solution, Tree
 from treepack.plan.traversals import Budget, Outcome, OutOfWorkError, Program
 from treepack.trajectory import Int64
 
+MOST_LEAVES = 500  # of trees that are searched; bounds take leaves * nodes of memory
+MOST_LEAVES_OF_LIMITED = 60  # the same for integer programs
+_WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
+_NARROW = (8, 64)  # states kept of each node
+_TARGETS = (0.0, 0.125, 0.5)  # between the bound and the best plan
 _ALL = 1 << 50
-_WORK = {"low": 3e5, "normal": 3e6, "high": 3e7}  # placements for one tree without a time limit
 
 
 def exact(tree: Tree, limits: Limits, search: Search) -> Solution:
+    """A best plan if `lower_bound` is what it costs, else the best found within the time or work allowed.
+
+    Tree Training (arXiv 2511.00413), section 2.2.2, eq. 6-11. Exponential in the worst case. Every leaf must fit alone.
+    """
     start = time.monotonic()
     best = _incumbent(tree, limits, search)
+    if tree.num_leaves == 1:
+        return Solution(best.row_of_leaf, best.tokens)
     if limits.pairs is not None or limits.terms is not None:
+        if tree.num_leaves > MOST_LEAVES_OF_LIMITED:
+            return Solution(best.row_of_leaf)
         return direct(tree, limits, search, incumbent=best.row_of_leaf)
+    if tree.num_leaves > MOST_LEAVES:
+        return Solution(best.row_of_leaf)
     shape = Shape.of(tree, limits.capacity)
-    relaxed = Completion(shape, best.tokens, best.rows)
-    lower = relaxed.bound()
-    if (lower, int(np.argmax(relaxed.lifted[0] < IMPOSSIBLE))) == (best.tokens, best.rows):
-        return Solution(best.row_of_leaf, lower)
-    limit = search.time_limit
-    budget = Budget(_WORK[search.effort] if limit is None else math.inf, start + (limit or math.inf))
-    state = _Search(tree, shape, best, lower, budget)
-    with contextlib.suppress(OutOfWorkError):
-        state.prove()
-    return Solution(state.best.row_of_leaf, state.lower)
+    bounds = Completion(shape, best.tokens, best.rows)
+    seconds = search.time_limit
+    work = _WORK[search.effort] if seconds is None else math.inf
+    proof = _Proof(tree, shape, best, bounds.bound(), Budget(work, start + (math.inf if seconds is None else seconds)))
+    least_rows = int(np.argmax(bounds.lifted[0] < IMPOSSIBLE))
+    if (proof.lower, least_rows) != (best.tokens, best.rows):
+        with contextlib.suppress(OutOfWorkError):
+            proof.find()
+    return Solution(proof.best.row_of_leaf, proof.lower)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +77,22 @@ class _Incumbent:
 
 
 @dataclass(slots=True)
-class _Search:
+class _Proof:
+    """The best plan and the greatest bound known so far."""
+
     tree: Tree
     shape: Shape
     best: _Incumbent
     lower: int
     budget: Budget
 
-    def prove(self) -> None:
-        for width in (8, 64):
-            if self._run(self.best.tokens, self.best.rows - 1, width).exhaustive:
+    def find(self) -> None:
+        """Close the gap between the two, or run out of work."""
+        for width in _NARROW:
+            if self._better_plan(width).exhaustive:
                 self.lower = self.best.tokens
                 return
-        for part in (0.0, 0.125, 0.5):
+        for part in _TARGETS:
             target = self.lower + int(part * (self.best.tokens - self.lower))
             if target < self.best.tokens:
                 outcome = self._run(target, self.tree.num_leaves, _ALL)
@@ -66,29 +100,32 @@ class _Search:
                     self.lower = self.best.tokens if outcome.exhaustive else self.lower
                     return
                 self.lower = min(self.best.tokens, target + outcome.excess)
-        if self._run(self.best.tokens, self.best.rows - 1, _ALL).exhaustive:
+        if self._better_plan(_ALL).exhaustive:
             self.lower = self.best.tokens
 
+    def _better_plan(self, width: int) -> Outcome:
+        return self._run(self.best.tokens, self.best.rows - 1, width)
+
     def _run(self, tokens: int, rows: int, width: int) -> Outcome:
-        completion = Completion(self.shape, tokens, rows)
-        outcome = Program(self.shape, completion, self.budget, width).run()
+        outcome = Program(self.shape, Completion(self.shape, tokens, rows), self.budget, width).run()
         if outcome.rows is not None:
-            found = _incumbent_of(self.tree, outcome.rows)
-            assert (found.tokens, found.rows) < (self.best.tokens, self.best.rows)
+            found = _measured(self.tree, outcome.rows)
+            assert (found.tokens, found.rows) < (self.best.tokens, self.best.rows), "a run found nothing better"
             self.best = found
         return outcome
 
 
 def _incumbent(tree: Tree, limits: Limits, search: Search) -> _Incumbent:
     methods = (cuts.contiguous, cuts.deepest_first, single_path.single_path)
-    plans = [_incumbent_of(tree, method(tree, limits, search).row_of_leaf) for method in methods]
+    plans = [_measured(tree, method(tree, limits, search).row_of_leaf) for method in methods]
     return min(plans, key=lambda plan: (plan.tokens, plan.rows))
 
 
-def _incumbent_of(tree: Tree, row_of_leaf: Int64) -> _Incumbent:
+def _measured(tree: Tree, row_of_leaf: Int64) -> _Incumbent:
     sizes, parent = tree.size.tolist(), tree.parent.tolist()
     held: set[tuple[int, int]] = set()
-    for node, row in zip(tree.leaf.tolist(), row_of_leaf.tolist(), strict=True):
+    for leaf, row in zip(tree.leaf.tolist(), row_of_leaf.tolist(), strict=True):
+        node = leaf
         while node >= 0 and (node, row) not in held:
             held.add((node, row))
             node = parent[node]

@@ -1,6 +1,26 @@
-"""The multi-path dynamic program: all ways worth keeping in which rows can pass through each node.
+"""One run of the multi-path dynamic program: the ways worth keeping in which rows can pass through each node.
 
-PLACEHOLDER
+A state of node u is a set of traversals: rows, as far as they are below u. The paper writes a traversal as what it
+holds below u; here it is what it has *left*, its room, which stays the same on the way up, since what a row gains in
+length on that way is taken from what the ancestor would have left. The cost of a state, the tokens strictly below u in
+all its traversals, is the paper's cost(b): every node v is paid size(v) times its number of traversals.
+
+    leaf l          one traversal, C - (tokens from the root to l's end) left, cost 0
+    child v to u    (lift) cost grows by size(v) for every traversal
+    merging         traversals of different children with x and y left can be one traversal, if what remains,
+                    x + y - (what a row has left at u), is not negative
+
+Two traversals of the same child are never merged: that would be one traversal of the child, and is one of its states.
+So the children of u are put together one after the other, each of the next one's traversals joining a different one so
+far or none. What keeps the number of states small, each time without losing the best plan:
+
+- `completion.py`: a partial plan whose cheapest completion exceeds the target is dropped;
+- rounding (`Sums`): what is left of a traversal is rounded down to what can still be put there, so that many states
+  become equal; at the root nothing can, so all of one size and cost are;
+- `dominance.py`: a state is dropped if another one is as good whatever comes;
+- an exact fit: if a traversal fills up another one, x + y - room = 0, it may as well join that one. For in any plan
+  where it is elsewhere, in row q, and X is what that other one, in row p, gets instead: X takes at most x, so X can go
+  to q and the traversal to p. p and q pass through the same ancestors either way, so nothing is paid for twice; what X shares with q saves even more.
 """
 
 from __future__ import annotations
@@ -10,9 +30,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numba
 import numpy as np
-from numpy.typing import NDArray
 
 from treepack.plan.completion import Completion, Rooms, Shape, State, Sums, added, suffix_maximum
 from treepack.plan.packing import Target, is_small, pack
@@ -23,7 +41,6 @@ from treepack.trajectory import Int64
 Step = tuple[Rooms, Rooms, tuple[int, ...]]
 NEW = -1
 PACKED_BY_CP_SAT = 20_000  # states of the first of the root's children from which on all are packed by CP-SAT
-COMPARED = 3000  # states that each other one is compared with at most
 
 
 class OutOfWorkError(Exception):
@@ -109,7 +126,10 @@ class Program:
 
     def _solve(self, node: int) -> list[State]:
         """States of an inner node, cheapest first: those of its children put together one child after another."""
+        from treepack.plan.dominance import undominated
+
         shape, room = self.shape, self.shape.room[node]
+        self.budget.spend(shape.num_leaves)
         allowed = self.completion.allowed(node)
         rest = self.completion.inner[node]
         partial: list[State] = [(0, ())]
@@ -323,40 +343,3 @@ def _closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[tuple[Rooms, tupl
             widest -= 1
     num = len(rooms) + places.count(NEW)
     yield (0,) * num, tuple(places)
-
-
-def undominated(states: list[State]) -> list[State]:
-    """States that no other is at least as good as, cheapest first."""
-    states.sort(key=lambda state: (state[0], len(state[1]), [-room for room in state[1]]))
-    if len(states) < 2:
-        return states
-    width = max(len(rooms) for _, rooms in states)
-    padded = np.full((len(states), width), 1 << 50)
-    for i, (_, rooms) in enumerate(states):
-        padded[i, : len(rooms)] = rooms
-    return [states[i] for i in np.flatnonzero(_best_of(padded)).tolist()]
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _best_of(rooms: Int64) -> NDArray[np.bool_]:
-    """Which rows are not <= an earlier one in every place; those that rule out others are asked sooner."""
-    num, width = rooms.shape
-    best = np.zeros(num, np.bool_)
-    kept = np.zeros(num, np.int64)
-    num_kept = 0
-    for i in range(num):
-        dominated = False
-        for at in range(min(num_kept, COMPARED)):
-            j = kept[at]
-            k = 0
-            while k < width and rooms[j, k] >= rooms[i, k]:
-                k += 1
-            if k == width:
-                dominated = True
-                kept[at], kept[at // 2] = kept[at // 2], kept[at]
-                break
-        if not dominated:
-            best[i] = True
-            kept[num_kept] = i
-            num_kept += 1
-    return best
