@@ -147,7 +147,7 @@ def print_table(given: Iterable[Problem], methods: list[str], *, search: Search,
             over[method].append((problem.name, 100 * (outcome.tokens / bound - 1)))
         verdict = never_worse(found)
         worse += verdict == "no"
-        print_line(problem, bound, [cell(found.get(method), bound) for method in methods], verdict)
+        print_line([*facts_of(problem), f"{bound:,}", *(cell(found.get(method), bound) for method in methods), verdict])
     print_summary(over, worse)
 
 
@@ -165,12 +165,17 @@ def print_header(methods: list[str]) -> None:
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
 
 
-def print_line(problem: Problem, bound: int, cells: list[str], verdict: str) -> None:
-    """One problem."""
+def facts_of(problem: Problem) -> list[str]:
+    """The cells that describe a problem."""
     trie, capacity = problem.trie, problem.capacity
     por = 100 * (1 - trie.tokens_tree / trie.tokens_flat)
-    facts = [problem.name, f"{trie.num_trajectories:,}", f"{capacity:,}", f"{trie.lengths.max() / capacity:.2f}"]
-    print(f"| {' | '.join([*facts, f'{por:.1f}', f'{bound:,}', *cells, verdict])} |", flush=True)
+    longest = trie.lengths.max() / capacity
+    return [problem.name, f"{trie.num_trajectories:,}", f"{capacity:,}", f"{longest:.2f}", f"{por:.1f}"]
+
+
+def print_line(cells: list[str]) -> None:
+    """One line of the table."""
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def cell(outcome: Outcome | None, bound: int) -> str:
@@ -191,8 +196,8 @@ def print_summary(over: dict[str, list[tuple[str, float]]], worse: int) -> None:
         means.append(f"{np.mean([np.mean(values) for values in by_family.values()]):.2f}" if found else "-")
         worst.append(f"{max(value for _, value in found):.2f}" if found else "-")
     blank = " | ".join([""] * 5)
-    print(f"| mean of families | {blank} | {' | '.join(means)} |  |")
-    print(f"| maximum | {blank} | {' | '.join(worst)} | {worse} no |", flush=True)
+    print_line(["mean of families", blank, *means, ""])
+    print_line(["maximum", blank, *worst, f"{worse} no"])
 
 
 def large_problem(name: str, size: int, seed: int) -> Problem:
@@ -208,15 +213,17 @@ def large_problem(name: str, size: int, seed: int) -> Problem:
 LARGE = ("star, long prompt", "random turns", "sub-agents", "one-token branches", "stars of 16", "mixed trees")
 
 
-def solve_large(name: str, size: int, seed: int, method: str, search: Search, workers: int) -> tuple[Problem, Outcome]:
-    """In a process of its own; the problem comes back without its trajectories' table, for the line to print."""
+def solve_large(
+    name: str, size: int, seed: int, method: str, search: Search, workers: int
+) -> tuple[list[str], Outcome]:
+    """The facts of a problem and what `method` makes of it; for a process of its own, so that its memory counts."""
     small = made.trie_of(made.forest_of_trees([made.make_tree(made.families()[0], WARM_UP_LEAVES)]))
     plan_rows(small, capacity=32768, method=method, search=search)  # loads numba
     problem = large_problem(name, size, seed)
     found = solve(problem, method, search=search, workers=workers)
     unit = 1 if platform.system() == "Darwin" else 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return problem, Outcome(found.tokens, found.rows, found.bound, found.seconds, memory)
+    return facts_of(problem), Outcome(found.tokens, found.rows, found.bound, found.seconds, memory)
 
 
 def print_large(options: argparse.Namespace, search: Search) -> None:
@@ -230,9 +237,9 @@ def print_large(options: argparse.Namespace, search: Search) -> None:
             found: dict[str, Outcome] = {}
             for method in options.methods:
                 job = pool.submit(solve_large, name, size, options.seed, method, search, options.workers)
-                problem, found[method] = job.result()
+                facts, found[method] = job.result()
             bound = max(outcome.bound for outcome in found.values())
-            print_line(problem, bound, [cell(found[m], bound) for m in options.methods], never_worse(found))
+            print_line([*facts, f"{bound:,}", *(cell(found[m], bound) for m in options.methods), never_worse(found)])
 
 
 def listed(text: str) -> list[str]:

@@ -10,6 +10,7 @@ trajectory is a leaf of its own (`forest_of(trie, split_ends=True)`).
 from __future__ import annotations
 
 import re
+import sys
 
 import numpy as np
 
@@ -83,10 +84,6 @@ def arrival_order(trie: Trie) -> Int64:
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
 
 
-def _natural(text: str) -> list[str | tuple[int, str]]:
-    """Texts and numbers in turn, so that two keys compare part by part; a number as its length and its digits."""
-    parts: list[str | tuple[int, str]] = []
-    for i, part in enumerate(re.split(r"([0-9]+)", text)):
-        digits = part.lstrip("0")
-        parts.append((len(digits), digits) if i % 2 else part)
-    return parts
+def _natural(text: str) -> str:
+    """`text` with the number of its digits, as a character, before each number: compares as people count."""
+    return re.sub(r"0*([0-9]+)", lambda found: chr(min(len(found[1]), sys.maxunicode)) + found[1], text)
