@@ -20,7 +20,8 @@ far or none. What keeps the number of states small, each time without losing the
 - `dominance.py`: a state is dropped if another one is as good whatever comes;
 - an exact fit: if a traversal fills up another one, x + y - room = 0, it may as well join that one. For in any plan
   where it is elsewhere, in row q, and X is what that other one, in row p, gets instead: X takes at most x, so X can go
-  to q and the traversal to p. p and q pass through the same ancestors either way, so nothing is paid for twice; what X shares with q saves even more.
+  to q and the traversal to p. p and q pass through the same ancestors either way, so nothing is paid for
+  twice, and what X shares with q saves even more.
 """
 
 from __future__ import annotations
