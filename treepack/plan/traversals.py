@@ -27,7 +27,7 @@ far or none. What keeps the number of states small, each time without losing the
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -197,20 +197,23 @@ class Program:
         room, rounding, most, fits = level.room, level.rounding, level.most, level.fits
         closed = rounding.sums == 1
         found: dict[Rooms, tuple[int, Step]] = {}
-        last = len(most) - 1
+        last, falling = len(most) - 1, [-tokens for tokens in most]
         for cost, rooms in partial:
             rounded = [rounding[left] for left in rooms]
             work = 1
             for extra, items in lifted:
                 total = cost + extra
-                over = total - most[max(len(rooms), len(items))]
-                if over > 0:
-                    self.excess = min(self.excess, total - most[1] if total > most[1] else over)
-                    if total > most[1]:
+                widest = bisect_right(falling, -total) - 1  # most traversals there can be
+                if widest < min(last, len(rooms) + len(items)):
+                    self.excess = min(self.excess, total - most[widest + 1])
+                if widest < max(len(rooms), len(items)):
+                    if widest < 1:
                         break
                     continue
                 placements = (
-                    _closed(rooms, items, room) if closed else _placements(rooms, rounded, items, room, rounding)
+                    _closed(rooms, items, room)
+                    if closed
+                    else _placements(rooms, rounded, items, widest - len(rooms), room, rounding)
                 )
                 for result, places in placements:
                     work += 1
@@ -218,11 +221,9 @@ class Program:
                         self.budget.spend(work)
                         work = 0
                     need = max(len(result), bisect_left(fits, len(result) * room - sum(result)))
-                    if need > last:
-                        continue
-                    over = total - most[need]
-                    if over > 0:
-                        self.excess = min(self.excess, over)
+                    if need > widest:
+                        if need <= last:
+                            self.excess = min(self.excess, total - most[need])
                         continue
                     known = found.get(result)
                     if known is None or total < known[0]:
@@ -268,9 +269,12 @@ class Program:
 
 
 def _placements(
-    rooms: Rooms, rounded: list[int], items: Rooms, room: int, rounding: _Rounding
+    rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: _Rounding
 ) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
-    """Every way for a child's traversals to join different ones of `rooms` or to be new, up to equal ones."""
+    """Every way for a child's traversals to join different ones of `rooms` or, at most `most_new`, to be new.
+
+    Equal ones count as one. `rounded` are `rooms` as they are if nothing joins them.
+    """
     item = items[0]
     if len(items) == 1:
         previous = -1
@@ -283,21 +287,22 @@ def _placements(
             yield tuple(result), (place,)
             if left + item == room:
                 return
-        result = rounded.copy()
-        insort(result, rounding[item])
-        yield tuple(result), (NEW,)
+        if most_new:
+            result = rounded.copy()
+            insort(result, rounding[item])
+            yield tuple(result), (NEW,)
         return
-    yield from _placements_of_many(rooms, rounded, items, room, rounding)
+    yield from _placements_of_many(rooms, rounded, items, most_new, room, rounding)
 
 
 def _placements_of_many(
-    rooms: Rooms, rounded: list[int], items: Rooms, room: int, rounding: _Rounding
+    rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: _Rounding
 ) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
     num, end = len(items), len(rooms)
     places: list[int] = []
     free = [True] * end
 
-    def place_next() -> Iterator[tuple[Rooms, tuple[int, ...]]]:
+    def place_next(most_new: int) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
         at = len(places)
         if at == num:
             result = [rounded[i] for i in range(end) if free[i]]
@@ -320,16 +325,17 @@ def _placements_of_many(
             previous = left
             free[place] = False
             places.append(place)
-            yield from place_next()
+            yield from place_next(most_new)
             places.pop()
             free[place] = True
             if left + item == room:
                 return
-        places.append(NEW)
-        yield from place_next()
-        places.pop()
+        if most_new:
+            places.append(NEW)
+            yield from place_next(most_new - 1)
+            places.pop()
 
-    yield from place_next()
+    yield from place_next(most_new)
 
 
 def _closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
