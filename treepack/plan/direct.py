@@ -35,11 +35,13 @@ def direct(tree: Tree, limits: Limits, search: Search, *, incumbent: Int64) -> S
     _add_constraints(model, on, tree, limits)
     big = tree.num_leaves + 1
     sizes = tree.size.tolist()
-    model.minimize(
-        sum(sizes[v] * big * variable for (v, _), variable in on.items())
-        + sum(on[0, r] for r in range(tree.num_leaves))
-    )
-    _hint(model, on, tree, incumbent)
+    cost = {(v, r): sizes[v] * big + (v == 0) for v, r in on}
+    total = cp_model.LinearExpr.weighted_sum(list(on.values()), list(cost.values()))
+    held = _held(tree, incumbent)
+    for place, variable in {variable.index: (place, variable) for place, variable in on.items()}.values():
+        model.add_hint(variable, place in held)
+    model.add(total <= sum(cost[place] for place in held))
+    model.minimize(total)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
@@ -68,6 +70,9 @@ def _variables(model: Any, tree: Tree) -> dict[tuple[int, int], Any]:
 
 
 def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: Tree, limits: Limits) -> None:
+    from ortools.sat.python.cp_model import LinearExpr
+
+    weighted_sum = LinearExpr.weighted_sum
     leaves = tree.leaf.tolist()
     parent, ends, sizes = tree.parent.tolist(), tree.end.tolist(), tree.size.tolist()
     for k, v in enumerate(leaves):
@@ -78,27 +83,26 @@ def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: Tree, lim
     room = (limits.capacity - tree.depth - tree.size).tolist()
     for (v, r), variable in on.items():
         if ends[v] > v + 1:
-            below = [(sizes[w], on[w, r]) for w in range(v + 1, ends[v]) if (w, r) in on]
-            model.add(sum(size * inside for size, inside in below) <= room[v] * variable)
+            below = [w for w in range(v + 1, ends[v]) if (w, r) in on]
+            model.add(weighted_sum([on[w, r] for w in below], [sizes[w] for w in below]) <= room[v] * variable)
     pairs, terms = tree.pairs.tolist(), tree.terms.tolist()
     for r in range(tree.num_leaves):
         if limits.pairs is not None:
-            held = [(pairs[w], on[w, r]) for w in range(tree.num_nodes) if (w, r) in on]
-            model.add(sum(count * inside for count, inside in held) <= limits.pairs * on[0, r])
+            nodes = [w for w in range(tree.num_nodes) if (w, r) in on]
+            model.add(weighted_sum([on[w, r] for w in nodes], [pairs[w] for w in nodes]) <= limits.pairs * on[0, r])
         if limits.terms is not None:
-            held = [(terms[k], on[v, r]) for k, v in enumerate(leaves) if k >= r]
-            model.add(sum(count * inside for count, inside in held) <= limits.terms * on[0, r])
+            model.add(weighted_sum([on[v, r] for v in leaves[r:]], terms[r:]) <= limits.terms * on[0, r])
 
 
-def _hint(model: Any, on: dict[tuple[int, int], Any], tree: Tree, rows: Int64) -> None:
+def _held(tree: Tree, rows: Int64) -> set[tuple[int, int]]:
+    """Nodes and the rows, named after their lowest leaves, that hold them."""
     lowest = np.full(tree.num_leaves, tree.num_leaves)
     np.minimum.at(lowest, rows, np.arange(tree.num_leaves))
     parent = tree.parent.tolist()
     held = set()
-    for v, r in zip(tree.leaf.tolist(), lowest[rows].tolist(), strict=True):
+    for leaf, r in zip(tree.leaf.tolist(), lowest[rows].tolist(), strict=True):
+        v = leaf
         while v >= 0 and (v, r) not in held:
             held.add((v, r))
             v = parent[v]
-    hinted = {variable.index: (variable, (v, r) in held) for (v, r), variable in on.items()}
-    for variable, value in hinted.values():
-        model.add_hint(variable, value)
+    return held
