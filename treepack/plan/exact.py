@@ -14,15 +14,13 @@ One run of the program (`traversals.py`) finds the best plan within a target of 
 Bins are packed in two ways. At inner nodes not only the number of bins counts but what each has left, and every
 packing may be the right one: these are enumerated. At the root only their number counts, which is bin packing proper:
 two sets of traversals are matched, more are enumerated as long as few states come of it and then given to CP-SAT
-(`packing.py`). Limits on score pairs or loss terms are not in the states: those problems are integer programs
-(`direct.py`).
+(`packing.py`). Limits on score pairs or loss terms are not in the states: if the best plan for the capacity alone is
+not within them, the problem is an integer program (`direct.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,37 +34,45 @@ from treepack.trajectory import Int64
 
 MOST_LEAVES = 500  # of trees that are searched; bounds take leaves * nodes of memory
 MOST_LEAVES_OF_LIMITED = 60  # the same for integer programs
-_WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
 _NARROW = (8, 64)  # states kept of each node
 _TARGETS = (0.0, 0.125, 0.5)  # between the bound and the best plan
 _ALL = 1 << 50
 
 
 def exact(tree: Tree, limits: Limits, search: Search) -> Solution:
-    """A best plan if `lower_bound` is what it costs, else the best found within the time or work allowed.
+    """The plan of fewest tokens, then fewest rows; the best one found if the time or work allowed does not suffice.
+
+    It has the fewest tokens for certain if they equal `lower_bound`.
 
     Tree Training (arXiv 2511.00413), section 2.2.2, eq. 6-11. Exponential in the worst case. Every leaf must fit alone.
     """
-    start = time.monotonic()
     best = _incumbent(tree, limits, search)
-    if tree.num_leaves == 1:
-        return Solution(best.row_of_leaf, best.tokens)
     if limits.pairs is not None or limits.terms is not None:
-        if tree.num_leaves > MOST_LEAVES_OF_LIMITED:
-            return Solution(best.row_of_leaf)
-        return direct(tree, limits, search, incumbent=best.row_of_leaf)
+        return _exact_within(tree, limits, search, best)
     if tree.num_leaves > MOST_LEAVES:
         return Solution(best.row_of_leaf)
     shape = Shape.of(tree, limits.capacity)
     bounds = Completion(shape, best.tokens, best.rows)
-    seconds = search.time_limit
-    work = _WORK[search.effort] if seconds is None else math.inf
-    proof = _Proof(tree, shape, best, bounds.bound(), Budget(work, start + (math.inf if seconds is None else seconds)))
+    proof = _Proof(tree, shape, best, bounds.bound(), Budget.of(search))
     least_rows = int(np.argmax(bounds.lifted[0] < IMPOSSIBLE))
     if (proof.lower, least_rows) != (best.tokens, best.rows):
         with contextlib.suppress(OutOfWorkError):
             proof.find()
     return Solution(proof.best.row_of_leaf, proof.lower)
+
+
+def _exact_within(tree: Tree, limits: Limits, search: Search, best: _Incumbent) -> Solution:
+    """The best plan for the capacity alone if it is within all limits, else the integer program's."""
+    seconds = None if search.time_limit is None else search.time_limit / 2
+    search = Search(search.effort, seconds)
+    unlimited = exact(tree, Limits(limits.capacity), search)
+    tokens = _measured(tree, unlimited.row_of_leaf).tokens
+    if unlimited.lower_bound == tokens and _is_within(tree, unlimited.row_of_leaf, limits):
+        return unlimited
+    if tree.num_leaves > MOST_LEAVES_OF_LIMITED:
+        return Solution(best.row_of_leaf, unlimited.lower_bound)
+    limited = direct(tree, limits, search, incumbent=best.row_of_leaf)
+    return Solution(limited.row_of_leaf, max(limited.lower_bound, unlimited.lower_bound))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +128,29 @@ def _incumbent(tree: Tree, limits: Limits, search: Search) -> _Incumbent:
 
 
 def _measured(tree: Tree, row_of_leaf: Int64) -> _Incumbent:
-    sizes, parent = tree.size.tolist(), tree.parent.tolist()
+    sizes = tree.size.tolist()
+    tokens = sum(sizes[node] for node, _ in _held(tree, row_of_leaf))
+    return _Incumbent(row_of_leaf, tokens, int(row_of_leaf.max()) + 1)
+
+
+def _is_within(tree: Tree, row_of_leaf: Int64, limits: Limits) -> bool:
+    """Whether no row has more score pairs or loss terms than the limits."""
+    nodes, rows = np.array(sorted(_held(tree, row_of_leaf))).T
+    pairs = np.zeros(rows.max() + 1, np.int64)
+    terms = np.zeros_like(pairs)
+    np.add.at(pairs, rows, tree.pairs[nodes])
+    np.add.at(terms, row_of_leaf, tree.terms)
+    within_pairs = limits.pairs is None or int(pairs.max()) <= limits.pairs
+    return within_pairs and (limits.terms is None or int(terms.max()) <= limits.terms)
+
+
+def _held(tree: Tree, row_of_leaf: Int64) -> set[tuple[int, int]]:
+    """Every node with every row that holds it."""
+    parent = tree.parent.tolist()
     held: set[tuple[int, int]] = set()
     for leaf, row in zip(tree.leaf.tolist(), row_of_leaf.tolist(), strict=True):
         node = leaf
         while node >= 0 and (node, row) not in held:
             held.add((node, row))
             node = parent[node]
-    return _Incumbent(row_of_leaf, sum(sizes[node] for node, _ in held), int(row_of_leaf.max()) + 1)
+    return held

@@ -26,6 +26,7 @@ far or none. What keeps the number of states small, each time without losing the
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
@@ -35,12 +36,14 @@ import numpy as np
 
 from treepack.plan.completion import Completion, Rooms, Shape, State, Sums, added, suffix_maximum
 from treepack.plan.packing import Target, is_small, pack
+from treepack.plan.problem import Search
 from treepack.trajectory import Int64
 
 # How a partial state came about: the one before, the child's state, and for each traversal of the child the place of
 # the traversal that it joins in the one before, or NEW.
 Step = tuple[Rooms, Rooms, tuple[int, ...]]
 NEW = -1
+_WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
 PACKED_BY_CP_SAT = 20_000  # states of the first of the root's children from which on all are packed by CP-SAT
 
 
@@ -54,6 +57,13 @@ class Budget:
 
     work: float
     deadline: float
+
+    @classmethod
+    def of(cls, search: Search) -> Budget:
+        """From now on: the time limit if there is one, else work by effort."""
+        if search.time_limit is None:
+            return cls(_WORK[search.effort], math.inf)
+        return cls(math.inf, time.monotonic() + search.time_limit)
 
     def spend(self, work: float) -> None:
         self.work -= work
