@@ -43,12 +43,13 @@ from treepack.trajectory import Int64
 # the traversal that it joins in the one before, or NEW.
 Step = tuple[Rooms, Rooms, tuple[int, ...]]
 NEW = -1
+MOST_STATES = 1_000_000  # of one run, half a gigabyte or so
 _WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
 PACKED_BY_CP_SAT = 20_000  # states of the first of the root's children from which on all are packed by CP-SAT
 
 
 class OutOfWorkError(Exception):
-    """The work or the time allowed is used up."""
+    """The work, the time or the memory allowed is used up."""
 
 
 @dataclass(slots=True)
@@ -118,6 +119,7 @@ class Program:
         self.shape, self.completion, self.budget, self.width = shape, completion, budget, width
         self.sums = Sums(shape)
         self.exhaustive = True
+        self.num_states = 0
         self.excess = 1 << 50
         self.steps: list[list[dict[Rooms, tuple[int, Step]]]] = [[] for _ in shape.size]
         self.roundings: list[list[_Rounding]] = [[] for _ in shape.size]
@@ -239,6 +241,9 @@ class Program:
                     if known is None or total < known[0]:
                         found[result] = total, (rooms, items, places)
             self.budget.spend(work)
+            if len(found) + self.num_states > MOST_STATES:
+                raise OutOfWorkError
+        self.num_states += len(found)
         return found
 
     def _rows(self, best: Rooms) -> Int64:
