@@ -4,6 +4,7 @@ dict_trie     one Python dict per token
 visible       which tokens a token may see, by chasing parents
 union_tokens  tokens of the union of some root-to-end paths, as a set of prefixes
 best_plan     the least total of rows, by trying every assignment
+best_fit_decreasing   rows that the heuristic of that name opens
 """
 
 from __future__ import annotations
@@ -68,3 +69,15 @@ def best_plan(sequences: Sequence[Path], capacity: int) -> tuple[int, int]:
 
     place(0, [])
     return best
+
+
+def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> int:
+    """Rows that best fit decreasing opens, by asking every row for every size."""
+    rooms: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [i for i, room in enumerate(rooms) if room >= size]
+        if fitting:
+            rooms[min(fitting, key=rooms.__getitem__)] -= size
+        else:
+            rooms.append(capacity - size)
+    return len(rooms)

@@ -4,7 +4,7 @@
 
 The total of all rows, N_pack, is a sum over trees, so each tree is planned alone (`problem.py` has all that a method
 sees); then rows that are not full are put together, whatever trees they hold, which costs nothing (`merge.py`).
-`bounds.py` says how far any plan can be from the least possible total.
+`bounds.py` says how far any plan can be from the least possible total; `balance.py` makes rows for several ranks.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.plan import bounds, cuts, exact, merge, online, single_path
-from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of
+from treepack.plan import auto, balance, bounds, cuts, exact, merge, online, single_path
+from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of, path_pairs
 from treepack.plan.processes import plan_trees
+from treepack.plan.unions import row_sizes, trained_tokens
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
@@ -37,6 +38,7 @@ Method = Callable[[Tree, Limits, Search], Solution]
 ForestMethod = Callable[[Forest, Int64, Int64, Limits], Int64]
 
 METHODS: dict[str, Method] = {
+    "auto": auto.auto,
     "contiguous": cuts.contiguous,
     "heuristic": cuts.deepest_first,
     "single-path": single_path.single_path,
@@ -75,9 +77,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class PlanTotals:
-    """What a valid plan costs: `row_tokens` int64 [num_rows], the union of root-to-end paths of each row."""
+    """What a valid plan costs: tokens, attention score pairs and loss terms of each row, int64 [num_rows]."""
 
     row_tokens: Int64
+    row_pairs: Int64
+    row_terms: Int64
 
     @property
     def num_rows(self) -> int:
@@ -94,49 +98,67 @@ def plan_rows(
     capacity: int | Limits,
     method: str = "contiguous",
     search: Search = Search(),  # noqa: B008
+    multiple_of: int = 1,
     workers: int = 1,
 ) -> Plan:
     """Assign every trajectory to a row of at most `capacity` tokens; rows never mix training steps.
 
     Rows are numbered by step and then by the first trajectory they hold. docs/packing.md describes the methods.
-    With several `workers` (processes) the plan is the same.
+    With `multiple_of` over 1 every step gets a multiple of so many rows, even in score pairs and numbered by step and
+    then by pairs, the most first. With several `workers` (processes) the plan is the same.
 
     Raises:
-        TreepackError: a trajectory that exceeds a limit alone, or an unknown method.
+        TreepackError: a trajectory that exceeds a limit alone, an unknown method, or a step of too few trajectories.
     """
     if method not in METHODS and method not in FOREST_METHODS:
         raise TreepackError(f"method is {method!r}; expected one of {', '.join([*METHODS, *FOREST_METHODS])}")
     limits = Limits(capacity) if isinstance(capacity, int) else capacity
-    refuse_too_long(trie, limits.capacity)
+    refuse_too_long(trie, limits)
     if method in FOREST_METHODS:
-        return _plan_forest(trie, limits, method)
-    forest = forest_of(trie, split_ends=limits.terms is not None)
-    row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers)
-    row_of = row_of_leaf[forest.leaf_of]
-    row_tokens = count_row_tokens(trie, row_of, int(row_of.max(initial=-1)) + 1)
-    merged = merge.merge_rows(row_of, row_tokens, trie.step_rank, limits.capacity)
-    return Plan(method, limits, _renumber(merged), bound)
+        row_of, bound = _plan_forest(trie, limits, method)
+    else:
+        forest = forest_of(trie, split_ends=limits.terms is not None)
+        row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers)
+        row_of = row_of_leaf[forest.leaf_of]
+    if multiple_of > 1:
+        row_of = balance.balanced_rows(trie, row_of, limits, multiple_of)
+        return Plan(method, limits, _by_pairs(trie, row_of), bound)
+    if method not in FOREST_METHODS:
+        row_of = _merged(trie, row_of, limits)
+    return Plan(method, limits, _renumber(row_of), bound)
 
 
-def _plan_forest(trie: Trie, limits: Limits, method: str) -> Plan:
+def _merged(trie: Trie, row_of: Int64, limits: Limits) -> Int64:
+    num_rows = int(row_of.max()) + 1
+    steps = balance.steps_of(row_of, trie.step_rank, num_rows)
+    return merge.merge_rows(row_sizes(trie, row_of, num_rows), steps, limits)[row_of]
+
+
+def _plan_forest(trie: Trie, limits: Limits, method: str) -> tuple[Int64, int]:
     forest = forest_of(trie, split_ends=True)
     order, steps = forest.leaf_of[online.arrival_order(trie)], np.zeros(forest.num_leaves, np.int64)
     steps[forest.leaf_of] = trie.step_rank
     row_of_leaf = FOREST_METHODS[method](forest, order, steps, limits)
     bound = sum(bounds.recursive_bound(tree, limits.capacity) for tree in forest.trees())
-    return Plan(method, limits, _renumber(row_of_leaf[forest.leaf_of]), bound)
+    return row_of_leaf[forest.leaf_of], bound
 
 
-def refuse_too_long(trie: Trie, capacity: int) -> None:
-    """Raise a TreepackError that names the longest trajectory if it exceeds `capacity` tokens."""
+def refuse_too_long(trie: Trie, limits: Limits) -> None:
+    """Raise a TreepackError that names the trajectory that most exceeds a limit alone, if one does."""
     lengths = trie.lengths
-    worst = int(lengths.argmax())
-    if lengths[worst] > capacity:
-        name = trie.trajectories["trajectory_id"][worst].as_py()
-        raise TreepackError(
-            f"trajectory {name} has {lengths[worst]} tokens, capacity is {capacity} "
-            f"({int((lengths > capacity).sum())} such in all); raise the capacity, or drop or truncate what is too long"
-        )
+    alone = (
+        ("tokens", lengths, "capacity", limits.capacity),
+        ("score pairs", path_pairs(lengths), "the budget of pairs", limits.pairs),
+        ("loss terms", trained_tokens(trie), "the budget of terms", limits.terms),
+    )
+    for unit, values, name, limit in alone:
+        worst = int(values.argmax())
+        if limit is not None and values[worst] > limit:
+            raise TreepackError(
+                f"trajectory {trie.trajectories['trajectory_id'][worst].as_py()} has {values[worst]} {unit}, "
+                f"{name} is {limit} ({int((values > limit).sum())} such in all); "
+                f"raise {name.replace('capacity', 'the capacity')}, or drop or truncate what is too long"
+            )
 
 
 def _renumber(row_of: Int64) -> Int64:
@@ -145,40 +167,39 @@ def _renumber(row_of: Int64) -> Int64:
     return np.argsort(np.argsort(first))[inverse].astype(np.int64)
 
 
+def _by_pairs(trie: Trie, row_of: Int64) -> Int64:
+    """Rows numbered by step, then by pairs, the most first."""
+    first = _renumber(row_of)
+    num_rows = int(first.max()) + 1
+    steps = balance.steps_of(first, trie.step_rank, num_rows)
+    order = np.lexsort([np.arange(num_rows), -row_sizes(trie, first, num_rows).pairs, steps])
+    return np.argsort(order)[first].astype(np.int64)
+
+
 def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
-    """Check `plan` against the definition and count its tokens, sharing nothing with the methods.
+    """Check `plan` against the definition and count what its rows hold, sharing nothing with the methods.
 
     Raises:
-        TreepackError: a trajectory without a row, a row over the capacity, empty, or with several training steps.
+        TreepackError: a trajectory without a row, a row over a limit, empty, or with several training steps.
     """
-    if plan.row_of.shape != (trie.num_trajectories,) or plan.row_of.min(initial=0) < 0:
+    row_of, num_rows = plan.row_of, plan.num_rows
+    if row_of.shape != (trie.num_trajectories,) or row_of.min(initial=0) < 0:
         raise TreepackError(f"the plan does not give each of the {trie.num_trajectories} trajectories a row")
-    totals = PlanTotals(count_row_tokens(trie, plan.row_of, plan.num_rows))
+    held = np.bincount(row_of, minlength=num_rows)
+    if not held.all():
+        raise TreepackError(f"row {int(held.argmin())} of the plan is empty")
+    sizes = row_sizes(trie, row_of, num_rows)
+    checked = (
+        (sizes.tokens, "tokens", "the capacity of", plan.limits.capacity),
+        (sizes.pairs, "score pairs", "the budget of pairs,", plan.limits.pairs),
+        (sizes.terms, "loss terms", "the budget of terms,", plan.limits.terms),
+    )
+    for values, unit, name, limit in checked:
+        if limit is not None and (values > limit).any():
+            row = int((values > limit).argmax())
+            raise TreepackError(f"row {row} of the plan has {values[row]} {unit}, over {name} {limit}")
     steps = trie.step_rank
-    for row, tokens in enumerate(totals.row_tokens.tolist()):
-        if tokens == 0:
-            raise TreepackError(f"row {row} of the plan is empty")
-        if tokens > plan.capacity:
-            raise TreepackError(f"row {row} of the plan has {tokens} tokens, over the capacity of {plan.capacity}")
-    low = np.full(plan.num_rows, steps.max(initial=0))
-    high = np.zeros(plan.num_rows, np.int64)
-    np.minimum.at(low, plan.row_of, steps)
-    np.maximum.at(high, plan.row_of, steps)
-    if (low != high).any():
-        raise TreepackError(f"row {int((low != high).argmax())} of the plan mixes training steps")
-    return totals
-
-
-def count_row_tokens(trie: Trie, row_of: Int64, num_rows: int) -> Int64:
-    """Tokens of each row, int64 [num_rows]: a walk from every end to the root counts each (row, node) pair once."""
-    parent, sizes = trie.parent.tolist(), trie.node_length.tolist()
-    last_row = [-1] * trie.num_nodes
-    row_tokens = [0] * num_rows
-    order = np.argsort(row_of, kind="stable")
-    ends = trie.end_node[order].tolist()
-    for row, node in zip(row_of[order].tolist(), ends, strict=True):
-        while node >= 0 and last_row[node] != row:
-            last_row[node] = row
-            row_tokens[row] += sizes[node]
-            node = parent[node]
-    return np.array(row_tokens, np.int64)
+    mixed = steps != balance.steps_of(row_of, steps, num_rows)[row_of]
+    if mixed.any():
+        raise TreepackError(f"row {int(row_of[mixed].min())} of the plan mixes training steps")
+    return PlanTotals(sizes.tokens, sizes.pairs, sizes.terms)

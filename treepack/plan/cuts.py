@@ -2,7 +2,7 @@
 
 For leaves in any depth-first order, the union of consecutive ones costs the first one's length plus what each later
 one does not share with its predecessor. So a cut before leaf k costs exactly what k shares with k - 1, and the total
-of all rows is N_tree plus the cost of the cuts.
+of all rows is N_tree plus the cost of the cuts. Score pairs add up in the same way, loss terms leaf by leaf.
 
     leaves   A    B      C      D                 cut before C: the row of C and D pays 4 again
     shares   0    6      4      9
@@ -11,11 +11,39 @@ of all rows is N_tree plus the cost of the cuts.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.plan.problem import Limits, Search, Solution, Tree
+from treepack.plan.problem import Limits, Search, Solution, Tree, path_pairs
 from treepack.trajectory import Int64
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """One limit over leaves in some order: a row of leaves a .. b - 1 holds `total[b] - total[a] + again[a]`.
+
+    `again[a]` is what leaf a shares with the leaf before it, which counts anew where a row begins with a.
+    """
+
+    total: list[int]
+    again: list[int]
+    limit: int
+
+
+def _measures(tree: Tree, limits: Limits, order: Int64, shared: Int64) -> list[_Measure]:
+    """The limits that are set, for the leaves in `order`, of which each shares `shared` tokens with the one before."""
+    lengths = tree.length[order]
+
+    def measure(whole: Int64, again: Int64, limit: int) -> _Measure:
+        return _Measure(np.concatenate([[0], np.cumsum(whole - again)]).tolist(), again.tolist(), limit)
+
+    found = [measure(lengths, shared, limits.capacity)]
+    if limits.pairs is not None:
+        found.append(measure(path_pairs(lengths), path_pairs(shared), limits.pairs))
+    if limits.terms is not None:
+        found.append(measure(tree.terms[order], np.zeros_like(shared), limits.terms))
+    return found
 
 
 def contiguous(tree: Tree, limits: Limits, search: Search) -> Solution:
@@ -23,10 +51,9 @@ def contiguous(tree: Tree, limits: Limits, search: Search) -> Solution:
 
     The rows that can end at a leaf are a window that only moves forward, so a queue of window minima suffices.
     """
-    lengths, shared, capacity = tree.length, tree.shared, limits.capacity
-    num = tree.num_leaves
-    prefix = np.concatenate([[0], np.cumsum(lengths - shared)]).tolist()
+    num, shared = tree.num_leaves, tree.shared
     repeated = shared.tolist()
+    measures = [(m.total, m.again, m.limit) for m in _measures(tree, limits, np.arange(num), shared)]
     best = [(0, 0)] + [(0, 0)] * num
     begin = [0] * num
     window: deque[tuple[tuple[int, int], int]] = deque()
@@ -36,8 +63,9 @@ def contiguous(tree: Tree, limits: Limits, search: Search) -> Solution:
         while window and window[-1][0] > candidate:
             window.pop()
         window.append((candidate, k))
-        while prefix[k + 1] - prefix[window[0][1]] + repeated[window[0][1]] > capacity:
-            window.popleft()
+        for total, again, limit in measures:
+            while total[k + 1] - total[window[0][1]] + again[window[0][1]] > limit:
+                window.popleft()
         best[k + 1], begin[k] = window[0]
     return Solution(_rows_of_begins(begin))
 
@@ -60,12 +88,11 @@ def deepest_first(tree: Tree, limits: Limits, search: Search) -> Solution:
     """
     rows = np.zeros(tree.num_leaves, np.int64)
     order, shared = _deepest_first_order(tree)
-    length = tree.length.tolist()
-    row, used = 0, 0
-    for leaf, common in zip(order, shared, strict=True):
-        if used + length[leaf] - common > limits.capacity:
-            row, used, common = row + 1, 0, 0
-        used += length[leaf] - common
+    measures = _measures(tree, limits, np.array(order), np.array(shared, np.int64))
+    row, start = 0, 0
+    for k, leaf in enumerate(order):
+        if any(m.total[k + 1] - m.total[start] + m.again[start] > m.limit for m in measures):
+            row, start = row + 1, k
         rows[leaf] = row
     return Solution(rows)
 
