@@ -4,11 +4,12 @@ What a trajectory adds to a row is what it does not share with the paths that ar
 first row, and the lower one wins:
 
     sharing nothing   a tree of minima over the loads of all rows: the first row that has room for all of it
-    sharing           each node keeps a list of the rows that pass through it; walking from the leaf to the root, every
-                      row of these lists that has room for what lies below the node
+    sharing           each node keeps the rows that pass through it, in blocks; walking from the leaf to the root, every
+                      row of these blocks that has room for what lies below the node
 
-A row leaves the list of a node for good once it has no room for the smallest of what could still come there, so lists
-stay short. O(log rows + depth in nodes + rows in the lists) for each trajectory.
+Loads only grow, so the least load that a block had when it was last read is a lower bound now: most blocks are passed
+over unread. A row leaves the blocks of a node for good once it has no room for the smallest of what could still come
+there. O(log rows + depth in nodes + blocks) for each trajectory.
 
 Import this module only where it is called: numba takes a second to load.
 """
@@ -18,7 +19,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from treepack.trajectory import Int64
+from treepack.trajectory import Int32, Int64
+
+BLOCK = 16  # rows
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -33,7 +36,9 @@ def first_fit(order: Int64, leaf: Int64, parent: Int64, path: Int64, least: Int6
     while size <= len(order):
         size *= 2
     load = np.zeros((len(limit), 2 * size), np.int64)
-    item_row, item_next, num_items = np.empty(16, np.int64), np.empty(16, np.int64), 0
+    rows = np.empty((16, BLOCK), np.int32)
+    block = np.empty((16, 3), np.int64)  # rows in it, a lower bound on their tokens, the next block of the node
+    num_blocks = 0
     seen, seen_at = np.full(len(order) + 1, -1, np.int64), np.empty(len(order) + 1, np.int64)
     row_of = np.empty(len(order), np.int64)
     for turn in range(len(order)):
@@ -41,34 +46,58 @@ def first_fit(order: Int64, leaf: Int64, parent: Int64, path: Int64, least: Int6
         row = _first_with_room(load, size, limit - path[:, node])
         up = parent[node]
         while up >= 0:
-            before, item = -1, head[up]
-            while item >= 0:
-                candidate, after = item_row[item], item_next[item]
-                if load[0, size + candidate] + least[up] > limit[0]:
-                    if before < 0:
-                        head[up] = after
-                    else:
-                        item_next[before] = after
+            room = limit[0] - path[0, node] + path[0, up]
+            before, at = -1, head[up]
+            while at >= 0:
+                after = block[at, 2]
+                if block[at, 1] <= room:
+                    _refresh(rows[at], block[at], load[0, size:], limit[0] - least[up])
+                    for i in range(block[at, 0]):
+                        candidate = rows[at, i]
+                        if seen[candidate] != turn:
+                            seen[candidate], seen_at[candidate] = turn, up
+                            if candidate < row and _has_room(load, size + candidate, limit, path, node, up):
+                                row = candidate
+                if block[at, 0] > 0:
+                    before = at
+                elif before >= 0:
+                    block[before, 2] = after
                 else:
-                    before = item
-                    if seen[candidate] != turn:
-                        seen[candidate], seen_at[candidate] = turn, up
-                        if candidate < row and _has_room(load, size + candidate, limit, path, node, up):
-                            row = candidate
-                item = after
+                    head[up] = after
+                at = after
             up = parent[up]
         common = seen_at[row] if seen[row] == turn else -1
         row_of[turn] = row
         _add(load, size + row, path, node, common)
         up = parent[node]
         while up != common:
-            if num_items == len(item_row):
-                item_row, item_next = _doubled(item_row), _doubled(item_next)
-            item_row[num_items], item_next[num_items] = row, head[up]
-            head[up] = num_items
-            num_items += 1
+            at = head[up]
+            if at < 0 or block[at, 0] == BLOCK:
+                if num_blocks == len(block):
+                    rows, block = _doubled(rows), _doubled(block)
+                at = num_blocks
+                num_blocks += 1
+                block[at, 0], block[at, 1], block[at, 2] = 0, load[0, size + row], head[up]
+                head[up] = at
+            rows[at, block[at, 0]] = row
+            block[at, 0] += 1
+            block[at, 1] = min(block[at, 1], load[0, size + row])
             up = parent[up]
     return row_of
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _refresh(rows: Int32, block: Int64, load: Int64, most: int) -> None:
+    """Drop the rows of a block whose load exceeds `most`, and set the bound to the least load of the others."""
+    kept = 0
+    block[1] = np.iinfo(np.int64).max
+    for i in range(block[0]):
+        row = rows[i]
+        if load[row] <= most:
+            rows[kept] = row
+            kept += 1
+            block[1] = min(block[1], load[row])
+    block[0] = kept
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -119,7 +148,8 @@ def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _doubled(values: Int64) -> Int64:
-    out = np.empty(2 * len(values), np.int64)
+    out = np.empty((2 * len(values), values.shape[1]), values.dtype)
     for i in range(len(values)):  # a slice takes numba 5 s to compile
-        out[i] = values[i]
+        for k in range(values.shape[1]):
+            out[i, k] = values[i, k]
     return out
