@@ -88,11 +88,12 @@ class Search:
     """How hard a method may try.
 
     `effort` is one of `EFFORTS` and measures work, so that a plan is the same on any machine; `time_limit`, in seconds
-    for each tree, is for methods that prove.
+    for each tree, is for methods that prove. `num_leaves` of all trees are planned together: `plan_rows` sets it.
     """
 
     effort: str = "normal"
     time_limit: float | None = None
+    num_leaves: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import contextlib
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -39,7 +40,7 @@ def plan_trees(forest: Forest, limits: Limits, method: Method, search: Search, *
     Raises:
         TreepackError: what a method raises, or a worker that died.
     """
-    job = (limits, method, search)
+    job = (limits, method, replace(search, num_leaves=forest.num_leaves))
     parts = _parts(forest, PARTS * workers) if workers > 1 else [forest]
     workers = min(workers, len(parts))
     planned = _in_processes(parts, job, workers) if workers > 1 else [_plan(part, job) for part in parts]

@@ -25,6 +25,26 @@ def subsets(tree: Tree, limits: Limits, search: Search) -> Solution:
     For trees of at most `MOST_LEAVES` leaves, each of which fits alone.
     """
     num = tree.num_leaves
+    tokens, fits = _tokens_of_sets(tree, limits)
+    best, first_row = _best_of_sets(tokens * (num + 1) + 1, fits)
+    rows = np.zeros(num, np.int64)
+    left, row = (1 << num) - 1, 0
+    while left:
+        inside = int(first_row[left])
+        rows[[leaf for leaf in range(num) if inside >> leaf & 1]] = row
+        left, row = left & ~inside, row + 1
+    return Solution(rows, int(best[-1]) // (num + 1))
+
+
+def fewest(tree: Tree, limits: Limits) -> tuple[Int64, Int64]:
+    """Least tokens and, on its own, least rows of every set of leaves (bit k for leaf k); both int64 [2^leaves]."""
+    tokens, fits = _tokens_of_sets(tree, limits)
+    return _best_of_sets(tokens, fits)[0], _best_of_sets(np.ones_like(tokens), fits)[0]
+
+
+def _tokens_of_sets(tree: Tree, limits: Limits) -> tuple[Int64, NDArray[np.bool_]]:
+    """Tokens of a row of each set of leaves, and whether it keeps the limits."""
+    num = tree.num_leaves
     assert num <= MOST_LEAVES, f"{num} leaves are too many for a program over subsets"
     shared = tree.shared
     common = np.zeros((num, num), np.int64)  # tokens that leaves i < j share
@@ -36,14 +56,7 @@ def subsets(tree: Tree, limits: Limits, search: Search) -> Solution:
         fits &= _sum_of_sets(path_pairs(tree.length), path_pairs(common)) <= limits.pairs
     if limits.terms is not None:
         fits &= _sum_of_sets(tree.terms, np.zeros_like(common)) <= limits.terms
-    best, first_row = _best_of_sets(tokens * (num + 1) + 1, fits)
-    rows = np.zeros(num, np.int64)
-    left, row = (1 << num) - 1, 0
-    while left:
-        inside = int(first_row[left])
-        rows[[leaf for leaf in range(num) if inside >> leaf & 1]] = row
-        left, row = left & ~inside, row + 1
-    return Solution(rows, int(best[-1]) // (num + 1))
+    return tokens, fits
 
 
 def _sum_of_sets(alone: Int64, common: Int64) -> Int64:
