@@ -15,7 +15,7 @@ from .output import percent, progress, show
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
 @click.option(
     "--method",
-    type=click.Choice(["contiguous", "heuristic"]),
+    type=click.Choice(["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence"]),
     default="contiguous",
     show_default=True,
     help="How trajectories are put into rows.",
@@ -54,15 +54,18 @@ def pack(
     from treepack.directory import MANIFEST, finished_directory, refuse_existing
     from treepack.manifest import file_sha256, read_manifest
     from treepack.pack import fit_capacity, pack_rows
-    from treepack.plan import check_plan, plan_rows
+    from treepack.plan import check_plan, packed_trie, plan_rows
     from treepack.readers.records import displayed
     from treepack.stats import packed_totals, trie_totals
 
+    if method == "sequence" and semantics == "once":
+        raise click.UsageError("--method sequence shares no token, so --semantics once says nothing there; use branch")
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
     source = read_manifest(trie, schema.TRIE_FORMAT)
     fitted, counts = fit_capacity(shards.read_trie(trie), capacity, too_long=too_long)
     plan = plan_rows(fitted, capacity=capacity, method=method)
-    totals = packed_totals(fitted, plan, check_plan(fitted, plan))
+    laid_out = packed_trie(fitted, method)
+    totals = packed_totals(fitted, plan, check_plan(laid_out, plan))
     manifest = {
         "options": {"method": method, "too_long": too_long, "semantics": semantics, "normalize": normalize},
         "capacity": capacity,
@@ -72,7 +75,7 @@ def pack(
         "counts": dict(sorted(counts.items())),
     }
     rows = progress(
-        pack_rows(fitted, plan, semantics=semantics, normalize=normalize), description="packing", total=plan.num_rows
+        pack_rows(laid_out, plan, semantics=semantics, normalize=normalize), description="packing", total=plan.num_rows
     )
     with finished_directory(out, overwrite=overwrite) as temporary:
         written = shards.write_packed(rows, temporary, manifest)

@@ -47,7 +47,7 @@ class Capacities(click.ParamType[list[int]]):
 )
 @click.option(
     "--method",
-    type=click.Choice(["contiguous", "heuristic"]),
+    type=click.Choice(["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence"]),
     default="contiguous",
     show_default=True,
     help="Method of the prediction.",
@@ -149,12 +149,13 @@ def _packed(directory: Path, manifest: dict[str, Any], *, check: bool, trie_path
 
 
 def _origin(directory: Path, manifest: dict[str, Any], trie_path: Path | None) -> Trie | None:
-    """The trie that `directory` was packed from, cut to its capacity; None if it is not there."""
+    """The trie that the rows of `directory` lay out, cut to its capacity; None if it is not there."""
     from treepack import schema, shards
     from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
     from treepack.manifest import file_sha256, read_manifest
     from treepack.pack import fit_capacity
+    from treepack.plan import packed_trie
 
     stored = manifest.get("trie") or {}
     candidates = [Path(stored["path"]), directory.parent / stored["path"]] if "path" in stored else []
@@ -166,7 +167,8 @@ def _origin(directory: Path, manifest: dict[str, Any], trie_path: Path | None) -
     if file_sha256(chosen / MANIFEST) != stored.get("sha256"):
         raise TreepackError(f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie")
     too_long = str(manifest["options"].get("too_long", "error"))
-    return fit_capacity(shards.read_trie(chosen), manifest["capacity"], too_long=too_long)[0]
+    fitted, _ = fit_capacity(shards.read_trie(chosen), manifest["capacity"], too_long=too_long)
+    return packed_trie(fitted, str(manifest["options"].get("method")))
 
 
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")

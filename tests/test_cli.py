@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from treepack.pack import NORMALIZE, SEMANTICS, TOO_LONG
-from treepack.plan import METHODS
+from treepack.plan import FOREST_METHODS, METHODS
 from treepack.readers import READERS
 
 SAMPLES = Path(__file__).parents[1] / "sample_data"
@@ -199,6 +199,23 @@ def test_an_error_is_one_sentence_and_status_1(treepack: Run, tmp_path: Path) ->
     assert not (tmp_path / "trie").exists()
 
 
+def test_sequences_packed_without_sharing_are_checked_as_such(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    out = tmp_path / "flat"
+    assert treepack("pack", trie, "--capacity", 12, "--method", "sequence", "--out", out).status == 0
+    report = treepack("stats", out, "--check", "--json").json
+    assert report["tokens_packed"] == report["tokens_flat"] == 30 > report["tokens_tree"]
+    assert report["checked"]["against_trie"]
+    (predicted,) = treepack("stats", trie, "--capacity", 12, "--method", "sequence", "--json").json["predicted"]
+    assert {name: report[name] for name in PACKED_KEYS} == {name: predicted[name] for name in PACKED_KEYS}
+
+
+def test_what_shares_no_token_cannot_count_shared_ones_once(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    options = ("--method", "sequence", "--semantics", "once")
+    refused = treepack("pack", trie, "--capacity", 12, *options, "--out", tmp_path / "flat")
+    assert refused.status == 2
+    assert "--method sequence shares no token" in refused.err
+
+
 def test_choices_are_those_of_the_library() -> None:
     commands = import_module("treepack_cli").commands.commands
 
@@ -207,7 +224,7 @@ def test_choices_are_those_of_the_library() -> None:
         return list(found.type.choices)
 
     assert choices("build-trie", "format") == ["auto", *READERS]
-    assert choices("stats", "method") == choices("pack", "method") == list(METHODS)
+    assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS]
     assert choices("pack", "too-long") == list(TOO_LONG)
     assert choices("pack", "semantics") == list(SEMANTICS)
     assert choices("pack", "normalize") == list(NORMALIZE)

@@ -15,7 +15,7 @@ import polars as pl
 
 from treepack.columns import SpanView
 from treepack.pack import Row, fit_capacity
-from treepack.plan import Plan, PlanTotals, check_plan, plan_rows
+from treepack.plan import Plan, PlanTotals, check_plan, packed_trie, plan_rows
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
@@ -155,5 +155,6 @@ def predict(trie: Trie, capacities: Iterable[int], *, method: str, too_long: str
         too_many = int((trie.lengths > capacity).sum())
         fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
         plan = plan_rows(fitted, capacity=capacity, method=method)
-        reports.append(packed_totals(fitted, plan, check_plan(fitted, plan)) | {"num_too_long": too_many})
+        totals = check_plan(packed_trie(fitted, method), plan)
+        reports.append(packed_totals(fitted, plan, totals) | {"num_too_long": too_many})
     return reports

@@ -20,7 +20,7 @@ from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tre
 from treepack.plan.processes import plan_trees
 from treepack.plan.unions import row_sizes, trained_tokens
 from treepack.trajectory import Int64
-from treepack.trie import Trie
+from treepack.trie import Trie, unshared
 
 __all__ = [
     "EFFORTS",
@@ -31,6 +31,7 @@ __all__ = [
     "PlanTotals",
     "Search",
     "check_plan",
+    "packed_trie",
     "plan_rows",
 ]
 
@@ -132,6 +133,14 @@ def _merged(trie: Trie, row_of: Int64, limits: Limits) -> Int64:
     num_rows = int(row_of.max()) + 1
     steps = balance.steps_of(row_of, trie.step_rank, num_rows)
     return merge.merge_rows(row_sizes(trie, row_of, num_rows), steps, limits)[row_of]
+
+
+def packed_trie(trie: Trie, method: str) -> Trie:
+    """The trie, of the same trajectories in the same order, that the rows of a plan of `trie` by `method` lay out.
+
+    It is `trie` itself for all methods but "sequence", whose rows share nothing.
+    """
+    return unshared(trie) if method == "sequence" else trie
 
 
 def _plan_forest(trie: Trie, limits: Limits, method: str) -> tuple[Int64, int]:
