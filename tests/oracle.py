@@ -81,3 +81,16 @@ def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> int:
         else:
             rooms.append(capacity - size)
     return len(rooms)
+
+
+def tiles(subtree_end: Sequence[int], block: int) -> tuple[int, int]:
+    """Partial and full tiles of a mask, pair by pair; padding to whole blocks sees only itself."""
+    num = -(-len(subtree_end) // block) * block
+    ends = [*subtree_end, *range(len(subtree_end) + 1, num + 1)]
+    partial = full = 0
+    for i in range(0, num, block):
+        for j in range(0, i + 1, block):
+            seen = [k <= q < ends[k] for q in range(i, i + block) for k in range(j, j + block)]
+            full += all(seen)
+            partial += any(seen) and not all(seen)
+    return partial, full

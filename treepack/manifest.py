@@ -27,6 +27,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "options": {"semantics": str, "normalize": str},
         "totals": {
             **{"num_rows": int, "num_trajectories": int, "num_pairs": int, "tokens_packed": int, "tokens_flat": int},
+            **{"tiles_partial": int, "tiles_full": int},
             **{"token_ratio": float, "err": float, "fill": float},
         },
     },

@@ -2,8 +2,9 @@
 
     Trie, Plan --pack_rows--> Row, Row, ...
 
-A row lists its nodes depth-first. Then every column but the loss weights is a formula over the row's nodes, spread
-over their tokens; the loss weights are added up trajectory by trajectory.
+A row lists its nodes depth-first, with the children of each in the order of `layout.py`. Then every column but the
+loss weights is a formula over the row's nodes, spread over their tokens; the loss weights are added up trajectory by
+trajectory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from treepack.columns import SpanView, list_values
 from treepack.errors import TreepackError
+from treepack.layout import arrange, node_tiles, tile_counts
 from treepack.plan import Plan
 from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory, positions
 from treepack.trie import Trie, build_trie, paths, trajectories_of
@@ -73,15 +75,23 @@ class Row:
     def total_weight(self) -> float:
         return float(self.loss_weight.sum())
 
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Partial and full tiles of its attention mask; see `layout.py`."""
+        return tile_counts(self.subtree_end)
+
 
 def row_counts(row: Row) -> dict[str, int]:
     """What a row adds to the counts of its directory."""
+    tiles_partial, tiles_full = row.tiles
     return {
         "num_rows": 1,
         "num_trajectories": len(row.trajectory_ids),
         "num_pairs": row.num_pairs,
         "tokens_packed": row.num_tokens,
         "tokens_flat": int(row.scale.sum(dtype=np.int64)),
+        "tiles_partial": tiles_partial,
+        "tiles_full": tiles_full,
     }
 
 
@@ -204,16 +214,45 @@ def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: s
     steps = trie.trajectories["step"].to_pylist()
     ids = trie.trajectories["trajectory_id"].to_pylist()
     for row_id, members in enumerate(plan.members()):
-        columns, source, path_nodes = layout.columns(members)
-        loss_weight, terms = weights.of(members, columns, source, path_nodes)
+        placed = layout.placed(members)
+        columns = layout.columns(placed)
+        loss_weight, terms = weights.of(placed)
         yield Row(
             row_id=row_id,
             step=steps[members[0]],
             loss_weight=loss_weight,
             terms=terms,
-            trajectory_ids=[ids[i] for i in members.tolist()],
+            trajectory_ids=[ids[i] for i in placed.members.tolist()],
             **columns,
         )
+
+
+def unordered_tiles(trie: Trie, plan: Plan) -> int:
+    """Partial tiles of all rows if the children in them came as the trie has them, not as `layout.arrange` has them."""
+    layout = _Layout(trie)
+    total = 0
+    for members in plan.members():
+        nodes = layout.nodes(members)
+        ends = np.concatenate([[0], np.cumsum(layout.lengths[nodes])])
+        stops = ends[np.searchsorted(nodes, trie.node_end[nodes])]
+        total += node_tiles(ends[:-1], stops, int(ends[-1]))[0]
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """The nodes of a row in its order: node i owns the row's tokens `begin[i] .. begin[i + 1] - 1`.
+
+    Its subtree ends at token `end[i]`. `members` are the row's trajectories by where they end, `ends_at` the places of
+    their last nodes, and `source` the position in `trie.tokens` of every row token.
+    """
+
+    nodes: Int64
+    begin: Int64
+    end: Int64
+    members: Int64
+    ends_at: Int64
+    source: Int64
 
 
 class _Layout:
@@ -225,7 +264,7 @@ class _Layout:
         self.lengths = trie.node_length
 
     def nodes(self, members: Int64) -> Int64:
-        """Nodes on the paths of `members`, depth-first."""
+        """Nodes on the paths of `members`, depth-first as in the trie."""
         found: set[int] = set()
         for node in self.trie.end_node[members].tolist():
             while node >= 0 and node not in found:
@@ -233,29 +272,45 @@ class _Layout:
                 node = self.parents[node]
         return np.array(sorted(found), np.int64)
 
-    def columns(self, members: Int64) -> tuple[dict[str, Int32], Int64, Int64]:
-        """The columns, the position in `trie.tokens` of every row token, and the row's nodes."""
+    def placed(self, members: Int64) -> _Placed:
         trie, nodes = self.trie, self.nodes(members)
-        sizes = self.lengths[nodes]
-        begin = np.concatenate([[0], np.cumsum(sizes)])
-        index = np.arange(begin[-1])
-        source = np.repeat(trie.node_start[nodes] - begin[:-1], sizes) + index
-        end = np.searchsorted(nodes, trie.node_end[nodes])
         up = trie.parent[nodes]
-        up_at = np.searchsorted(nodes, up)
+        sizes = self.lengths[nodes]
+        begin, end = arrange(sizes, np.where(up < 0, -1, np.searchsorted(nodes, up)))
+        order = np.argsort(begin)
+        place = np.zeros(len(nodes), np.int64)
+        place[order] = np.arange(len(nodes))
+        ends_at = place[np.searchsorted(nodes, trie.end_node[members])]
+        by_end = np.argsort(ends_at, kind="stable")
+        nodes, begin, sizes = nodes[order], np.append(begin[order], sizes.sum()), sizes[order]
+        source = np.repeat(trie.node_start[nodes] - begin[:-1], sizes) + np.arange(begin[-1])
+        return _Placed(nodes, begin, end[order], members[by_end], ends_at[by_end], source)
+
+    def columns(self, placed: _Placed) -> dict[str, Int32]:
+        """The columns but the loss weights and the trajectories' names."""
+        trie, begin = self.trie, placed.begin
+        sizes = np.diff(begin)
+        index = np.arange(begin[-1])
         parent = index - 1
-        parent[begin[:-1]] = np.where(up < 0, -1, begin[1:][np.maximum(up_at, 0)] - 1)
-        ends_at = np.searchsorted(nodes, trie.end_node[members])
-        passing = np.concatenate([[0], np.cumsum(np.bincount(ends_at, minlength=len(nodes)))])
+        parent[begin[:-1]] = self._last_tokens_above(placed)
+        stop = np.searchsorted(begin, placed.end)
+        passing = np.concatenate([[0], np.cumsum(np.bincount(placed.ends_at, minlength=len(sizes)))])
         columns = {
-            "input_ids": trie.tokens[source],
-            "position_ids": np.repeat(trie.depth[nodes] - begin[:-1], sizes) + index,
+            "input_ids": trie.tokens[placed.source],
+            "position_ids": np.repeat(trie.depth[placed.nodes] - begin[:-1], sizes) + index,
             "parent": parent,
-            "subtree_end": np.repeat(begin[end], sizes),
-            "scale": np.repeat(passing[end] - passing[:-1], sizes),
-            "trajectory_ends": begin[ends_at + 1] - 1,
+            "subtree_end": np.repeat(placed.end, sizes),
+            "scale": np.repeat(passing[stop] - passing[:-1], sizes),
+            "trajectory_ends": begin[placed.ends_at + 1] - 1,
         }
-        return {name: values.astype(np.int32) for name, values in columns.items()}, source, nodes
+        return {name: values.astype(np.int32) for name, values in columns.items()}
+
+    def _last_tokens_above(self, placed: _Placed) -> Int64:
+        """For each node the row's last token of its parent, -1 at a root."""
+        by_id = np.argsort(placed.nodes)
+        up = self.trie.parent[placed.nodes]
+        above = by_id[np.searchsorted(placed.nodes, np.maximum(up, 0), sorter=by_id)]
+        return np.where(up < 0, -1, placed.begin[above + 1] - 1)
 
 
 class _Weights:
@@ -270,29 +325,25 @@ class _Weights:
         has_reward = trie.trajectories["reward"].null_count < trie.num_trajectories
         self.has_terms = has_reward or any(values is not None for values in self.values.values())
 
-    def of(
-        self, members: Int64, columns: dict[str, Int32], source: Int64, nodes: Int64
-    ) -> tuple[Float64, Terms | None]:
-        """`loss_weight` float64 [num_tokens] and the terms of the trajectories `members`."""
-        loss_weight = np.zeros(len(source), np.float64)
+    def of(self, placed: _Placed) -> tuple[Float64, Terms | None]:
+        """`loss_weight` float64 [num_tokens] and the terms of the row's trajectories."""
+        loss_weight = np.zeros(len(placed.source), np.float64)
         tokens: list[Int64] = []
         weights: list[Float64] = []
-        for i, index, weight in self._pairs(members, columns, nodes):
+        for i, index, weight in self._pairs(placed):
             if self.counts is not None:
-                weight = weight / self.counts[source[index]]
+                weight = weight / self.counts[placed.source[index]]
             weight = weight * self.factors[i]
             loss_weight[index] += weight
             if self.has_terms:
                 tokens.append(index)
                 weights.append(weight)
-        return loss_weight, self._terms(members, tokens, weights) if self.has_terms else None
+        return loss_weight, self._terms(placed.members, tokens, weights) if self.has_terms else None
 
-    def _pairs(self, members: Int64, columns: dict[str, Int32], nodes: Int64) -> Iterator[tuple[int, Int64, Float64]]:
+    def _pairs(self, placed: _Placed) -> Iterator[tuple[int, Int64, Float64]]:
         """Each trajectory with the row indices and span weights of its trained tokens."""
-        trie = self.trie
-        begin = np.concatenate([[0], np.cumsum(trie.node_length[nodes])])
-        ends_at = np.searchsorted(nodes, trie.end_node[members])
-        for i, path in zip(members.tolist(), paths(ends_at, begin, trie.depth[nodes]), strict=True):
+        to_ends = paths(placed.ends_at, placed.begin, self.trie.depth[placed.nodes])
+        for i, path in zip(placed.members.tolist(), to_ends, strict=True):
             starts, ends, weights = self.spans[i]
             yield i, path[positions(starts, ends)], np.repeat(weights, ends - starts)
 
