@@ -39,7 +39,6 @@ BASELINES = ("contiguous", "heuristic", "greedy-online")
 CAPACITIES = (8192, 32768, 131072)
 EXACT_LEAVES = 24
 EXACT_SECONDS = 20.0
-WARM_UP_LEAVES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +95,15 @@ def union_tokens(trie: Trie, plan: Plan) -> Int64:
 def flat_tokens(trie: Trie, plan: Plan) -> Int64:
     """Tokens of each row, [num_rows], where nothing is shared."""
     return np.bincount(plan.row_of, weights=trie.lengths, minlength=plan.num_rows).astype(np.int64)
+
+
+def warm_up(method: str) -> None:
+    """Load and compile what `method` needs, on a tree that is not solved at first sight."""
+    family = {family.name: family for family in made.families()}["random turns"]
+    for leaves in (12, 40):
+        tree = made.make_tree(family, leaves)
+        trie = made.trie_of(made.forest_of_trees([tree]))
+        plan_rows(trie, capacity=int(1.3 * tree.length.max()), method=method, search=Search("low", time_limit=1.0))
 
 
 def problems(options: argparse.Namespace) -> Iterator[Problem]:
@@ -217,8 +225,7 @@ def solve_large(
     name: str, size: int, seed: int, method: str, search: Search, workers: int
 ) -> tuple[list[str], Outcome]:
     """The facts of a problem and what `method` makes of it; for a process of its own, so that its memory counts."""
-    small = made.trie_of(made.forest_of_trees([made.make_tree(made.families()[0], WARM_UP_LEAVES)]))
-    plan_rows(small, capacity=32768, method=method, search=search)  # loads numba
+    warm_up(method)
     problem = large_problem(name, size, seed)
     found = solve(problem, method, search=search, workers=workers)
     unit = 1 if platform.system() == "Darwin" else 1024
@@ -274,9 +281,8 @@ def main() -> None:
     if options.large:
         print_large(options, search)
         return
-    warm = made.trie_of(made.forest_of_trees([made.make_tree(made.families()[0], WARM_UP_LEAVES)]))
     for method in options.methods:
-        solve(Problem("warm-up", warm, 32768), method, search=search, workers=1)
+        warm_up(method)
     print_table(problems(options), options.methods, search=search, workers=options.workers)
 
 
