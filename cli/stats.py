@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .output import percent, progress, show, show_table, token_progress
+from .planning import read_search, search_options
 from .reading import read_options, reading_options
 
 if TYPE_CHECKING:
@@ -45,13 +46,7 @@ class Capacities(click.ParamType[list[int]]):
     type=Capacities(),
     help="Predict the packing; what does not fit is left out and counted.",
 )
-@click.option(
-    "--method",
-    type=click.Choice(["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence"]),
-    default="contiguous",
-    show_default=True,
-    help="Method of the prediction.",
-)
+@search_options
 @reading_options
 def stats(
     paths: tuple[str, ...],
@@ -59,9 +54,8 @@ def stats(
     check: bool,
     trie_path: Path | None,
     capacity: list[int] | None,
-    method: str,
     share: str,
-    **reading: Any,
+    **others: Any,
 ) -> None:
     """Show what rollouts share, and what a packing keeps of it.
 
@@ -69,9 +63,7 @@ def stats(
     """
     import json
 
-    report = _report(
-        paths, check=check, trie_path=trie_path, capacities=capacity, method=method, share=share, reading=reading
-    )
+    report = _report(paths, check=check, trie_path=trie_path, capacities=capacity, share=share, others=others)
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
     else:
@@ -84,9 +76,8 @@ def _report(
     check: bool,
     trie_path: Path | None,
     capacities: list[int] | None,
-    method: str,
     share: str,
-    reading: dict[str, Any],
+    others: dict[str, Any],
 ) -> dict[str, Any]:
     from treepack import schema, shards
     from treepack.check import check_totals, check_trie
@@ -108,7 +99,7 @@ def _report(
     if manifest:
         trie, counts, kind = shards.read_trie(directory), manifest["counts"], "trie"
     else:
-        trie, counts = _raw(paths, share=share, reading=reading)
+        trie, counts = _raw(paths, share=share, reading=others)
         kind = "trajectories"
     report = describe(trie, kind=kind) | {"counts": counts}
     if check:
@@ -117,7 +108,8 @@ def _report(
             check_totals(manifest["totals"], trie_totals(trie))
         report["checked"] = {"num_trajectories": trie.num_trajectories, "num_nodes": trie.num_nodes}
     if capacities:
-        report["predicted"] = predict(trie, capacities, method=method, too_long="drop")
+        search = read_search(others)
+        report["predicted"] = predict(trie, capacities, method=others["method"], too_long="drop", search=search)
     return report
 
 
@@ -155,7 +147,7 @@ def _origin(directory: Path, manifest: dict[str, Any], trie_path: Path | None) -
     from treepack.errors import TreepackError
     from treepack.manifest import file_sha256, read_manifest
     from treepack.pack import fit_capacity
-    from treepack.plan import packed_trie
+    from treepack.plan import Limits, packed_trie
 
     stored = manifest.get("trie") or {}
     candidates = [Path(stored["path"]), directory.parent / stored["path"]] if "path" in stored else []
@@ -166,9 +158,11 @@ def _origin(directory: Path, manifest: dict[str, Any], trie_path: Path | None) -
     read_manifest(chosen, schema.TRIE_FORMAT)
     if file_sha256(chosen / MANIFEST) != stored.get("sha256"):
         raise TreepackError(f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie")
-    too_long = str(manifest["options"].get("too_long", "error"))
-    fitted, _ = fit_capacity(shards.read_trie(chosen), manifest["capacity"], too_long=too_long)
-    return packed_trie(fitted, str(manifest["options"].get("method")))
+    options = manifest["options"]
+    pairs = options.get("pairs_budget")
+    longest = Limits(manifest["capacity"], pairs if isinstance(pairs, int) and pairs > 0 else None).longest
+    fitted, _ = fit_capacity(shards.read_trie(chosen), longest, too_long=str(options.get("too_long", "error")))
+    return packed_trie(fitted, str(options.get("method")))
 
 
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
@@ -178,7 +172,7 @@ def _print(report: dict[str, Any]) -> None:
     """Print a report as tables."""
     plain = {name: value for name, value in report.items() if not isinstance(value, dict | list)}
     ratios = {name: percent(plain[name]) for name in ("por", "err", "token_ratio", "fill", "gap") if name in plain}
-    show(plain | ratios | report.get("counts", {}))
+    show(plain | ratios | report.get("options", {}) | report.get("counts", {}))
     for name, column, ratio in (("por_by_depth", "tokens_tree", "por"), ("err_by_depth", "tokens_packed", "err")):
         if name in report:
             click.echo()

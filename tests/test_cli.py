@@ -16,13 +16,23 @@ from pathlib import Path
 import pytest
 
 from treepack.pack import NORMALIZE, SEMANTICS, TOO_LONG
-from treepack.plan import FOREST_METHODS, METHODS
+from treepack.plan import EFFORTS, FOREST_METHODS, METHODS
 from treepack.readers import READERS
 
 SAMPLES = Path(__file__).parents[1] / "sample_data"
 TREEPACK = Path(sys.executable).parent / "treepack"
 KEYS = {"kind", "num_trajectories", "num_groups", "num_trees", "num_nodes", "tokens_flat", "tokens_tree", "por"}
-PACKED_KEYS = {"capacity", "num_rows", "tokens_packed", "err", "token_ratio", "fill", "lower_bound", "gap"}
+PACKED_KEYS = {
+    "capacity",
+    "num_rows",
+    "tokens_packed",
+    "err",
+    "token_ratio",
+    "fill",
+    "lower_bound",
+    "gap",
+    "pairs_max_over_mean",
+}
 
 
 @dataclass(frozen=True)
@@ -226,6 +236,7 @@ def test_choices_are_those_of_the_library() -> None:
 
     assert choices("build-trie", "format") == ["auto", *READERS]
     assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS]
+    assert choices("stats", "effort") == choices("pack", "effort") == list(EFFORTS)
     assert choices("pack", "too-long") == list(TOO_LONG)
     assert choices("pack", "semantics") == list(SEMANTICS)
     assert choices("pack", "normalize") == list(NORMALIZE)

@@ -4,7 +4,8 @@
         ...                                       everything is written there, the manifest last
                                                   then it is renamed to `out`
 
-A run that dies leaves no `out`, or the old one; the next run removes what the dead one left beside it.
+A run that dies leaves no `out`, or the old one; the next run removes what the dead one left beside it. `finished_file`
+does so for a single file.
 """
 
 from __future__ import annotations
@@ -41,6 +42,25 @@ def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def finished_file(out: Path) -> Iterator[Path]:
+    """Yield a path beside `out` that is renamed to `out` when the block ends without an exception.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    out = out.resolve()
+    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        temporary.replace(out)
+    except OSError as error:
+        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def refuse_existing(out: Path, *, overwrite: bool, inputs: Iterable[str | Path] = ()) -> None:

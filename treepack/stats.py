@@ -15,7 +15,7 @@ import polars as pl
 
 from treepack.columns import SpanView
 from treepack.pack import Row, fit_capacity
-from treepack.plan import Plan, PlanTotals, check_plan, packed_trie, plan_rows
+from treepack.plan import Plan, PlanTotals, Search, check_plan, packed_trie, plan_rows
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
@@ -43,9 +43,14 @@ def trie_totals(trie: Trie) -> Report:
 def packed_totals(trie: Trie, plan: Plan, totals: PlanTotals) -> Report:
     """What a plan of `trie` costs, beside a lower bound that holds for every plan.
 
-    ERR is 1 - N_pack / N_flat, fill the tokens over rows times capacity, gap N_pack over the bound less 1.
+    ERR is 1 - N_pack / N_flat, fill the tokens over rows times capacity, gap N_pack over the bound less 1. For several
+    ranks, which take the rows in order and wait for each other, `group_pairs_max_over_mean` is how much longer they are
+    at it than if all rows had the same number of score pairs.
     """
     bound = max(plan.lower_bound, trie.tokens_tree)
+    pairs = totals.row_pairs
+    groups = pairs.reshape(-1, plan.multiple_of)
+    waiting = {"group_pairs_max_over_mean": float(groups.max(axis=1).sum() * plan.multiple_of / pairs.sum())}
     return {
         "capacity": plan.capacity,
         "num_rows": totals.num_rows,
@@ -55,6 +60,8 @@ def packed_totals(trie: Trie, plan: Plan, totals: PlanTotals) -> Report:
         "fill": totals.tokens_packed / (totals.num_rows * plan.capacity),
         "lower_bound": bound,
         "gap": totals.tokens_packed / bound - 1,
+        "pairs_max_over_mean": float(pairs.max() / pairs.mean()),
+        **(waiting if plan.multiple_of > 1 else {}),
     }
 
 
@@ -130,6 +137,7 @@ def describe_packed(rows: Iterable[Row], manifest: Report) -> Report:
     return {
         "kind": "packed",
         **manifest["totals"],
+        "options": manifest.get("options", {}),
         "counts": manifest["counts"],
         "row_tokens": quantiles(np.array(tokens)),
         "row_pairs": quantiles(np.array(pairs)),
@@ -144,7 +152,14 @@ def _grown(values: Int64, size: int) -> Int64:
     return np.pad(values, (0, size - len(values)))
 
 
-def predict(trie: Trie, capacities: Iterable[int], *, method: str, too_long: str) -> list[Report]:
+def predict(
+    trie: Trie,
+    capacities: Iterable[int],
+    *,
+    method: str,
+    too_long: str,
+    search: Search = Search(),  # noqa: B008
+) -> list[Report]:
     """`packed_totals` for each capacity, with the number of trajectories that do not fit it.
 
     Raises:
@@ -154,7 +169,7 @@ def predict(trie: Trie, capacities: Iterable[int], *, method: str, too_long: str
     for capacity in capacities:
         too_many = int((trie.lengths > capacity).sum())
         fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
-        plan = plan_rows(fitted, capacity=capacity, method=method)
+        plan = plan_rows(fitted, capacity=capacity, method=method, search=search)
         totals = check_plan(packed_trie(fitted, method), plan)
         reports.append(packed_totals(fitted, plan, totals) | {"num_too_long": too_many})
     return reports

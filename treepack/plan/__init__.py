@@ -9,13 +9,14 @@ sees); then rows that are not full are put together, whatever trees they hold, w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.plan import auto, balance, bounds, cuts, exact, merge, online, single_path
+from treepack.plan import auto, balance, bounds, cuts, exact, files, merge, online, single_path
+from treepack.plan.files import read_plan_file
 from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of, path_pairs
 from treepack.plan.processes import plan_trees
 from treepack.plan.unions import row_sizes, trained_tokens
@@ -32,7 +33,10 @@ __all__ = [
     "Search",
     "check_plan",
     "packed_trie",
+    "plan_lines",
+    "plan_of_file",
     "plan_rows",
+    "read_plan_file",
 ]
 
 Method = Callable[[Tree, Limits, Search], Solution]
@@ -54,13 +58,15 @@ FOREST_METHODS: dict[str, ForestMethod] = {"greedy-online": online.greedy_online
 class Plan:
     """`row_of` int64 [num_trajectories]: the row of each trajectory, rows numbered from 0 without a gap.
 
-    No plan within the same capacity has fewer tokens than `lower_bound`.
+    No plan within the same capacity has fewer tokens than `lower_bound`. Every step has a multiple of `multiple_of`
+    rows.
     """
 
     method: str
     limits: Limits
     row_of: Int64
     lower_bound: int = 0
+    multiple_of: int = 1
 
     @property
     def capacity(self) -> int:
@@ -122,8 +128,9 @@ def plan_rows(
         row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers)
         row_of = row_of_leaf[forest.leaf_of]
     if multiple_of > 1:
-        row_of = balance.balanced_rows(trie, row_of, limits, multiple_of)
-        return Plan(method, limits, _by_pairs(trie, row_of), bound)
+        laid_out = packed_trie(trie, method)
+        row_of = _by_pairs(laid_out, balance.balanced_rows(laid_out, row_of, limits, multiple_of))
+        return Plan(method, limits, row_of, bound, multiple_of)
     if method not in FOREST_METHODS:
         row_of = _merged(trie, row_of, limits)
     return Plan(method, limits, _renumber(row_of), bound)
@@ -133,6 +140,29 @@ def _merged(trie: Trie, row_of: Int64, limits: Limits) -> Int64:
     num_rows = int(row_of.max()) + 1
     steps = balance.steps_of(row_of, trie.step_rank, num_rows)
     return merge.merge_rows(row_sizes(trie, row_of, num_rows), steps, limits)[row_of]
+
+
+def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Iterator[str]:
+    """The lines of the file that `read_plan` reads; `files.py` describes it."""
+    limits = plan.limits
+    header = {
+        **{"capacity": limits.capacity, "pairs": limits.pairs, "terms": limits.terms},
+        **{"multiple_of": plan.multiple_of, "method": plan.method, "trie": trie_sha256},
+        "lower_bound": plan.lower_bound,
+    }
+    return files.plan_lines(header, plan.row_of, trie.trajectories["trajectory_id"].to_pylist())
+
+
+def plan_of_file(trie: Trie, given: files.PlanFile) -> Plan:
+    """The plan that a file gives for `trie`, for `check_plan` to check.
+
+    Raises:
+        TreepackError: a trajectory that `trie` does not have, that is in two rows, in none, or exceeds a limit alone.
+    """
+    refuse_too_long(trie, given.limits)
+    row_of = files.rows_of(given, trie)
+    bound = sum(bounds.recursive_bound(tree, given.limits.capacity) for tree in forest_of(trie).trees())
+    return Plan(given.method, given.limits, row_of, max(bound, given.lower_bound), given.multiple_of)
 
 
 def packed_trie(trie: Trie, method: str) -> Trie:
@@ -211,4 +241,12 @@ def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
     mixed = steps != balance.steps_of(row_of, steps, num_rows)[row_of]
     if mixed.any():
         raise TreepackError(f"row {int(row_of[mixed].min())} of the plan mixes training steps")
+    rows_of_step = np.bincount(balance.steps_of(row_of, steps, num_rows))
+    uneven = rows_of_step % plan.multiple_of > 0
+    if uneven.any():
+        raise TreepackError(
+            f"a training step of the plan has {rows_of_step[uneven][0]} rows; expected a multiple of {plan.multiple_of}"
+        )
+    if plan.lower_bound > sizes.tokens.sum():
+        raise TreepackError(f"the plan has {sizes.tokens.sum()} tokens, below its lower_bound of {plan.lower_bound}")
     return PlanTotals(sizes.tokens, sizes.pairs, sizes.terms)

@@ -20,7 +20,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.plan.merge import by_step, merge_rows
-from treepack.plan.problem import Limits
+from treepack.plan.problem import Limits, path_pairs
 from treepack.plan.unions import RowSizes, row_sizes, shared_with_previous
 from treepack.trajectory import Int64
 from treepack.trie import Trie
@@ -81,19 +81,26 @@ def _refuse_small_steps(trie: Trie, wanted: Int64, multiple_of: int) -> None:
 
 
 def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
-    """`row_of` with `lacking[s]` more rows in step s, if positive, made by the cuts that repeat the fewest tokens."""
+    """`row_of` with `lacking[s]` more rows in step s, if positive, made by the cuts that repeat the fewest tokens.
+
+    Of cuts that repeat as many, those come first whose lesser side has the most pairs.
+    """
     order = np.argsort(row_of, kind="stable")
+    rows = row_of[order]
     shared = shared_with_previous(trie, row_of, order)
-    cuts = np.flatnonzero(row_of[order][1:] == row_of[order][:-1]) + 1
-    cut_steps = trie.step_rank[order][cuts]
-    chosen = np.zeros(len(order), np.int64)
-    by_cost = np.lexsort([cuts, shared[cuts], cut_steps])
-    begins = np.searchsorted(cut_steps[by_cost], np.arange(len(lacking)))
-    for begin, more in zip(begins.tolist(), lacking.tolist(), strict=True):
-        chosen[cuts[by_cost[begin : begin + max(0, more)]]] = 1
-    chosen[1:] |= row_of[order][1:] != row_of[order][:-1]
+    stop = np.cumsum(path_pairs(trie.lengths[order]) - path_pairs(shared))
+    begins = np.concatenate([[True], rows[1:] != rows[:-1]])
+    start = np.concatenate([[0], stop[:-1]])
+    before = start - start[begins][rows]
+    after = stop[np.append(begins[1:], True)][rows] - start + path_pairs(shared)
+    cuts = np.flatnonzero(~begins)
+    steps = trie.step_rank[order][cuts]
+    by_cost = np.lexsort([-np.minimum(before, after)[cuts], shared[cuts], steps])
+    first = np.searchsorted(steps[by_cost], np.arange(len(lacking)))
+    for begin, more in zip(first.tolist(), lacking.tolist(), strict=True):
+        begins[cuts[by_cost[begin : begin + max(0, more)]]] = True
     split = np.zeros(len(order), np.int64)
-    split[order] = np.cumsum(chosen)
+    split[order] = np.cumsum(begins) - 1
     return split
 
 

@@ -12,6 +12,7 @@ its end, for free; nodes with a single child are joined with it, so every inner 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,6 +82,13 @@ class Limits:
     capacity: int
     pairs: int | None = None
     terms: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a trajectory that is within the limits on tokens and pairs alone."""
+        if self.pairs is None:
+            return self.capacity
+        return min(self.capacity, (math.isqrt(8 * self.pairs + 1) - 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,147 @@
+"""The options by which rows are planned, and where `pack` takes its plan from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from treepack.plan import Limits, Plan, Search
+    from treepack.plan.files import PlanFile
+    from treepack.trie import Trie
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+SEARCH_OPTIONS = (
+    click.option(
+        "--method",
+        type=click.Choice(["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence"]),
+        default="contiguous",
+        show_default=True,
+        help="How trajectories are put into rows.",
+    ),
+    click.option(
+        "--effort",
+        type=click.Choice(["low", "normal", "high"]),
+        default="normal",
+        show_default=True,
+        help="How much work a method that searches may do.",
+    ),
+    click.option(
+        "--time-limit",
+        type=click.FloatRange(min=0, min_open=True),
+        metavar="SECONDS",
+        help="Most time per tree for a method that proves.",
+    ),
+)
+
+LIMIT_OPTIONS = (
+    click.option(
+        "--pairs-budget", type=click.IntRange(min=1), metavar="N", help="Most attention score pairs of a row."
+    ),
+    click.option(
+        "--terms-budget",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Most loss terms, trained tokens of single trajectories, of a row.",
+    ),
+    click.option(
+        "--balance",
+        type=click.IntRange(min=1),
+        default=1,
+        metavar="ROWS_MULTIPLE_OF",
+        help="Make the rows of every training step a multiple of this number of ranks, even in score pairs.",
+    ),
+    click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that plan."),
+)
+
+
+def search_options(command: F) -> F:
+    """Add the options that say how a plan is sought."""
+    for option in reversed(SEARCH_OPTIONS):
+        command = option(command)
+    return command
+
+
+def limit_options(command: F) -> F:
+    """Add the options that say what a plan must keep to besides the capacity."""
+    for option in reversed(LIMIT_OPTIONS):
+        command = option(command)
+    return command
+
+
+def read_search(values: dict[str, Any]) -> Search:
+    """The search that the values of `search_options` ask for."""
+    from treepack.plan import Search
+
+    return Search(values["effort"], values["time_limit"])
+
+
+def given_file(path: Path | None, values: dict[str, Any]) -> PlanFile | None:
+    """The plan file at `path`, which must then be all that is said about planning; None without one.
+
+    Raises:
+        TreepackError: not a plan file.
+        UsageError: neither a plan nor a capacity, or both.
+    """
+    from click.core import ParameterSource
+
+    from treepack.plan import read_plan_file
+
+    if path is None:
+        if values["capacity"] is None:
+            raise click.UsageError("give --capacity, or a plan with --plan")
+        return None
+    context = click.get_current_context()
+    for name in values:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--plan brings what --{name.replace('_', '-')} would say; leave one out")
+    return read_plan_file(path)
+
+
+def limits_of(given: PlanFile | None, values: dict[str, Any]) -> Limits:
+    """The limits of the plan that is given or to be made."""
+    from treepack.plan import Limits
+
+    return given.limits if given else Limits(values["capacity"], values["pairs_budget"], values["terms_budget"])
+
+
+def planned(trie: Trie, given: PlanFile | None, limits: Limits, values: dict[str, Any]) -> Plan:
+    """The plan that is given, or one made as the values of all these options say."""
+    from treepack.plan import plan_of_file, plan_rows
+
+    if given:
+        return plan_of_file(trie, given)
+    return plan_rows(
+        trie,
+        capacity=limits,
+        method=values["method"],
+        search=read_search(values),
+        multiple_of=values["balance"],
+        workers=values["workers"],
+    )
+
+
+def refuse_file(path: Path | None, out: Path, inputs: list[Path], *, overwrite: bool) -> None:
+    """Raise a TreepackError if a plan saved at `path` would be in the way of something.
+
+    An existing plan is overwritten if asked, and nothing else ever is.
+    """
+    from treepack.errors import TreepackError
+    from treepack.plan import read_plan_file
+
+    if path is None:
+        return
+    for directory in (out, *inputs):
+        if path.resolve().is_relative_to(directory.resolve()):
+            raise TreepackError(f"{path} lies inside {directory}; choose another --save-plan")
+    if path.exists():
+        if not overwrite:
+            raise TreepackError(f"{path} exists; choose another --save-plan or give --overwrite")
+        try:
+            read_plan_file(path)
+        except TreepackError as error:
+            raise TreepackError(f"{path} exists and is no plan; remove it or choose another --save-plan") from error
