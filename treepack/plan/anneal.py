@@ -75,8 +75,11 @@ def anneal(tree: Tree, limits: Limits, row_of_leaf: Int64, *, steps_per_leaf: in
 
 
 def _windows(rows: Int64, fill: Int64, turn: int) -> list[Int64]:
-    """Leaves, ascending, of `WINDOW` rows each: rows next to each other in the tree, shifted by a part of a window on
-    every turn, but on every third turn rows that are alike in what they hold, so that the emptiest meet."""
+    """Leaves, ascending, of `WINDOW` rows each.
+
+    These are next to each other in the tree, half a window further on every turn; on every third turn they are alike in
+    how much they hold, so that the emptiest meet.
+    """
     num_rows = len(fill)
     if num_rows <= WINDOW:
         return [np.arange(len(rows))]
@@ -185,7 +188,7 @@ def _take(shape: Shape, rows: Rows, k: int) -> None:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _tear(shape: Shape, rows: Rows, removed: Int64, was_in: Int64, state: Any) -> int:
-    """Take strings of neighbouring leaves out of a few rows; their number, and in `removed`, `was_in` what they were."""
+    """Take strings of neighbouring leaves out of a few rows; returns how many, in `removed` and `was_in` which."""
     num = len(shape.leaf)
     low = int(_random(state) * num)
     high, at, count = low + 1, low, 0

@@ -1,7 +1,8 @@
 """The default method: exact for small trees, a search with a certificate for all others.
 
     up to 13 leaves    a program over sets of leaves: the optimum
-    more               the better of two quick plans --ruin and recreate--> plan;  recursive bound --programs--> bound
+    up to 60           the multi-path program, which nearly always proves the optimum
+    more               the better of two quick plans --ruin and recreate--> plan;  --programs for subtrees--> bound
 
 How much work is done follows from `effort` and from the leaves of all trees together, never from the clock.
 """
@@ -13,35 +14,61 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.plan import bounds, cuts
+from treepack.plan.bounds import Proof
 from treepack.plan.problem import Limits, Search, Solution, Tree
 from treepack.trajectory import Int64
+
+LEAST_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Steps of the search for each leaf in each pass, passes, and the largest subtree that is bounded by a program.
+    """Passes of the search and steps for each leaf in each of them, fewer from `plenty` leaves in all trees on.
 
-    From `plenty` leaves on the work for each leaf shrinks, but not the work for all of them.
+    `proofs` says how hard a bound is looked for, each with the most leaves in all trees that it is for.
     """
 
     steps: int
     passes: int
-    largest: int
     plenty: int
+    proofs: tuple[tuple[float, Proof], ...]
 
-    def for_leaves(self, count: int) -> Work:
-        """The work for each leaf among `count` leaves of all trees."""
-        if count <= self.plenty:
-            return self
-        share = self.plenty / count
-        return Work(max(LEAST_STEPS, int(self.steps * share)), self.passes, max(12, int(self.largest * share)), count)
+    def steps_for(self, leaves: int) -> int:
+        """Steps for each of so many leaves."""
+        return max(LEAST_STEPS, self.steps * self.plenty // max(self.plenty, leaves))
+
+    def proof_for(self, leaves: int) -> Proof:
+        """How hard to look for bounds of trees with so many leaves in all."""
+        return next(proof for most, proof in self.proofs if leaves <= most)
 
 
-LEAST_STEPS = 8
+# Column generation pays up to a few hundred leaves at once; in larger trees it is given smaller parts.
+_BASIC = (float("inf"), Proof(sets=12, exact=12, programs=(), entries=0))
+_SMALL_PARTS = (20_000, Proof(sets=12, exact=20, programs=(), entries=0))
 WORK = {
-    "low": Work(steps=30, passes=2, largest=12, plenty=3000),
-    "normal": Work(steps=150, passes=3, largest=300, plenty=400),
-    "high": Work(steps=1000, passes=6, largest=500, plenty=1000),
+    "low": Work(steps=30, passes=2, plenty=3000, proofs=(_SMALL_PARTS, _BASIC)),
+    "normal": Work(
+        steps=150,
+        passes=3,
+        plenty=3000,
+        proofs=(
+            (400, Proof(sets=12, exact=60, programs=(120, 300), entries=5e9)),
+            (3000, Proof(sets=12, exact=40, programs=(120,), entries=2.5e9)),
+            _SMALL_PARTS,
+            _BASIC,
+        ),
+    ),
+    "high": Work(
+        steps=1000,
+        passes=6,
+        plenty=3000,
+        proofs=(
+            (400, Proof(sets=12, exact=60, programs=(120, 400), entries=4e10)),
+            (3000, Proof(sets=12, exact=60, programs=(120, 240), entries=4e10)),
+            (20_000, Proof(sets=12, exact=60, programs=(120,), entries=4e10)),
+            _BASIC,
+        ),
+    ),
 }
 
 
@@ -61,11 +88,23 @@ def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
         return subsets(tree, limits, search)
     from treepack.plan.anneal import anneal
 
-    work = WORK[search.effort].for_leaves(max(search.num_leaves, tree.num_leaves))
-    rows = anneal(tree, limits, rows, steps_per_leaf=work.steps, passes=work.passes)
+    work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
+    rows = anneal(tree, limits, rows, steps_per_leaf=work.steps_for(leaves), passes=work.passes)
+    proof = work.proof_for(leaves)
+    if tree.num_leaves <= proof.exact and limits.pairs is None and limits.terms is None:
+        return _exact(tree, limits, rows, bound)
     if _cost(tree, rows)[0] > bound:
-        bound = bounds.lower_bound(tree, limits.capacity, rows, largest=work.largest)
+        bound = bounds.lower_bound(tree, limits.capacity, rows, proof)
     return Solution(rows, bound)
+
+
+def _exact(tree: Tree, limits: Limits, rows: Int64, bound: int) -> Solution:
+    """The better of `rows` and the plan of the multi-path program with little work."""
+    from treepack.plan.exact import exact
+
+    found = exact(tree, limits, Search("low"))
+    best = min(rows, found.row_of_leaf, key=lambda plan: _cost(tree, plan))
+    return Solution(best, max(bound, found.lower_bound))
 
 
 def _cost(tree: Tree, rows: Int64) -> tuple[int, int]:

@@ -11,13 +11,32 @@ counting goes on from there.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treepack.plan.problem import Limits, Tree
+from treepack.plan.problem import Limits, Search, Tree
 from treepack.trajectory import Int64
 
+if TYPE_CHECKING:
+    from treepack.plan.colgen import Allowance
+
+WORTH = 2000  # a row count is asked for where it may add a 2000th of the tokens
 MOST_PROGRAMS = 24  # programs of row counts for each larger subtree: the nodes where a plan may repeat most
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """How hard to look for a bound.
+
+    Most leaves of subtrees for which a program over sets, the multi-path program and, one after the other, column
+    generation are run; and the work of all column generation, in entries of knapsack tables of a nanosecond or so.
+    """
+
+    sets: int
+    exact: int
+    programs: tuple[int, ...]
+    entries: float
 
 
 def recursive_bound(tree: Tree, capacity: int) -> int:
@@ -43,25 +62,35 @@ def _count(tree: Tree, capacity: int, known: _Known) -> _Known:
     """`known` carried up from the leaves to the root."""
     from treepack.plan.counting import count
 
-    return _Known(*count(tree.parent, tree.size, tree.depth + tree.size, capacity, known.tokens, known.times))
+    return _Known(*count(tree.parent, tree.end, tree.size, tree.depth + tree.size, capacity, known.tokens, known.times))
 
 
-def lower_bound(tree: Tree, capacity: int, rows: Int64, *, largest: int) -> int:
-    """Fewest tokens of any plan, as far as it can be proven with programs for subtrees of up to `largest` leaves.
+def lower_bound(tree: Tree, capacity: int, rows: Int64, proof: Proof) -> int:
+    """Fewest tokens of any plan, as far as it can be proven with the programs that `proof` allows.
 
     `rows` int64 [leaves] is a good plan: it says where the bound may be loose, and the programs start from its rows.
     """
     from treepack.plan.counting import passes
+    from treepack.plan.exact import exact
 
-    known = _count(tree, capacity, _small_subtrees(tree, capacity, most_leaves=min(largest, 12)))
+    known = _count(tree, capacity, _small_subtrees(tree, capacity, most_leaves=proof.sets))
     used = passes(tree.parent, tree.leaf, rows)
     paid = _below(tree, tree.size * used)
-    leaves = np.bincount(tree.leaf, minlength=tree.num_nodes)
-    leaves = _below(tree, leaves)
-    for node in _maximal(tree, leaves, largest).tolist():
-        if leaves[node] > 12 and paid[node] > known.tokens[node]:
+    leaves = _below(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
+    for node in _maximal(tree, leaves, proof.exact).tolist():
+        if leaves[node] > proof.sets and paid[node] > known.tokens[node]:
+            limits = Limits(capacity - int(tree.depth[node]))
+            least = exact(subtree(tree, node), limits, Search("low")).lower_bound
+            known.tokens[node] = max(known.tokens[node], least)
+    known = _count(tree, capacity, known)
+    for most in proof.programs:
+        known = _count(tree, capacity, known)
+        loose = _maximal(tree, leaves, most)
+        loose = loose[(leaves[loose] > proof.exact) & (paid[loose] > known.tokens[loose])]
+        for node in loose[np.argsort(known.tokens[loose] - paid[loose], kind="stable")].tolist():
             part = slice(node, int(tree.end[node]))
-            better = _by_programs(tree, node, capacity, rows, known, used)
+            entries = proof.entries / len(proof.programs) * int(leaves[node]) / int(leaves[loose].sum())
+            better = _by_programs(tree, node, capacity, rows, known, replace(proof, entries=entries))
             known.tokens[part], known.times[part] = better.tokens, better.times
     return int(_count(tree, capacity, known).tokens[0])
 
@@ -89,21 +118,16 @@ def subtree(tree: Tree, node: int) -> Tree:
 
 
 def _small_subtrees(tree: Tree, capacity: int, *, most_leaves: int) -> _Known:
-    """Exact tokens of every largest subtree of at most `most_leaves` leaves; exact row counts of all nodes in it."""
+    """Exact tokens and row counts of all nodes with at most `most_leaves` leaves below them."""
     from treepack.plan.subsets import fewest
 
     known = _Known(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
     leaves = _below(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
-    first = np.searchsorted(tree.leaf, np.arange(tree.num_nodes))
     for node in _maximal(tree, leaves, most_leaves).tolist():
-        if leaves[node] < 3 and _fits(tree, node, capacity):
-            continue
-        part = subtree(tree, node)
-        tokens, rows = fewest(part, Limits(capacity - int(tree.depth[node])))
-        known.tokens[node] = tokens[-1]
-        inside = np.arange(node, int(tree.end[node]))
-        low = first[inside] - first[node]
-        known.times[inside] = rows[((1 << leaves[inside]) - 1) << low]
+        if not _fits(tree, node, capacity):
+            part = slice(node, int(tree.end[node]))
+            limits = Limits(capacity - int(tree.depth[node]))
+            known.tokens[part], known.times[part] = fewest(subtree(tree, node), limits)
     return known
 
 
@@ -111,46 +135,45 @@ def _fits(tree: Tree, node: int, capacity: int) -> bool:
     return bool(tree.depth[node] + tree.size[node : tree.end[node]].sum() <= capacity)
 
 
-def _by_programs(tree: Tree, node: int, capacity: int, rows: Int64, known: _Known, used: Int64) -> _Known:
+def _by_programs(tree: Tree, node: int, capacity: int, rows: Int64, known: _Known, proof: Proof) -> _Known:
     """What column generation adds for the subtree of `node`: first row counts, where they matter most, then tokens."""
-    from treepack.plan.colgen import Program, lower_bound
+    from treepack.plan.colgen import Allowance, Program, lower_bound
+    from treepack.plan.counting import passes
 
     part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
     room = capacity - int(tree.depth[node])
     first, stop = np.searchsorted(tree.leaf, [inside.start, inside.stop])
     plan = np.unique(rows[first:stop], return_inverse=True)[1].astype(np.int64)
-    here, times = used[inside], known.times[inside].copy()
+    counted = _Known(known.tokens[inside].copy(), known.times[inside].copy())
     leaves = _below(part, np.bincount(part.leaf, minlength=part.num_nodes))
-    tokens = known.tokens[inside].copy()
-    counted = _Known(tokens, times)
+    used = passes(part.parent, part.leaf, plan)
+    upper = int(part.size @ used)
+    for_rows = Allowance(proof.entries / 3)
+    open_at = leaves > proof.sets
     for _ in range(MOST_PROGRAMS):
-        loose = part.size * (here - counted.times) * (leaves > 12)
-        if not loose.any():
-            break
+        loose = part.size * (used - counted.times) * open_at
         inner = int(loose.argmax())
-        here = here.copy()
-        better = _fewest_rows(part, inner, room, plan, counted.times)
-        here[inner] = better  # not asked again
-        if better > counted.times[inner]:
-            counted.times[inner] = better
-            counted = _count(part, room, counted)
-    upper = int(part.size @ used[inside])
+        if for_rows.left <= 0 or loose[inner] * WORTH < upper:
+            break
+        open_at[inner] = False
+        counted.times[inner] = _fewest_rows(part, inner, room, plan, counted, for_rows)
+        counted = _count(part, room, counted)
     base = int(counted.tokens[0])
     most_rows = min(2 * upper // room + 1, int(counted.times[0]) + (upper - base) // max(1, int(part.size[0])))
-    program = Program(part, room, part.size, counted.times, plan, upper, most_rows, 64)
-    counted.tokens[0] = max(base, lower_bound(program))
+    program = Program(part, room, part.size, counted.times, counted.tokens, plan, upper, most_rows, 64)
+    counted.tokens[0] = lower_bound(program, Allowance(proof.entries * 2 / 3 + max(0.0, for_rows.left)), known=base)
     return counted
 
 
-def _fewest_rows(tree: Tree, node: int, capacity: int, plan: Int64, times: Int64) -> int:
+def _fewest_rows(tree: Tree, node: int, capacity: int, plan: Int64, known: _Known, allowance: Allowance) -> int:
     """Rows that must pass through `node`."""
     from treepack.plan.colgen import Program, lower_bound
 
-    part = subtree(tree, node)
+    part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
     first = int(np.searchsorted(tree.leaf, node))
     own = np.unique(plan[first : first + part.num_leaves], return_inverse=True)[1].astype(np.int64)
     cost = np.zeros(part.num_nodes, np.int64)
     cost[0] = 1
-    most = int(own.max()) + 1
-    room = capacity - int(tree.depth[node])
-    return lower_bound(Program(part, room, cost, times[node : tree.end[node]], own, most, most, 1_000_000))
+    most, room = int(own.max()) + 1, capacity - int(tree.depth[node])
+    program = Program(part, room, cost, known.times[inside], known.tokens[inside], own, most, most, 1_000_000)
+    return lower_bound(program, allowance, known=int(known.times[node]))

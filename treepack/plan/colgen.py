@@ -1,14 +1,17 @@
 """Lower bounds by column generation: prices on nodes, a knapsack over the tree, and what no row can beat.
 
-The rows of a plan are columns of a linear program: pay `cost(S)` for each row S, pass at least `times[u]` rows through
-each node u. Any prices p >= 0 prove, with K rows at most in a best plan,
+The rows of a plan are columns of a linear program: pay `cost(S)` for each row S; pass at least `times[u]` rows through
+each node u; spend at least `tokens[u]` tokens in the subtree of u. Any prices >= 0 on these demands prove, with K rows
+at most in a best plan,
 
-    cost of any plan  >=  sum_u p[u] times[u]  -  K * max over rows S of (p(S) - cost(S))
+    cost of any plan  >=  sum of price * demand  -  K * max over rows S of (what S earns - cost(S))
 
-since each row S earns at most p(S). The dearest row S is a knapsack over the tree: in depth-first order,
+since each row S earns the price of what it adds to the demands: p[u] for each node of it, and for each price on a
+subtree its tokens there. All this is a sum over its nodes, so the dearest row is a knapsack over the tree: in
+depth-first order,
 
     best[i][room] = max(best[end[i]][room],                              leave out i and all below it
-                        p[i] - cost[i] + best[i + 1][room - size[i]])    take i, then see what follows
+                        earned[i] - cost[i] + best[i + 1][room - size[i]])    take i, then see what follows
 
 Good prices are found by generating rows: the prices at the analytic centre of what the rows found so far allow (a few
 Newton steps, warm), then the dearest rows at those prices, until none is too dear. The centre needs far fewer rounds
@@ -31,80 +34,112 @@ from numpy.typing import NDArray
 from treepack.plan.problem import Tree
 from treepack.trajectory import Float64, Int32, Int64
 
-ROUNDS = 80
-ROWS_A_ROUND = 40
+ROUNDS = 100
+ROWS_A_ROUND = 24
 NEWTON_STEPS = 12
+NEWTON_ENTRIES = 20  # a Newton step with n prices takes as long as n**3 / 20 entries of a table
 FIRST_GAP, LAST_GAP = 0.02, 2e-4  # of the centre, relative: the prices of early rounds must stay far from any corner
 GRIDS = (1024, 4096, 16384)  # units of room, from the first rounds to the last
-CLOSE = 0.001  # gap to the best value of the rows found so far, at which to stop
+CLOSE = 0.0005  # gap to the best value of the rows found so far, at which to stop
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What is to be bounded: rows of at most `capacity` tokens through every node at least `times[u]` times.
+    """What is to be bounded: rows of at most `capacity` tokens, at least `times[u]` of them through node u.
 
-    `cost` int64 [nodes] is what a row pays for each of its nodes; `rows` int64 [leaves] a good plan, which costs
-    `upper`. A best plan has at most `most_rows` rows. Costs are multiplied by `scale` to become integers with prices.
+    They spend at least `tokens[u]` tokens in its subtree; both int64 [nodes]. `cost` int64 [nodes] is what a row pays
+    for each of its nodes; `rows` int64 [leaves] a good plan, which costs `upper`. A best plan has at most `most_rows`
+    rows. Costs are multiplied by `scale` to become integers with prices.
     """
 
     tree: Tree
     capacity: int
     cost: Int64
     times: Int64
+    tokens: Int64
     rows: Int64
     upper: int
     most_rows: int
     scale: int
 
 
-def lower_bound(program: Program) -> int:
-    """Least cost that any plan can have, as far as this method proves it; at least the sum of `cost * times`."""
+@dataclass(slots=True)
+class Allowance:
+    """Work that may still be done, in entries of knapsack tables."""
+
+    left: float
+
+
+def lower_bound(program: Program, allowance: Allowance, *, known: int) -> int:
+    """Least cost that any plan can have, as far as this method proves it; at least `known`.
+
+    Stops when nothing above `known` can come of it, when `upper` is proven, or when the allowance is used up.
+    """
     generator = _Generator(program)
     for _ in range(ROUNDS):
-        if not generator.advance():
+        if allowance.left <= 0 or not generator.advance(allowance):
             break
-    return generator.certified()
+        if generator.value <= known or generator.best > program.upper - 1:
+            break
+    return max(known, generator.certified()) if generator.best > known else known
 
 
 class _Generator:
-    """Rows found so far and the prices they allow."""
+    """Rows found so far and the prices they allow.
+
+    A demand is a node and a kind; its prices and rows are in units of `unit_of` tokens where tokens are demanded, so
+    that all amounts are about as large.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        tree, times = program.tree, program.times
+        tree, times, tokens = program.tree, program.times, program.tokens
         self.is_leaf = tree.end == np.arange(1, tree.num_nodes + 1)
-        # A node whose times a child also demands needs no price of its own: no row passes through the child only.
-        below = np.zeros(tree.num_nodes, np.int64)
-        np.maximum.at(below, tree.parent[1:], times[1:])
-        self.priced = np.flatnonzero(self.is_leaf | (times > below))
+        most, below = np.zeros(tree.num_nodes, np.int64), np.zeros(tree.num_nodes, np.int64)
+        np.maximum.at(most, tree.parent[1:], times[1:])
+        np.add.at(below, tree.parent[1:], tokens[1:])
+        # A node whose times a child also demands needs no price of its own: no row passes through the child only. Nor
+        # does a subtree whose tokens follow from its children's.
+        self.passed = np.flatnonzero(self.is_leaf | (times > most))
+        self.spent = np.flatnonzero((tokens > below + tree.size * times) & ~self.is_leaf)
+        self.unit_of = np.maximum(1, tokens[self.spent] // times[self.spent]).astype(np.float64)
+        self.demand = np.concatenate([times[self.passed], tokens[self.spent] / self.unit_of])
         self.column = np.full(tree.num_nodes, -1)
-        self.column[self.priced] = np.arange(len(self.priced))
-        self.demand = times[self.priced].astype(np.float64)
+        self.column[self.passed] = np.arange(len(self.passed))
         self.rows: list[Int64] = []
+        self.amounts: list[Float64] = []
         self.costs: list[float] = []
         self.known: set[bytes] = set()
         for row in range(int(program.rows.max()) + 1):
             self._add(_union(tree.parent, tree.leaf[program.rows == row]))
         start = self._first_prices()
-        self.base = int(program.cost @ times)
-        self.best, self.best_prices = float(self.base), start
+        self.best, self.best_prices = 0.0, start
         self.prices = 0.95 * start + 1e-6 * start.max()
         self.gap = FIRST_GAP
         self.value = float(program.upper)
         self._use_grid(0)
 
     def _first_prices(self) -> Float64:
-        """Each node's cost as its price, handed down to a node that is passed as often: a bound from the start."""
+        """Prices that no row exceeds: half of each node's cost on the node itself, or on the one below it that is
+        passed as often; the other half on the highest demand for tokens, if one holds the node.
+        """
         tree, times = self.program.tree, self.program.times
-        prices = self.program.cost.astype(np.float64)
+        whole = self.program.cost.astype(np.float64)
+        halved, spent = whole.copy(), np.zeros(len(self.spent))
+        if self.program.cost is tree.size:
+            stop = 0
+            for i, node in enumerate(self.spent.tolist()):
+                if node >= stop:
+                    spent[i], stop = self.unit_of[i] / 2, int(tree.end[node])
+                    halved[node:stop] = whole[node:stop] / 2
         heir = np.full(tree.num_nodes, -1)
         for node in range(tree.num_nodes - 1, 0, -1):
             up = tree.parent[node]
             if times[node] == times[up]:
                 heir[up] = node
         for node in np.flatnonzero(self.column < 0).tolist():
-            prices[heir[node]] += prices[node]
-        return prices[self.priced]
+            halved[heir[node]] += halved[node]
+        return np.concatenate([halved[self.passed], spent])
 
     def _use_grid(self, index: int) -> None:
         tree, capacity = self.program.tree, self.program.capacity
@@ -122,14 +157,20 @@ class _Generator:
             return False
         self.known.add(key)
         columns = self.column[taken]
-        self.rows.append(columns[columns >= 0])
+        columns = columns[columns >= 0]
+        held = np.concatenate([[0], np.cumsum(self.program.tree.size * taken)])
+        tokens = held[self.program.tree.end[self.spent]] - held[self.spent]
+        inside = np.flatnonzero(tokens)
+        self.rows.append(np.concatenate([columns, len(self.passed) + inside]))
+        self.amounts.append(np.concatenate([np.ones(len(columns)), tokens[inside] / self.unit_of[inside]]))
         self.costs.append(float(self.program.cost[taken].sum()))
         return True
 
-    def advance(self) -> bool:
+    def advance(self, allowance: Allowance) -> bool:
         """One round: centre, then the dearest rows; False when there is nothing left to gain."""
-        self._centre()
-        new, improved = self._price()
+        allowance.left -= self._centre() * len(self.prices) ** 3 / NEWTON_ENTRIES
+        new, improved, tables = self._price()
+        allowance.left -= tables * self.table.size
         if self.value <= self.best * (1 + CLOSE):
             return False
         if new < ROWS_A_ROUND // 8:
@@ -141,37 +182,46 @@ class _Generator:
             self.gap = max(LAST_GAP, self.gap / 2)
         return True
 
-    def _centre(self) -> None:
-        """Move the prices to the centre of what the rows allow, at a distance from the optimum that `gap` sets."""
+    def _centre(self) -> int:
+        """Move the prices to the centre of what the rows allow, at a distance from the optimum that `gap` sets.
+
+        Returns the number of Newton steps.
+        """
         sizes = np.array([len(row) for row in self.rows])
         starts, index = np.concatenate([[0], np.cumsum(sizes)]), np.concatenate(self.rows)
+        amounts = np.concatenate(self.amounts)
         costs, demand, prices = np.array(self.costs), self.demand, self.prices
-        dearest = float((_sums(starts, index, prices) / costs).max())
+        dearest = float((_sums(starts, index, amounts, prices) / costs).max())
         if dearest >= 1:
             prices = prices / (1.01 * dearest)
         weight = (len(costs) + len(prices)) / (self.gap * self.program.upper)
-        for _ in range(NEWTON_STEPS):
-            slack = costs - _sums(starts, index, prices)
-            gradient = weight * demand - _spread(starts, index, 1 / slack, len(prices)) + 1 / prices
-            hessian = _outer(starts, index, 1 / slack**2, 1 / prices**2)
+        steps = 0
+        while steps < NEWTON_STEPS:
+            steps += 1
+            slack = costs - _sums(starts, index, amounts, prices)
+            gradient = weight * demand - _spread(starts, index, amounts, 1 / slack, len(prices)) + 1 / prices
+            hessian = _outer(starts, index, amounts, 1 / slack**2, 1 / prices**2)
             step = np.linalg.solve(hessian, gradient)
-            prices = prices + _longest_step(_sums(starts, index, step), slack, step, prices) * step
+            prices = prices + _longest_step(_sums(starts, index, amounts, step), slack, step, prices) * step
             if gradient @ step < 0.25:
                 break
         self.prices = prices
         # At the centre 1 / (weight * slack) is a nearly feasible fractional plan; scaled up, it is one.
-        amount = 1 / (weight * (costs - _sums(starts, index, prices)))
-        passed = _spread(starts, index, amount, len(prices))
-        self.value = min(self.value, float(costs @ amount * (demand / passed).max()))
+        share = 1 / (weight * (costs - _sums(starts, index, amounts, prices)))
+        met = _spread(starts, index, amounts, share, len(prices))
+        self.value = min(self.value, float(costs @ share * (demand / met).max()))
+        return steps
 
-    def _price(self) -> tuple[int, bool]:
-        """Add the dearest rows; each next one among the leaves that the ones before it left."""
-        tree, cost, scale = self.program.tree, self.program.cost, self.program.scale
-        prices = np.zeros(tree.num_nodes)
-        prices[self.priced] = self.prices
+    def _price(self) -> tuple[int, bool, int]:
+        """Add the dearest rows; each next one among the leaves that the ones before it left.
+
+        Returns how many are new, whether the bound is better, and how many tables were filled.
+        """
+        tree, scale = self.program.tree, self.program.scale
+        profits = self._profits(self.prices)
         new, improved = 0, False
         for turn in range(ROWS_A_ROUND):
-            _fill_table(self.sizes, np.rint((prices - cost) * scale).astype(np.int32), tree.end, self.table)
+            _fill_table(self.sizes, np.rint(profits * scale).astype(np.int32), tree.end, self.table)
             if turn == 0:
                 bound = float(_bound(self.program, self.prices @ self.demand * scale, self.table[0], self.unit))
                 if bound > self.best:
@@ -181,17 +231,34 @@ class _Generator:
             taken = _dearest(self.sizes, tree.end, self.table)
             if int(tree.size[taken].sum()) <= self.program.capacity:
                 new += self._add(taken)
-            prices[taken & self.is_leaf] = 0
-        return new, improved
+            covered = taken & self.is_leaf
+            profits[covered] = np.minimum(profits[covered], -self.program.cost[covered])
+        return new, improved, turn + 1
+
+    def _profits(self, prices: Float64) -> Float64:
+        """What each node earns a row, less its cost."""
+        tree = self.program.tree
+        earned = np.zeros(tree.num_nodes)
+        earned[self.passed] = prices[: len(self.passed)]
+        rate = np.zeros(tree.num_nodes + 1)
+        per_token = prices[len(self.passed) :] / self.unit_of
+        np.add.at(rate, self.spent, per_token)
+        np.add.at(rate, tree.end[self.spent], -per_token)
+        return earned + np.cumsum(rate)[:-1] * tree.size - self.program.cost
 
     def certified(self) -> int:
-        """The best bound, taken again with integer prices and whole tokens."""
-        tree, scale, times = self.program.tree, self.program.scale, self.program.times
-        prices = np.zeros(tree.num_nodes, np.int64)
-        prices[self.priced] = np.floor(np.maximum(self.best_prices, 0) * scale).astype(np.int64)
-        profit = prices - self.program.cost * scale
-        dearest = _values(tree.size, profit.astype(np.int32), tree.end, self.program.capacity)
-        return max(self.base, -int(-_bound(self.program, int(prices @ times), dearest, 1) // 1))
+        """The best bound, taken again in integers and whole tokens."""
+        tree, scale, program = self.program.tree, self.program.scale, self.program
+        prices = np.maximum(self.best_prices, 0)
+        passed = np.floor(prices[: len(self.passed)] * scale).astype(np.int64)
+        per_token = np.floor(prices[len(self.passed) :] / self.unit_of * scale).astype(np.int64)
+        earned = int(passed @ program.times[self.passed]) + int(per_token @ program.tokens[self.spent])
+        profit = -program.cost * scale
+        profit[self.passed] += passed
+        for node, rate in zip(self.spent.tolist(), per_token.tolist(), strict=True):
+            profit[node : tree.end[node]] += rate * tree.size[node : tree.end[node]]
+        dearest = _values(tree.size, profit.astype(np.int32), tree.end, program.capacity)
+        return -int(-_bound(program, earned, dearest, 1) // 1)
 
 
 def _bound(program: Program, earned: Any, dearest: Int32, unit: int) -> Fraction:
@@ -280,38 +347,39 @@ def _values(sizes: Int64, profits: Int32, end: Int64, capacity: int) -> Int32:
             readers[read] -= 1
             if readers[read] == 0:
                 free.append(line_of[read])
-    return lines[line_of[0]]
+    first: Int32 = lines[line_of[0]]
+    return first
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _sums(starts: Int64, index: Int64, values: Float64) -> Float64:
+def _sums(starts: Int64, index: Int64, amounts: Float64, values: Float64) -> Float64:
     """Sum of `values` over each row."""
     out = np.zeros(len(starts) - 1)
     for row in range(len(out)):
         for i in range(starts[row], starts[row + 1]):
-            out[row] += values[index[i]]
+            out[row] += amounts[i] * values[index[i]]
     return out
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _spread(starts: Int64, index: Int64, values: Float64, size: int) -> Float64:
+def _spread(starts: Int64, index: Int64, amounts: Float64, values: Float64, size: int) -> Float64:
     """Sum over the rows that hold each column."""
     out = np.zeros(size)
     for row in range(len(values)):
         for i in range(starts[row], starts[row + 1]):
-            out[index[i]] += values[row]
+            out[index[i]] += amounts[i] * values[row]
     return out
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _outer(starts: Int64, index: Int64, weights: Float64, diagonal: Float64) -> Float64:
+def _outer(starts: Int64, index: Int64, amounts: Float64, weights: Float64, diagonal: Float64) -> Float64:
     """The Newton matrix: sum over rows of weight times (row outer row), plus a diagonal."""
     size = len(diagonal)
     out = np.zeros((size, size))
     for row in range(len(weights)):
         for i in range(starts[row], starts[row + 1]):
             for j in range(starts[row], starts[row + 1]):
-                out[index[i], index[j]] += weights[row]
+                out[index[i], index[j]] += weights[row] * amounts[i] * amounts[j]
     for i in range(size):
         out[i, i] += diagonal[i]
     return out

@@ -37,9 +37,17 @@ def subsets(tree: Tree, limits: Limits, search: Search) -> Solution:
 
 
 def fewest(tree: Tree, limits: Limits) -> tuple[Int64, Int64]:
-    """Least tokens and, on its own, least rows of every set of leaves (bit k for leaf k); both int64 [2^leaves]."""
+    """For each node the least tokens of its subtree and the least rows through it, each on its own; int64 [nodes]."""
     tokens, fits = _tokens_of_sets(tree, limits)
-    return _best_of_sets(tokens, fits)[0], _best_of_sets(np.ones_like(tokens), fits)[0]
+    rows = _best_of_sets(np.ones_like(tokens), fits)[0]
+    low, high = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)), np.searchsorted(tree.leaf, tree.end)
+    least = tree.size.copy()
+    for node in np.flatnonzero(high - low > 1).tolist():
+        sets = np.arange(1 << (high[node] - low[node])) << low[node]
+        own = tokens[sets] - tree.depth[node]
+        own[0] = 0
+        least[node] = _best_of_sets(own, fits[sets])[0][-1]
+    return least, rows[((1 << (high - low)) - 1) << low]
 
 
 def _tokens_of_sets(tree: Tree, limits: Limits) -> tuple[Int64, NDArray[np.bool_]]:
