@@ -9,7 +9,7 @@ How much work is done follows from `effort` and from the leaves of all trees tog
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,9 +37,10 @@ class Work:
         """Steps for each of so many leaves."""
         return max(LEAST_STEPS, self.steps * self.plenty // max(self.plenty, leaves))
 
-    def proof_for(self, leaves: int) -> Proof:
-        """How hard to look for bounds of trees with so many leaves in all."""
-        return next(proof for most, proof in self.proofs if leaves <= most)
+    def proof_for(self, own: int, leaves: int) -> Proof:
+        """How hard to look for the bound of a tree of `own` leaves among so many in all."""
+        proof = next(proof for most, proof in self.proofs if leaves <= most)
+        return replace(proof, entries=proof.entries * own / leaves)
 
 
 # Column generation pays up to a few hundred leaves at once; in larger trees it is given smaller parts.
@@ -90,7 +91,7 @@ def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
 
     work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
     rows = anneal(tree, limits, rows, steps_per_leaf=work.steps_for(leaves), passes=work.passes)
-    proof = work.proof_for(leaves)
+    proof = work.proof_for(tree.num_leaves, leaves)
     if tree.num_leaves <= proof.exact and limits.pairs is None and limits.terms is None:
         return _exact(tree, limits, rows, bound)
     if _cost(tree, rows)[0] > bound:
