@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from strategies import make
+
 import treepack
 from treepack import schema
+from treepack.plan import check_plan, plan_rows
+from treepack.trie import build_trie
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,3 +50,26 @@ def test_files_named_in_the_readme_exist() -> None:
     paths = re.findall(r"^\| `([\w./-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(paths) > 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_worked_tree_of_the_packing_page() -> None:
+    prompt, b, d = [1] * 4, [2], [3] * 4
+    sequences = {
+        "A": [*prompt, 1, 1],
+        "B": [*prompt, *b, 1, 1, 1, 1],
+        "C": [*prompt, *b, 2, 2],
+        "D": [*prompt, *d, 1],
+        "E": [*prompt, *d, 2, 2, 2, 2],
+    }
+    trie = build_trie([make(name, tokens) for name, tokens in sequences.items()])
+    page = (ROOT / "docs" / "packing.md").read_text()
+    assert f"N_flat {trie.tokens_flat}, N_tree {trie.tokens_tree}, capacity 12" in page
+    table = re.findall(r"^\| (`[\w-]+`(?:, `[\w-]+`)?) \| ([A-E, ]+) \| (\d+) \|$", page, re.MULTILINE)
+    assert len(table) == 4
+    names = trie.trajectories["trajectory_id"].to_pylist()
+    for methods, rows, tokens in table:
+        for method in re.findall(r"[\w-]+", methods):
+            plan = plan_rows(trie, capacity=12, method=method)
+            shown = {" ".join(sorted(names[i] for i in row)) for row in plan.members()}
+            assert (shown, check_plan(trie, plan).tokens_packed) == (set(rows.split(", ")), int(tokens)), method
+            assert plan.lower_bound == 34

@@ -18,7 +18,7 @@ from treepack.plan.bounds import Proof
 from treepack.plan.problem import Limits, Search, Solution, Tree
 from treepack.trajectory import Int64
 
-LEAST_STEPS = 8
+LEAST_STEPS, FEW_STEPS = 8, 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,10 @@ class Work:
     plenty: int
     proofs: tuple[tuple[float, Proof], ...]
 
-    def steps_for(self, leaves: int) -> int:
-        """Steps for each of so many leaves."""
-        return max(LEAST_STEPS, self.steps * self.plenty // max(self.plenty, leaves))
+    def search_for(self, leaves: int) -> tuple[int, int]:
+        """Steps for each of so many leaves in each pass, and passes: fewer ones where steps are few."""
+        steps = max(LEAST_STEPS, self.steps * self.plenty // max(self.plenty, leaves))
+        return steps, self.passes if steps >= FEW_STEPS else min(2, self.passes)
 
     def proof_for(self, own: int, leaves: int) -> Proof:
         """How hard to look for the bound of a tree of `own` leaves among so many in all."""
@@ -47,22 +48,23 @@ class Work:
 _BASIC = (float("inf"), Proof(sets=12, exact=12, programs=(), entries=0))
 _SMALL_PARTS = (20_000, Proof(sets=12, exact=20, programs=(), entries=0))
 WORK = {
-    "low": Work(steps=30, passes=2, plenty=3000, proofs=(_SMALL_PARTS, _BASIC)),
+    "low": Work(steps=30, passes=2, plenty=12_000, proofs=(_SMALL_PARTS, _BASIC)),
     "normal": Work(
         steps=150,
         passes=3,
-        plenty=3000,
+        plenty=12_000,
         proofs=(
             (400, Proof(sets=12, exact=60, programs=(120, 300), entries=5e9)),
             (3000, Proof(sets=12, exact=40, programs=(120,), entries=2.5e9)),
             _SMALL_PARTS,
+            (150_000, Proof(sets=12, exact=16, programs=(), entries=0)),
             _BASIC,
         ),
     ),
     "high": Work(
         steps=1000,
         passes=6,
-        plenty=3000,
+        plenty=12_000,
         proofs=(
             (400, Proof(sets=12, exact=60, programs=(120, 400), entries=4e10)),
             (3000, Proof(sets=12, exact=60, programs=(120, 240), entries=4e10)),
@@ -90,7 +92,8 @@ def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
     from treepack.plan.anneal import anneal
 
     work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
-    rows = anneal(tree, limits, rows, steps_per_leaf=work.steps_for(leaves), passes=work.passes)
+    steps, passes = work.search_for(leaves)
+    rows = anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes)
     proof = work.proof_for(tree.num_leaves, leaves)
     if tree.num_leaves <= proof.exact and limits.pairs is None and limits.terms is None:
         return _exact(tree, limits, rows, bound)
