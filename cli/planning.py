@@ -15,29 +15,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SEARCH_OPTIONS = (
-    click.option(
-        "--method",
-        type=click.Choice(["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence"]),
-        default="contiguous",
-        show_default=True,
-        help="How trajectories are put into rows.",
-    ),
-    click.option(
-        "--effort",
-        type=click.Choice(["low", "normal", "high"]),
-        default="normal",
-        show_default=True,
-        help="How much work a method that searches may do.",
-    ),
-    click.option(
-        "--time-limit",
-        type=click.FloatRange(min=0, min_open=True),
-        metavar="SECONDS",
-        help="Most time per tree for a method that proves.",
-    ),
-)
-
 LIMIT_OPTIONS = (
     click.option(
         "--pairs-budget", type=click.IntRange(min=1), metavar="N", help="Most attention score pairs of a row."
@@ -59,11 +36,37 @@ LIMIT_OPTIONS = (
 )
 
 
-def search_options(command: F) -> F:
-    """Add the options that say how a plan is sought."""
-    for option in reversed(SEARCH_OPTIONS):
-        command = option(command)
-    return command
+def search_options(effort: str) -> Callable[[F], F]:
+    """Add the options that say how a plan is sought, with this default of `--effort`."""
+    options = (
+        click.option(
+            "--method",
+            type=click.Choice(["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence"]),
+            default="auto",
+            show_default=True,
+            help="How trajectories are put into rows.",
+        ),
+        click.option(
+            "--effort",
+            type=click.Choice(["low", "normal", "high"]),
+            default=effort,
+            show_default=True,
+            help="How much work a method that searches may do.",
+        ),
+        click.option(
+            "--time-limit",
+            type=click.FloatRange(min=0, min_open=True),
+            metavar="SECONDS",
+            help="Most time per tree for a method that proves.",
+        ),
+    )
+
+    def added(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return added
 
 
 def limit_options(command: F) -> F:

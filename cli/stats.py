@@ -46,7 +46,7 @@ class Capacities(click.ParamType[list[int]]):
     type=Capacities(),
     help="Predict the packing; what does not fit is left out and counted.",
 )
-@search_options
+@search_options("low")
 @reading_options
 def stats(
     paths: tuple[str, ...],

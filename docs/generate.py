@@ -27,7 +27,7 @@ from treepack.readers import fields, token_fields
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import build_trie
 
-OPTIONS = {"method": "contiguous", "semantics": "branch", "normalize": "token", "too_long": "error"}
+OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -52,7 +52,7 @@ def test_overlap_lies_where_it_is() -> None:
 def test_predictions_are_what_packing_gives(given_ones: list[Trajectory], capacity: int) -> None:
     trie = build_trie(given_ones)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=capacity)))
-    (predicted,) = stats.predict(trie, [capacity], method="contiguous", too_long="error")
+    (predicted,) = stats.predict(trie, [capacity], method="auto", too_long="error")
     tokens = sum(row.num_tokens for row in rows)
     assert (predicted["num_rows"], predicted["tokens_packed"]) == (len(rows), tokens)
     assert predicted["err"] == pytest.approx(1 - tokens / trie.tokens_flat)

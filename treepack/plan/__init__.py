@@ -103,7 +103,7 @@ def plan_rows(
     trie: Trie,
     *,
     capacity: int | Limits,
-    method: str = "contiguous",
+    method: str = "auto",
     search: Search = Search(),  # noqa: B008
     multiple_of: int = 1,
     workers: int = 1,
