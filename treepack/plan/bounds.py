@@ -159,10 +159,22 @@ def _by_programs(tree: Tree, node: int, capacity: int, rows: Int64, known: _Know
         counted.times[inner] = _fewest_rows(part, inner, room, plan, counted, for_rows)
         counted = _count(part, room, counted)
     base = int(counted.tokens[0])
-    most_rows = min(2 * upper // room + 1, int(counted.times[0]) + (upper - base) // max(1, int(part.size[0])))
-    program = Program(part, room, part.size, counted.times, counted.tokens, plan, upper, most_rows, 64)
+    most_rows = _most_rows(part, room, upper, counted)
+    program = Program(part, room, part.size, counted.times, counted.tokens, plan, upper, most_rows)
     counted.tokens[0] = lower_bound(program, Allowance(proof.entries * 2 / 3 + max(0.0, for_rows.left)), known=base)
     return counted
+
+
+def _most_rows(tree: Tree, capacity: int, upper: int, known: _Known) -> int:
+    """Rows of some plan of fewest tokens, at most; `upper` are the tokens of any plan.
+
+    Of these plans take one of fewest rows. Two of its rows hold more than `capacity` and what they share, or they would
+    be one. And it pays the root for every row, with at least `known` below it.
+    """
+    root = int(tree.size[0])
+    most = max(1, 2 * upper // (capacity + root + 1))
+    below = int(known.tokens[tree.parent == 0].sum())
+    return min(most, (upper - below) // root) if root else most
 
 
 def _fewest_rows(tree: Tree, node: int, capacity: int, plan: Int64, known: _Known, allowance: Allowance) -> int:
@@ -175,5 +187,5 @@ def _fewest_rows(tree: Tree, node: int, capacity: int, plan: Int64, known: _Know
     cost = np.zeros(part.num_nodes, np.int64)
     cost[0] = 1
     most, room = int(own.max()) + 1, capacity - int(tree.depth[node])
-    program = Program(part, room, cost, known.times[inside], known.tokens[inside], own, most, most, 1_000_000)
+    program = Program(part, room, cost, known.times[inside], known.tokens[inside], own, most, most)
     return lower_bound(program, allowance, known=int(known.times[node]))

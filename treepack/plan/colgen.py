@@ -7,30 +7,28 @@ at most in a best plan,
     cost of any plan  >=  sum of price * demand  -  K * max over rows S of (what S earns - cost(S))
 
 since each row S earns the price of what it adds to the demands: p[u] for each node of it, and for each price on a
-subtree its tokens there. All this is a sum over its nodes, so the dearest row is a knapsack over the tree: in
-depth-first order,
-
-    best[i][room] = max(best[end[i]][room],                              leave out i and all below it
-                        earned[i] - cost[i] + best[i + 1][room - size[i]])    take i, then see what follows
+subtree its tokens there. All this is a sum over its nodes, so the dearest row is a knapsack over the tree
+(`knapsack.py`).
 
 Good prices are found by generating rows: the prices at the analytic centre of what the rows found so far allow (a few
 Newton steps, warm), then the dearest rows at those prices, until none is too dear. The centre needs far fewer rounds
-than the corner that a simplex method returns. While prices move, rooms are counted in coarse units; the bound itself is
-taken in whole tokens and integers, so rounding cannot spoil the proof.
+than the corner that a simplex method returns. While prices move, rooms are counted in coarse units and prices are
+rounded; the bound itself is taken in whole tokens and integers, so rounding cannot spoil the proof.
 
 Import this module only where it is called: numba takes a while to load.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.plan.knapsack import dearest_row, fill_table, most_profit
 from treepack.plan.problem import Tree
 from treepack.trajectory import Float64, Int32, Int64
 
@@ -48,8 +46,8 @@ class Program:
     """What is to be bounded: rows of at most `capacity` tokens, at least `times[u]` of them through node u.
 
     They spend at least `tokens[u]` tokens in its subtree; both int64 [nodes]. `cost` int64 [nodes] is what a row pays
-    for each of its nodes; `rows` int64 [leaves] a good plan, which costs `upper`. A best plan has at most `most_rows`
-    rows. Costs are multiplied by `scale` to become integers with prices.
+    for each of its nodes, either its tokens or 1 at the root alone; `rows` int64 [leaves] a good plan, which costs
+    `upper`. Some best plan has at most `most_rows` rows.
     """
 
     tree: Tree
@@ -60,7 +58,11 @@ class Program:
     rows: Int64
     upper: int
     most_rows: int
-    scale: int
+
+    @property
+    def pays_tokens(self) -> bool:
+        """Whether the cost of a row is its tokens."""
+        return self.cost is self.tree.size
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class _Generator:
         tree, times = self.program.tree, self.program.times
         whole = self.program.cost.astype(np.float64)
         halved, spent = whole.copy(), np.zeros(len(self.spent))
-        if self.program.cost is tree.size:
+        if self.program.pays_tokens:
             stop = 0
             for i, node in enumerate(self.spent.tolist()):
                 if node >= stop:
@@ -217,18 +219,20 @@ class _Generator:
 
         Returns how many are new, whether the bound is better, and how many tables were filled.
         """
-        tree, scale = self.program.tree, self.program.scale
+        tree = self.program.tree
         profits = self._profits(self.prices)
+        scale = self._scale(profits, 30)
         new, improved = 0, False
         for turn in range(ROWS_A_ROUND):
-            _fill_table(self.sizes, np.rint(profits * scale).astype(np.int32), tree.end, self.table)
+            fill_table(self.sizes, np.rint(profits * scale).astype(np.int32), tree.end, self.table)
             if turn == 0:
-                bound = float(_bound(self.program, self.prices @ self.demand * scale, self.table[0], self.unit))
+                earned = self.prices @ self.demand * scale
+                bound = float(_bound(self.program, earned, self.table[0], unit=self.unit, scale=scale))
                 if bound > self.best:
                     self.best, self.best_prices, improved = bound, self.prices, True
             if self.table[0, -1] <= scale * 1e-5 * self.program.upper / self.program.most_rows:
                 break
-            taken = _dearest(self.sizes, tree.end, self.table)
+            taken = dearest_row(self.sizes, tree.end, self.table)
             if int(tree.size[taken].sum()) <= self.program.capacity:
                 new += self._add(taken)
             covered = taken & self.is_leaf
@@ -246,36 +250,46 @@ class _Generator:
         np.add.at(rate, tree.end[self.spent], -per_token)
         return earned + np.cumsum(rate)[:-1] * tree.size - self.program.cost
 
+    def _scale(self, profits: Float64, bits: int) -> int:
+        """A power of 2: profits times that, rounded, and all sums of them stay below 2**bits."""
+        highest = max(float(profits.clip(0).sum()), float(self.program.cost.max())) + 1
+        return 1 << max(0, bits - 1 - math.frexp(highest)[1])
+
     def certified(self) -> int:
         """The best bound, taken again in integers and whole tokens."""
-        tree, scale, program = self.program.tree, self.program.scale, self.program
-        prices = np.maximum(self.best_prices, 0)
+        program, spent = self.program, self.spent
+        tree, prices = program.tree, self.best_prices
+        scale = self._scale(self._profits(prices), 52)
         passed = np.floor(prices[: len(self.passed)] * scale).astype(np.int64)
         per_token = np.floor(prices[len(self.passed) :] / self.unit_of * scale).astype(np.int64)
-        earned = int(passed @ program.times[self.passed]) + int(per_token @ program.tokens[self.spent])
+        earned = sum(
+            price * demand
+            for kind, demands in ((passed, program.times[self.passed]), (per_token, program.tokens[spent]))
+            for price, demand in zip(kind.tolist(), demands.tolist(), strict=True)
+        )
         profit = -program.cost * scale
         profit[self.passed] += passed
-        for node, rate in zip(self.spent.tolist(), per_token.tolist(), strict=True):
+        for node, rate in zip(spent.tolist(), per_token.tolist(), strict=True):
             profit[node : tree.end[node]] += rate * tree.size[node : tree.end[node]]
-        dearest = _values(tree.size, profit.astype(np.int32), tree.end, program.capacity)
-        return -int(-_bound(program, earned, dearest, 1) // 1)
+        dearest = most_profit(tree, profit, program.capacity)
+        return math.ceil(_bound(program, earned, dearest, unit=1, scale=scale))
 
 
-def _bound(program: Program, earned: Any, dearest: Int32, unit: int) -> Fraction:
-    """The better of two bounds from prices that earn `earned` (times scale); `dearest[room]` is the highest excess of
-    price over cost of a row of `room` units.
+def _bound(program: Program, earned: float, dearest: Int32 | Int64, *, unit: int, scale: int) -> Fraction:
+    """The better of two bounds from prices that earn `earned`; `dearest[room]` is the highest excess of price over cost
+    of a row of `room` units. Both are `scale` times too large.
 
     Either every row may exceed its cost by the highest excess, or prices are divided by the highest ratio to a cost:
     rows that exceed theirs by dearest[room] first do so at `room` units of cost where tokens are what is paid.
     """
-    scale = program.scale
     excess = int(dearest[-1])
     by_rows = (Fraction(earned) - program.most_rows * excess) / scale
-    if program.cost is not program.tree.size:
+    if not program.pays_tokens:
         return max(by_rows, Fraction(earned) / (scale + excess))
-    rooms = np.arange(1, len(dearest))
-    worst = int((dearest[1:] / rooms).argmax()) + 1
-    return max(by_rows, Fraction(earned) / (scale + Fraction(int(dearest[worst]), worst * unit)))
+    if not program.tree.size[0]:
+        return by_rows  # a row may cost nothing
+    ratio = float((dearest[1:] / np.arange(1, len(dearest))).max()) * (1 + 2**-50)  # not below the true one
+    return max(by_rows, Fraction(earned) / (scale + Fraction(ratio) / unit))
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -288,67 +302,6 @@ def _union(parent: Int64, leaves: Int64) -> NDArray[np.bool_]:
             taken[node] = True
             node = parent[node]
     return taken
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _take_or_leave(size: int, profit: Int32, taking: Int32, leaving: Int32, out: Int32) -> None:
-    """One node of the knapsack, for all rooms: `taking` and `leaving` are the values of what follows."""
-    size = min(size, len(out))
-    out[:size] = leaving[:size]
-    rest, without, value = out[size:], leaving[size:], taking[: len(out) - size]
-    for room in range(len(rest)):
-        rest[room] = max(value[room] + profit, without[room])
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _fill_table(sizes: Int64, profits: Int32, end: Int64, table: Int32) -> None:
-    """`table` int32 [nodes + 1, room + 1]: best profit of the nodes from i on, if i's parent is taken."""
-    nodes = len(sizes)
-    table[nodes, :] = 0
-    for i in range(nodes - 1, -1, -1):
-        _take_or_leave(sizes[i], profits[i], table[i + 1], table[end[i]], table[i])
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _dearest(sizes: Int64, end: Int64, table: Int32) -> NDArray[np.bool_]:
-    """The nodes of a best row, read from a full table."""
-    nodes = len(sizes)
-    taken = np.zeros(nodes, np.bool_)
-    i, room = 0, table.shape[1] - 1
-    while i < nodes:
-        if room >= sizes[i] and table[i, room] != table[end[i], room]:
-            taken[i] = True
-            room -= sizes[i]
-            i += 1
-        else:
-            i = end[i]
-    return taken
-
-
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _values(sizes: Int64, profits: Int32, end: Int64, capacity: int) -> Int32:
-    """The first line of the table in whole tokens; keeps only the lines that are still needed, about one per level."""
-    nodes = len(sizes)
-    readers = np.zeros(nodes + 1, np.int64)
-    for i in range(nodes):
-        readers[end[i]] += 1
-        readers[i + 1] += 1
-    lines = [np.zeros(capacity + 1, np.int32)]
-    free = [0]
-    free.pop()
-    line_of = np.zeros(nodes + 1, np.int64)
-    for i in range(nodes - 1, -1, -1):
-        if len(free) == 0:
-            lines.append(np.zeros(capacity + 1, np.int32))
-            free.append(len(lines) - 1)
-        line_of[i] = free.pop()
-        _take_or_leave(sizes[i], profits[i], lines[line_of[i + 1]], lines[line_of[end[i]]], lines[line_of[i]])
-        for read in (i + 1, end[i]):
-            readers[read] -= 1
-            if readers[read] == 0:
-                free.append(line_of[read])
-    first: Int32 = lines[line_of[0]]
-    return first
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
