@@ -57,7 +57,7 @@ WORK = {
             (400, Proof(sets=12, exact=60, programs=(120, 300), entries=5e9)),
             (3000, Proof(sets=12, exact=40, programs=(120,), entries=2.5e9)),
             _SMALL_PARTS,
-            (150_000, Proof(sets=12, exact=16, programs=(), entries=0)),
+            (150_000, Proof(sets=13, exact=17, programs=(), entries=0)),
             _BASIC,
         ),
     ),
