@@ -79,10 +79,13 @@ def lower_bound(program: Program, allowance: Allowance, *, known: int) -> int:
     """
     generator = _Generator(program)
     for _ in range(ROUNDS):
-        if allowance.left <= 0 or not generator.advance(allowance):
+        if allowance.left <= 0 or not generator.advance(allowance) or generator.value <= known:
             break
-        if generator.value <= known or generator.best > program.upper - 1:
-            break
+        if generator.best > program.upper - 1:
+            if generator.certified() >= program.upper:
+                return program.upper
+            if not generator.refine():
+                break
     return max(known, generator.certified()) if generator.best > known else known
 
 
@@ -115,7 +118,7 @@ class _Generator:
         for row in range(int(program.rows.max()) + 1):
             self._add(_union(tree.parent, tree.leaf[program.rows == row]))
         start = self._first_prices()
-        self.best, self.best_prices = 0.0, start
+        self.best_prices = start
         self.prices = 0.95 * start + 1e-6 * start.max()
         self.gap = FIRST_GAP
         self.value = float(program.upper)
@@ -152,6 +155,14 @@ class _Generator:
         # Path lengths are rounded, not sizes, so that errors cancel along a path.
         self.sizes = (tree.depth + tree.size) // unit - tree.depth // unit
         self.table = np.zeros((tree.num_nodes + 1, self.room + 1), np.int32)
+        self.best = self._estimate(self.best_prices, self._fill(self._profits(self.best_prices)))
+
+    def refine(self) -> bool:
+        """Count rooms in finer units from now on; False if they are as fine as they get."""
+        if self.exact or self.grid + 1 == len(GRIDS):
+            return False
+        self._use_grid(self.grid + 1)
+        return True
 
     def _add(self, taken: NDArray[np.bool_]) -> bool:
         key = np.packbits(taken).tobytes()
@@ -176,10 +187,8 @@ class _Generator:
         if self.value <= self.best * (1 + CLOSE):
             return False
         if new < ROWS_A_ROUND // 8:
-            last = self.grid + 1 == len(GRIDS) or self.exact
-            if not last and (new == 0 or self.gap < 0.004):
-                self._use_grid(self.grid + 1)
-            elif new == 0 and not improved and self.gap <= LAST_GAP:
+            refined = (new == 0 or self.gap < 0.004) and self.refine()
+            if not refined and new == 0 and not improved and self.gap <= LAST_GAP:
                 return False
             self.gap = max(LAST_GAP, self.gap / 2)
         return True
@@ -219,25 +228,36 @@ class _Generator:
 
         Returns how many are new, whether the bound is better, and how many tables were filled.
         """
-        tree = self.program.tree
+        program, new = self.program, 0
         profits = self._profits(self.prices)
-        scale = self._scale(profits, 30)
-        new, improved = 0, False
-        for turn in range(ROWS_A_ROUND):
-            fill_table(self.sizes, np.rint(profits * scale).astype(np.int32), tree.end, self.table)
-            if turn == 0:
-                earned = self.prices @ self.demand * scale
-                bound = float(_bound(self.program, earned, self.table[0], unit=self.unit, scale=scale))
-                if bound > self.best:
-                    self.best, self.best_prices, improved = bound, self.prices, True
-            if self.table[0, -1] <= scale * 1e-5 * self.program.upper / self.program.most_rows:
+        scale = self._fill(profits)
+        bound = self._estimate(self.prices, scale)
+        improved = bound > self.best
+        if improved:
+            self.best, self.best_prices = bound, self.prices
+        tables = 1
+        while tables <= ROWS_A_ROUND:
+            if self.table[0, -1] <= scale * 1e-5 * program.upper / program.most_rows:
                 break
-            taken = dearest_row(self.sizes, tree.end, self.table)
-            if int(tree.size[taken].sum()) <= self.program.capacity:
+            taken = dearest_row(self.sizes, program.tree.end, self.table)
+            if int(program.tree.size[taken].sum()) <= program.capacity:
                 new += self._add(taken)
             covered = taken & self.is_leaf
-            profits[covered] = np.minimum(profits[covered], -self.program.cost[covered])
-        return new, improved, turn + 1
+            profits[covered] = np.minimum(profits[covered], -program.cost[covered])
+            scale = self._fill(profits)
+            tables += 1
+        return new, improved, tables
+
+    def _fill(self, profits: Float64) -> int:
+        """Fill the table with `profits`, times a scale that is returned."""
+        scale = self._scale(profits, 30)
+        fill_table(self.sizes, np.rint(profits * scale).astype(np.int32), self.program.tree.end, self.table)
+        return scale
+
+    def _estimate(self, prices: Float64, scale: int) -> float:
+        """The bound from `prices`, whose table is filled, but for rounding."""
+        earned = prices @ self.demand * scale
+        return float(_bound(self.program, earned, self.table[0], unit=self.unit, scale=scale))
 
     def _profits(self, prices: Float64) -> Float64:
         """What each node earns a row, less its cost."""
