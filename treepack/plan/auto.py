@@ -9,6 +9,7 @@ How much work is done follows from `effort` and from the leaves of all trees tog
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,24 +19,24 @@ from treepack.plan.bounds import Proof
 from treepack.plan.problem import Limits, Search, Solution, Tree
 from treepack.trajectory import Int64
 
+PLENTY = 600  # leaves of all trees from which on the steps for each shrink, with the root of their number
 LEAST_STEPS, FEW_STEPS = 8, 50
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Passes of the search and steps for each leaf in each of them, fewer from `plenty` leaves in all trees on.
+    """Passes of the search, and steps for each leaf in each of them, fewer from `PLENTY` leaves in all trees on.
 
     `proofs` says how hard a bound is looked for, each with the most leaves in all trees that it is for.
     """
 
     steps: int
     passes: int
-    plenty: int
     proofs: tuple[tuple[float, Proof], ...]
 
     def search_for(self, leaves: int) -> tuple[int, int]:
         """Steps for each of so many leaves in each pass, and passes: fewer ones where steps are few."""
-        steps = max(LEAST_STEPS, self.steps * self.plenty // max(self.plenty, leaves))
+        steps = max(LEAST_STEPS, int(self.steps * math.sqrt(PLENTY / max(PLENTY, leaves))))
         return steps, self.passes if steps >= FEW_STEPS else min(2, self.passes)
 
     def proof_for(self, own: int, leaves: int) -> Proof:
@@ -48,11 +49,10 @@ class Work:
 _BASIC = (float("inf"), Proof(sets=12, exact=12, programs=(), entries=0))
 _SMALL_PARTS = (20_000, Proof(sets=12, exact=20, programs=(), entries=0))
 WORK = {
-    "low": Work(steps=30, passes=2, plenty=12_000, proofs=(_SMALL_PARTS, _BASIC)),
+    "low": Work(steps=30, passes=2, proofs=(_SMALL_PARTS, _BASIC)),
     "normal": Work(
-        steps=150,
+        steps=300,
         passes=3,
-        plenty=12_000,
         proofs=(
             (400, Proof(sets=12, exact=60, programs=(120, 300), entries=5e9)),
             (3000, Proof(sets=12, exact=40, programs=(120,), entries=2.5e9)),
@@ -62,9 +62,8 @@ WORK = {
         ),
     ),
     "high": Work(
-        steps=1000,
+        steps=2000,
         passes=6,
-        plenty=12_000,
         proofs=(
             (400, Proof(sets=12, exact=60, programs=(120, 400), entries=4e10)),
             (3000, Proof(sets=12, exact=60, programs=(120, 240), entries=4e10)),
