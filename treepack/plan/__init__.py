@@ -16,6 +16,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.plan import auto, balance, bounds, cuts, exact, files, merge, online, single_path
+from treepack.plan.alternatives import finished_best
 from treepack.plan.files import read_plan_file
 from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of, path_pairs
 from treepack.plan.processes import plan_trees
@@ -121,19 +122,26 @@ def plan_rows(
         raise TreepackError(f"method is {method!r}; expected one of {', '.join([*METHODS, *FOREST_METHODS])}")
     limits = Limits(capacity) if isinstance(capacity, int) else capacity
     refuse_too_long(trie, limits)
+    laid_out = packed_trie(trie, method) if multiple_of > 1 else trie
+
+    def finish(pieces: Int64) -> Int64:
+        if multiple_of > 1:
+            return balance.balanced_rows(laid_out, pieces, limits, multiple_of)
+        return pieces if method in FOREST_METHODS else _merged(trie, pieces, limits)
+
     if method in FOREST_METHODS:
-        row_of, bound = _plan_forest(trie, limits, method)
+        pieces, bound = _plan_forest(trie, limits, method)
+        row_of = finish(pieces)
     else:
         forest = forest_of(trie, split_ends=limits.terms is not None)
         row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers)
-        row_of = row_of_leaf[forest.leaf_of]
-    if multiple_of > 1:
-        laid_out = packed_trie(trie, method)
-        row_of = _by_pairs(laid_out, balance.balanced_rows(laid_out, row_of, limits, multiple_of))
-        return Plan(method, limits, row_of, bound, multiple_of)
-    if method not in FOREST_METHODS:
-        row_of = _merged(trie, row_of, limits)
-    return Plan(method, limits, _renumber(row_of), bound)
+        pieces = row_of_leaf[forest.leaf_of]
+        if method == "auto":
+            row_of = finished_best(trie, forest, limits, pieces, finish, lower_bound=bound, multiple_of=multiple_of)
+        else:
+            row_of = finish(pieces)
+    numbered = _by_pairs(laid_out, row_of) if multiple_of > 1 else _renumber(row_of)
+    return Plan(method, limits, numbered, bound, multiple_of)
 
 
 def _merged(trie: Trie, row_of: Int64, limits: Limits) -> Int64:
