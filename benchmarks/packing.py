@@ -2,16 +2,18 @@
 
     python benchmarks/packing.py [--sizes 8,64,1000] [--families star,comb] [--methods ...] [--effort normal]
     python benchmarks/packing.py --large      100,000 and 1,000,000 trajectories, each in a process of its own
+    python benchmarks/packing.py --real TRIE ...    what `treepack build-trie` wrote, at 8,192 and 32,768
 
 Needs the development install; prints one Markdown table. Each cell of a method is
 
     percent of tokens over the bound / rows / seconds
 
+and for real tries N_pack/N_tree / rows / seconds, with a column for the gap of auto; what is too long is truncated.
 The bound is the best that any of the methods proves. Every plan is checked here, by a walk that shares nothing with the
 library. `never worse` says whether auto needs at most the tokens of contiguous, heuristic and greedy-online, and at
 most their rows where the tokens are equal. greedy-online gets the trajectories depth-first, its best case, or with
 `--arrival random` shuffled inside each tree. Times are those of `plan_rows` on a trie in memory, one process unless
-`--workers` says more. `print_table` takes problems from anywhere.
+`--workers` says more.
 """
 
 from __future__ import annotations
@@ -26,17 +28,21 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
 
 import families as made
 import numpy as np
 
+from treepack import shards
+from treepack.pack import fit_capacity
 from treepack.plan import EFFORTS, FOREST_METHODS, METHODS, Plan, Search, check_plan, plan_rows
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
-ALL = [*FOREST_METHODS, *METHODS]
+ALL = [*METHODS, *FOREST_METHODS]
 BASELINES = ("contiguous", "heuristic", "greedy-online")
 CAPACITIES = (8192, 32768, 131072)
+REAL_CAPACITIES = (8192, 32768)
 EXACT_LEAVES = 24
 EXACT_SECONDS = 20.0
 
@@ -249,6 +255,28 @@ def print_large(options: argparse.Namespace, search: Search) -> None:
             print_line([*facts, f"{bound:,}", *(cell(found[m], bound) for m in options.methods), never_worse(found)])
 
 
+def print_real(options: argparse.Namespace, search: Search) -> None:
+    """The table of real tries."""
+    methods = options.methods
+    names = ["trie", "samples", "POR %", "C", "truncated", *methods, "gap of auto", "never worse"]
+    print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
+    for path in options.real:
+        whole = shards.read_trie(path)
+        for capacity in options.capacities:
+            trie, counts = fit_capacity(whole, capacity, too_long="truncate")
+            problem = Problem(path.name, trie, capacity)
+            found = {method: solve(problem, method, search=search, workers=options.workers) for method in methods}
+            name, samples, _, _, por = facts_of(problem)
+            cells = [name, samples, por, f"{capacity:,}", f"{counts['truncated to the capacity']:,}"]
+            cells += [
+                f"{outcome.tokens / trie.tokens_tree:.4f} / {outcome.rows:,} / {outcome.seconds:.2f}"
+                for outcome in found.values()
+            ]
+            bound = max(outcome.bound for outcome in found.values())
+            gap = f"{100 * (found['auto'].tokens / bound - 1):.2f} %" if "auto" in found else "-"
+            print_line([*cells, gap, never_worse(found)])
+
+
 def listed(text: str) -> list[str]:
     """Comma-separated words."""
     return [part.strip() for part in text.split(",") if part.strip()]
@@ -263,18 +291,26 @@ def main() -> None:
     """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=numbers, help="leaves of a problem; default 8,64,1000, or 100000,1000000")
-    parser.add_argument("--capacities", type=numbers, default=list(CAPACITIES), help="tokens of a row")
+    parser.add_argument(
+        "--capacities", type=numbers, help="tokens of a row; default 8192,32768, and 131072 of made trees"
+    )
     parser.add_argument("--capacity-ratio", type=lambda text: [float(x) for x in listed(text)], default=[1.3])
-    parser.add_argument("--methods", type=listed, help=f"of {', '.join(ALL)}; default all, with --large all but exact")
+    parser.add_argument(
+        "--methods", type=listed, help=f"of {', '.join(ALL)}; default all, but exact only for made trees"
+    )
     parser.add_argument("--families", type=listed, default=[], help="parts of their names; default all")
     parser.add_argument("--effort", choices=EFFORTS, default="normal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arrival", choices=("depth-first", "random"), default="depth-first")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--real", type=Path, nargs="+", metavar="TRIE", help="directories of build-trie")
     options = parser.parse_args()
+    options.capacities = options.capacities or list(REAL_CAPACITIES if options.real else CAPACITIES)
     options.sizes = options.sizes or ([100_000, 1_000_000] if options.large else [8, 64, 1000])
-    options.methods = options.methods or [method for method in ALL if method != "exact" or not options.large]
+    options.methods = options.methods or [
+        method for method in ALL if method != "exact" or not (options.large or options.real)
+    ]
     search = Search(options.effort, time_limit=EXACT_SECONDS)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     print(f"{os.cpu_count()} cores, Python {platform.python_version()}, commit {commit.stdout.strip()}\n")
@@ -283,6 +319,9 @@ def main() -> None:
         return
     for method in options.methods:
         warm_up(method)
+    if options.real:
+        print_real(options, search)
+        return
     print_table(problems(options), options.methods, search=search, workers=options.workers)
 
 
