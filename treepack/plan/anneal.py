@@ -32,9 +32,10 @@ NO_LIMIT = 2**62
 
 
 class Shape(NamedTuple):
-    """The tree: for each node its parent, and tokens and score pairs from the root to its end; its leaves."""
+    """The tree: for each node its parent, a `jump` to an ancestor, tokens and score pairs to its end; its leaves."""
 
     parent: Int64
+    jump: Int64
     stop: Int64
     pairs: Int64
     leaf: Int64
@@ -43,10 +44,14 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """`through` int32 [nodes, rows]: leaves of the row at or below the node; what each row holds, [rows]."""
+    """`through` int32 [nodes, rows]: children of the node that the row passes through, and leaves of it that end there.
+
+    `passing` [nodes] counts the rows that pass through each node; what each row holds, [rows].
+    """
 
     row_of: Int64
     through: Any
+    passing: Int64
     tokens: Int64
     pairs: Int64
     terms: Int64
@@ -136,7 +141,25 @@ def _nodes(lengths: Int64, shared: Int64) -> tuple[Int64, Int64, Int64]:
 
 def _shape(lengths: Int64, shared: Int64, terms: Int64) -> Shape:
     parent, stop, leaf = _nodes(lengths, shared)
-    return Shape(parent, stop, path_pairs(stop), leaf, terms, shared)
+    return Shape(parent, _jumps(parent, stop), stop, path_pairs(stop), leaf, terms, shared)
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _jumps(parent: Int64, stop: Int64) -> Int64:
+    """An ancestor of each node such that any other is reached in O(log depth) jumps and steps to parents.
+
+    Myers (1983), An applicative random-access stack: a jump is as long as the two that it skips, and one.
+    """
+    jump, depth = np.full(len(parent), -1), np.zeros(len(parent), np.int64)
+    for node in np.argsort(stop, kind="mergesort"):
+        up = parent[node]
+        if up >= 0:
+            depth[node] = depth[up] + 1
+            far = jump[up]
+            jump[node] = up
+            if far >= 0 and jump[far] >= 0 and depth[up] - depth[far] == depth[far] - depth[jump[far]]:
+                jump[node] = jump[far]
+    return jump
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -155,14 +178,14 @@ def _put(shape: Shape, rows: Rows, k: int, row: int) -> None:
     """Add leaf k to a row."""
     end = shape.leaf[k]
     node = end
-    while node >= 0 and rows.through[node, row] == 0:
-        rows.through[node, row] = 1
+    while node >= 0:
+        rows.through[node, row] += 1
+        if rows.through[node, row] > 1:
+            break
+        rows.passing[node] += 1
         node = shape.parent[node]
     rows.tokens[row] += shape.stop[end] - (shape.stop[node] if node >= 0 else 0)
     rows.pairs[row] += shape.pairs[end] - (shape.pairs[node] if node >= 0 else 0)
-    while node >= 0:
-        rows.through[node, row] += 1
-        node = shape.parent[node]
     rows.terms[row] += shape.terms[k]
     rows.leaves[row] += 1
     rows.row_of[k] = row
@@ -173,14 +196,14 @@ def _take(shape: Shape, rows: Rows, k: int) -> None:
     """Remove leaf k from its row."""
     row, end = rows.row_of[k], shape.leaf[k]
     node = end
-    while node >= 0 and rows.through[node, row] == 1:
-        rows.through[node, row] = 0
+    while node >= 0:
+        rows.through[node, row] -= 1
+        if rows.through[node, row] > 0:
+            break
+        rows.passing[node] -= 1
         node = shape.parent[node]
     rows.tokens[row] -= shape.stop[end] - (shape.stop[node] if node >= 0 else 0)
     rows.pairs[row] -= shape.pairs[end] - (shape.pairs[node] if node >= 0 else 0)
-    while node >= 0:
-        rows.through[node, row] -= 1
-        node = shape.parent[node]
     rows.terms[row] -= shape.terms[k]
     rows.leaves[row] -= 1
     rows.row_of[k] = -1
@@ -193,12 +216,12 @@ def _tear(shape: Shape, rows: Rows, removed: Int64, was_in: Int64, state: Any) -
     low = int(_random(state) * num)
     high, at, count = low + 1, low, 0
     longest = 1 + int(_random(state) * LONGEST_STRING)
-    torn = np.full(MOST_ROWS_TORN, -1)
+    is_torn = np.zeros(len(rows.tokens), np.bool_)
     wanted, found = 1 + int(_random(state) * MOST_ROWS_TORN), 0
     while True:
         row = rows.row_of[at]
-        if row >= 0 and not (torn[:found] == row).any():
-            torn[found] = row
+        if row >= 0 and not is_torn[row]:
+            is_torn[row] = True
             found += 1
             size = min(rows.leaves[row], 1 + int(_random(state) * longest))
             left = int(_random(state) * size)
@@ -229,8 +252,13 @@ def _tear(shape: Shape, rows: Rows, removed: Int64, was_in: Int64, state: Any) -
 def _best_row(shape: Shape, rows: Rows, caps: Int64, k: int, state: Any) -> int:
     """The row where leaf k adds fewest tokens, the fullest of those; an empty one if none has room, -1 if none is."""
     end = shape.leaf[k]
-    node = end
+    node, seen = end, 0
     while node >= 0:
+        if rows.passing[node] == seen:  # the same rows as through the node before, and none had room
+            far = shape.jump[node]
+            node = far if far >= 0 and rows.passing[far] == seen else shape.parent[node]
+            continue
+        seen = rows.passing[node]
         tokens, pairs = shape.stop[end] - shape.stop[node], shape.pairs[end] - shape.pairs[node]
         best, most = -1, -1
         for row in range(len(rows.tokens)):
@@ -238,6 +266,8 @@ def _best_row(shape: Shape, rows: Rows, caps: Int64, k: int, state: Any) -> int:
                 fits = rows.pairs[row] + pairs <= caps[1] and rows.terms[row] + shape.terms[k] <= caps[2]
                 if fits and _random(state) >= BLINK:
                     best, most = row, rows.tokens[row]
+                elif fits:
+                    seen = -1
         if best >= 0:
             return best
         node = shape.parent[node]
@@ -275,7 +305,8 @@ def _anneal(shape: Shape, caps: Int64, row_of: Int64, num_rows: int, steps: int,
     state = np.array([88172645463325252 + 2654435761 * (seed + 1)], np.uint64)
     empty = np.zeros(num_rows, np.int64)
     through = np.zeros((nodes, num_rows), np.int32)
-    rows = Rows(row_of.copy(), through, empty.copy(), empty.copy(), empty.copy(), empty)
+    passing = np.zeros(nodes, np.int64)
+    rows = Rows(row_of.copy(), through, passing, empty.copy(), empty.copy(), empty.copy(), empty)
     for k in range(num):
         _put(shape, rows, k, row_of[k])
     removed, was_in = np.zeros(num, np.int64), np.zeros(num, np.int64)
