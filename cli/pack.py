@@ -16,10 +16,9 @@ WAITING = "group_pairs_max_over_mean"
 
 @click.command()
 @click.argument("trie", type=click.Path(path_type=Path))
-@click.option("--capacity", type=click.IntRange(min=1), help="Most tokens a row may hold.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
-@search_options("normal")
 @limit_options
+@search_options("normal")
 @click.option(
     "--plan",
     "plan_path",

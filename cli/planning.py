@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+MOST_TOKENS, MOST_COUNTED = 2**31 - 1, 10**18  # as treepack.plan has them; importing that takes a second
+
 LIMIT_OPTIONS = (
+    click.option("--capacity", type=click.IntRange(1, MOST_TOKENS), metavar="N", help="Most tokens a row may hold."),
     click.option(
-        "--pairs-budget", type=click.IntRange(min=1), metavar="N", help="Most attention score pairs of a row."
+        "--pairs-budget", type=click.IntRange(1, MOST_COUNTED), metavar="N", help="Most attention score pairs of a row."
     ),
     click.option(
         "--terms-budget",
-        type=click.IntRange(min=1),
+        type=click.IntRange(1, MOST_COUNTED),
         metavar="N",
         help="Most loss terms, trained tokens of single trajectories, of a row.",
     ),
@@ -57,6 +61,7 @@ def search_options(effort: str) -> Callable[[F], F]:
             "--time-limit",
             type=click.FloatRange(min=0, min_open=True),
             metavar="SECONDS",
+            callback=_finite,
             help="Most time per tree for a method that proves.",
         ),
     )
@@ -69,8 +74,14 @@ def search_options(effort: str) -> Callable[[F], F]:
     return added
 
 
+def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of seconds", context, option)
+    return value
+
+
 def limit_options(command: F) -> F:
-    """Add the options that say what a plan must keep to besides the capacity."""
+    """Add the options that say what a plan must keep to."""
     for option in reversed(LIMIT_OPTIONS):
         command = option(command)
     return command
@@ -139,6 +150,8 @@ def refuse_file(path: Path | None, out: Path, inputs: list[Path], *, overwrite: 
     if path is None:
         return
     for directory in (out, *inputs):
+        if path.resolve() == directory.resolve():
+            raise TreepackError(f"{path} is what --out or an input names too; choose another --save-plan")
         if path.resolve().is_relative_to(directory.resolve()):
             raise TreepackError(f"{path} lies inside {directory}; choose another --save-plan")
     if path.exists():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .output import percent, progress, show, show_table, token_progress
-from .planning import read_search, search_options
+from .planning import MOST_TOKENS, read_search, search_options
 from .reading import read_options, reading_options
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ class Capacities(click.ParamType[list[int]]):
             self.fail(f"{value!r} is not a list of integers such as 8192,32768", param, ctx)
         if min(numbers) < 1:
             self.fail(f"{value!r} holds a number below 1", param, ctx)
+        if max(numbers) > MOST_TOKENS:
+            self.fail(f"{value!r} holds a number above {MOST_TOKENS}", param, ctx)
         return numbers
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from treepack.pack import NORMALIZE, SEMANTICS, TOO_LONG
-from treepack.plan import EFFORTS, FOREST_METHODS, METHODS
+from treepack.plan import EFFORTS, FOREST_METHODS, METHODS, problem
 from treepack.readers import READERS
 
 SAMPLES = Path(__file__).parents[1] / "sample_data"
@@ -229,11 +229,13 @@ def test_what_shares_no_token_cannot_count_shared_ones_once(treepack: Run, trie:
 
 def test_choices_are_those_of_the_library() -> None:
     commands = import_module("treepack_cli").commands.commands
+    planning = import_module("treepack_cli.planning")
 
     def choices(command: str, option: str) -> list[str]:
         (found,) = (p for p in commands[command].params if f"--{option}" in p.opts)
         return list(found.type.choices)
 
+    assert (planning.MOST_TOKENS, planning.MOST_COUNTED) == (problem.MOST_TOKENS, problem.MOST_COUNTED)
     assert choices("build-trie", "format") == ["auto", *READERS]
     assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS]
     assert choices("stats", "effort") == choices("pack", "effort") == list(EFFORTS)
@@ -258,6 +260,9 @@ def test_wrong_usage_is_status_2(treepack: Run, trie: Path, tmp_path: Path) -> N
     assert treepack("pack", trie, "--out", tmp_path / "p").status == 2
     assert treepack("pack", trie, "--capacity", 0, "--out", tmp_path / "p").status == 2
     assert treepack("stats", trie, "--capacity", "8192,x").status == 2
+    for options in (("--time-limit", "nan"), ("--pairs-budget", 10**30), ("--capacity", 2**31)):
+        assert treepack("pack", trie, "--capacity", 12, *options, "--out", tmp_path / "p").status == 2
+    assert treepack("stats", trie, "--capacity", 2**31).status == 2
 
 
 def test_existing_output_is_refused_unless_overwritten(treepack: Run, trie: Path, packed: Path, tmp_path: Path) -> None:

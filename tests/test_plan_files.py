@@ -100,13 +100,19 @@ def test_a_saved_plan_packs_the_same_bytes(treepack: Run, trie: Path, tmp_path: 
 
 
 def test_saving_a_plan_spares_what_is_none(treepack: Run, trie: Path, tmp_path: Path) -> None:
-    for path, sentence in ((tmp_path / "rollouts.jsonl", "is no plan"), (trie / "manifest.json", "lies inside")):
-        before = path.read_bytes()
+    wrong = {
+        tmp_path / "rollouts.jsonl": "is no plan",
+        tmp_path / "rollouts.jsonl" / "plan.jsonl": "cannot be written",
+        trie / "manifest.json": "lies inside",
+        tmp_path / "p": "is what --out or an input names too",
+    }
+    for path, sentence in wrong.items():
+        before = path.read_bytes() if path.is_file() else None
         options = ("--capacity", 10, "--out", tmp_path / "p", "--overwrite", "--save-plan", path)
         status, _, err = treepack("pack", trie, *options)
         assert (status, len(err.splitlines())) == (1, 1)
         assert sentence in err
-        assert path.read_bytes() == before
+        assert (path.read_bytes() if path.is_file() else None) == before
     assert not (tmp_path / "p").exists()
 
 
@@ -123,6 +129,8 @@ def test_saving_a_plan_spares_what_is_none(treepack: Run, trie: Path, tmp_path: 
         ([IDS[:3], IDS[3:]], {"lower_bound": 99}, "the plan has 18 tokens, below its lower_bound of 99"),
         ([IDS[:3], IDS[3:]], {"capacity": 4}, "trajectory r0 has 5 tokens, capacity is 4"),
         ([IDS[:3], IDS[3:]], {"capacity": "12"}, "jsonl:1: capacity is '12'; expected a positive integer"),
+        ([IDS[:3], IDS[3:]], {"capacity": 2**31}, "jsonl:1: capacity is 2147483648; expected at most 2147483647"),
+        ([IDS[:3], IDS[3:]], {"pairs": 10**30}, "expected at most 1000000000000000000"),
         ([IDS[:3], IDS[3:]], {"trie": "0"}, "was made for another trie"),
         ([IDS[:3], IDS[3:]], {"version": 2}, "jsonl:1: has version 2; this treepack reads version 1"),
         ([IDS[:3], IDS[3:]], {"format": "x"}, "jsonl:1: is no header of a plan"),
@@ -142,7 +150,7 @@ def test_a_wrong_plan_is_one_sentence(
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[1]\n"])
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{", b"[1]\n", b"[" * 100_000])
 def test_what_is_no_plan_is_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "plan.jsonl").write_bytes(content)
     with pytest.raises(TreepackError, match=r"plan\.jsonl"):

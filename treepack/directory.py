@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from treepack.errors import TreepackError
@@ -60,7 +60,8 @@ def finished_file(out: Path) -> Iterator[Path]:
     except OSError as error:
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where its directory could not be made
+            temporary.unlink()
 
 
 def refuse_existing(out: Path, *, overwrite: bool, inputs: Iterable[str | Path] = ()) -> None:

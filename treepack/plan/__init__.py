@@ -193,18 +193,24 @@ def _plan_forest(trie: Trie, limits: Limits, method: str) -> tuple[Int64, int]:
 def refuse_too_long(trie: Trie, limits: Limits) -> None:
     """Raise a TreepackError that names the trajectory that most exceeds a limit alone, if one does."""
     lengths = trie.lengths
+    shorter = ", or drop or truncate what is too long"
     alone = (
-        ("tokens", lengths, "capacity", limits.capacity),
-        ("score pairs", path_pairs(lengths), "the budget of pairs", limits.pairs),
-        ("loss terms", trained_tokens(trie), "the budget of terms", limits.terms),
+        ("tokens", lengths, "capacity", limits.capacity, "raise the capacity" + shorter),
+        (
+            "score pairs",
+            path_pairs(lengths),
+            "the budget of pairs",
+            limits.pairs,
+            "raise the budget of pairs" + shorter,
+        ),
+        ("loss terms", trained_tokens(trie), "the budget of terms", limits.terms, "raise the budget of terms"),
     )
-    for unit, values, name, limit in alone:
+    for unit, values, name, limit, remedy in alone:
         worst = int(values.argmax())
         if limit is not None and values[worst] > limit:
             raise TreepackError(
                 f"trajectory {trie.trajectories['trajectory_id'][worst].as_py()} has {values[worst]} {unit}, "
-                f"{name} is {limit} ({int((values > limit).sum())} such in all); "
-                f"raise {name.replace('capacity', 'the capacity')}, or drop or truncate what is too long"
+                f"{name} is {limit} ({int((values > limit).sum())} such in all); {remedy}"
             )
 
 

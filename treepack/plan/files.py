@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.plan.problem import Limits
+from treepack.plan.problem import MOST_COUNTED, MOST_TOKENS, Limits
 from treepack.trajectory import Int64
 from treepack.trie import Trie
 
@@ -93,7 +93,7 @@ def read_plan_file(path: Path) -> PlanFile:
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TreepackError(f"{path}:{number}: malformed JSON ({error}); expected one object a line") from error
     if not isinstance(found, dict):
         raise TreepackError(f"{path}:{number}: is no JSON object; expected one object a line")
@@ -113,6 +113,8 @@ def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
     for name, value in header.items():
         if name in _COUNTS and (type(value) is not int or value < (name != "lower_bound")):
             raise TreepackError(f"{path}:{number}: {name} is {value!r}; expected a positive integer")
+        if name in _COUNTS and value > (most := MOST_TOKENS if name == "capacity" else MOST_COUNTED):
+            raise TreepackError(f"{path}:{number}: {name} is {value}; expected at most {most}")
         if name in _NAMES and not isinstance(value, str):
             raise TreepackError(f"{path}:{number}: {name} is {value!r}; expected a string")
         if name not in (*_COUNTS, *_NAMES, "format", "version"):

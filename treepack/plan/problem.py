@@ -24,6 +24,11 @@ from treepack.trie import Trie
 
 EFFORTS = ("low", "normal", "high")
 
+MOST_TOKENS = 2**31 - 1
+"""The greatest capacity: columns count the tokens of a row in 32 bits."""
+MOST_COUNTED = 10**18
+"""The greatest budget: sums of a few fit 64 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tree:
