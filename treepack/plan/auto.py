@@ -2,7 +2,7 @@
 
     up to 13 leaves    a program over sets of leaves: the optimum
     up to 60           the multi-path program, which nearly always proves the optimum
-    more               the better of two quick plans --ruin and recreate--> plan;  --programs for subtrees--> bound
+    more               the best of quick plans --ruin and recreate--> plan;  --programs for subtrees--> bound
 
 How much work is done follows from `effort` and from the leaves of all trees together, never from the clock.
 """
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from treepack.plan import bounds, cuts
+from treepack.plan import bounds, cuts, online
 from treepack.plan.bounds import Proof
-from treepack.plan.problem import Limits, Search, Solution, Tree
+from treepack.plan.problem import Limits, Search, Solution, Tree, path_pairs
 from treepack.trajectory import Int64
 
 PLENTY = 600  # leaves of all trees from which on the steps for each shrink, with the root of their number
 LEAST_STEPS, FEW_STEPS = 8, 50
+MOST_LEAVES_OF_FIRST_FIT = 20_000  # it follows every path to the root: slow where large trees are deep
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ WORK = {
 def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
     """Fewest tokens, then fewest rows, as far as the effort reaches, and a proof of how far that can be from the least.
 
-    Never worse than `contiguous` and `heuristic`.
+    Never worse than `contiguous`, `heuristic` and, in trees that are not very large, first fit in depth-first order.
     """
     quick = [method(tree, limits, search).row_of_leaf for method in (cuts.contiguous, cuts.deepest_first)]
     rows = min(quick, key=lambda found: _cost(tree, found))
@@ -90,6 +91,8 @@ def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
         return subsets(tree, limits, search)
     from treepack.plan.anneal import anneal
 
+    if tree.num_leaves <= MOST_LEAVES_OF_FIRST_FIT:
+        rows = min([rows, *_by_first_fit(tree, limits)], key=lambda found: _cost(tree, found))
     work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
     steps, passes = work.search_for(leaves)
     rows = anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes)
@@ -99,6 +102,13 @@ def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
     if _cost(tree, rows)[0] > bound:
         bound = bounds.lower_bound(tree, limits.capacity, rows, proof)
     return Solution(rows, bound)
+
+
+def _by_first_fit(tree: Tree, limits: Limits) -> list[Int64]:
+    """Plans that put leaf after leaf into the first row with room, in depth-first order and longest first."""
+    pairs, steps = path_pairs(tree.depth + tree.size), np.zeros(tree.num_leaves, np.int64)
+    orders = np.arange(tree.num_leaves), np.argsort(-tree.length, kind="stable")
+    return [online.fill_rows(tree, pairs, order, steps, limits) for order in orders]
 
 
 def _exact(tree: Tree, limits: Limits, rows: Int64, bound: int) -> Solution:

@@ -27,7 +27,7 @@ def greedy_online(forest: Forest, order: Int64, steps: Int64, limits: Limits) ->
     """
     tree = forest.joined
     pairs = path_pairs(tree.depth + tree.size)
-    return _first_fit(tree, pairs, order, steps, limits)
+    return fill_rows(tree, pairs, order, steps, limits)
 
 
 def sequence(forest: Forest, order: Int64, steps: Int64, limits: Limits) -> Int64:
@@ -39,10 +39,11 @@ def sequence(forest: Forest, order: Int64, steps: Int64, limits: Limits) -> Int6
     alone = np.arange(forest.num_leaves)
     tree = Tree(length, np.zeros_like(length), nothing, alone + 1, alone, forest.joined.terms)
     longest_first = order[np.argsort(-length[order], kind="stable")]
-    return _first_fit(tree, path_pairs(length), longest_first, steps, limits)
+    return fill_rows(tree, path_pairs(length), longest_first, steps, limits)
 
 
-def _first_fit(tree: Tree, pairs: Int64, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def fill_rows(tree: Tree, pairs: Int64, order: Int64, steps: Int64, limits: Limits) -> Int64:
+    """Row of each leaf by first fit in `order`; `pairs` [nodes] score pairs of a path down to the end of each node."""
     from treepack.plan.first_fit import first_fit
 
     path = tree.depth + tree.size
