@@ -81,7 +81,9 @@ def measure(name: str, path: str, expand: str, folder: Path, options: argparse.N
     flat = report["tokens_flat"]
     for capacity in CAPACITIES:
         packed = folder / f"{name}-{expand}-{capacity}"
-        _, pack = treepack("pack", trie, "--capacity", capacity, "--too-long", "truncate", "--out", packed)
+        _, pack = treepack(
+            "pack", trie, "--capacity", capacity, "--method", "contiguous", "--too-long", "truncate", "--out", packed
+        )
         found, check = treepack("stats", packed, "--check", "--json")
         rows = json.loads(found)
         losses = train(packed, folder, options.steps) if options.steps else ["-"] * 2
