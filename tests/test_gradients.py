@@ -36,7 +36,7 @@ from treepack.attention import IMPLEMENTATIONS, register
 from treepack.batch import Batch, make_batch
 from treepack.model import LoadedModel, checkpoint_layers, row_loss
 from treepack.pack import pack_rows
-from treepack.plan import plan_rows
+from treepack.plan import FOREST_METHODS, METHODS, Limits, packed_trie, plan_rows
 from treepack.trajectory import Tokens, Trajectory, spans_of_mask
 from treepack.trie import build_trie
 
@@ -80,12 +80,19 @@ def as_trajectories(samples: Sequence[Sample], groups: Sequence[str]) -> list[Tr
 
 
 def as_batches(
-    samples: Sequence[Sample], *, capacity: int, groups: Sequence[str] | None = None, multiple: int = 1, **options: str
+    samples: Sequence[Sample],
+    *,
+    capacity: int | Limits,
+    groups: Sequence[str] | None = None,
+    multiple: int = 1,
+    method: str = "auto",
+    ranks: int = 1,
+    **options: str,
 ) -> list[Batch]:
     """`samples` through the whole pipeline."""
     trie = build_trie(as_trajectories(samples, groups or ["g"] * len(samples)))
-    rows = pack_rows(trie, plan_rows(trie, capacity=capacity), **options)
-    return [make_batch(row, multiple=multiple) for row in rows]
+    plan = plan_rows(trie, capacity=capacity, method=method, multiple_of=ranks)
+    return [make_batch(row, multiple=multiple) for row in pack_rows(packed_trie(trie, method), plan, **options)]
 
 
 def gradients_of(loaded: LoadedModel, batches: Sequence[Batch], *, chunk: int = 2048) -> Gradients:
@@ -123,6 +130,17 @@ def test_packed_gradients_are_the_sum_over_trajectories(
     batches = as_batches(samples, capacity=longest(samples) + room, multiple=multiple, semantics=semantics)
     expected = alone(plain(kind), once(samples) if semantics == "once" else samples)
     assert_equal(gradients_of(packed(kind, attention), batches, chunk=5), expected)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *FOREST_METHODS])
+@given(samples=sample_sets(), room=st.integers(0, 20), ranks=st.integers(1, 2))
+@settings(max_examples=10, derandomize=True, deadline=None)
+def test_no_method_changes_gradients(method: str, samples: list[Sample], room: int, ranks: int) -> None:
+    assume(trained(samples) and len(samples) >= ranks)
+    size = longest(samples)
+    pairs, terms = size * (size + 1) // 2 + 5 * room, size + room
+    batches = as_batches(samples, capacity=Limits(size + room, pairs, terms), method=method, ranks=ranks)
+    assert_equal(gradients_of(packed("qwen3", "reference"), batches), alone(plain("qwen3"), samples))
 
 
 @pytest.mark.parametrize("attention", ["reference", "flex"])

@@ -9,14 +9,14 @@ import numpy as np
 import oracle
 import pytest
 import strategies
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import make
 
 from treepack.check import check_packed, check_row
 from treepack.errors import TreepackError
 from treepack.pack import NORMALIZE, SEMANTICS, Row, fit_capacity, pack_rows, row_counts, row_totals
-from treepack.plan import METHODS, plan_rows
+from treepack.plan import FOREST_METHODS, METHODS, Limits, check_plan, packed_trie, plan_rows
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import build_trie, trajectories_of
 
@@ -105,12 +105,45 @@ def test_packed_rows_pass_the_check(given_ones: list[Trajectory], capacity: int,
     check_packed(rows, manifest_of(rows, capacity, semantics), trie)
 
 
-def manifest_of(rows: list[Row], capacity: int, semantics: str = "branch") -> dict[str, object]:
+@pytest.mark.parametrize("method", [*METHODS, *FOREST_METHODS])
+@settings(max_examples=40)
+@given(
+    given_ones=strategies.trajectories(),
+    capacity=st.integers(9, 20),
+    pairs=st.none() | st.integers(45, 90),
+    terms=st.none() | st.integers(8, 20),
+    ranks=st.integers(1, 3),
+    normalize=st.sampled_from(NORMALIZE),
+)
+def test_rows_of_every_method_within_budgets_and_for_ranks_pass_the_check(
+    method: str,
+    given_ones: list[Trajectory],
+    capacity: int,
+    pairs: int | None,
+    terms: int | None,
+    ranks: int,
+    normalize: str,
+) -> None:
+    trie = build_trie(given_ones)
+    try:
+        plan = plan_rows(trie, capacity=Limits(capacity, pairs, terms), method=method, multiple_of=ranks)
+    except TreepackError as error:
+        assert "too few for" in str(error)  # noqa: PT017
+        return
+    laid_out = packed_trie(trie, method)
+    check_plan(laid_out, plan)
+    rows = list(pack_rows(laid_out, plan, normalize=normalize))
+    check_packed(rows, manifest_of(rows, capacity, normalize=normalize), laid_out)
+
+
+def manifest_of(
+    rows: list[Row], capacity: int, semantics: str = "branch", normalize: str = "token"
+) -> dict[str, object]:
     counted: Counter[str] = Counter()
     for row in rows:
         counted.update(row_counts(row))
     totals = row_totals(counted, capacity=capacity)
-    return {"capacity": capacity, "totals": totals, "options": {"semantics": semantics, "normalize": "token"}}
+    return {"capacity": capacity, "totals": totals, "options": {"semantics": semantics, "normalize": normalize}}
 
 
 def test_once_counts_a_shared_token_once() -> None:

@@ -11,7 +11,7 @@ from treepack.check import check_packed, check_trie
 from treepack.columns import collect
 from treepack.ingest import Reading, read, usable
 from treepack.pack import fit_capacity, pack_rows, row_counts, row_totals
-from treepack.plan import check_plan, plan_rows
+from treepack.plan import Plan, check_plan, plan_rows
 from treepack.trie import Trie, build_trie
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +31,11 @@ def built(source: str, expand: str, share: str = "all") -> tuple[Trie, Counter[s
     options = Reading(tokenizer=TOKENIZER, expand=expand)
     stream = read([str(DATA / SOURCES[source])], options)
     return build_trie(collect(usable(stream, counts)), share=share), counts
+
+
+def cost_of(trie: Trie, plan: Plan) -> tuple[int, int]:
+    totals = check_plan(trie, plan)
+    return totals.tokens_packed, totals.num_rows
 
 
 @pytest.mark.parametrize(
@@ -55,7 +60,9 @@ def test_a_source_is_read_packed_and_given_back(
     for capacity in (8192, 32768):
         fitted, _ = fit_capacity(trie, capacity, too_long="truncate")
         plan = plan_rows(fitted, capacity=capacity)
-        check_plan(fitted, plan)
+        cost = cost_of(fitted, plan)
+        for other in ("contiguous", "heuristic", "greedy-online"):
+            assert cost <= cost_of(fitted, plan_rows(fitted, capacity=capacity, method=other)), other
         rows = list(pack_rows(fitted, plan))
         counted: Counter[str] = Counter()
         for row in rows:
