@@ -82,7 +82,6 @@ def lower_bound(tree: Tree, capacity: int, rows: Int64, proof: Proof) -> int:
             limits = Limits(capacity - int(tree.depth[node]))
             least = exact(subtree(tree, node), limits, Search("low")).lower_bound
             known.tokens[node] = max(known.tokens[node], least)
-    known = _count(tree, capacity, known)
     for most in proof.programs:
         known = _count(tree, capacity, known)
         loose = _maximal(tree, leaves, most)
