@@ -271,3 +271,20 @@ def test_planning_is_imported_without_compilers_and_solvers() -> None:
     code = "import sys, treepack.plan; print({'numba', 'ortools'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+def test_an_interrupt_after_a_solver_ran_is_still_an_exception() -> None:
+    code = """
+import os, signal, numpy as np
+from treepack.plan.direct import direct
+from treepack.plan.problem import Limits, Search, Tree
+columns = ([1, 2, 2], [0, 1, 1], [-1, 0, 0], [3, 2, 3], [1, 2], [1, 1])
+direct(Tree(*(np.array(column) for column in columns)), Limits(3), Search(), incumbent=np.arange(2))
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (out.returncode, out.stdout) == (0, "interrupted\n"), out.stderr

@@ -44,6 +44,7 @@ def direct(tree: Tree, limits: Limits, search: Search, *, incumbent: Int64) -> S
     model.minimize(total)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else an interrupt after this one ends Python on the spot
     solver.parameters.random_seed = 0
     if search.time_limit is None:
         solver.parameters.max_deterministic_time = _WORK[search.effort]

@@ -77,6 +77,7 @@ def pack(children: list[list[State]], room: int, size: int, target: Target, *, w
     model.minimize(total)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else an interrupt after this one ends Python on the spot
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = min(work / WORK_PER_SECOND, 1e6)
     solver.parameters.max_time_in_seconds = min(max(seconds, 0.0), 1e6)
