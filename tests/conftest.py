@@ -8,7 +8,31 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+from command_line import Result, Run
 from hypothesis import settings
 
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("treepack")
+
+
+@pytest.fixture
+def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command line in this process, through its installed entry point."""
+    (entry,) = entry_points(group="console_scripts", name="treepack")
+    main = entry.load()
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["treepack", *map(str, arguments)])
+        try:
+            main()
+            status = 0
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return Result(status, captured.out, captured.err)
+
+    return run

@@ -7,13 +7,11 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from command_line import Run
 
 from treepack.pack import NORMALIZE, SEMANTICS, TOO_LONG
 from treepack.plan import EFFORTS, FOREST_METHODS, METHODS, problem
@@ -33,39 +31,6 @@ PACKED_KEYS = {
     "gap",
     "pairs_max_over_mean",
 }
-
-
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, object]:
-        found: dict[str, object] = json.loads(self.out)
-        return found
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    (entry,) = entry_points(group="console_scripts", name="treepack")
-    main = entry.load()
-
-    def run(*arguments: str | Path) -> Result:
-        monkeypatch.setattr(sys, "argv", ["treepack", *map(str, arguments)])
-        try:
-            main()
-            status = 0
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return Result(status, captured.out, captured.err)
-
-    return run
 
 
 def write_rollouts(path: Path, *, num: int = 6) -> Path:

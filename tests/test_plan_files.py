@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import strategies
+from command_line import Run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +18,6 @@ from treepack.trie import build_trie
 
 HEADER = {"format": "treepack-plan", "version": 1, "capacity": 12}
 IDS = [f"r{i}" for i in range(6)]
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -38,24 +34,6 @@ def test_a_plan_reads_back_as_written(
     assert (back.method, back.limits, back.multiple_of) == (plan.method, plan.limits, plan.multiple_of)
     assert back.lower_bound == plan.lower_bound
     check_plan(trie, back)
-
-
-@pytest.fixture
-def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    (entry,) = entry_points(group="console_scripts", name="treepack")
-    main = entry.load()
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["treepack", *map(str, arguments)])
-        try:
-            main()
-            status = 0
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

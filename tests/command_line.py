@@ -1,0 +1,23 @@
+"""What a run of the installed `treepack` command gives back, for tests that take the fixture `treepack`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Result(NamedTuple):
+    """Exit status and what was written."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, object]:
+        found: dict[str, object] = json.loads(self.out)
+        return found
+
+
+Run = Callable[..., Result]
