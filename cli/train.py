@@ -61,10 +61,11 @@ from .output import show, text
 @click.option("--gradient-checkpointing", is_flag=True, help="Compute activations again in the backward pass.")
 @click.option(
     "--attention",
-    type=click.Choice(["auto", "reference", "flex"]),
+    type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
     default="auto",
     show_default=True,
-    help="reference runs anywhere; flex is FlexAttention; auto is flex on a GPU.",
+    help="reference runs anywhere; flex is FlexAttention, flash its FlashAttention-4 backend, triton treepack's own "
+    "kernel; auto takes the fastest that can run.",
 )
 @click.option(
     "--loss-chunk",

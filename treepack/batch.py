@@ -3,6 +3,7 @@
     Row (numpy columns) --make_batch--> Batch (tensors, padded) --.to(device)--> model, loss
 
 Padding token i sees only itself and counts for nothing: `subtree_end = i + 1`, position 0, parent -1, weight 0.
+`schedule` is what the model's attention prepared for the row (`model.placed`), if it has.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ class Batch:
     num_tokens: int
     total_weight: float
     tokens_flat: int
+    schedule: Any = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same row with its tensors on `device`."""
+        """The same row with its tensors on `device`; a schedule belongs to one device and stays behind."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-        return Batch(**{**values, **moved})
+        return Batch(**{**values, **moved, "schedule": None})
 
     @property
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """A causal language model of transformers, made ready to train on packed rows, or refused in one sentence.
 
     config.json | directory | hub name --load_model--> LoadedModel
+    LoadedModel, Batch --placed--> Batch on the device with the schedule of its attention
     LoadedModel, Batch --hidden_states--> [T, D] --row_loss--> scalar
 
 Tree attention gives exact gradients only if attention is all that mixes tokens and it is plain softmax attention over
@@ -13,15 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS, build_block_mask, register
-from treepack.attention.flex import BLOCK
+from treepack.attention import IMPLEMENTATIONS, prepare, register, resolve, row_multiple, takes_chains
 from treepack.batch import Batch
 from treepack.errors import TreepackError
 from treepack.loss import CHUNK, weighted_nll
@@ -35,13 +35,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 class LoadedModel:
     """A model that passed every check of its own.
 
-    `model` is in eval mode on its device; `attention` is "reference" or "flex"; `notes` are remarks for the user.
+    `model` is in eval mode on its device; `attention` is the implementation that runs, never "auto"; `notes` are
+    remarks for the user; `varlen` says whether rows in which nothing branches go to varlen FlashAttention.
     """
 
     model: Any
     source: str
     attention: str
     notes: tuple[str, ...]
+    varlen: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -54,6 +56,7 @@ def load_model(
     *,
     attention: str = "auto",
     dtype: torch.dtype = torch.float32,
+    autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> LoadedModel:
@@ -61,34 +64,31 @@ def load_model(
 
     Args:
         source: a model directory, a hub name, or a config file ending in .json, which gets random weights.
-        attention: "flex", "reference", or "auto": flex on a GPU, the reference elsewhere.
+        attention: an implementation of `attention.dispatch`, or "auto".
         dtype: dtype of the weights.
+        autocast: dtype of the autocast that the model will run under, None for none.
         device: where the model goes.
         seed: seed of random weights.
 
     Raises:
-        TreepackError: if the model cannot be loaded or cannot be trained exactly; the message says why.
+        TreepackError: if the model cannot be loaded or cannot be trained exactly, or the attention cannot run it; the
+            message says why.
     """
     device = torch.device(device)
-    chosen = choose_attention(attention, device)
+    if attention not in IMPLEMENTATIONS:
+        raise TreepackError(f"attention is {attention!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     register()
     config = _read_config(source)
     check_config(config, source=str(source))
     with _loading(source), without_bars():
         notes = _without_dropout(config)
-        model = _build(source, config, IMPLEMENTATIONS[chosen], dtype, seed)
+        model = _build(source, config, IMPLEMENTATIONS["reference"], dtype, seed)
     model = model.to(device).eval()
-    probe(model, source=str(source))
-    return LoadedModel(model, str(source), chosen, notes)
-
-
-def choose_attention(attention: str, device: torch.device) -> str:
-    """Resolve "auto" to the attention that suits `device`."""
-    if attention not in ("auto", *IMPLEMENTATIONS):
-        raise TreepackError(f"attention is {attention!r}; expected auto, {' or '.join(IMPLEMENTATIONS)}")
-    if attention == "auto":
-        return "flex" if device.type == "cuda" else "reference"
-    return attention
+    # The probe asks about the model, so it runs the implementation that is beyond doubt.
+    computed = (model.device, autocast or dtype, *sorted(probe(model, source=str(source))))
+    chosen = resolve(attention, *computed)
+    model.set_attn_implementation(IMPLEMENTATIONS[chosen])
+    return LoadedModel(model, str(source), chosen, notes, attention == "auto" and takes_chains(*computed))
 
 
 def _loading(source: str | Path) -> AbstractContextManager[None]:
@@ -230,12 +230,15 @@ def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: i
             f"{source}: the data has positions up to {max_position} and the model's end at {limit[0] - 1}, because "
             f"{limit[1]}; truncate the trajectories to {limit[0]} tokens"
         )
-    multiple = BLOCK if loaded.attention == "flex" else 1
+    multiple = row_multiple(loaded.attention)
     window, rows = sliding_window(model.config.get_text_config()), -(-manifest["capacity"] // multiple) * multiple
     if window is not None and window < rows:
         remedy = f"pack with --capacity {window // multiple * multiple}"
         if window < multiple:
-            remedy = f"pack with --capacity {window} and use --attention reference, for flex pads rows to {multiple}"
+            remedy = (
+                f"pack with --capacity {window} and use --attention reference, "
+                f"for {loaded.attention} pads rows to {multiple}"
+            )
         raise TreepackError(f"{source}: its sliding window of {window} tokens is shorter than rows of {rows}; {remedy}")
 
 
@@ -267,8 +270,14 @@ def _check_tokenizer(source: str, expected: dict[str, Any] | None) -> None:
         )
 
 
+def placed(loaded: LoadedModel, batch: Batch) -> Batch:
+    """The row on the model's device with its schedule, which a row on the CPU gets without waiting for the GPU."""
+    schedule = prepare(batch.subtree_end, loaded.attention, device=loaded.device, varlen=loaded.varlen)
+    return replace(batch.to(loaded.device), schedule=schedule)
+
+
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Hidden states [T, D] of a packed row, after the final norm.
+    """Hidden states [T, D] of a packed row, after the final norm; one without a schedule gets it here.
 
     Raises:
         TreepackError: for positions beyond a table that the model keeps.
@@ -276,12 +285,15 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     # A model switched to another attention would take no notice of subtree_end and train on wrong gradients.
     chosen = loaded.model.config.get_text_config()._attn_implementation
     assert chosen == IMPLEMENTATIONS[loaded.attention], f"the model attends through {chosen}"
-    extra: dict[str, Any] = {"subtree_end": batch.subtree_end[None]}
-    if loaded.attention == "flex":
-        extra["block_mask"] = build_block_mask(extra["subtree_end"])
+    if batch.schedule is None:
+        batch = placed(loaded, batch)
     try:
         output = loaded.model.base_model(
-            input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False, **extra
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            subtree_end=batch.subtree_end[None],
+            schedule=batch.schedule,
+            use_cache=False,
         )
     except IndexError as error:
         raise TreepackError(

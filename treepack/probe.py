@@ -17,10 +17,11 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 from treepack.attention import IMPLEMENTATIONS
+from treepack.attention.interface import Call
 from treepack.errors import TreepackError
 
 # Relative error of a branch in the tree against the branch alone; transformers' eager softmax is float32 at best.
@@ -64,11 +65,15 @@ def attention_of(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def probe(model: Any, *, source: str) -> None:
+def probe(model: Any, *, source: str) -> frozenset[tuple[int, int]]:
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
     Three things are checked: every layer calls tree attention once; the hidden states of every branch are those
     of the branch alone under transformers' eager attention; the logits are the output layer of the hidden states.
+    The tree goes through the attention that the model is set to.
+
+    Returns:
+        the head dimensions (of query and key, of value) of the layers.
 
     Raises:
         TreepackError: saying which of them fails.
@@ -79,7 +84,7 @@ def probe(model: Any, *, source: str) -> None:
     vocabulary = len(model.get_input_embeddings().weight)
     ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary
     with torch.no_grad(), refusing(f"{source}: it cannot run a packed row", ONLY):
-        tree, logits = _probe_tree(model, ids, source)
+        tree, logits, calls = _probe_tree(model, ids, source)
         expected = _output_layer(model, tree)
         branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
         with attention_of(model, "eager"):
@@ -87,13 +92,14 @@ def probe(model: Any, *, source: str) -> None:
         _compare(logits, expected, f"{source}: its logits are not its output layer of the hidden states")
         for path, states in zip(branches, alone, strict=True):
             _compare(tree[path], states, f"{source}: a branch in a tree gets other hidden states than alone")
+    return frozenset(call.head_dims for call in calls)
 
 
-def _probe_tree(model: Any, ids: Tensor, source: str) -> tuple[Tensor, Tensor]:
-    """Hidden states [T, D] and logits [T, V] of the probe tree."""
+def _probe_tree(model: Any, ids: Tensor, source: str) -> tuple[Tensor, Tensor, list[Call]]:
+    """Hidden states [T, D] and logits [T, V] of the probe tree, and the calls of attention behind the first."""
     positions = torch.tensor([len(_path(i)) - 1 for i in range(len(ids))], device=ids.device)
     end = torch.tensor(_PROBE_END, device=ids.device)
-    calls: list[nn.Module] = []
+    calls: list[Call] = []
     row = {"input_ids": ids[None], "position_ids": positions[None], "subtree_end": end[None], "use_cache": False}
     try:
         tree: Tensor = model.base_model(**row, record=calls)[0][0]
@@ -103,11 +109,12 @@ def _probe_tree(model: Any, ids: Tensor, source: str) -> tuple[Tensor, Tensor]:
     layers = model.config.get_text_config().num_hidden_layers
     if not calls:
         raise TreepackError(f"{source}: {_UNHEARD}; {ONLY}")
-    if len(calls) != layers or len(set(calls)) != layers:
+    modules = {call.module for call in calls}
+    if len(calls) != layers or len(modules) != layers:
         raise TreepackError(
-            f"{source}: its {layers} layers call attention {len(calls)} times, from {len(set(calls))} modules; {ONLY}"
+            f"{source}: its {layers} layers call attention {len(calls)} times, from {len(modules)} modules; {ONLY}"
         )
-    return tree, logits
+    return tree, logits, calls
 
 
 def _path(token: int) -> list[int]:

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from treepack import __version__
-from treepack.attention import IMPLEMENTATIONS
-from treepack.attention.flex import BLOCK
+from treepack.attention import IMPLEMENTATIONS, row_multiple
 from treepack.dataset import PackedDataset
 from treepack.directory import finished_directory, refuse_existing
 from treepack.errors import TreepackError
@@ -38,8 +37,8 @@ from treepack.model import (
     LoadedModel,
     check_fits,
     checkpoint_layers,
-    choose_attention,
     load_model,
+    placed,
     position_limit,
     row_loss,
     saved_tokenizer,
@@ -88,7 +87,7 @@ class TrainOptions:
                 raise TreepackError(f"{name} is {value}; expected a finite number of at least 0")
         if not 0 <= self.seed < 2**63:
             raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
-        for name, known in (("dtype", ("fp32", "bf16")), ("attention", ("auto", *IMPLEMENTATIONS))):
+        for name, known in (("dtype", ("fp32", "bf16")), ("attention", tuple(IMPLEMENTATIONS))):
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
 
@@ -142,27 +141,31 @@ def open_run(packed: str | Path, model: str | Path, options: TrainOptions) -> Ru
     Raises:
         TreepackError: for a missing device, damaged data, an unsuitable model, or a model that the data does not suit.
     """
-    return _open(packed, model, options, find_device(options.device), torch.float32)
+    lower = torch.bfloat16 if options.dtype == "bf16" else None
+    return _open(packed, model, options, torch.float32, lower)
 
 
 def open_verification(packed: str | Path, model: str | Path, options: TrainOptions) -> Run:
-    """`open_run` for `verify.verify_gradients`: in float64, or in float32 where a compiled kernel has nothing better.
+    """`open_run` for `verify.verify_gradients`: in float64, or in float32 where a fused kernel has nothing better.
 
     Raises:
         TreepackError: as `open_run`.
     """
-    device = find_device(options.device)
-    compiled = device.type != "cpu" and choose_attention(options.attention, device) == "flex"
-    return _open(packed, model, options, device, torch.float32 if compiled else torch.float64)
+    on_cpu = find_device(options.device).type == "cpu"
+    exact = options.attention == "reference" or (on_cpu and options.attention in ("auto", "flex"))
+    return _open(packed, model, options, torch.float64 if exact else torch.float32, None)
 
 
 def _open(
-    packed: str | Path, model: str | Path, options: TrainOptions, device: torch.device, weights: torch.dtype
+    packed: str | Path, model: str | Path, options: TrainOptions, weights: torch.dtype, autocast: torch.dtype | None
 ) -> Run:
-    attention = choose_attention(options.attention, device)
-    dataset = PackedDataset(packed, multiple=BLOCK if attention == "flex" else 1)
+    device = find_device(options.device)
+    dataset = PackedDataset(packed)
     schedule = plan_steps(dataset, options)
-    loaded = load_model(model, attention=attention, dtype=weights, device=device, seed=options.seed)
+    loaded = load_model(
+        model, attention=options.attention, dtype=weights, autocast=autocast, device=device, seed=options.seed
+    )
+    dataset.multiple = row_multiple(loaded.attention)
     positions = dataset.max_position() if position_limit(loaded.model) else 0
     check_fits(loaded, dataset.manifest, max_position=positions)
     if options.gradient_checkpointing:
@@ -278,7 +281,7 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, step: Op
     denominator = float(run.dataset.total_weight[step.rows].sum())
     losses, tokens, tokens_flat = [], 0, 0
     for index in step.rows:
-        batch = run.dataset[index].to(run.loaded.device)
+        batch = placed(run.loaded, run.dataset[index])
         with torch.autocast(run.loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
             loss = row_loss(run.loaded, batch, chunk=run.options.loss_chunk) / denominator
         torch.autograd.backward(loss)

@@ -1,16 +1,17 @@
 """Tree attention through FlexAttention: blocks of 128 x 128 pairs, whole blocks skipped, no T x T tensor.
 
 The intervals decide each block. Over the keys of a block let `low` and `high` be the least and the greatest
-subtree_end; over its queries let `first` be the least index. Below the diagonal
+subtree_end; over its queries let `first` and `last` be the least index and one past the greatest. Below the diagonal
 
-    first >= high          no pair is visible         skipped
-    first + 128 <= low     every pair is visible      full: computed without a mask
-    else                   some are                   partial: computed under the mask
+    first >= high      no pair is visible         skipped
+    last <= low        every pair is visible      full: computed without a mask
+    else               some are                   partial: computed under the mask
 
 and a block on the diagonal is partial, for every token sees itself. Rows are padded to whole blocks with tokens that
 see only themselves (`subtree_end[i] = i + 1`), so no kernel ever meets a ragged edge.
 
-In and out as in `reference`. `build_block_mask` runs once per row, `flex_attention` once per layer.
+In and out as in `reference`. `build_block_mask` runs once per row, `flex_attention` once per layer; `flash` is the same
+with another kernel underneath.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from treepack.errors import TreepackError
 
 BLOCK = 128
 
+Kernel = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
+
 # What the public function passes to the operator; the eager operator reads none of it.
 _EAGER_OPTIONS = {
     "BACKEND": "AUTO",
@@ -43,17 +47,18 @@ _EAGER_OPTIONS = {
 }
 
 
-def build_block_mask(subtree_end: Tensor) -> BlockMask:
+def build_block_mask(subtree_end: Tensor, *, query_block: int = BLOCK) -> BlockMask:
     """The mask of a row as FlexAttention's block lists.
 
     Args:
         subtree_end: int [B, T], any T >= 1.
+        query_block: queries per block, a multiple of `BLOCK`; the keys of a block are always `BLOCK`.
 
     Returns:
-        a BlockMask of B x 1 head over T rounded up to a multiple of `BLOCK`. Memory is (T / BLOCK)**2.
+        a BlockMask of B x 1 head over T rounded up to a multiple of `query_block`. Memory is (T / BLOCK)**2.
     """
-    end = pad_to_blocks(subtree_end)
-    partial, full = classify_blocks(end)
+    end = pad_to_blocks(subtree_end, query_block)
+    partial, full = classify_blocks(end, query_block)
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[batch, key])
@@ -61,29 +66,30 @@ def build_block_mask(subtree_end: Tensor) -> BlockMask:
     return BlockMask.from_kv_blocks(
         *_block_lists(partial),
         *_block_lists(full),
-        BLOCK_SIZE=BLOCK,
+        BLOCK_SIZE=(query_block, BLOCK),
         mask_mod=mask_mod,
         seq_lengths=(end.shape[-1], end.shape[-1]),
     )
 
 
-def pad_to_blocks(subtree_end: Tensor) -> Tensor:
+def pad_to_blocks(subtree_end: Tensor, block: int) -> Tensor:
     """`subtree_end` [B, T] as int32, continued to whole blocks by tokens that see only themselves."""
     batch, length = subtree_end.shape
-    total = math.ceil(length / BLOCK) * BLOCK
+    total = math.ceil(length / block) * block
     tail = torch.arange(length + 1, total + 1, dtype=torch.int32, device=subtree_end.device)
     return torch.cat([subtree_end.to(torch.int32), tail.expand(batch, -1)], dim=1)
 
 
-def classify_blocks(subtree_end: Tensor) -> tuple[Tensor, Tensor]:
-    """Which (query block, key block) pairs are partial and which are full: two bool [B, n, n], n = T / BLOCK."""
-    low, high = subtree_end.reshape(len(subtree_end), -1, BLOCK).aminmax(dim=-1)
-    number = torch.arange(low.shape[-1], device=low.device)
-    first = (number * BLOCK)[None, :, None]
-    below = number[:, None] > number
-    full = below & (first + BLOCK <= low[:, None, :])
-    touched = below & (first < high[:, None, :])
-    return (touched & ~full) | (number[:, None] == number), full
+def classify_blocks(subtree_end: Tensor, query_block: int) -> tuple[Tensor, Tensor]:
+    """Which (query block, key block) pairs are partial and which are full: two bool [B, T / query_block, T / BLOCK]."""
+    low, high = subtree_end.reshape(len(subtree_end), 1, -1, BLOCK).aminmax(dim=-1)
+    total, device = subtree_end.shape[-1], low.device
+    first = torch.arange(0, total, query_block, device=device)[:, None]
+    last, key = first + query_block, torch.arange(0, total, BLOCK, device=device)
+    below = key + BLOCK <= first
+    full = below & (last <= low)
+    touched = (below & (first < high)) | ((first < key + BLOCK) & (key < last))
+    return touched & ~full, full
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,13 +122,20 @@ def flex_attention(
     """
     check_shapes(query, key, value, subtree_end)
     mask = build_block_mask(subtree_end) if block_mask is None else block_mask
+    run = _eager if query.device.type == "cpu" else compiled()
+    return attend_blocks(run, query, key, value, mask, scale)
+
+
+def attend_blocks(
+    run: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
+) -> Tensor:
+    """`run` over the row padded to the whole blocks of `mask`."""
     length, total = query.shape[-2], mask.seq_lengths[0]
-    if total != math.ceil(length / BLOCK) * BLOCK:
+    if total != math.ceil(length / mask.BLOCK_SIZE[0]) * mask.BLOCK_SIZE[0]:
         raise TreepackError(
             f"attention: block_mask covers {total} tokens and the row has {length}; expected the block mask of this row"
         )
     query, key, value = (pad(x, (0, 0, 0, total - length)) for x in (query, key, value))
-    run = _eager if query.device.type == "cpu" else _compiled()
     return run(_prescaled(query, scale), key, value, mask)[..., :length, :]
 
 
@@ -136,11 +149,13 @@ def _prescaled(query: Tensor, scale: float | None) -> Tensor:
 
 
 @functools.cache
-def _compiled() -> Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]:
+def compiled(backend: Literal["AUTO", "FLASH"] = "AUTO") -> Kernel:
     """The fused kernel, compiled on first use for every row length at once."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
-        out = torch_flex.flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)
+        out = torch_flex.flex_attention(
+            query, key, value, block_mask=block_mask, enable_gqa=True, kernel_options={"BACKEND": backend}
+        )
         assert isinstance(out, Tensor)
         return out
 

@@ -1,42 +1,49 @@
 """Tree attention under the names by which transformers' models call it.
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="treepack_reference")
-    model(input_ids, position_ids=..., subtree_end=..., block_mask=..., use_cache=False)
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="treepack_auto")
+    model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
-A model hands its keyword arguments down to the attention function of every layer; `subtree_end`, for flex a prebuilt
-`block_mask`, and for a probe the list `record` travel that way, and the model builds no mask of its own. Whatever else
-a model asks of its attention is refused, not ignored: a bias left out is a wrong gradient and no error.
+A model hands its keyword arguments down to the attention function of every layer; `subtree_end`, the `schedule` that
+`dispatch.prepare` made of it, and for a probe the list `record` travel that way, and the model builds no mask of its
+own. Whatever else a model asks of its attention is refused, not ignored: a bias left out is a wrong gradient and no
+error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from treepack.attention.flex import flex_attention
-from treepack.attention.reference import reference_attention
+from treepack.attention.dispatch import NAMES, tree_attention
 from treepack.errors import TreepackError
 
-IMPLEMENTATIONS = {"reference": "treepack_reference", "flex": "treepack_flex"}
+IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
 
 # What models pass along that says nothing about the scores.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
-_READ = frozenset({"scaling", "dropout", "subtree_end", "block_mask", "sliding_window", "record"})
+_READ = frozenset({"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record"})
 _REMEDY = "treepack computes plain softmax attention over the tree and nothing else, so train this model without it"
 _PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
 
 
+class Call(NamedTuple):
+    """One call of attention: the layer's attention module, and the head dimensions of query and key and of value."""
+
+    module: nn.Module
+    head_dims: tuple[int, int]
+
+
 def register() -> None:
-    """Make both implementations known to transformers; calling it again changes nothing."""
+    """Make every implementation known to transformers; calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for name, forward in (("reference", reference_forward), ("flex", flex_forward)):
-        AttentionInterface.register(IMPLEMENTATIONS[name], forward)
-        AttentionMaskInterface.register(IMPLEMENTATIONS[name], no_mask)
+    for impl, name in IMPLEMENTATIONS.items():
+        AttentionInterface.register(name, functools.partial(attention_forward, impl=impl))
+        AttentionMaskInterface.register(name, no_mask)
 
 
 def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
@@ -45,31 +52,37 @@ def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> N
         raise TreepackError(f"attention: an attention_mask is given; padding tokens are {_PADDING}")
 
 
-def reference_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    impl: str,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """`reference.reference_attention` as transformers calls it: [B, H, T, D] in, [B, T, H, D] out."""
+    """`dispatch.tree_attention` as transformers calls it: [B, H, T, D] in, [B, T, H, D_v] out."""
     check_request(module, query, attention_mask, options)
-    _record(module, options)
-
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reference_attention(q, k, v, options["subtree_end"], scale=options.get("scaling"))
-
-    return _attend(core, query, key, value), None
-
-
-def flex_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """`flex.flex_attention` as transformers calls it: [B, H, T, D] in, [B, T, H, D] out."""
-    check_request(module, query, attention_mask, options)
-    _record(module, options)
-    scale, block_mask = options.get("scaling"), options.get("block_mask")
-
-    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flex_attention(q, k, v, options["subtree_end"], block_mask=block_mask, scale=scale)
-
-    return _attend(core, query, key, value), None
+    if options.get("record") is not None:
+        options["record"].append(Call(module, (query.shape[-1], value.shape[-1])))
+    # Under autocast the three may differ (a norm of float32 weights promotes queries and keys but not values), and
+    # tree attention chooses its own precision.
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):
+        lower = torch.get_autocast_dtype(kind)
+        query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    with torch.autocast(kind, enabled=False):
+        out = tree_attention(
+            query,
+            key,
+            value,
+            options["subtree_end"],
+            scale=options.get("scaling"),
+            impl=impl,
+            schedule=options.get("schedule"),
+        )
+    return out.transpose(1, 2).contiguous(), None
 
 
 def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
@@ -102,21 +115,5 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
             raise TreepackError(f"{layer}: the model asks for {name}; {_REMEDY}")
 
 
-def _record(module: nn.Module, options: dict[str, Any]) -> None:
-    if options.get("record") is not None:
-        options["record"].append(module)
-
-
 def _is_set(setting: Any) -> bool:
     return not (setting is None or (isinstance(setting, (bool, int, float)) and setting == 0))
-
-
-def _attend(core: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    # Under autocast the three may differ (a norm of float32 weights promotes queries and keys but not values), and the
-    # core chooses its own precision.
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):
-        lower = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(lower), key.to(lower), value.to(lower)
-    with torch.autocast(kind, enabled=False):
-        return core(query, key, value).transpose(1, 2).contiguous()

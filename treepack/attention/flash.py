@@ -1,0 +1,64 @@
+"""Tree attention through FlexAttention's FlashAttention-4 backend: the block lists of `flex`, another kernel.
+
+In and out as in `flex`, for bfloat16 and float16 on Hopper and Blackwell with flash-attn-4 installed. That library
+takes block lists only in its own tile sizes: keys by 128, and queries by 128 on Hopper and by 256 on Blackwell, where a
+thread block works on two tiles of queries at a time. For head dimensions above 128 its backward tiles are narrower
+than 128 keys, so it refuses these lists.
+
+Its backward sums dq in whatever order blocks finish: two runs may differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from treepack.attention.flex import attend_blocks, build_block_mask, compiled
+from treepack.attention.reference import check_shapes
+
+MAX_HEAD_DIM = 128
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether flash-attn-4 can be imported; an older flash-attn has no `flash_attn.cute`."""
+    try:
+        return find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def build_flash_mask(subtree_end: Tensor) -> BlockMask:
+    """`flex.build_block_mask` in the tile sizes of the GPU that `subtree_end` [B, T] lies on."""
+    major, _ = torch.cuda.get_device_capability(subtree_end.device)
+    return build_block_mask(subtree_end, query_block=128 if major == 9 else 256)
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    subtree_end: Tensor,
+    *,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention over the visible pairs.
+
+    Args:
+        query, key, value, subtree_end, scale: as in `reference.reference_attention`, bfloat16 or float16.
+        block_mask: `build_flash_mask(subtree_end)`, where a caller has many layers to spend it on.
+
+    Returns:
+        [B, H, T, D_v] in the dtype of the inputs.
+
+    Raises:
+        TreepackError: if the shapes do not fit.
+    """
+    check_shapes(query, key, value, subtree_end)
+    mask = build_flash_mask(subtree_end) if block_mask is None else block_mask
+    return attend_blocks(compiled("FLASH"), query, key, value, mask, scale)
