@@ -1,0 +1,232 @@
+"""The implementations that benchmarks/attention.py compares, each as one function that prepares it for a workload.
+
+    Case (workload, heads, inputs) --prepare--> Candidate: forward(), and what its backward needs
+
+On the tree [1, H, T, D]:
+
+    triton            treepack's kernels, as `tree_attention(impl="triton")` picks them
+    triton-portable   the same, always the portable ones
+    auto              `tree_attention(impl="auto")`, prepared as the trainer does
+    flex              FlexAttention, compiled for this shape
+    flex-autotune     the same under max-autotune
+    flash             FlexAttention's FlashAttention-4 backend, compiled for this shape
+    reference         the dense twin; for dry runs
+
+Every path on its own, [tokens_flat, H, D]:
+
+    flat-fa2          varlen FlashAttention through torch
+    flat-fa4          varlen FlashAttention-4
+
+Masks and schedules are made beforehand and free of charge, and FlexAttention gets its inputs padded to whole blocks.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import pad
+from workloads import Workload
+
+from treepack.attention import build_block_mask, prepare, reference_attention, resolve, takes_chains, tree_attention
+from treepack.attention.flash import build_flash_mask
+from treepack.attention.flex import flex_attention as tree_flex
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, key heads and the size of a head."""
+
+    query: int
+    key: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation on one workload: inputs are leaves, `weight` is the gradient of what `forward` returns."""
+
+    name: str
+    note: str
+    forward: Callable[[], Tensor]
+    inputs: tuple[Tensor, Tensor, Tensor]
+    weight: Tensor
+    held: int  # bytes of its mask or schedule
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # holds during the forward and the backward
+
+
+class Case:
+    """A workload with random inputs on a device; `subtree_end` is int32 [1, T]."""
+
+    def __init__(
+        self, workload: Workload, heads: Heads, dtype: torch.dtype, device: torch.device, *, tokens_first: bool
+    ) -> None:
+        """Draw query, key, value and the gradient of the output, tokens before heads in memory if `tokens_first`."""
+        self.workload, self.heads, self.dtype, self.device = workload, heads, dtype, device
+        self.end = torch.tensor(workload.subtree_end, dtype=torch.int32, device=device)[None]
+        generator = torch.Generator(device).manual_seed(workload.tokens)
+
+        def draw(count: int) -> Tensor:
+            sizes = (1, workload.tokens, count, heads.size) if tokens_first else (1, count, workload.tokens, heads.size)
+            made = torch.randn(sizes, generator=generator, device=device, dtype=dtype)
+            return made.transpose(1, 2) if tokens_first else made
+
+        self.inputs = (draw(heads.query), draw(heads.key), draw(heads.key))
+        self.weight = draw(heads.query)
+
+    def padded(self, total: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """The inputs as leaves, and the weight, with zero tokens up to `total`."""
+        q, k, v, weight = (pad(x, (0, 0, 0, total - x.shape[2])) for x in (*self.inputs, self.weight))
+        return leaves(q, k, v), weight
+
+    @cached_property
+    def flat(self) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor, int]:
+        """Random inputs of all paths end to end, [tokens, heads, D], their weight, cu_seqlens and the longest."""
+        paths = torch.tensor(self.workload.paths)
+        offsets = pad(paths.cumsum(0), (1, 0)).to(self.device, torch.int32)
+        made = []
+        for count in (self.heads.query, self.heads.key, self.heads.key, self.heads.query):
+            sizes = (self.workload.tokens_flat, count, self.heads.size)
+            made.append(torch.randn(sizes, device=self.device, dtype=self.dtype))
+        return leaves(*made[:3]), made[3], offsets, int(paths.max())
+
+
+def leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three as leaves that want a gradient; they share their memory."""
+    return q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
+
+
+def held_bytes(value: Any) -> int:
+    """Bytes of all tensors in a schedule or block mask."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if hasattr(value, "as_tuple"):
+        return held_bytes(value.as_tuple())
+    if isinstance(value, list | tuple):
+        return sum(map(held_bytes, value))
+    if is_dataclass(value):
+        return sum(held_bytes(getattr(value, field.name)) for field in fields(value))
+    return 0
+
+
+def prepare_triton(case: Case) -> Candidate:
+    """The project's own kernels, whichever they are on this device."""
+    from treepack.attention import kernel
+
+    schedule, inputs = prepare(case.end, "triton"), leaves(*case.inputs)
+
+    def forward() -> Tensor:
+        return tree_attention(*inputs, case.end, impl="triton", schedule=schedule)
+
+    return Candidate("triton", kernel.backend(inputs[0]), forward, inputs, case.weight, held_bytes(schedule))
+
+
+@contextmanager
+def portable_kernels() -> Iterator[None]:
+    """Inside, the portable kernels run on every device."""
+    from treepack.attention import kernel
+
+    original = kernel.backend
+    kernel.backend = lambda *_: "portable"
+    try:
+        yield
+    finally:
+        kernel.backend = original
+
+
+def prepare_portable(case: Case) -> Candidate:
+    """The project's own portable kernels."""
+    plain = prepare_triton(case)
+
+    return replace(plain, name="triton-portable", note="portable", around=portable_kernels)
+
+
+def prepare_auto(case: Case) -> Candidate:
+    """What the trainer runs by default."""
+    inputs, size = leaves(*case.inputs), (case.heads.size, case.heads.size)
+    chosen = resolve("auto", case.device, case.dtype, size)
+    schedule = prepare(case.end, chosen, varlen=takes_chains(case.device, case.dtype, size))
+
+    def forward() -> Tensor:
+        return tree_attention(*inputs, case.end, impl="auto", schedule=schedule)
+
+    note = f"{chosen}, {type(schedule).__name__}"
+    return Candidate("auto", note, forward, inputs, case.weight, held_bytes(schedule))
+
+
+def prepare_reference(case: Case) -> Candidate:
+    """The dense twin."""
+    inputs = leaves(*case.inputs)
+    return Candidate("reference", "", lambda: reference_attention(*inputs, case.end), inputs, case.weight, 0)
+
+
+def prepare_flex(case: Case, *, name: str = "flex", mode: str | None = None, backend: str = "AUTO") -> Candidate:
+    """FlexAttention, eager on the CPU."""
+    mask = build_flash_mask(case.end) if backend == "FLASH" else build_block_mask(case.end)
+    if case.device.type == "cpu":
+        # The public function has no gradient there, the project's own has.
+        own = leaves(*case.inputs)
+        return Candidate(name, "eager", lambda: tree_flex(*own, case.end, block_mask=mask), own, case.weight, 0)
+    inputs, weight = case.padded(mask.seq_lengths[0])
+    options: dict[str, Any] = {"block_mask": mask, "enable_gqa": case.heads.query != case.heads.key}
+    if backend != "AUTO":
+        options["kernel_options"] = {"BACKEND": backend}
+    compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
+    return Candidate(name, "", lambda: compiled(*inputs, **options), inputs, weight, held_bytes(mask))
+
+
+def prepare_autotuned(case: Case) -> Candidate:
+    """FlexAttention, its tiles tuned for this very shape."""
+    return prepare_flex(case, name="flex-autotune", mode="max-autotune-no-cudagraphs")
+
+
+def prepare_flash(case: Case) -> Candidate:
+    """FlexAttention's FlashAttention-4 backend."""
+    return prepare_flex(case, name="flash", backend="FLASH")
+
+
+def prepare_flat_fa2(case: Case) -> Candidate:
+    """The FlashAttention that torch holds, over all paths one by one."""
+    inputs, weight, offsets, longest = case.flat
+
+    def forward() -> Tensor:
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            *inputs, offsets, offsets, longest, longest, 0.0, True, False
+        )[0]
+        return out
+
+    return Candidate("flat-fa2", "", forward, inputs, weight, 0)
+
+
+def prepare_flat_fa4(case: Case) -> Candidate:
+    """FlashAttention-4 over all paths one by one."""
+    attend: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    inputs, weight, offsets, longest = case.flat
+    limits = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+    def forward() -> Tensor:
+        found = attend(*inputs, **limits, causal=True)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out
+
+    return Candidate("flat-fa4", "", forward, inputs, weight, 0)
+
+
+CANDIDATES: dict[str, Callable[[Case], Candidate]] = {
+    "triton": prepare_triton,
+    "triton-portable": prepare_portable,
+    "auto": prepare_auto,
+    "flex": prepare_flex,
+    "flex-autotune": prepare_autotuned,
+    "flash": prepare_flash,
+    "flat-fa2": prepare_flat_fa2,
+    "flat-fa4": prepare_flat_fa4,
+    "reference": prepare_reference,
+}
