@@ -1,12 +1,16 @@
 """Settings of all tests.
 
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
+Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
 Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ.
 """
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import sys
 from importlib.metadata import entry_points

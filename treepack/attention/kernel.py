@@ -1,0 +1,86 @@
+"""Tree attention by this package's own kernels, as a function that torch differentiates.
+
+    query, key, value, Schedule --forward--> output, log-sum-exp
+    gradient of the output      --backward--> gradients of query, key and value
+
+Between the two only the inputs, the output and the log-sum-exp are kept. Which kernels run is decided here; that a
+row has a schedule, and that shapes and dtypes suit the kernels, is seen to in `dispatch`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from treepack.attention.schedule import Schedule
+from treepack.errors import TreepackError
+
+
+def triton_attention(
+    query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, *, scale: float | None = None
+) -> Tensor:
+    """Softmax attention over the visible pairs of a schedule's rows.
+
+    Args:
+        query: [B, H, T, D] in bfloat16, float16 or float32; D <= 256.
+        key, value: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
+        schedule: of these B rows of T tokens, on the device of `query`.
+        scale: factor of the scores, D**-0.5 by default.
+
+    Returns:
+        [B, H, T, D] in the dtype of `query`, in memory [B, T, H, D].
+
+    Raises:
+        TreepackError: if `scale` is not positive, or the schedule is of other rows or on another device.
+    """
+    batch, _, length, width = query.shape
+    scale = width**-0.5 if scale is None else scale
+    if not scale > 0:
+        raise TreepackError(f"attention: scale is {scale}; expected a positive number")
+    if (len(schedule.end), schedule.length) != (batch, length) or schedule.end.device != query.device:
+        raise TreepackError(
+            f"attention: the schedule is of {len(schedule.end)} x {schedule.length} tokens on {schedule.end.device}, "
+            f"query of {batch} x {length} on {query.device}; expected the schedule of these rows, moved to the device"
+        )
+    out: Tensor = _Attention.apply(query, key, value, schedule, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+def backend(query: Tensor) -> str:
+    """Which kernels run for tensors like `query`."""
+    return "portable"
+
+
+def _kernels(query: Tensor) -> tuple[ModuleType, ModuleType]:
+    """The modules with the forward and the backward; imported late, for triton may be missing."""
+    assert backend(query) == "portable"
+    from treepack.attention import portable, portable_backward
+
+    return portable, portable_backward
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> Tensor:
+        query, key, value = (_with_dense_rows(x) for x in (query, key, value))
+        out, lse = _kernels(query)[0].forward(query, key, value, schedule, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.schedule, ctx.scale = schedule, scale
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad = _with_dense_rows(grad)
+        found = _kernels(query)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
+        return *found, None, None
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """`x`, copied if neighbours in its last dimension are none in memory, as in the gradient of a sum."""
+    return x if x.stride(-1) == 1 else x.contiguous()
