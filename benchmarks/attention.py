@@ -188,7 +188,12 @@ def measure(workload: Workload, heads: Heads, names: list[str], options: argpars
     ready, records = warm_up(case, names)
     gc.collect()
     for candidate in ready * 2:
-        run_once(candidate)
+        # What fitted when it was prepared may no longer fit beside those prepared after it.
+        try:
+            run_once(candidate)
+        except torch.OutOfMemoryError as error:
+            ready = [other for other in ready if other is not candidate]
+            next(r for r in records if r["implementation"] == candidate.name)["error"] = first_line(error)
     times = measure_times(ready, device, options.repeats)
     work = 4 * workload.pairs * heads.size * heads.query / 1e9  # GFLOP are TFLOP/s over milliseconds
     for record in records:
