@@ -49,14 +49,14 @@ def random_tree(length: int, seed: int) -> Tensor:
 
 
 def dense_from_blocks(mask: Any) -> tuple[Tensor, Tensor]:
-    """The blocks computed in full and under the mask, as bool [n, n], from the block lists that a kernel reads."""
-    number = mask.kv_indices.shape[-1]
-    full, partial = torch.zeros(number, number, dtype=torch.bool), torch.zeros(number, number, dtype=torch.bool)
+    """The blocks computed in full and under the mask, as bool [queries, keys], from the lists that a kernel reads."""
+    shape = mask.kv_indices.shape[-2:]
+    full, partial = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     for into, counts, indices in (
         (partial, mask.kv_num_blocks, mask.kv_indices),
         (full, mask.full_kv_num_blocks, mask.full_kv_indices),
     ):
-        for query in range(number):
+        for query in range(shape[0]):
             into[query, indices[0, 0, query, : counts[0, 0, query]].long()] = True
     return full, partial
 
@@ -73,23 +73,25 @@ def test_a_token_sees_itself_and_its_ancestors(samples: list[Sample]) -> None:
 @given(st.integers(1, 700), st.integers(0, 10**6))
 @settings(max_examples=60, derandomize=True, deadline=None)
 def test_block_lists_cover_every_visible_pair_and_full_blocks_nothing_else(length: int, seed: int) -> None:
-    check_blocks(random_tree(length, seed))
+    for query_block in (BLOCK, 2 * BLOCK):
+        check_blocks(random_tree(length, seed), query_block)
 
 
 @pytest.mark.parametrize("offset", range(0, BLOCK))
 def test_block_lists_are_exact_for_branches_at_every_offset(offset: int) -> None:
-    check_blocks(comb(1 + offset, 129, 3))
+    check_blocks(comb(1 + offset, 129, 3), BLOCK)
 
 
-def check_blocks(end: Tensor) -> None:
-    length, mask = end.shape[-1], build_block_mask(end)
+def check_blocks(end: Tensor, query_block: int) -> None:
+    length, mask = end.shape[-1], build_block_mask(end, query_block=query_block)
     full, partial = dense_from_blocks(mask)
     assert not (full & partial).any()
     total = mask.seq_lengths[0]
-    assert total % BLOCK == 0
-    assert length <= total < length + BLOCK
+    assert total % query_block == 0
+    assert length <= total < length + query_block
     padded = torch.cat([end, torch.arange(length + 1, total + 1, dtype=torch.int32)[None]], dim=1)
-    seen = visible_pairs(padded)[0].reshape(total // BLOCK, BLOCK, total // BLOCK, BLOCK).transpose(1, 2).flatten(2)
+    blocks = visible_pairs(padded)[0].reshape(total // query_block, query_block, total // BLOCK, BLOCK)
+    seen = blocks.transpose(1, 2).flatten(2)
     assert torch.equal(full | partial, seen.any(-1)), "exactly the blocks with a visible pair are listed"
     assert seen[full].all(), "a full block is computed without a mask"
     assert torch.equal(full, seen.all(-1)), "no block is masked needlessly"
@@ -103,11 +105,11 @@ def check_blocks(end: Tensor) -> None:
 
 def dense_of_columns(mask: Any) -> tuple[Tensor, Tensor]:
     """`dense_from_blocks` from the lists of query blocks that the backward kernel reads."""
-    number = mask.q_indices.shape[-1]
+    keys, queries = mask.q_indices.shape[-2:]
     found = []
     for counts, indices in ((mask.full_q_num_blocks, mask.full_q_indices), (mask.q_num_blocks, mask.q_indices)):
-        dense = torch.zeros(number, number, dtype=torch.bool)
-        for key in range(number):
+        dense = torch.zeros(queries, keys, dtype=torch.bool)
+        for key in range(keys):
             dense[indices[0, 0, key, : counts[0, 0, key]].long(), key] = True
         found.append(dense)
     return found[0], found[1]
@@ -203,7 +205,7 @@ def test_what_is_not_plain_softmax_attention_is_refused(options: dict[str, Any],
         check_request(nn.Identity(), query, None, {**base, **options})
 
 
-@pytest.mark.parametrize("attention", ["treepack_reference", "treepack_flex"])
+@pytest.mark.parametrize("attention", ["treepack_reference", "treepack_flex", "treepack_auto"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt_neox", "gpt2"])
 def test_models_refuse_a_row_without_subtree_end_and_a_mask(kind: str, attention: str) -> None:
     register()

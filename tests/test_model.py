@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import interpreter  # noqa: F401
 import pytest
 import torch
 from oracle_model import CONFIGS, VOCABULARY, Sample, make_row, tiny_config, tiny_model
@@ -22,7 +23,7 @@ SAMPLES = [Sample((1, 2, 3), (0.0, 1.0, 1.0)), Sample((1, 2, 4, 5), (0.0, 0.0, 1
 MANIFEST: dict[str, Any] = {"max_token_id": VOCABULARY - 1, "capacity": 64, "tokenizer": None}
 
 
-@pytest.mark.parametrize("attention", ["reference", "flex"])
+@pytest.mark.parametrize("attention", ["reference", "flex", "triton"])
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 def test_a_config_file_gives_seeded_weights_and_every_branch_its_own_states(
     tmp_path: Path, kind: str, attention: str

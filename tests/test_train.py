@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import interpreter  # noqa: F401
 import numpy as np
 import pytest
 import torch
@@ -243,6 +244,17 @@ def test_verification_passes_in_float64_without_help(packed: Path, tmp_path: Pat
     assert report.worst[1] < 1e-12
     assert run.loaded.model.config._attn_implementation == f"treepack_{attention}"
     assert all(parameter.grad is None for parameter in run.loaded.model.parameters())
+
+
+def test_verification_of_the_kernel_is_in_float32(packed: Path, config: Path) -> None:
+    run = open_verification(packed, config, replace(CPU, attention="triton"))
+    report = verify_gradients(run.loaded, [run.dataset[0]])
+    assert (report.passed, report.dtype, report.attention) == (True, "float32", "triton")
+
+
+def test_attention_that_cannot_run_is_refused_before_training(packed: Path, config: Path) -> None:
+    with pytest.raises(TreepackError, match="flash needs a Hopper or Blackwell GPU"):
+        open_run(packed, config, replace(CPU, attention="flash"))
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
