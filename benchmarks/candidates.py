@@ -23,10 +23,12 @@ Masks and schedules are made beforehand and free of charge, and FlexAttention ge
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,10 +118,20 @@ def held_bytes(value: Any) -> int:
     return 0
 
 
+def mend_interpreter() -> None:
+    """Make Triton's interpreter fit to run the kernels, as the tests do; a dry run with TRITON_INTERPRET=1 needs it."""
+    folder = str(Path(__file__).parents[1] / "tests")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.import_module("interpreter")
+
+
 def prepare_triton(case: Case) -> Candidate:
     """The project's own kernels, whichever they are on this device."""
     from treepack.attention import kernel
 
+    if case.device.type == "cpu":
+        mend_interpreter()
     schedule, inputs = prepare(case.end, "triton"), leaves(*case.inputs)
 
     def forward() -> Tensor:

@@ -1,7 +1,8 @@
 """Does tree attention hold on this GPU? Every implementation against the float64 reference, and packed gradients.
 
     python benchmarks/check_gpu.py [--quick] [--only NAME,...] [--workers N]
-    python benchmarks/check_gpu.py --dry-run      tiny rows on the CPU; TRITON_INTERPRET=1 for the kernels too
+    TRITON_INTERPRET=1 python benchmarks/check_gpu.py --dry-run      tiny rows on the CPU, where the interpreter cuts
+        bfloat16 off instead of rounding it, so that the kernels fail the bounds of that dtype
 
 Needs torch with CUDA, triton and transformers, and neither polars nor ortools. The checks of `attention_checks`, whose
 bounds are given there, and of four tiny models run side by side, each in a process of its own, for most of their time
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from attention_checks import CHECKS, LAST, Result, check
+from candidates import mend_interpreter
 
 from treepack.attention.flex import BLOCK
 from treepack.batch import Batch, make_batch
@@ -119,6 +121,8 @@ def model_names(*, quick: bool) -> list[str]:
 def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
     """One check in a worker process."""
     device = torch.device(kind)
+    if kind == "cpu":
+        mend_interpreter()
     return check(name, device, quick=quick) if name in CHECKS or name in LAST else check_model(name, device)
 
 
