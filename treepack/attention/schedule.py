@@ -99,18 +99,20 @@ def build_schedule(subtree_end: Tensor) -> Schedule:
     tail = torch.arange(length + 1, length + 1 + -length % QUERY_BLOCK, dtype=torch.int32, device=subtree_end.device)
     end = torch.cat([subtree_end.to(torch.int32), tail.expand(len(subtree_end), -1)], dim=1)
     low, high = end.view(len(end), -1, GRANULE).aminmax(dim=-1)
-    lists = _QueryLists(low, high)
-    granules_of, ranges, count = _key_blocks(low, high, length)
-    *sizes, most = torch.stack([*lists.sizes, count.amax()]).tolist()
-    granules_of, ranges = granules_of[:, :most].contiguous(), ranges[:, :most].contiguous()
+    pieces = _find_pieces(low, high)
+    padding, partial, offsets = _place_lists(pieces)
+    granules, ranges, count = _key_blocks(low, high, length)
+    totals = pieces.counts[:3].sum(dim=(1, 2))
+    num_partial, num_runs, _, num_entries, most = torch.cat([totals, offsets[-1:, -1], count.amax()[None]]).tolist()
+    granules, ranges = granules[:, :most].contiguous(), ranges[:, :most].contiguous()
     return Schedule(
         length=length,
         end=end,
-        granules=lists.entries(*sizes),
-        query_offsets=lists.offsets,
-        query_partial=lists.partial,
-        query_order=_longest_first(lists.offsets.diff(dim=1)),
-        key_granules=granules_of,
+        granules=_list_entries(pieces, padding, num_partial + num_runs, num_entries),
+        query_offsets=offsets,
+        query_partial=partial,
+        query_order=_longest_first(offsets.diff(dim=1)),
+        key_granules=granules,
         key_ranges=ranges,
         key_order=_longest_first(ranges[..., 3] - ranges[..., 0]),
     )
@@ -122,92 +124,90 @@ def _longest_first(work: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pieces:
-    """For each of some granules [B, n], the query blocks [first, last) for whose list it is a piece of some kind."""
+    """Of which query blocks' lists each granule begins and ends a run of neighbours.
 
-    first: Tensor
-    last: Tensor
-
-    def counts(self) -> Tensor:
-        return (self.last - self.first).clamp(min=0)
-
-    def per_block(self, blocks: int) -> Tensor:
-        """How many of them each query block has: int32 [B, blocks]."""
-        changes = torch.zeros(len(self.first), blocks + 1, dtype=torch.int32, device=self.first.device)
-        first, last = self.first.minimum(self.last).long(), self.last.long()
-        ones = torch.ones_like(self.first)
-        changes.scatter_add_(1, first, ones).scatter_add_(1, last, -ones)
-        return changes[:, :-1].cumsum(dim=1, dtype=torch.int32)
-
-    def keys(self, granule: Tensor, kind: int, total: int, blocks: int, bits: int) -> Tensor:
-        """One sorting key per piece: query block (over all rows), kind, granule; int64 [total]."""
-        counts = self.counts()
-        row = torch.arange(len(counts), device=counts.device)[:, None] * blocks
-        flat = counts.flatten()
-        begin = (row + self.first).flatten() - (flat.cumsum(0) - flat)  # block of a piece minus its number
-        base = ((begin * 4 + kind) << bits) + granule.expand_as(counts).flatten()
-        number = torch.arange(total, device=counts.device) << (bits + 2)
-        return number + base.repeat_interleave(flat, output_size=total)
-
-
-class _QueryLists:
-    """The granules of every query block, as runs of neighbours: where runs begin and end is sorted, not the granules.
-
-    A granule g is full to the blocks in (g // 4, low[g] // 128), so a run of full granules begins at g in those of
-    them from low[g - 1] // 128 on, and ends before g in those of g - 1 from low[g] // 128 on, or at the diagonal.
+    Five kinds of pieces [5, B, granules]: where partial and full runs begin; where full ones end, where they end at the
+    diagonal, and where partial ones end. Granules are such pieces of blocks [first, last); counts = last - first, or 0.
     """
 
-    def __init__(self, low: Tensor, high: Tensor) -> None:
-        count = low.shape[1]
-        self.blocks = count // _PER_QUERY_BLOCK
-        self.granule = torch.arange(count, dtype=torch.int32, device=low.device)
-        below = self.granule // _PER_QUERY_BLOCK + 1  # the first block of which it is below the diagonal
-        full_last = low // QUERY_BLOCK
-        full = _Pieces(below.expand_as(low), full_last)
-        self.partials = _Pieces(below.maximum(full_last), (high + (QUERY_BLOCK - 1)) // QUERY_BLOCK)
-        self.begins = _Pieces(below.maximum(pad(full_last, (1, 0))[:, :-1]), full_last)
-        # Past the last granule nothing is full.
-        after, below_after = pad(full_last, (0, 1))[:, 1:], pad(below, (0, 1), value=self.blocks)[1:]
-        inside = _Pieces(below_after.maximum(after), full_last)
-        at_diagonal = _Pieces(below.expand_as(low), full_last.minimum(below_after))
-        self.ends = _Pieces(*(torch.cat(x, dim=1) for x in zip(*map(_both, (inside, at_diagonal)), strict=True)))
-
-        num_full, num_partial = full.per_block(self.blocks), self.partials.per_block(self.blocks)
-        left_over = num_full % 4
-        listed = _PER_QUERY_BLOCK + num_partial + left_over
-        self.padding = -listed % 4
-        self.partial = listed + self.padding
-        sizes = self.partial + num_full - left_over
-        ends = sizes.flatten().cumsum(0, dtype=torch.int32).view_as(sizes)
-        self.offsets = torch.cat([ends[:, :1] - sizes[:, :1], ends], dim=1)
-
-    @property
-    def sizes(self) -> list[Tensor]:
-        """How many partial pieces, runs and entries there are, for `entries`."""
-        return [self.partials.counts().sum(), self.begins.counts().sum(), self.offsets[-1, -1]]
-
-    def entries(self, num_partial: int, num_runs: int, num_entries: int) -> Tensor:
-        bits = (len(self.granule) + 1).bit_length()
-        block = torch.arange(self.padding.numel(), device=self.granule.device)
-        own = self.granule[::_PER_QUERY_BLOCK].repeat(len(self.padding))
-        own_key, padding_key = ((block * 4 + kind) << bits for kind in (_DIAGONAL, _PADDING))
-        sides = []
-        for after, full, total in ((0, self.begins, num_runs), (1, self.ends, num_runs)):
-            granule = (self.granule + after).repeat(1 + after)
-            single = self.partials.keys(self.granule + after, _PARTIAL, num_partial, self.blocks, bits)
-            padding = padding_key + self.padding.flatten() * after
-            runs = full.keys(granule, _FULL, total, self.blocks, bits)
-            sides.append(torch.cat([own_key + own + _PER_QUERY_BLOCK * after, single, padding, runs]).sort().values)
-        # Pieces of one kind in one block lie apart, so that the n-th beginning belongs to the n-th end.
-        begin, end = sides
-        size = end - begin
-        is_padding = (begin >> bits) % 4 == _PADDING
-        shift = (begin & ((1 << bits) - 1)).masked_fill(is_padding, -_NEVER) - (size.cumsum(0) - size)
-        number = torch.arange(num_entries, dtype=torch.int32, device=size.device)
-        return number.add_(shift.int().repeat_interleave(size, output_size=num_entries)).clamp_(min=-1)
+    full_first: Tensor
+    full_last: Tensor
+    first: Tensor
+    last: Tensor
+    counts: Tensor
 
 
-def _both(pieces: _Pieces) -> tuple[Tensor, Tensor]:
-    return pieces.first, pieces.last
+def _find_pieces(low: Tensor, high: Tensor) -> _Pieces:
+    """From the least and greatest subtree_end of each granule [B, granules].
+
+    A granule g is full to the blocks in (g // 4, low[g] // 128), so a run of full granules begins at g in those of
+    them from low[g - 1] // 128 on, and ends with g in those from low[g + 1] // 128 on, or at the diagonal. Partial
+    granules are runs of one.
+    """
+    number = torch.arange(1, low.shape[1] + 2, dtype=torch.int32, device=low.device)
+    # The first block that lies past the diagonal of a granule.
+    below = ((number + (_PER_QUERY_BLOCK - 1)) // _PER_QUERY_BLOCK).expand(len(low), -1)
+    below, below_next = below[:, :-1], below[:, 1:]
+    full_last = low // QUERY_BLOCK
+    around = pad(full_last, (1, 1))
+    partial = below.maximum(full_last), (high + (QUERY_BLOCK - 1)) // QUERY_BLOCK
+    begins = below.maximum(around[:, :-2]), full_last
+    ends = below_next.maximum(around[:, 2:]), full_last
+    ends_at_diagonal = below, full_last.minimum(below_next)
+    first, last = (torch.stack(x) for x in zip(partial, begins, ends, ends_at_diagonal, partial, strict=True))
+    return _Pieces(below, full_last, first, last, (last - first).clamp_(min=0))
+
+
+def _place_lists(pieces: _Pieces) -> tuple[Tensor, Tensor, Tensor]:
+    """Padding entries and entries of the partial section [B, nq], and offsets [B, nq + 1] of the lists."""
+    # How many granules are partial and full to each block: they come at `first` and go at `last`.
+    first = torch.stack([pieces.first[0], pieces.full_first])
+    last = torch.stack([pieces.last[0], pieces.full_last]).maximum(first)
+    changes = first.new_zeros(*first.shape[:2], first.shape[2] // _PER_QUERY_BLOCK + 1)
+    ones = torch.ones_like(first)
+    changes.scatter_add_(2, first.long(), ones).scatter_add_(2, last.long(), -ones)
+    num_partial, num_full = changes[..., :-1].cumsum(dim=2, dtype=torch.int32)
+
+    left_over = num_full % 4
+    listed = _PER_QUERY_BLOCK + num_partial + left_over
+    partial = (listed + 3) // 4 * 4
+    sizes = partial + num_full - left_over
+    ends = sizes.flatten().cumsum(0, dtype=torch.int32).view_as(sizes)
+    return partial - listed, partial, torch.cat([ends[:, :1] - sizes[:, :1], ends], dim=1)
+
+
+def _list_entries(pieces: _Pieces, padding: Tensor, num_pieces: int, num_entries: int) -> Tensor:
+    """The lists of all query blocks, int32 [num_entries].
+
+    Each run has two sorting keys of query block (over all rows), kind and granule, one where it begins and one past
+    its end. Runs of one kind in one block lie apart, so that the n-th beginning belongs to the n-th end.
+    """
+    device = padding.device
+    _, batch, count = pieces.counts.shape
+    bits = (count + 1).bit_length()
+    piece = torch.arange(len(pieces.counts), device=device)[:, None, None]
+    kind, after = torch.where(piece % 4 == 0, _PARTIAL, _FULL), piece > 1
+    row = torch.arange(batch, device=device)[:, None] * padding.shape[1]
+    counts = pieces.counts.flatten()
+    block = (row + pieces.first).flatten() - (counts.cumsum(0) - counts)  # of a piece, less its number
+    granule = torch.arange(count, device=device) + (kind << bits) + after
+    base = (block << (bits + 2)) + granule.expand(-1, batch, -1).flatten()
+    number = torch.arange(2 * num_pieces, device=device) << (bits + 2)
+    runs = (number + base.repeat_interleave(counts, output_size=2 * num_pieces)).view(2, -1)
+
+    blocks = torch.arange(padding.numel(), device=device)
+    own = (blocks << (bits + 2)) + (_DIAGONAL << bits) + blocks % padding.shape[1] * _PER_QUERY_BLOCK
+    gap = (blocks << (bits + 2)) + (_PADDING << bits)
+    every = torch.stack([torch.cat([own, gap]), torch.cat([own + _PER_QUERY_BLOCK, gap + padding.flatten()])])
+    begin, end = torch.cat([every, runs], dim=1).sort(dim=1).values
+    size = end - begin
+    is_padding = (begin >> bits) % 4 == _PADDING
+    place = size.cumsum(0) - size
+    shift = (begin & ((1 << bits) - 1)).masked_fill_(is_padding, -_NEVER) - place
+    # An entry is its place plus the shift of its run, which changes where runs begin; empty ones may begin at the end.
+    steps = torch.ones(num_entries + 1, dtype=torch.int32, device=device)
+    steps.scatter_add_(0, place, (shift - pad(shift, (1, 0), value=1)[:-1]).int())
+    return steps.cumsum_(0)[:-1].clamp_(min=-1)
 
 
 def _key_blocks(low: Tensor, high: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,29 +252,30 @@ def _cheapest_cuts(first: Tensor, last: Tensor) -> Tensor:
     products of matrices double in length from step to step. The way back is a composition of maps, doubled likewise.
     """
     batch, count = first.shape
-    cost = first.new_full((_PER_KEY_BLOCK, batch, count), _NEVER)
+    # Floats for their infinity; whole numbers of 64 tokens are exact in them.
+    cost = first.new_full((_PER_KEY_BLOCK, batch, count), torch.inf, dtype=torch.float64)
     hull = first
     for size in range(_PER_KEY_BLOCK):
         cost[size, :, size:] = last[:, : count - size] - hull[:, size:]
         hull = hull.minimum(pad(hull, (1, 0), value=_NEVER)[:, :-1])
-    product = first.new_full((_PER_KEY_BLOCK, _PER_KEY_BLOCK, batch, count), _NEVER)
+    product = cost.new_full((_PER_KEY_BLOCK, _PER_KEY_BLOCK, batch, count), torch.inf)
     product[0] = cost
-    for size in range(1, _PER_KEY_BLOCK):
-        product[size, size - 1] = 0
+    product.diagonal(-1, 0, 1).zero_()
     span = 1
     while span < count:
-        longer = (product[:, :, None, :, span:] + product[None, :, :, :, :-span]).amin(dim=1).clamp_(max=_NEVER)
-        product[..., span:] = longer
+        longer = product[:, :, None, :, span:] + product[None, :, :, :, :-span]
+        torch.amin(longer, dim=1, out=product[..., span:])
         span *= 2
-    before = pad(product[0, 0], (_PER_KEY_BLOCK, 0), value=_NEVER)  # best[i] is at i + 4
+    before = pad(product[0, 0], (_PER_KEY_BLOCK, 0), value=torch.inf)  # best[i] is at i + 4
     before[:, _PER_KEY_BLOCK - 1] = 0
     totals = torch.stack([before[:, 3 - size : 3 - size + count] + cost[size] for size in range(_PER_KEY_BLOCK)])
 
     # remaining[r, i]: having r granules left to take to the left of i + 1, how many are left at i; 0 ends a block at i.
-    remaining = torch.arange(-1, 3, device=first.device)[:, None, None].repeat(1, batch, count)
-    remaining[0] = totals.argmin(dim=0)
-    span = 1
-    while span < count:
-        remaining[..., :-span] = remaining[..., :-span].gather(0, remaining[..., span:])
-        span *= 2
+    # Past the row nothing changes, for as long as all spans together.
+    spans = [1 << step for step in range((count - 1).bit_length())]
+    remaining = torch.arange(_PER_KEY_BLOCK, device=first.device)[:, None, None].repeat(1, batch, count + sum(spans))
+    remaining[..., :count] -= 1
+    remaining[0, :, :count] = totals.argmin(dim=0)
+    for span in spans:
+        remaining = remaining[..., :-span].gather(0, remaining[..., span:])
     return pad(remaining[0], (0, 1))[:, 1:] == 0
