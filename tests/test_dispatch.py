@@ -150,11 +150,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that says it has a Hopper GPU, and no flash-attn."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    choose.cache_clear()
-    installed.cache_clear()
+    caches = (choose, installed, has_hopper)
+    for cached in caches:
+        cached.cache_clear()
     yield
-    choose.cache_clear()
-    installed.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -244,10 +245,16 @@ def test_a_long_chain_beside_many_short_ones_is_left_to_the_tree_kernel() -> Non
 
 
 @pytest.mark.usefixtures("hopper")
-def test_auto_gives_rows_without_branches_to_varlen_where_that_can_run() -> None:
-    assert takes_chains(GPU, torch.bfloat16, (128, 128))
-    for dtype, dims in ((torch.float32, (128, 128)), (torch.bfloat16, (192, 128)), (torch.float16, (36, 36))):
+def test_auto_gives_rows_without_branches_to_varlen_where_that_can_run_and_is_faster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert takes_chains(GPU, torch.bfloat16, (96, 96))
+    for dtype, dims in ((torch.float32, (96, 96)), (torch.bfloat16, (192, 128)), (torch.float16, (36, 36))):
         assert not takes_chains(GPU, dtype, dims)
+    assert not takes_chains(GPU, torch.bfloat16, (128, 128)), "the Hopper kernels are faster"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    has_hopper.cache_clear()
+    assert takes_chains(GPU, torch.bfloat16, (128, 128))
     assert not takes_chains(CPU, torch.bfloat16, (128, 128))
     assert isinstance(prepare(torch.full((9,), 9), "triton", varlen=True), Chains)
     assert not isinstance(prepare(torch.full((9,), 9), "triton"), Chains)

@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from treepack.attention.chains import Chains, chain_attention, find_chains
 from treepack.attention.flash import MAX_HEAD_DIM, build_flash_mask, flash_attention, installed
 from treepack.attention.flex import BLOCK, build_block_mask, flex_attention
+from treepack.attention.kernel import runs_hopper, triton_attention
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule, build_schedule
 from treepack.errors import TreepackError
@@ -33,9 +34,6 @@ from treepack.errors import TreepackError
 # What `auto` tries, in this order, by the kind of device. Other devices, and the CPU, where FlexAttention is dense
 # (4096 tokens: 7.2 s against 0.16 s on one core), get the reference.
 AUTO = {"cuda": ("triton", "flash", "flex", "reference")}
-
-# Whether `auto` hands rows in which nothing branches to varlen FlashAttention.
-VARLEN = True
 
 NAMES = ("reference", "flex", "flash", "triton")
 TRITON_MAX_HEAD_DIM = 256
@@ -87,8 +85,6 @@ def tree_attention(
     if isinstance(schedule, Chains):
         return chain_attention(q, k, v, schedule, scale=scale)
     if isinstance(schedule, Schedule):
-        from treepack.attention.kernel import triton_attention
-
         return triton_attention(q, k, v, schedule, scale=scale)
     if isinstance(schedule, BlockMask):
         attend = flash_attention if chosen == "flash" else flex_attention
@@ -164,7 +160,8 @@ def takes_chains(device: torch.device, dtype: torch.dtype, *head_dims: tuple[int
     """Whether `auto` gives rows in which nothing branches to varlen FlashAttention."""
     fits = all(d == d_v and d <= 256 and d % 8 == 0 for d, d_v in head_dims)
     capable = device.type == "cuda" and dtype in _HALVES and torch.cuda.get_device_capability(device) >= (8, 0)
-    return VARLEN and fits and capable and choose(device, dtype, *head_dims) != "reference"
+    faster = all(runs_hopper(device, dtype, d) for d, _ in head_dims)  # the tree kernel itself is, even there
+    return fits and capable and not faster and choose(device, dtype, *head_dims) != "reference"
 
 
 def row_multiple(impl: str) -> int:

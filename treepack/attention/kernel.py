@@ -9,6 +9,7 @@ row has a schedule, and that shapes and dtypes suit the kernels, is seen to in `
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from treepack.attention.schedule import Schedule
 from treepack.errors import TreepackError
+
+# What the Hopper kernels take, and the releases of Triton in whose Gluon they were compiled.
+HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_TRITON = ((3, 6), (3, 9))
 
 
 def triton_attention(
@@ -51,13 +56,31 @@ def triton_attention(
 
 
 def backend(query: Tensor) -> str:
-    """Which kernels run for tensors like `query`."""
-    return "portable"
+    """Which kernels run for tensors like `query`: hopper or portable."""
+    return "hopper" if runs_hopper(query.device, query.dtype, query.shape[-1]) else "portable"
 
 
-def _kernels(query: Tensor) -> tuple[ModuleType, ModuleType]:
+def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the Hopper kernels take such tensors."""
+    suits = dtype in (torch.bfloat16, torch.float16) and head_dim in HOPPER_HEAD_DIMS and device.type == "cuda"
+    return suits and has_hopper(device)
+
+
+@functools.cache
+def has_hopper(device: torch.device) -> bool:
+    """Whether the GPU is a Hopper and this Triton has the Gluon that its kernels are written in."""
+    import triton
+
+    release = tuple(int(number) for number in triton.__version__.split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
+
+
+def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
     """The modules with the forward and the backward; imported late, for triton may be missing."""
-    assert backend(query) == "portable"
+    if name == "hopper":
+        from treepack.attention import hopper
+
+        return hopper, hopper
     from treepack.attention import portable, portable_backward
 
     return portable, portable_backward
@@ -67,9 +90,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> Tensor:
         query, key, value = (_with_dense_rows(x) for x in (query, key, value))
-        out, lse = _kernels(query)[0].forward(query, key, value, schedule, scale)
+        kernels = backend(query)
+        out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.schedule, ctx.scale = schedule, scale
+        ctx.schedule, ctx.scale, ctx.kernels = schedule, scale, kernels
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -77,7 +101,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
-        found = _kernels(query)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
+        found = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
         return *found, None, None
 
 
