@@ -23,6 +23,7 @@ from treepack.attention import prepare, reference_attention, resolve, takes_chai
 from treepack.attention.chains import Chains, chain_attention, find_chains
 from treepack.attention.dispatch import choose
 from treepack.attention.flash import installed
+from treepack.attention.kernel import has_hopper
 from treepack.errors import TreepackError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
