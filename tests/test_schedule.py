@@ -13,7 +13,7 @@ from strategies import trees
 from torch import Tensor
 
 from treepack.attention.reference import visible_pairs
-from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
+from treepack.attention.schedule import GRANULE, KEY_BLOCK, MASKED, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
 from treepack.plan.problem import Tree
 
 
@@ -211,10 +211,16 @@ def workloads() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["chain", "star", "agent tree", "caterpillar", "twigs"])
-def test_no_cut_of_the_order_gives_shorter_ranges(name: str) -> None:
+def test_no_cut_of_the_order_is_less_work(name: str) -> None:
     end = workloads()[name]
-    ranges = build_schedule(end).key_ranges[0]
-    assert int((ranges[:, 3] - ranges[:, 0]).sum()) == best_ranges(end)
+    first, full_begin, full_end, last = build_schedule(end).key_ranges[0].unbind(-1)
+    found = float(((1 + MASKED) * (last - first) - MASKED * (full_end - full_begin)).sum())
+    assert found == min(least_work(end, straddling_last=x) for x in (False, True))
+
+
+def test_what_is_masked_in_a_caterpillar_is_little() -> None:
+    first, full_begin, full_end, last = build_schedule(workloads()["caterpillar"]).key_ranges[0].unbind(-1)
+    assert int((last - first - full_end + full_begin).sum()) <= 0.25 * int((last - first).sum())
 
 
 @pytest.mark.parametrize("name", ["chain", "star", "agent tree", "caterpillar"])
@@ -227,20 +233,28 @@ def test_the_tiles_hold_little_more_than_the_visible_pairs(name: str) -> None:
     assert int((ranges[:, 3] - ranges[:, 0]).sum()) * KEY_BLOCK <= 1.09 * pairs
 
 
-def best_ranges(end: Tensor) -> int:
-    """The least total of ranges over all cuts of the granules, the longest living first, into blocks of at most 4."""
-    length = end.shape[1]
-    start = range(0, length, GRANULE)
-    first = [i // QUERY_TILE * QUERY_TILE for i in start]
-    last = [-(-int(end[0, i : i + GRANULE].max()) // QUERY_TILE) * QUERY_TILE for i in start]
-    order = sorted(range(len(first)), key=lambda i: (-last[i], i))
-    best = [0]
+def least_work(end: Tensor, *, straddling_last: bool) -> float:
+    """The least work over all cuts of the granules, the longest living first, into blocks of at most 4."""
+    length, tile = end.shape[1], QUERY_TILE
+    padded = build_schedule(end).end[0]
+    begin, full_begin, full_end, last = [], [], [], []
+    for start in range(0, length, GRANULE):
+        ends = padded[start : start + GRANULE]
+        begin.append(start // tile * tile)
+        full_begin.append(-(-(start + GRANULE - 1) // tile) * tile)
+        full_end.append(int(ends.min()) // tile * tile)
+        last.append(-(-min(int(ends.max()), length) // tile) * tile)
+    late = [straddling_last and last[i] - full_end[i] > tile for i in range(len(last))]
+    order = sorted(range(len(last)), key=lambda i: (-last[i], late[i], i))
+    best = [0.0]
     for i in range(1, len(order) + 1):
-        cuts = []
+        totals = []
         for size in range(1, min(4, i) + 1):
             group = order[i - size : i]
-            cuts.append(best[i - size] + max(last[g] for g in group) - min(first[g] for g in group))
-        best.append(min(cuts))
+            whole = max(last[g] for g in group) - min(begin[g] for g in group)
+            full = max(0, min(full_end[g] for g in group) - max(full_begin[g] for g in group))
+            totals.append(best[i - size] + (1 + MASKED) * whole - MASKED * full)
+        best.append(min(totals))
     return best[-1]
 
 

@@ -37,6 +37,7 @@ GRANULE = 32
 QUERY_BLOCK = 128
 KEY_BLOCK = 128
 QUERY_TILE = 64  # ranges of queries begin and end at multiples of it
+MASKED = 0.25  # what a mask adds to the work of a tile
 
 _DIAGONAL, _PARTIAL, _PADDING, _FULL = range(4)  # order of the pieces of a list
 _PER_KEY_BLOCK = KEY_BLOCK // GRANULE
@@ -214,7 +215,8 @@ def _key_blocks(low: Tensor, high: Tensor, length: int) -> tuple[Tensor, Tensor,
     """Granules grouped into key blocks: granules [B, n, 4], ranges [B, n, 4], and how many blocks there are [B].
 
     n is the number of granules; what follows the last block is empty. Granules are sorted by how long they live, and
-    their order is cut where the ranges are shortest in total.
+    their order is cut where the work is least. Of those that live equally long, the ones that straddle two nodes spoil
+    the full range of a block; they go by place like all others, or last, whichever is less work for the row.
     """
     count = -(-length // GRANULE)
     start = torch.arange(count, dtype=torch.int32, device=low.device) * GRANULE
@@ -222,8 +224,12 @@ def _key_blocks(low: Tensor, high: Tensor, length: int) -> tuple[Tensor, Tensor,
     full_first = ((start + (GRANULE + QUERY_TILE - 2)) // QUERY_TILE).expand(len(low), -1)
     full_last = low[:, :count] // QUERY_TILE
     last = (high[:, :count].clamp(max=length) + (QUERY_TILE - 1)) // QUERY_TILE
-    order = last.argsort(dim=1, descending=True, stable=True)
-    is_end = _cheapest_cuts(first.gather(1, order), last.gather(1, order))
+    straddles = (last - full_last > 1).int()
+    orders = torch.cat([2 * last, 2 * last - straddles]).argsort(dim=1, descending=True, stable=True)
+    columns = (first, full_first, full_last, last)
+    ends, work = _cheapest_cuts(*(x.repeat(2, 1).gather(1, orders) for x in columns))
+    by_place = (work[: len(low)] <= work[len(low) :])[:, None]
+    is_end, order = (torch.where(by_place, x[: len(low)], x[len(low) :]) for x in (ends, orders))
 
     number = torch.arange(count, device=low.device)
     is_start = pad(is_end, (1, 0), value=True)[:, :-1]
@@ -233,18 +239,17 @@ def _key_blocks(low: Tensor, high: Tensor, length: int) -> tuple[Tensor, Tensor,
     members = members.scatter_(1, block * _PER_KEY_BLOCK + slot, order).view(len(low), -1, _PER_KEY_BLOCK)
     # A missing member changes no range: the block's first one stands in for it.
     present = torch.where(members < 0, members[..., :1], members).clamp(min=0).flatten(1)
-    first, full_first, full_last, last = (
-        x.gather(1, present).view_as(members) for x in (first, full_first, full_last, last)
-    )
+    first, full_first, full_last, last = (x.gather(1, present).view_as(members) for x in columns)
     full_begin = full_first.amax(-1)
     ranges = torch.stack([first.amin(-1), full_begin, full_last.amin(-1).maximum(full_begin), last.amax(-1)], dim=-1)
     return members.int(), ranges.masked_fill(members[..., :1] < 0, 0) * QUERY_TILE, is_end.sum(dim=1)
 
 
-def _cheapest_cuts(first: Tensor, last: Tensor) -> Tensor:
-    """Where blocks of at most 4 neighbours end, bool [B, n], such that their hulls are shortest in total.
+def _cheapest_cuts(first: Tensor, full_first: Tensor, full_last: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Where blocks of at most 4 neighbours end, bool [B, n], such that their work is least in total, and that [B].
 
-    `last` [B, n] is descending. The least total of the first i + 1, over the size of the block that ends at i, is
+    `last` is descending. The work of a block is its range and `MASKED` of what of it is masked. The least total of the
+    first i + 1 granules, over the size of the block that ends with i, is
 
         best[i] = min over size of best[i - size] + cost[size, i]
 
@@ -252,12 +257,17 @@ def _cheapest_cuts(first: Tensor, last: Tensor) -> Tensor:
     products of matrices double in length from step to step. The way back is a composition of maps, doubled likewise.
     """
     batch, count = first.shape
-    # Floats for their infinity; whole numbers of 64 tokens are exact in them.
-    cost = first.new_full((_PER_KEY_BLOCK, batch, count), torch.inf, dtype=torch.float64)
-    hull = first
-    for size in range(_PER_KEY_BLOCK):
-        cost[size, :, size:] = last[:, : count - size] - hull[:, size:]
-        hull = hull.minimum(pad(hull, (1, 0), value=_NEVER)[:, :-1])
+    # Floats for their infinity; exact to 2**22 tiles, and past that any choice is a valid one.
+    cost = first.new_full((_PER_KEY_BLOCK, batch, count), torch.inf, dtype=torch.float32)
+    begin, full_begin, full_end = first, full_first, full_last  # of the blocks of one size, by where they end
+    for size in range(min(_PER_KEY_BLOCK, count)):
+        others = count - size
+        if size:
+            begin = begin[:, 1:].minimum(first[:, :others])
+            full_begin = full_begin[:, 1:].maximum(full_first[:, :others])
+            full_end = full_end[:, 1:].minimum(full_last[:, :others])
+        full = (full_end - full_begin).clamp_(min=0)
+        cost[size, :, size:] = (1 + MASKED) * (last[:, :others] - begin) - MASKED * full
     product = cost.new_full((_PER_KEY_BLOCK, _PER_KEY_BLOCK, batch, count), torch.inf)
     product[0] = cost
     product.diagonal(-1, 0, 1).zero_()
@@ -278,4 +288,4 @@ def _cheapest_cuts(first: Tensor, last: Tensor) -> Tensor:
     remaining[0, :, :count] = totals.argmin(dim=0)
     for span in spans:
         remaining = remaining[..., :-span].gather(0, remaining[..., span:])
-    return pad(remaining[0], (0, 1))[:, 1:] == 0
+    return pad(remaining[0], (0, 1))[:, 1:] == 0, product[0, 0, :, -1]
