@@ -58,7 +58,7 @@ PORTABLE = {
     128: Configs(Config(128, 32, 8, 3), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
     256: Configs(Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
 }
-# Products of float32 are made one by one, not by matrix units; the sizes are those that spill at most 24 bytes a thread.
+# Products of float32 are made one by one, not by matrix units; these sizes spill at most 24 bytes a thread.
 FLOAT32 = {
     64: Configs(Config(64, 32, 8, 1), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
     128: Configs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
