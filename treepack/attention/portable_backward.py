@@ -57,7 +57,8 @@ def _query_section(
     TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles [first, last) of a list to dq."""
-    for entry in tl.range(first, last, TILE // 32):
+    STAGES: tl.constexpr = 1 if MASKED else None  # one: Triton 3.6 pipelines the loads of `end` wrongly
+    for entry in tl.range(first, last, TILE // 32, num_stages=STAGES):
         o_k, b_end, b_k, b_v = load_key_tile(
             p_k, p_v, p_end, p_granules, entry, k_stride, v_stride, length, TILE, D, BLOCK_D, MASKED
         )
