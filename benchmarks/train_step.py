@@ -1,0 +1,372 @@
+"""One optimiser step on one GPU, packed as a tree against flat sequence packing, side by side in one run.
+
+    python benchmarks/train_step.py [--model qwen3-1.7b | config.json] [--workloads agent-64k,caterpillar,chains]
+        [--packed DIR ...] [--rows N] [--repeats N] [--flat-row TOKENS] [--json FILE]
+    python benchmarks/train_step.py --dry-run      a tiny model and tiny rows on the CPU
+
+Both ways train the same random model on the same tokens through the trainer's own code: the same layers under the same
+checkpointing and autocast, the same loss, AdamW. Flat, every root-to-leaf path is a sequence of its own; sequences
+share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 where it is
+installed, else torch's. The two losses must agree, or the run fails.
+
+ideal        floating-point operations flat over those of the tree: linear layers by tokens, attention by score pairs
+efficiency   measured speed-up over the ideal one
+MFU          operations of forward and backward, nothing recomputed counted, per second, over the machine's measured
+             rate of 8192 x 8192 x 8192 bfloat16 products
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from workloads import WORKLOADS, Int64, Workload, chains, make_workload, star
+
+from treepack.attention import dispatch
+from treepack.attention.chains import Chains
+from treepack.batch import Batch
+from treepack.dataset import PackedDataset
+from treepack.model import LoadedModel, checkpoint_layers, load_model, placed, row_loss
+
+COMMON: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-1.7b": {**COMMON, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "tie_word_embeddings": True},
+    "qwen3-8b": {**COMMON, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "num_attention_heads": 32, "tie_word_embeddings": False},
+    "tiny": {**COMMON, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+}  # fmt: skip
+POSITIONS = {"max_position_embeddings": 1 << 20}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Both ways over one workload; seconds are medians over the repeats of one optimiser step."""
+
+    workload: str
+    tokens_tree: int
+    tokens_flat: int
+    tree: float
+    flat: float
+    ideal: float
+    tree_mfu: float
+    flat_mfu: float
+    tree_gib: float
+    flat_gib: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster the tree is."""
+        return self.flat / self.tree
+
+
+def parents_of(subtree_end: Int64) -> Int64:
+    """`parent` [T] of a row, -1 at its roots."""
+    parent, path = np.full(len(subtree_end), -1), list[int]()
+    for token, end in enumerate(subtree_end.tolist()):
+        while path and subtree_end[path[-1]] <= token:
+            path.pop()
+        parent[token] = path[-1] if path else -1
+        if end > token + 1:
+            path.append(token)
+    return parent
+
+
+def make_row(row_id: int, ids: Int64, subtree_end: Int64, ends: Int64, weight: Int64 | None = None) -> Batch:
+    """A row whose every token that has a parent is trained, once for each trajectory through it."""
+    parent = parents_of(subtree_end)
+    scale, position = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
+    np.add.at(scale, ends, 1)
+    for token in range(len(ids) - 1, -1, -1):
+        if parent[token] >= 0:
+            scale[parent[token]] += scale[token]
+    for token in range(len(ids)):
+        position[token] = position[parent[token]] + 1 if parent[token] >= 0 else 0
+    trained = (parent >= 0) if weight is None else weight > 0
+    weights = torch.from_numpy(np.where(trained, scale, 0)).double()
+    return Batch(
+        row_id=row_id,
+        step=None,
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(position),
+        parent=torch.from_numpy(parent),
+        subtree_end=torch.from_numpy(subtree_end).int(),
+        scale=torch.from_numpy(scale).int(),
+        loss_weight=weights,
+        trajectory_ids=tuple(map(str, ends)),
+        trajectory_ends=torch.from_numpy(ends),
+        num_tokens=len(ids),
+        total_weight=float(weights.sum()),
+        tokens_flat=int(scale.sum()),
+    )
+
+
+def tree_rows(workload: Workload, vocabulary: int) -> list[Batch]:
+    """The workload as one row of random tokens."""
+    ids = np.random.default_rng(0).integers(0, vocabulary, workload.tokens)
+    ends = np.flatnonzero(workload.subtree_end == np.arange(1, workload.tokens + 1))
+    return [make_row(0, ids, workload.subtree_end, ends)]
+
+
+def packed_rows(path: Path, count: int) -> list[Batch]:
+    """The fullest rows of a packed directory."""
+    dataset = PackedDataset(path)
+    rows = sorted((dataset[i] for i in range(len(dataset))), key=lambda row: -row.num_tokens)[:count]
+    return [
+        make_row(i, row.input_ids.numpy(), row.subtree_end.numpy().astype(np.int64), row.trajectory_ends.numpy(),
+                 row.loss_weight.numpy())
+        for i, row in enumerate(rows)
+    ]  # fmt: skip
+
+
+def flat_rows(rows: list[Batch], most: int) -> list[Batch]:
+    """Every trajectory as a sequence of its own, sequences end to end in rows of at most `most` tokens."""
+    sequences = []
+    for row in rows:
+        parent, trained = row.parent.numpy(), row.loss_weight.numpy() > 0
+        for end in row.trajectory_ends.tolist():
+            path = []
+            while end >= 0:
+                path.append(end)
+                end = parent[end]
+            at = np.array(path[::-1])
+            sequences.append((row.input_ids.numpy()[at], trained[at].astype(np.int64)))
+    found: list[list[tuple[Int64, Int64]]] = []
+    part: list[tuple[Int64, Int64]] = []
+    size = 0
+    for sequence in sorted(sequences, key=lambda sequence: -len(sequence[0])):
+        if part and size + len(sequence[0]) > most:
+            found.append(part)
+            part, size = [], 0
+        part.append(sequence)
+        size += len(sequence[0])
+    found.append(part)
+    made = []
+    for number, part in enumerate(found):
+        ends = np.cumsum([len(ids) for ids, _ in part])
+        subtree_end = np.repeat(ends, [len(ids) for ids, _ in part])
+        ids, weight = (np.concatenate(columns) for columns in zip(*part, strict=True))
+        made.append(make_row(number, ids, subtree_end, ends - 1, weight))
+    return made
+
+
+@contextmanager
+def flash_attention_4() -> Iterator[bool]:
+    """Inside, sequences go through FlashAttention-4 if it is installed; says whether."""
+    module: Any = dispatch
+    original = module.chain_attention
+    try:
+        attend: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    except ImportError:
+        yield False
+        return
+
+    def run(query: Tensor, key: Tensor, value: Tensor, chains: Chains, *, scale: float | None = None) -> Tensor:
+        sequences = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+        limits = {"cu_seqlens_q": chains.offsets, "cu_seqlens_k": chains.offsets,
+                  "max_seqlen_q": chains.longest, "max_seqlen_k": chains.longest}  # fmt: skip
+        found = attend(*sequences, **limits, causal=True, softmax_scale=scale)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out.view(chains.rows, chains.length, *out.shape[1:]).transpose(1, 2)
+
+    module.chain_attention = run
+    try:
+        yield True
+    finally:
+        module.chain_attention = original
+
+
+def as_chains(loaded: LoadedModel, row: Batch) -> Batch:
+    """A flat row on the device, scheduled as sequences for varlen attention."""
+    offsets = torch.tensor([0, *(row.trajectory_ends + 1).tolist()], dtype=torch.int32, device=loaded.device)
+    schedule = Chains(1, row.num_tokens, offsets, int(offsets.diff().max()))
+    return replace(row.to(loaded.device), schedule=schedule)
+
+
+def operations(config: dict[str, Any], rows: list[Batch]) -> float:
+    """Floating-point operations of forward and backward over the rows, nothing recomputed."""
+    size, heads = config["head_dim"], config["num_attention_heads"]
+    attention = config["hidden_size"] * size * (2 * heads + 2 * config["num_key_value_heads"])
+    layer = attention + 3 * config["hidden_size"] * config["intermediate_size"]
+    tokens = sum(row.num_tokens for row in rows)
+    targets = sum(int((row.loss_weight > 0).sum()) for row in rows)
+    pairs = sum(int((row.position_ids + 1).sum()) for row in rows)
+    linear = (
+        2 * config["num_hidden_layers"] * layer * tokens + 2 * config["hidden_size"] * config["vocab_size"] * targets
+    )
+    return float(3 * (linear + 4 * config["num_hidden_layers"] * heads * size * pairs))
+
+
+def compile_layers(loaded: LoadedModel) -> None:
+    """Let torch.compile fuse what is not attention in every layer, for rows of any length."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = loaded.model.config._attn_implementation
+    plain: Any = torch.compiler
+    AttentionInterface.register(name, plain.disable(ALL_ATTENTION_FUNCTIONS[name]))
+    for layer in loaded.model.base_model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def matmul_rate(device: torch.device) -> float:
+    """Operations per second of 8192 x 8192 x 8192 bfloat16 products of random numbers."""
+    size = 8192 if device.type == "cuda" else 256
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    times = [timed(device, lambda: a @ b) for _ in range(13)][3:]
+    rate: float = 2 * size**3 / statistics.median(times)
+    return rate
+
+
+def timed(device: torch.device, run: Callable[[], Any]) -> float:
+    """Seconds of one call, the device idle before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def step(
+    loaded: LoadedModel,
+    optimiser: torch.optim.Optimizer,
+    rows: list[Batch],
+    place: Callable[[LoadedModel, Batch], Batch],
+) -> float:
+    """One optimiser step; the mean loss."""
+    optimiser.zero_grad(set_to_none=True)
+    total, denominator = torch.zeros((), dtype=torch.float64, device=loaded.device), sum(r.total_weight for r in rows)
+    for row in rows:
+        with torch.autocast(loaded.device.type, torch.bfloat16):
+            loss = row_loss(loaded, place(loaded, row)) / denominator
+        torch.autograd.backward(loss)
+        total += loss.detach()
+    optimiser.step()
+    return float(total)
+
+
+def measure(
+    loaded: LoadedModel, config: dict[str, Any], name: str, rows: list[Batch], arguments: argparse.Namespace
+) -> Result:
+    """Both ways over one workload, in turns."""
+    device, flat = loaded.device, flat_rows(rows, arguments.flat_row)
+    optimiser = torch.optim.AdamW(loaded.model.parameters(), lr=0.0, fused=device.type == "cuda")
+    ways: dict[str, Callable[[], float]] = {
+        "tree": lambda: step(loaded, optimiser, rows, placed),
+        "flat": lambda: step(loaded, optimiser, flat, as_chains if device.type == "cuda" else placed),
+    }
+    losses: dict[str, float] = {}
+    times: dict[str, list[float]] = {"tree": [], "flat": []}
+    memory: dict[str, float] = {}
+    for turn in range(arguments.repeats + 1):
+        for way, run in ways.items():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            found: list[float] = []
+            seconds = timed(device, lambda run=run, found=found: found.append(run()))  # type: ignore[misc]
+            losses[way] = found[0]
+            memory[way] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+            if turn:  # the first turn compiles
+                times[way].append(seconds)
+    if abs(losses["tree"] / losses["flat"] - 1) > 1e-3:
+        raise SystemExit(f"{name}: the tree's loss is {losses['tree']}, the flat one's {losses['flat']}")
+    tree, plain = (statistics.median(times[way]) for way in ("tree", "flat"))
+    work, work_flat = operations(config, rows), operations(config, flat)
+    return Result(
+        workload=name,
+        tokens_tree=sum(row.num_tokens for row in rows),
+        tokens_flat=sum(row.num_tokens for row in flat),
+        tree=tree,
+        flat=plain,
+        ideal=work_flat / work,
+        tree_mfu=work / tree / arguments.rate,
+        flat_mfu=work_flat / plain / arguments.rate,
+        tree_gib=memory["tree"],
+        flat_gib=memory["flat"],
+    )
+
+
+def show(result: Result) -> str:
+    """One row of the table."""
+    cells = [
+        result.workload,
+        f"{result.tokens_tree:,} / {result.tokens_flat:,}",
+        f"{result.flat:.2f}",
+        f"{result.tree:.2f}",
+        f"{result.speedup:.2f}",
+        f"{result.ideal:.2f}",
+        f"{result.speedup / result.ideal:.2f}",
+        f"{result.tree_mfu:.0%}",
+        f"{result.flat_mfu:.0%}",
+        f"{result.tree_gib:.1f} / {result.flat_gib:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-1.7b", help=f"{', '.join(MODELS)}, or a Qwen3-like config.json")
+    parser.add_argument("--workloads", default="agent-64k,caterpillar,chains", help="comma separated, or none")
+    parser.add_argument("--packed", type=Path, action="append", default=[], help="packed directory; may be repeated")
+    parser.add_argument("--rows", type=int, default=4, help="rows of each packed directory, the fullest")
+    parser.add_argument("--compile", action="store_true", help="compile every layer, but not its attention")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--flat-row", type=int, default=65_536, help="tokens of a flat row")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure every workload and print the table."""
+    arguments = parse()
+    device = torch.device("cpu" if arguments.dry_run else "cuda")
+    name = "tiny" if arguments.dry_run else arguments.model
+    config = MODELS.get(name) or json.loads(Path(name).read_text(encoding="utf-8"))
+    arguments.rate = matmul_rate(device)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "config.json"
+        source.write_text(json.dumps({**config, **POSITIONS}))
+        loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
+    checkpoint_layers(loaded.model)
+    if arguments.compile:
+        compile_layers(loaded)
+    loaded.model.train()
+    if arguments.dry_run:
+        cases = {work.name: tree_rows(work, 300) for work in (star("star", 30, 3, 40), chains("chains", 2, 50))}
+    else:
+        chosen = [] if arguments.workloads == "none" else arguments.workloads.split(",")
+        assert set(chosen) <= set(WORKLOADS), f"workloads are {', '.join(WORKLOADS)}"
+        cases = {each: tree_rows(make_workload(each), config["vocab_size"]) for each in chosen}
+        cases |= {path.name: packed_rows(path, arguments.rows) for path in arguments.packed}
+    results = []
+    with flash_attention_4() as found:
+        print(f"{name}, {loaded.attention}, flat through {'FlashAttention-4' if found else 'FlashAttention of torch'}, "
+              f"{arguments.rate / 1e12:.0f} TFLOP/s of bfloat16 products")  # fmt: skip
+        print("| workload | tokens tree / flat | flat, s | tree, s | speed-up | ideal | efficiency ", end="")
+        print("| MFU tree | flat | GiB tree / flat |\n|---|---|---|---|---|---|---|---|---|---|")
+        for each, rows in cases.items():
+            results.append(measure(loaded, config, each, rows, arguments))
+            print(show(results[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()
