@@ -1,4 +1,4 @@
-"""The weighted loss against its definition, and the promise that the logits of a row never exist at once."""
+"""Loss, log-probabilities and entropies against their definitions; the logits of a row never exist at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from treepack.batch import make_batch
-from treepack.loss import weighted_nll
+from treepack.loss import tree_logprobs, weighted_nll
 
 HIDDEN = 8
 
@@ -111,3 +111,50 @@ def test_no_logits_beyond_a_chunk_exist_in_forward_or_backward(chunk: int) -> No
         assert max(saved) < whole
     else:
         assert largest.numel == whole, "the measurement sees the logits where they do exist"
+
+
+@given(sample_sets())
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_logprobs_and_entropies_are_those_of_the_softmax_for_any_chunk(samples: list[Sample]) -> None:
+    batch = make_batch(make_row(samples), multiple=8)
+    inputs = random_head(len(batch.input_ids))
+    hidden, weight, bias = inputs
+    tokens = batch.loss_weight.nonzero().squeeze(-1)
+    logs = (hidden[batch.parent[tokens]] @ weight.T + bias).log_softmax(-1)
+    expected = (logs[range(len(tokens)), batch.input_ids[tokens]], -(logs.exp() * logs).sum(-1))
+    factors = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
+    for chunk in (1, 3, 2048):
+        found = tree_logprobs(hidden, weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
+        for wanted in ([0], [1], [0, 1]):  # gradients of either alone, and of both
+            grads = []
+            for values in (found, expected):
+                total = hidden.sum() * 0
+                for i in wanted:
+                    torch.testing.assert_close(found[i], expected[i], rtol=1e-12, atol=1e-12)
+                    total = total + (values[i] * factors).sum() * (i + 1)
+                grads.append(
+                    torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True, retain_graph=True)
+                )
+            for ours, theirs in zip(*grads, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_no_chosen_token_gives_nothing_and_keeps_the_graph() -> None:
+    batch = make_batch(make_row([Sample((1, 2), (0.0, 0.0))]))
+    hidden, weight, _ = random_head(2)
+    none = torch.zeros(0, dtype=torch.int64)
+    logprobs, entropies = tree_logprobs(hidden, weight, none, batch.input_ids, batch.parent)
+    assert (logprobs.shape, entropies.shape) == ((0,), (0,))
+    assert torch.equal(torch.autograd.grad(logprobs.sum(), hidden)[0], torch.zeros_like(hidden))
+
+
+def test_logprobs_of_a_chunk_are_the_only_ones_whose_logits_exist() -> None:
+    length, chunk = 400, 16
+    tokens = tuple(i % VOCABULARY for i in range(length))
+    batch = make_batch(make_row([Sample(tokens, (0.0, *[1.0] * (length - 1)))]))
+    hidden, weight, _ = random_head(length)
+    chosen = torch.arange(1, length)
+    with LargestTensor() as largest:
+        found = tree_logprobs(hidden, weight, chosen, batch.input_ids, batch.parent, chunk=chunk)
+        torch.autograd.backward(torch.stack(found).sum())
+    assert largest.numel <= max(chunk * VOCABULARY, length * HIDDEN)

@@ -34,6 +34,7 @@ _HOME = {
     "load_model": "model",
     "row_loss": "model",
     "weighted_nll": "loss",
+    "tree_logprobs": "loss",
     "verify_gradients": "verify",
 }
 
