@@ -10,8 +10,8 @@ in scattered pieces. A key tile of a kernel gathers any 1, 2 or 4 granules. Over
 
            granules
     block  0 1 2 3  4 5 6 7  8 9 ...      in the list of block 2, each section a multiple of 4 long:
-      0    d d d d                        partial  8 9 10 11 | 5 -1 2 3      the diagonal first, -1 is no granule
-      1    f f f f  d d d d               full     0 1 4 6                   (2 and 3: 6 full ones are no multiple)
+      0    d d d d                        partial  8 9 10 11 | 5 -1 0 1      the diagonal first, -1 is no granule
+      1    f f f f  d d d d               full     2 3 4 6                   (0 and 1: 6 full ones are no multiple)
       2    f f f f  f p f .  d d d d
 
 From the side of the keys (dk and dv), blocks of 4 granules that live about equally long are put together, and each
@@ -37,12 +37,11 @@ GRANULE = 32
 QUERY_BLOCK = 128
 KEY_BLOCK = 128
 QUERY_TILE = 64  # ranges of queries begin and end at multiples of it
-MASKED = 0.25  # what a mask adds to the work of a tile
+MANY = 16  # granules that straddle nodes and end alike, from which on they get key blocks of their own
 
 _DIAGONAL, _PARTIAL, _PADDING, _FULL = range(4)  # order of the pieces of a list
 _PER_KEY_BLOCK = KEY_BLOCK // GRANULE
 _PER_QUERY_BLOCK = QUERY_BLOCK // GRANULE
-_NEVER = 1 << 29  # more than any work, and twice it is an int32
 
 
 @dataclass(frozen=True)
@@ -94,198 +93,162 @@ def build_schedule(subtree_end: Tensor) -> Schedule:
     """The schedule of B rows, on the device of `subtree_end`, which it makes wait once.
 
     Args:
-        subtree_end: int [B, T], T >= 1; one past the last token of each token's subtree.
+        subtree_end: int [B, T], T >= 1; one past the last token of each token's subtree. Subtrees nest.
     """
     length = subtree_end.shape[-1]
     tail = torch.arange(length + 1, length + 1 + -length % QUERY_BLOCK, dtype=torch.int32, device=subtree_end.device)
     end = torch.cat([subtree_end.to(torch.int32), tail.expand(len(subtree_end), -1)], dim=1)
-    low, high = end.view(len(end), -1, GRANULE).aminmax(dim=-1)
-    pieces = _find_pieces(low, high)
-    padding, partial, offsets = _place_lists(pieces)
-    granules, ranges, count = _key_blocks(low, high, length)
-    totals = pieces.counts[:3].sum(dim=(1, 2))
-    num_partial, num_runs, _, num_entries, most = torch.cat([totals, offsets[-1:, -1], count.amax()[None]]).tolist()
-    granules, ranges = granules[:, :most].contiguous(), ranges[:, :most].contiguous()
+    extremes = torch.stack(end.view(len(end), -1, GRANULE).aminmax(dim=-1)).long()
+    lists = _place_lists(extremes)
+    granules, ranges, most = _key_blocks(extremes, length)
+    *pieces, num_entries, num_blocks = torch.cat([lists.totals, lists.offsets[-1:, -1], most]).tolist()
+    ranges = ranges[:, :num_blocks].int()
     return Schedule(
         length=length,
         end=end,
-        granules=_list_entries(pieces, padding, num_partial + num_runs, num_entries),
-        query_offsets=offsets,
-        query_partial=partial,
-        query_order=_longest_first(offsets.diff(dim=1)),
-        key_granules=granules,
+        granules=_list_entries(lists, pieces, num_entries),
+        query_offsets=lists.offsets,
+        query_partial=lists.partial,
+        query_order=_longest_first(lists.offsets.diff(dim=1)),
+        key_granules=granules[:, :num_blocks].int(),
         key_ranges=ranges,
         key_order=_longest_first(ranges[..., 3] - ranges[..., 0]),
     )
 
 
 def _longest_first(work: Tensor) -> Tensor:
-    return work.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return work.argsort(dim=-1, descending=True, stable=True).int()
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """Of which query blocks' lists each granule begins and ends a run of neighbours.
+class _Lists:
+    """Where entries go in the lists of query blocks; blocks are numbered over all rows.
 
-    Five kinds of pieces [5, B, granules]: where partial and full runs begin; where full ones end, where they end at the
-    diagonal, and where partial ones end. Granules are such pieces of blocks [first, last); counts = last - first, or 0.
+    A piece is a granule in the lists of consecutive query blocks: in each, `rank` after where the section begins. Of
+    six kinds the first three are partial: own, surviving the block, and ending in it. The others are where runs of full
+    neighbours begin, where they end, and where they end at the diagonal.
+
+    offsets   [B, nq + 1]   as in `Schedule`
+    partial   [B, nq]       as in `Schedule`
+    sections  [2 B nq]      where each block's partial granules begin, then where its full ones do
+    pieces    [3, n]        granule, rank, and the index in `sections` of its first block, less its number
+    counts    [n]           query blocks of each piece
+    totals    [6]           query blocks of the pieces up to the end of each kind
     """
 
-    full_first: Tensor
-    full_last: Tensor
-    first: Tensor
-    last: Tensor
+    offsets: Tensor
+    partial: Tensor
+    sections: Tensor
+    pieces: Tensor
     counts: Tensor
+    totals: Tensor
 
 
-def _find_pieces(low: Tensor, high: Tensor) -> _Pieces:
-    """From the least and greatest subtree_end of each granule [B, granules].
+def _place_lists(extremes: Tensor) -> _Lists:
+    """From the least and greatest subtree_end of each granule, [2, B, granules].
 
-    A granule g is full to the blocks in (g // 4, low[g] // 128), so a run of full granules begins at g in those of
-    them from low[g - 1] // 128 on, and ends with g in those from low[g + 1] // 128 on, or at the diagonal. Partial
-    granules are runs of one.
+    To query blocks past its own, a granule is first full, then partial and survives them, then ends in one. For
+    subtrees nest, what of the granules before it has not ended by the next one is visible wherever it is itself, and
+    what has no ended token is full wherever it is. So its rank in a stage is the same in all blocks and needs no sort:
+
+        full      the granules before it of which no token has ended
+        partial   the visible ones before it, less those full to the first block of the stage
     """
-    number = torch.arange(1, low.shape[1] + 2, dtype=torch.int32, device=low.device)
-    # The first block that lies past the diagonal of a granule.
-    below = ((number + (_PER_QUERY_BLOCK - 1)) // _PER_QUERY_BLOCK).expand(len(low), -1)
-    below, below_next = below[:, :-1], below[:, 1:]
-    full_last = low // QUERY_BLOCK
-    around = pad(full_last, (1, 1))
-    partial = below.maximum(full_last), (high + (QUERY_BLOCK - 1)) // QUERY_BLOCK
-    begins = below.maximum(around[:, :-2]), full_last
-    ends = below_next.maximum(around[:, 2:]), full_last
-    ends_at_diagonal = below, full_last.minimum(below_next)
-    first, last = (torch.stack(x) for x in zip(partial, begins, ends, ends_at_diagonal, partial, strict=True))
-    return _Pieces(below, full_last, first, last, (last - first).clamp_(min=0))
+    _, batch, count = extremes.shape
+    number = torch.arange(count + 1, device=extremes.device)
+    past = (number // _PER_QUERY_BLOCK + 1).expand(batch, -1)  # the first block past the diagonal
+    number, past, past_next = number[:-1], past[:, :-1], past[:, 1:]
+    masked, ending = (extremes // QUERY_BLOCK).maximum(past)
+    over = ((extremes[1] + (QUERY_BLOCK - 1)) // QUERY_BLOCK).maximum(past)
+    events = torch.cat([extremes // GRANULE, masked[None], over[None]])
+    passed = events.new_zeros(4, batch, count + 1).scatter_add_(2, events, torch.ones_like(events))
+    passed = passed.cumsum(2, dtype=torch.int32)
+    rank_full, rank_visible = number - passed[:2, :, :-1]
 
+    born = torch.arange(0, count + 1, _PER_QUERY_BLOCK, dtype=torch.int32, device=number.device)
+    num_full, num_visible = born - passed[2:, :, : len(born)]
+    full_before = num_full.expand(2, -1, -1).gather(2, torch.stack([masked, ending]))
+    is_full = masked > past
+    up_to = is_full.cumsum(1, dtype=torch.int32).view(batch, -1, _PER_QUERY_BLOCK)
+    # Full to that block and behind the granule are at most those of its own query block.
+    full_before[0].sub_((up_to[..., -1:] - up_to).view_as(past) * (masked == past))
+    rank_partial = rank_visible + _PER_QUERY_BLOCK - full_before
 
-def _place_lists(pieces: _Pieces) -> tuple[Tensor, Tensor, Tensor]:
-    """Padding entries and entries of the partial section [B, nq], and offsets [B, nq + 1] of the lists."""
-    # How many granules are partial and full to each block: they come at `first` and go at `last`.
-    first = torch.stack([pieces.first[0], pieces.full_first])
-    last = torch.stack([pieces.last[0], pieces.full_last]).maximum(first)
-    changes = first.new_zeros(*first.shape[:2], first.shape[2] // _PER_QUERY_BLOCK + 1)
-    ones = torch.ones_like(first)
-    changes.scatter_add_(2, first.long(), ones).scatter_add_(2, last.long(), -ones)
-    num_partial, num_full = changes[..., :-1].cumsum(dim=2, dtype=torch.int32)
-
-    left_over = num_full % 4
-    listed = _PER_QUERY_BLOCK + num_partial + left_over
-    partial = (listed + 3) // 4 * 4
-    sizes = partial + num_full - left_over
+    num_full, num_visible = num_full[:, :-1], num_visible[:, :-1]
+    sizes = (num_visible + (_PER_QUERY_BLOCK + 3)) // 4 * 4
+    partial = sizes - num_full // 4 * 4
     ends = sizes.flatten().cumsum(0, dtype=torch.int32).view_as(sizes)
-    return partial - listed, partial, torch.cat([ends[:, :1] - sizes[:, :1], ends], dim=1)
+    offsets = torch.cat([ends[:, :1] - sizes[:, :1], ends], dim=1)
+
+    around = torch.cat([past[:, :1], masked, past[:, -1:]], dim=1)
+    first = torch.stack([past - 1, masked, ending, past.maximum(around[:, :-2]), around[:, 2:], past])
+    last = torch.stack([past, ending, over, masked, masked, masked.minimum(past_next)])
+    counts = (last - first).clamp_(min=0).flatten()
+    steps = counts.cumsum(0)
+    sections = torch.arange(0, 2 * ends.numel(), sizes.shape[1], device=number.device).view(2, 1, batch, 1)
+    base = (first.flatten() - steps + counts).view(2, 3, batch, count) + sections
+    rank_own = (number % _PER_QUERY_BLOCK).expand(1, batch, -1)
+    rank = torch.cat([rank_own, rank_partial, rank_full.expand(3, -1, -1)])
+    return _Lists(
+        offsets=offsets,
+        partial=partial,
+        sections=torch.cat([offsets[:, :-1].flatten(), (ends - num_full).flatten()]),
+        pieces=torch.stack([number.expand_as(rank), rank, base.view_as(rank)]).flatten(1),
+        counts=counts,
+        totals=steps.view(6, -1)[:, -1],
+    )
 
 
-def _list_entries(pieces: _Pieces, padding: Tensor, num_pieces: int, num_entries: int) -> Tensor:
-    """The lists of all query blocks, int32 [num_entries].
-
-    Each run has two sorting keys of query block (over all rows), kind and granule, one where it begins and one past
-    its end. Runs of one kind in one block lie apart, so that the n-th beginning belongs to the n-th end.
-    """
-    device = padding.device
-    _, batch, count = pieces.counts.shape
-    bits = (count + 1).bit_length()
-    piece = torch.arange(len(pieces.counts), device=device)[:, None, None]
-    kind, after = torch.where(piece % 4 == 0, _PARTIAL, _FULL), piece > 1
-    row = torch.arange(batch, device=device)[:, None] * padding.shape[1]
-    counts = pieces.counts.flatten()
-    block = (row + pieces.first).flatten() - (counts.cumsum(0) - counts)  # of a piece, less its number
-    granule = torch.arange(count, device=device) + (kind << bits) + after
-    base = (block << (bits + 2)) + granule.expand(-1, batch, -1).flatten()
-    number = torch.arange(2 * num_pieces, device=device) << (bits + 2)
-    runs = (number + base.repeat_interleave(counts, output_size=2 * num_pieces)).view(2, -1)
-
-    blocks = torch.arange(padding.numel(), device=device)
-    own = (blocks << (bits + 2)) + (_DIAGONAL << bits) + blocks % padding.shape[1] * _PER_QUERY_BLOCK
-    gap = (blocks << (bits + 2)) + (_PADDING << bits)
-    every = torch.stack([torch.cat([own, gap]), torch.cat([own + _PER_QUERY_BLOCK, gap + padding.flatten()])])
-    begin, end = torch.cat([every, runs], dim=1).sort(dim=1).values
-    size = end - begin
-    is_padding = (begin >> bits) % 4 == _PADDING
-    place = size.cumsum(0) - size
-    shift = (begin & ((1 << bits) - 1)).masked_fill_(is_padding, -_NEVER) - place
-    # An entry is its place plus the shift of its run, which changes where runs begin; empty ones may begin at the end.
+def _list_entries(lists: _Lists, totals: list[int], num_entries: int) -> Tensor:
+    """The lists of all query blocks, int32 [num_entries]; `totals` are those of `lists`."""
+    num_partial, num_runs, num_all = totals[2], totals[3] - totals[2], totals[5]
+    device = lists.counts.device
+    index = torch.repeat_interleave(lists.counts, output_size=num_all)
+    granule, rank, base = lists.pieces.gather(1, index.expand(3, -1))
+    place = lists.sections.gather(0, base + torch.arange(num_all, device=device)) + rank
+    # In a run of full granules an entry is its place and a shift: steps of one but where runs begin and end.
+    after = place[num_partial:] + 1
+    shift = (granule[num_partial:] - after).int()
     steps = torch.ones(num_entries + 1, dtype=torch.int32, device=device)
-    steps.scatter_add_(0, place, (shift - pad(shift, (1, 0), value=1)[:-1]).int())
-    return steps.cumsum_(0)[:-1].clamp_(min=-1)
+    steps.scatter_add_(0, place[num_partial : num_partial + num_runs], shift[:num_runs])
+    steps.scatter_add_(0, after[num_runs:], -shift[num_runs:])
+    entries = steps.cumsum_(0)[:-1]
+    # Three places before the full ones are padding where nothing partial comes to lie.
+    padding = lists.sections.view(2, -1, 1)[1] - torch.arange(1, 4, device=device)
+    entries.index_fill_(0, padding.flatten(), -1)
+    return entries.scatter_(0, place[:num_partial], granule[:num_partial].int())
 
 
-def _key_blocks(low: Tensor, high: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Granules grouped into key blocks: granules [B, n, 4], ranges [B, n, 4], and how many blocks there are [B].
+def _key_blocks(extremes: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Granules grouped into key blocks: granules [B, n, 4], ranges [B, n, 4], and the most blocks of a row [1].
 
-    n is the number of granules; what follows the last block is empty. Granules are sorted by how long they live, and
-    their order is cut where the work is least. Of those that live equally long, the ones that straddle two nodes spoil
-    the full range of a block; they go by place like all others, or last, whichever is less work for the row.
+    n is the number of granules; what follows the last block is empty. Granules are sorted by how long they live. Those
+    that straddle two nodes spoil the full range of a block: of granules that live equally long they come last, if they
+    are many enough for blocks of their own. The order is cut where a granule starts more than a tile past the middle of
+    its successor's range, for they overlap too little, and into blocks of 4 from there. That is less than 1 % from the
+    cheapest cut where nodes are longer than a few tiles, and some 5 % where they are shorter than one.
     """
     count = -(-length // GRANULE)
-    start = torch.arange(count, dtype=torch.int32, device=low.device) * GRANULE
-    first = (start // QUERY_TILE).expand(len(low), -1)
-    full_first = ((start + (GRANULE + QUERY_TILE - 2)) // QUERY_TILE).expand(len(low), -1)
-    full_last = low[:, :count] // QUERY_TILE
-    last = (high[:, :count].clamp(max=length) + (QUERY_TILE - 1)) // QUERY_TILE
-    straddles = (last - full_last > 1).int()
-    orders = torch.cat([2 * last, 2 * last - straddles]).argsort(dim=1, descending=True, stable=True)
-    columns = (first, full_first, full_last, last)
-    ends, work = _cheapest_cuts(*(x.repeat(2, 1).gather(1, orders) for x in columns))
-    by_place = (work[: len(low)] <= work[len(low) :])[:, None]
-    is_end, order = (torch.where(by_place, x[: len(low)], x[len(low) :]) for x in (ends, orders))
+    full_last = extremes[0, :, :count] // QUERY_TILE
+    last = (extremes[1, :, :count] + (QUERY_TILE - 1)) // QUERY_TILE
+    straddles = (last - full_last > 1).long()
+    alike = last.new_zeros(len(last), count + 1).scatter_add_(1, last, straddles).gather(1, last)
+    order = (2 * last - straddles * (alike >= MANY)).argsort(dim=1, descending=True, stable=True)
+    first = order // (QUERY_TILE // GRANULE)
+    full_last, last = torch.stack([full_last, last]).gather(2, order.expand(2, -1, -1))
 
-    number = torch.arange(count, device=low.device)
-    is_start = pad(is_end, (1, 0), value=True)[:, :-1]
-    slot = number - (number * is_start).cummax(dim=1).values
-    block = is_start.cumsum(dim=1) - 1
-    members = torch.full((len(low), count * _PER_KEY_BLOCK), -1, device=low.device)
-    members = members.scatter_(1, block * _PER_KEY_BLOCK + slot, order).view(len(low), -1, _PER_KEY_BLOCK)
-    # A missing member changes no range: the block's first one stands in for it.
-    present = torch.where(members < 0, members[..., :1], members).clamp(min=0).flatten(1)
-    first, full_first, full_last, last = (x.gather(1, present).view_as(members) for x in columns)
-    full_begin = full_first.amax(-1)
-    ranges = torch.stack([first.amin(-1), full_begin, full_last.amin(-1).maximum(full_begin), last.amax(-1)], dim=-1)
-    return members.int(), ranges.masked_fill(members[..., :1] < 0, 0) * QUERY_TILE, is_end.sum(dim=1)
+    number = torch.arange(count, device=last.device)
+    middle = first[:, 1:] + last[:, 1:]  # in granules, of which a tile is two
+    is_cut = pad(order[:, :-1] > middle + 2, (1, 0))
+    slot = (number - (number * is_cut).cummax(dim=1).values) % _PER_KEY_BLOCK
+    block = (slot == 0).cumsum(dim=1) - 1
+    granules = last.new_full((len(last), count * _PER_KEY_BLOCK), -1)
+    granules = granules.scatter_(1, block * _PER_KEY_BLOCK + slot, order).view(len(last), count, _PER_KEY_BLOCK)
 
-
-def _cheapest_cuts(first: Tensor, full_first: Tensor, full_last: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """Where blocks of at most 4 neighbours end, bool [B, n], such that their work is least in total, and that [B].
-
-    `last` is descending. The work of a block is its range and `MASKED` of what of it is masked. The least total of the
-    first i + 1 granules, over the size of the block that ends with i, is
-
-        best[i] = min over size of best[i - size] + cost[size, i]
-
-    which is linear in the algebra of (min, +): best[i - 3 ... i] is a 4 x 4 matrix times best[i - 4 ... i - 1], and
-    products of matrices double in length from step to step. The way back is a composition of maps, doubled likewise.
-    """
-    batch, count = first.shape
-    # Floats for their infinity; exact to 2**22 tiles, and past that any choice is a valid one.
-    cost = first.new_full((_PER_KEY_BLOCK, batch, count), torch.inf, dtype=torch.float32)
-    begin, full_begin, full_end = first, full_first, full_last  # of the blocks of one size, by where they end
-    for size in range(min(_PER_KEY_BLOCK, count)):
-        others = count - size
-        if size:
-            begin = begin[:, 1:].minimum(first[:, :others])
-            full_begin = full_begin[:, 1:].maximum(full_first[:, :others])
-            full_end = full_end[:, 1:].minimum(full_last[:, :others])
-        full = (full_end - full_begin).clamp_(min=0)
-        cost[size, :, size:] = (1 + MASKED) * (last[:, :others] - begin) - MASKED * full
-    product = cost.new_full((_PER_KEY_BLOCK, _PER_KEY_BLOCK, batch, count), torch.inf)
-    product[0] = cost
-    product.diagonal(-1, 0, 1).zero_()
-    span = 1
-    while span < count:
-        longer = product[:, :, None, :, span:] + product[None, :, :, :, :-span]
-        torch.amin(longer, dim=1, out=product[..., span:])
-        span *= 2
-    before = pad(product[0, 0], (_PER_KEY_BLOCK, 0), value=torch.inf)  # best[i] is at i + 4
-    before[:, _PER_KEY_BLOCK - 1] = 0
-    totals = torch.stack([before[:, 3 - size : 3 - size + count] + cost[size] for size in range(_PER_KEY_BLOCK)])
-
-    # remaining[r, i]: having r granules left to take to the left of i + 1, how many are left at i; 0 ends a block at i.
-    # Past the row nothing changes, for as long as all spans together.
-    spans = [1 << step for step in range((count - 1).bit_length())]
-    remaining = torch.arange(_PER_KEY_BLOCK, device=first.device)[:, None, None].repeat(1, batch, count + sum(spans))
-    remaining[..., :count] -= 1
-    remaining[0, :, :count] = totals.argmin(dim=0)
-    for span in spans:
-        remaining = remaining[..., :-span].gather(0, remaining[..., span:])
-    return pad(remaining[0], (0, 1))[:, 1:] == 0, product[0, 0, :, -1]
+    # Every granule is full from the tile after its first one on.
+    least, greatest = torch.stack([first, full_last]), torch.stack([first + 1, last])
+    to = block.expand(2, -1, -1)
+    first, full_end = torch.zeros_like(least).scatter_reduce_(2, to, least, "amin", include_self=False)
+    full_begin, last = torch.zeros_like(least).scatter_reduce_(2, to, greatest, "amax", include_self=False)
+    ranges = torch.stack([first, full_begin, full_begin.maximum(full_end), last], dim=-1)
+    return granules, ranges * QUERY_TILE, block.amax().view(1) + 1
