@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS, prepare, register, resolve, row_multiple, takes_chains
+from treepack.attention import IMPLEMENTATIONS, Kept, prepare, register, resolve, row_multiple, takes_chains
 from treepack.batch import Batch
 from treepack.errors import TreepackError
 from treepack.loss import CHUNK, weighted_nll
@@ -293,6 +293,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
             position_ids=batch.position_ids[None],
             subtree_end=batch.subtree_end[None],
             schedule=batch.schedule,
+            kept=Kept() if _recomputes(loaded.model) else None,
             use_cache=False,
         )
     except IndexError as error:
@@ -309,6 +310,12 @@ def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor
     head = loaded.model.get_output_embeddings()
     states = hidden_states(loaded, batch)
     return weighted_nll(states, head.weight, batch.targets, bias=getattr(head, "bias", None), chunk=chunk)
+
+
+def _recomputes(model: Any) -> bool:
+    # transformers renamed it within version 5.
+    name = "is_activation_checkpointing"
+    return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -15,11 +15,13 @@ Triton is imported when a kernel first runs, never before.
 from treepack.attention.dispatch import NAMES, obstacle, prepare, resolve, row_multiple, takes_chains, tree_attention
 from treepack.attention.flex import build_block_mask, flex_attention
 from treepack.attention.interface import IMPLEMENTATIONS, register
+from treepack.attention.kernel import Kept
 from treepack.attention.reference import reference_attention, visible_pairs
 
 __all__ = [
     "IMPLEMENTATIONS",
     "NAMES",
+    "Kept",
     "build_block_mask",
     "flex_attention",
     "obstacle",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Hashable
 from importlib.util import find_spec
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from treepack.attention.chains import Chains, chain_attention, find_chains
 from treepack.attention.flash import MAX_HEAD_DIM, build_flash_mask, flash_attention, installed
 from treepack.attention.flex import BLOCK, build_block_mask, flex_attention
-from treepack.attention.kernel import runs_hopper, triton_attention
+from treepack.attention.kernel import Kept, runs_hopper, triton_attention
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule, build_schedule
 from treepack.errors import TreepackError
@@ -53,6 +54,7 @@ def tree_attention(
     scale: float | None = None,
     impl: str = "auto",
     schedule: AnySchedule = None,
+    kept: tuple[Kept, Hashable] | None = None,
 ) -> Tensor:
     """Softmax attention in which token q sees token k if and only if k <= q < subtree_end[k].
 
@@ -64,6 +66,8 @@ def tree_attention(
         scale: factor of the scores, D**-0.5 by default.
         impl: reference, flex, flash, triton or auto.
         schedule: what `prepare` made of this subtree_end for this implementation; made here if it is not given.
+        kept: where triton keeps the output for its recomputation under checkpointing, and this layer's place there;
+            other implementations compute it again.
 
     Returns:
         [B, H, T, D_v] in the dtype of the inputs, differentiable in q, k and v.
@@ -85,7 +89,7 @@ def tree_attention(
     if isinstance(schedule, Chains):
         return chain_attention(q, k, v, schedule, scale=scale)
     if isinstance(schedule, Schedule):
-        return triton_attention(q, k, v, schedule, scale=scale)
+        return triton_attention(q, k, v, schedule, scale=scale, kept=kept)
     if isinstance(schedule, BlockMask):
         attend = flash_attention if chosen == "flash" else flex_attention
         return attend(q, k, v, end, block_mask=schedule, scale=scale)

@@ -5,9 +5,9 @@
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
 A model hands its keyword arguments down to the attention function of every layer; `subtree_end`, the `schedule` that
-`dispatch.prepare` made of it, and for a probe the list `record` travel that way, and the model builds no mask of its
-own. Whatever else a model asks of its attention is refused, not ignored: a bias left out is a wrong gradient and no
-error.
+`dispatch.prepare` made of it, the `kernel.Kept` of a forward pass under checkpointing, and for a probe the list
+`record` travel that way, and the model builds no mask of its own. Whatever else a model asks of its attention is
+refused, not ignored: a bias left out is a wrong gradient and no error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
 
 # What models pass along that says nothing about the scores.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
-_READ = frozenset({"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record"})
+_READ = frozenset({"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record", "kept"})
 _REMEDY = "treepack computes plain softmax attention over the tree and nothing else, so train this model without it"
 _PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
 
@@ -72,6 +72,7 @@ def attention_forward(
     if torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    kept = options.get("kept")
     with torch.autocast(kind, enabled=False):
         out = tree_attention(
             query,
@@ -81,6 +82,7 @@ def attention_forward(
             scale=options.get("scaling"),
             impl=impl,
             schedule=options.get("schedule"),
+            kept=None if kept is None else (kept, module),
         )
     return out.transpose(1, 2).contiguous(), None
 

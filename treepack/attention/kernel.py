@@ -10,6 +10,7 @@ row has a schedule, and that shapes and dtypes suit the kernels, is seen to in `
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from types import ModuleType
 from typing import Any
 
@@ -25,8 +26,41 @@ HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_TRITON = ((3, 6), (3, 9))
 
 
+class Kept:
+    """Outputs of attention kept over a forward pass, so that recomputing it under checkpointing skips them.
+
+    A checkpointed layer runs twice: in the forward pass, which stores its output and log-sum-exp here, and inside the
+    backward pass, which takes them away. One object serves all layers of one forward pass; layers are told apart by
+    `place`, any hashable of theirs. A place that is met twice before the backward pass, as by layers that share their
+    module, is computed anew.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is kept yet."""
+        self._found: dict[Hashable, tuple[Tensor, Tensor] | None] = {}
+
+    def store(self, place: Hashable, out: Tensor, lse: Tensor) -> None:
+        """Keep what the forward pass computed at `place`."""
+        self._found[place] = None if place in self._found else (out.detach(), lse)
+
+    def take(self, place: Hashable) -> tuple[Tensor, Tensor] | None:
+        """What was kept at `place`, if this is its recomputation."""
+        return self._found.pop(place, None) if recomputing() else None
+
+
+def recomputing() -> bool:
+    """Whether this code runs inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
 def triton_attention(
-    query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    schedule: Schedule,
+    *,
+    scale: float | None = None,
+    kept: tuple[Kept, Hashable] | None = None,
 ) -> Tensor:
     """Softmax attention over the visible pairs of a schedule's rows.
 
@@ -35,6 +69,7 @@ def triton_attention(
         key, value: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
         schedule: of these B rows of T tokens, on the device of `query`.
         scale: factor of the scores, D**-0.5 by default.
+        kept: where to keep the output for its recomputation, and the place of this layer there.
 
     Returns:
         [B, H, T, D] in the dtype of `query`, in memory [B, T, H, D].
@@ -51,7 +86,7 @@ def triton_attention(
             f"attention: the schedule is of {len(schedule.end)} x {schedule.length} tokens on {schedule.end.device}, "
             f"query of {batch} x {length} on {query.device}; expected the schedule of these rows, moved to the device"
         )
-    out: Tensor = _Attention.apply(query, key, value, schedule, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(query, key, value, schedule, scale, kept)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -88,13 +123,27 @@ def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        schedule: Schedule,
+        scale: float,
+        kept: tuple[Kept, Hashable] | None,
+    ) -> Tensor:
         query, key, value = (_with_dense_rows(x) for x in (query, key, value))
         kernels = backend(query)
-        out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
+        known = kept[0].take(kept[1]) if kept is not None else None
+        if known is not None:
+            out, lse = known
+        else:
+            out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
+            if kept is not None and not recomputing():
+                kept[0].store(kept[1], out, lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.schedule, ctx.scale, ctx.kernels = schedule, scale, kernels
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     @once_differentiable
@@ -102,7 +151,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
         found = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
-        return *found, None, None
+        return *found, None, None, None
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
