@@ -72,6 +72,7 @@ def make_row(samples: Sequence[Sample], *, row_id: int = 0) -> Row:
         scale=np.array(passing, np.int32),
         loss_weight=weight,
         trajectory_ids=[str(i) for i in range(len(samples))],
+        trajectory_groups=["g"] * len(samples),
         trajectory_ends=np.array([at[sample.tokens] for sample in samples], np.int32),
         terms=None,
     )

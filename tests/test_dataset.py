@@ -55,6 +55,36 @@ def test_batches_are_the_rows_that_were_written(tmp_path: Path, given_ones: list
     assert dataset.max_position() == max(lengths) - 1
 
 
+def test_terms_come_with_the_rows_when_asked(tmp_path: Path) -> None:
+    given_ones = [
+        make("a", [1, 2, 3], group="x", reward=1.0, advantage=0.5, old_logprobs=[-1.0, -2.0]),
+        make("b", [1, 2, 4, 5], spans=[(1, 2, 1.0), (3, 4, 2.0)], group="y", advantages=[3.0, 4.0]),
+    ]
+    path = packed_directory(tmp_path / "packed", given_ones, capacity=20)
+    assert PackedDataset(path)[0].terms is None
+    dataset = PackedDataset(path, terms=True, multiple=16)
+    terms = dataset[0].terms
+    assert terms is not None
+    assert "term_ref_logprob" not in dataset.term_columns
+    assert terms.tokens.tolist() == [1, 2, 4]
+    assert terms.tokens[terms.index].tolist() == [1, 2, 1, 4]
+    assert (terms.trajectory.tolist(), terms.weight.tolist()) == ([0, 0, 1, 1], [1, 1, 1, 2])
+    assert (terms.ref_logprob, terms.group.tolist()) == (None, [0, 1])
+    assert terms.advantage is not None
+    assert terms.advantage.tolist() == [0.5, 0.5, 3, 4]
+    assert terms.old_logprob is not None
+    assert terms.old_logprob.nan_to_num(9).tolist() == [-1, -2, 9, 9]
+    assert terms.reward is not None
+    assert terms.reward.nan_to_num(9).tolist() == [1, 9]
+
+
+def test_rows_of_an_older_treepack_are_refused(tmp_path: Path) -> None:
+    path = packed_directory(tmp_path / "packed", forest(3), capacity=40)
+    row = pq.read_table(path / "part-00000.parquet").drop_columns("trajectory_groups")
+    with pytest.raises(TreepackError, match="no column trajectory_groups, so an older treepack wrote them; pack"):
+        shards.row_of_table(row, 0)
+
+
 def test_padding_sees_only_itself_and_counts_for_nothing(tmp_path: Path) -> None:
     path = packed_directory(tmp_path / "packed", forest(4, length=20), capacity=50)
     plain, padded = PackedDataset(path), PackedDataset(path, multiple=64)

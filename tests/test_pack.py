@@ -191,6 +191,33 @@ def test_rows_without_rewards_have_no_terms() -> None:
     assert packed([make("a", [1, 2])], 10)[0].terms is None
 
 
+def test_rows_name_the_groups_and_rewards_of_their_trajectories() -> None:
+    given_ones = [
+        make("a", [1, 2, 3], group="x", reward=2.0),
+        make("b", [1, 2], group="y"),
+        make("c", [4, 5], reward=0.5),
+    ]
+    (row,) = packed(given_ones, 10)
+    assert (row.trajectory_ids, row.trajectory_groups) == (["b", "a", "c"], ["y", "x", "g"])
+    assert row.terms is not None
+    assert row.terms.trajectory_rewards is not None
+    np.testing.assert_array_equal(row.terms.trajectory_rewards, [np.nan, 2.0, 0.5])
+
+
+def test_check_notices_wrong_groups_and_rewards() -> None:
+    trie = build_trie([make("a", [1, 2, 3], reward=1.0), make("b", [1, 2, 4, 5], reward=0.0)])
+    (row,) = pack_rows(trie, plan_rows(trie, capacity=10))
+    check_packed([row], manifest_of([row], 10), trie)
+    assert row.terms is not None
+    for rewards in (np.array([1.0, 1.0]), np.array([np.nan, 0.0]), np.array([1.0]), None):
+        wrong = replace(row, terms=replace(row.terms, trajectory_rewards=rewards))
+        with pytest.raises(TreepackError, match=r"row 0: .*reward"):
+            check_packed([wrong], manifest_of([row], 10), trie)
+    for groups in (["g", "h"], ["g"]):
+        with pytest.raises(TreepackError, match="row 0: traj"):
+            check_packed([replace(row, trajectory_groups=groups)], manifest_of([row], 10), trie)
+
+
 def damaged(row: Row, column: str, token: int, value: float) -> Row:
     values = getattr(row, column).copy()
     values[token] = value

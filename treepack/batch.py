@@ -3,7 +3,8 @@
     Row (numpy columns) --make_batch--> Batch (tensors, padded) --.to(device)--> model, loss
 
 Padding token i sees only itself and counts for nothing: `subtree_end = i + 1`, position 0, parent -1, weight 0.
-`schedule` is what the model's attention prepared for the row (`model.placed`), if it has.
+`schedule` is what the model's attention prepared for the row (`model.placed`), if it has. `terms` are the row's
+(trajectory, trained token) pairs, for objectives that need more than one weight per token (`objectives`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from treepack.errors import TreepackError
 
 if TYPE_CHECKING:
+    from treepack import pack
     from treepack.pack import Row
 
 _KINDS = {
@@ -28,6 +30,35 @@ _KINDS = {
     "scale": torch.int32,
     "loss_weight": torch.float64,
 }
+_TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The N terms of a row of K trajectories: one per (trajectory, trained token) pair.
+
+    `tokens` int64 [n] are the row indices of all trained tokens, ascending, and `index` int32 [N] says which of them a
+    term is about: log-probabilities are computed for `tokens` and gathered by `index`. trajectory int32 [N]; weight
+    float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K], equal where trajectories of
+    the row share a group; reward float64 [K]. What the directory does not hold is None, a missing value NaN.
+    """
+
+    tokens: Tensor
+    index: Tensor
+    trajectory: Tensor
+    weight: Tensor
+    advantage: Tensor | None
+    sampling_logprob: Tensor | None
+    old_logprob: Tensor | None
+    ref_logprob: Tensor | None
+    group: Tensor
+    reward: Tensor | None
+
+    def to(self, device: torch.device | str) -> Terms:
+        """The same terms with their tensors on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: value.to(device) for name, value in values.items() if value is not None}
+        return Terms(**{**values, **moved})
 
 
 @dataclass(frozen=True)
@@ -51,12 +82,13 @@ class Batch:
     num_tokens: int
     total_weight: float
     tokens_flat: int
+    terms: Terms | None = None
     schedule: Any = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same row with its tensors on `device`; a schedule belongs to one device and stays behind."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor | Terms)}
         return Batch(**{**values, **moved, "schedule": None})
 
     @property
@@ -91,5 +123,23 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
         num_tokens=length,
         total_weight=float(row.loss_weight.sum()),
         tokens_flat=int(row.scale.sum()),
+        terms=None if row.terms is None else _make_terms(row.terms, row.trajectory_groups, length),
         **tensors,
+    )
+
+
+def _make_terms(terms: pack.Terms, groups: list[str], length: int) -> Terms:
+    trained = np.zeros(length, bool)
+    trained[terms.token] = True
+    place = np.cumsum(trained, dtype=np.int32) - np.int32(1)
+    codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
+    columns: dict[str, Any] = {
+        name: None if (values := getattr(terms, column)) is None else torch.tensor(values)
+        for name, column in {**{name: name for name in _TERM_COLUMNS}, "reward": "trajectory_rewards"}.items()
+    }
+    return Terms(
+        tokens=torch.from_numpy(np.flatnonzero(trained)),
+        index=torch.from_numpy(place[terms.token]),
+        group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),
+        **columns,
     )

@@ -100,6 +100,11 @@ def check_row(row: Row, *, capacity: int) -> None:
     up = row.parent >= 0
     _expect(row, "subtree_end", ~up | (row.subtree_end <= row.subtree_end[row.parent]))
     _expect(row, "position_ids", row.position_ids == np.where(up, row.position_ids[row.parent] + 1, 0))
+    if len(row.trajectory_groups) != len(row.trajectory_ids) or len(row.trajectory_ends) != len(row.trajectory_ids):
+        raise TreepackError(
+            f"row {row.row_id}: trajectory_ids, trajectory_groups and trajectory_ends differ in length; "
+            "pack the trie again"
+        )
     if not ((row.trajectory_ends >= 0) & (row.trajectory_ends < num)).all():
         raise TreepackError(f"row {row.row_id}: trajectory_ends points outside the row; pack the trie again")
     ends = np.concatenate([[0], np.cumsum(np.bincount(row.trajectory_ends, minlength=num))])
@@ -111,7 +116,15 @@ def check_row(row: Row, *, capacity: int) -> None:
 
 
 def _check_terms(row: Row, terms: Terms) -> None:
-    sizes = {len(values) for field in fields(terms) if (values := getattr(terms, field.name)) is not None}
+    sizes = {
+        len(values)
+        for field in fields(terms)
+        if field.name != "trajectory_rewards" and (values := getattr(terms, field.name)) is not None
+    }
+    if terms.trajectory_rewards is not None and len(terms.trajectory_rewards) != len(row.trajectory_ids):
+        raise TreepackError(
+            f"row {row.row_id}: trajectory_rewards has not one value per trajectory; pack the trie again"
+        )
     inside = (terms.token >= 0) & (terms.token < row.num_tokens)
     known = (terms.trajectory >= 0) & (terms.trajectory < len(row.trajectory_ids))
     if len(sizes) != 1 or not inside.all() or not known.all():
@@ -208,6 +221,8 @@ class _Expected:
         self.spans = SpanView.of(trie.trajectories)
         self.factors = trajectory_factors(trie, normalize=options["normalize"])
         self.steps = trie.trajectories["step"].to_pylist()
+        self.groups = trie.trajectories["group_id"].to_pylist()
+        self.rewards = trie.trajectories["reward"].to_pylist()
         self.counts = times_trained(trie) if options["semantics"] == "once" else None
         self.trie = trie
         self.waiting = set(ids)
@@ -226,7 +241,8 @@ class _Expected:
             self.waiting.discard(name)
             i = self.index[name]
             path = paths.to(end)
-            if not np.array_equal(row.input_ids[path], self.sequences[i]) or row.step != self.steps[i]:
+            named = (row.step, row.trajectory_groups[order]) == (self.steps[i], self.groups[i])
+            if not (named and np.array_equal(row.input_ids[path], self.sequences[i])):
                 raise TreepackError(f"row {row.row_id}: trajectory {name} differs from the trie's; pack the trie again")
             self._add(weights, path, i)
             if row.terms is not None:
@@ -249,6 +265,9 @@ class _Expected:
         trained = path[np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])]
         if not np.array_equal(terms.token[mine], trained):
             raise TreepackError(f"{where} has terms that are not its trained tokens; pack the trie again")
+        reward = None if terms.trajectory_rewards is None else float(terms.trajectory_rewards[order])
+        if (None if reward is None or math.isnan(reward) else reward) != self.rewards[i]:
+            raise TreepackError(f"{where} has another reward than in the trie; pack the trie again")
         for name, values in self.values.items():
             stored, known = getattr(terms, name), values[i]
             if stored is None and known is None:

@@ -10,7 +10,7 @@ grouping of rows are left to the trainer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from treepack.batch import Batch, make_batch
 from treepack.errors import TreepackError
 from treepack.manifest import check_part, read_manifest
-from treepack.schema import PACKED_FORMAT, ROWS
+from treepack.schema import PACKED_FORMAT, ROWS, TERMS
 from treepack.shards import row_of_table
 
 CACHED_GROUPS = 4
@@ -51,20 +51,24 @@ class PackedDataset(Dataset[Batch]):
         total_weight: float64 [num_rows], sum of loss_weight.
         num_tokens: int64 [num_rows].
         row_ids: int64 [num_rows].
+        term_columns: the columns of `schema.TERMS` that the directory has.
     """
 
-    def __init__(self, path: str | Path, *, multiple: int = 1) -> None:
-        """Open `path`; rows are padded to a multiple of `multiple` tokens.
+    def __init__(self, path: str | Path, *, multiple: int = 1, terms: bool = False) -> None:
+        """Open `path`; rows are padded to a multiple of `multiple` tokens and hold their terms if `terms`.
 
         Raises:
             TreepackError: if the directory is unfinished, of another format, or not what its manifest says.
         """
         self.path = Path(path)
         self.multiple = multiple
+        self.terms = terms
         self.manifest = read_manifest(self.path, PACKED_FORMAT)
         self._files: dict[Path, pq.ParquetFile] = {}
         self._cache: OrderedDict[_Group, pa.Table] = OrderedDict()
         self._groups = self._list_groups()
+        present = self._open(self._groups[0].path).schema_arrow.names if self._groups else []
+        self.term_columns = tuple(name for name in TERMS.names if name in present)
         self._firsts = np.array([group.first for group in self._groups], np.int64)
         index = self._read_scalars()
         self.row_ids = index["row_id"].to_numpy()
@@ -94,8 +98,12 @@ class PackedDataset(Dataset[Batch]):
 
     def max_position(self) -> int:
         """The greatest position id of any row; reads one column."""
-        columns = (self._read(group, ["position_ids"])["position_ids"] for group in self._groups)
+        columns = (table["position_ids"] for table in self.tables(["position_ids"]))
         return max((compute.max(compute.list_flatten(column)).as_py() or 0 for column in columns), default=0)
+
+    def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Those columns of all rows in order, a row group at a time."""
+        return (self._read(group, [*columns]) for group in self._groups)
 
     def _list_groups(self) -> list[_Group]:
         groups, first = [], 0
@@ -113,11 +121,11 @@ class PackedDataset(Dataset[Batch]):
 
     def _read_scalars(self) -> pa.Table:
         wanted = pa.schema([ROWS.field(name) for name in _SCALARS])
-        return pa.concat_tables([wanted.empty_table(), *(self._read(g, [*_SCALARS]) for g in self._groups)])
+        return pa.concat_tables([wanted.empty_table(), *self.tables(_SCALARS)])
 
     def _load(self, group: _Group) -> pa.Table:
         if group not in self._cache:
-            self._cache[group] = self._read(group, ROWS.names)
+            self._cache[group] = self._read(group, [*ROWS.names, *(self.term_columns if self.terms else ())])
             if len(self._cache) > CACHED_GROUPS:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(group)

@@ -35,7 +35,7 @@ LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
 class Terms:
     """(trajectory, trained token) pairs of a row; one entry per pair in every array, or None where nothing is known.
 
-    NaN stands for the missing values of single trajectories.
+    `trajectory_rewards` has one entry per trajectory. NaN stands for the missing values of single trajectories.
     """
 
     token: Int32
@@ -45,6 +45,7 @@ class Terms:
     sampling_logprob: Float32 | None
     old_logprob: Float32 | None
     ref_logprob: Float32 | None
+    trajectory_rewards: Float64 | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Row:
     scale: Int32
     loss_weight: Float64
     trajectory_ids: list[str]
+    trajectory_groups: list[str]
     trajectory_ends: Int32
     terms: Terms | None
 
@@ -213,6 +215,7 @@ def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: s
     weights = _Weights(trie, normalize=normalize, semantics=semantics)
     steps = trie.trajectories["step"].to_pylist()
     ids = trie.trajectories["trajectory_id"].to_pylist()
+    groups = trie.trajectories["group_id"].to_pylist()
     for row_id, members in enumerate(plan.members()):
         placed = layout.placed(members)
         columns = layout.columns(placed)
@@ -223,6 +226,7 @@ def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: s
             loss_weight=loss_weight,
             terms=terms,
             trajectory_ids=[ids[i] for i in placed.members.tolist()],
+            trajectory_groups=[groups[i] for i in placed.members.tolist()],
             **columns,
         )
 
@@ -322,8 +326,10 @@ class _Weights:
         self.factors = trajectory_factors(trie, normalize=normalize)
         self.counts = times_trained(trie) if semantics == "once" else None
         self.values = {name: _known(trie, name) for name in ("advantages", *LOGPROBS)}
-        has_reward = trie.trajectories["reward"].null_count < trie.num_trajectories
-        self.has_terms = has_reward or any(values is not None for values in self.values.values())
+        rewards = trie.trajectories["reward"]
+        known = rewards.null_count < trie.num_trajectories
+        self.rewards = rewards.to_numpy() if known else None
+        self.has_terms = known or any(values is not None for values in self.values.values())
 
     def of(self, placed: _Placed) -> tuple[Float64, Terms | None]:
         """`loss_weight` float64 [num_tokens] and the terms of the row's trajectories."""
@@ -362,12 +368,16 @@ class _Weights:
                 ]
             )
 
+        sampling, old, ref = (None if (v := gather(name)) is None else v.astype(np.float32) for name in LOGPROBS)
         return Terms(
-            np.concatenate(tokens).astype(np.int32),
-            np.repeat(np.arange(len(members), dtype=np.int32), sizes),
-            np.concatenate(weights),
-            gather("advantages"),
-            *(None if (v := gather(name)) is None else v.astype(np.float32) for name in LOGPROBS),
+            token=np.concatenate(tokens).astype(np.int32),
+            trajectory=np.repeat(np.arange(len(members), dtype=np.int32), sizes),
+            weight=np.concatenate(weights),
+            advantage=gather("advantages"),
+            sampling_logprob=sampling,
+            old_logprob=old,
+            ref_logprob=ref,
+            trajectory_rewards=None if self.rewards is None else self.rewards[members],
         )
 
 

@@ -82,11 +82,12 @@ ROWS = pa.schema(
             "loss_weight", pa.list_(pa.float64()), "sum over those trajectories of their own loss weight at the token"
         ),
         _field("trajectory_ids", pa.list_(pa.string()), "trajectories of this row, by where they end"),
+        _field("trajectory_groups", pa.list_(pa.string()), "group_id of each trajectory"),
         _field("trajectory_ends", pa.list_(pa.int32()), "row index of the last token of each trajectory"),
     ]
 )
 
-# One entry per (trajectory, trained token) pair of the row; a null value means that the trajectory has none.
+# One entry per (trajectory, trained token) pair of the row, or per trajectory; a null value means that it has none.
 TERMS = pa.schema(
     [
         _field("term_token", pa.list_(pa.int32()), "row index of the predicted token"),
@@ -96,6 +97,7 @@ TERMS = pa.schema(
         _field("term_sampling_logprob", pa.list_(pa.float32()), "sampler's log-probability", nullable=True),
         _field("term_old_logprob", pa.list_(pa.float32()), "trainer's old log-probability", nullable=True),
         _field("term_ref_logprob", pa.list_(pa.float32()), "reference log-probability", nullable=True),
+        _field("trajectory_rewards", pa.list_(pa.float64()), "reward of each trajectory", nullable=True),
     ]
 )
 

@@ -31,7 +31,16 @@ GROUP_TOKENS = 1 << 18
 
 # Values that repeat or grow by one along a row cost next to nothing as differences; few distinct values, as indices.
 DELTA = ("position_ids", "parent", "subtree_end", "scale", "trajectory_ends", "term_token", "term_trajectory")
-DICTIONARY = ("loss_weight", "term_weight", "term_advantage", "group_id", "metadata", "source")
+DICTIONARY = (
+    "loss_weight",
+    "term_weight",
+    "term_advantage",
+    "trajectory_rewards",
+    "trajectory_groups",
+    "group_id",
+    "metadata",
+    "source",
+)
 
 
 class _Parts:
@@ -176,7 +185,7 @@ def rows_table(rows: list[Row], columns: pa.Schema) -> pa.Table:
 def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
     if not pa.types.is_list(field.type):
         return pa.array([getattr(row, field.name) for row in rows], field.type)
-    if field.name.startswith("term_"):
+    if field.name in schema.TERMS.names:
         values = [getattr(row.terms, field.name.removeprefix("term_")) for row in rows]
     else:
         values = [getattr(row, field.name) for row in rows]
@@ -262,8 +271,13 @@ def row_of_table(table: pa.Table, i: int) -> Row:
     """Row `i` of a table of packed rows.
 
     Raises:
-        TreepackError: a stored sum does not match the columns it sums.
+        TreepackError: a column is missing, or a stored sum does not match the columns it sums.
     """
+    missing = [name for name in schema.ROWS.names if name not in table.column_names]
+    if missing:
+        raise TreepackError(
+            f"its rows have no column {missing[0]}, so an older treepack wrote them; pack the trie again"
+        )
     values: dict[str, Any] = {name: _cell(table, name, i) for name in table.column_names}
     terms = None
     if "term_token" in values:
