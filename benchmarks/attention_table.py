@@ -1,0 +1,82 @@
+"""The tables of docs/benchmarks.md from what `attention.py --json` wrote.
+
+    python benchmarks/attention_table.py RUN.json ... > table.md
+
+Prints for every run a sentence that says what ran and a Markdown table: one row per workload, one column per
+implementation with milliseconds of forward and backward together and, in brackets, TFLOP/s on the tree's own score
+pairs; then for `triton` the fraction of the measured matrix product rate and how many times faster it is than what else
+computes the tree, with geometric means in the last row. What did not run is a dash, and named below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+SUBJECT = "triton"
+TREE = ("flex", "flex-autotune", "flash")
+LABELS = {"flat-fa2": "flat FA2", "flat-fa4": "flat FA4"}
+
+Record = dict[str, Any]
+
+
+def about(run: dict[str, Any]) -> str:
+    """Hardware, versions and shapes of a run, in lines of at most 120."""
+    query, key = run["heads"].split("/")
+    order = {"bhtd": "heads before tokens", "bthd": "tokens before heads"}[run["layout"]]
+    return textwrap.fill(
+        f"{run['device']}, torch {run['torch']}, commit {run['commit']}: {query} query and {key} key heads of "
+        f"dimension {run['head_dim']}, {run['dtype']}, {order} in memory; matrix product "
+        f"{run['matmul_tflops']:.0f} TFLOP/s.",
+        width=120,
+    )
+
+
+def cells_of(records: dict[str, Record], names: list[str], baselines: list[str], matmul: float) -> list[str]:
+    """The row of one workload, from its records by implementation."""
+    first = next(iter(records.values()))
+    cells = [first["workload"], f"{first['tokens']:,} / {first['tokens_flat']:,}"]
+    for name in names:
+        record = records.get(name, {})
+        cells.append(f"{record['both_ms']:.1f} ({record['both_tflops']:.0f})" if "both_ms" in record else "-")
+    own = records.get(SUBJECT, {})
+    cells.append(f"{own['both_tflops'] / matmul:.2f}" if "both_tflops" in own else "-")
+    for name in baselines:
+        cells.append(f"{own[f'over_{name}']:.2f}" if f"over_{name}" in own else "-")
+    return cells
+
+
+def table(run: dict[str, Any]) -> list[str]:
+    """The lines of one run."""
+    workloads: dict[str, dict[str, Record]] = {}
+    for record in run["rows"]:
+        workloads.setdefault(record["workload"], {})[record["implementation"]] = record
+    names = list(dict.fromkeys(record["implementation"] for record in run["rows"]))
+    baselines = [name for name in TREE if name in names]
+    header = ["workload", "tokens tree / flat", *(LABELS.get(name, name) for name in names)]
+    header += [f"{SUBJECT} of matmul", *(f"over {name}" for name in baselines)]
+    lines = [about(run), "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+    for records in workloads.values():
+        lines.append(f"| {' | '.join(cells_of(records, names, baselines, run['matmul_tflops']))} |")
+    means = []
+    for name in baselines:
+        ratios = [found[f"over_{name}"] for r in workloads.values() if f"over_{name}" in (found := r.get(SUBJECT, {}))]
+        means.append(f"{geometric_mean(ratios):.2f}" if ratios else "-")
+    lines.append(f"| {' | '.join(['geometric mean', *[''] * (len(names) + 2), *means])} |")
+    failed = [f"- {r['implementation']} on {r['workload']}: {r['error']}" for r in run["rows"] if "error" in r]
+    return lines + (["", *failed] if failed else [])
+
+
+def main() -> None:
+    """Print the tables of all runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+    print("\n\n".join("\n".join(table(json.loads(path.read_text()))) for path in parser.parse_args().runs))
+
+
+if __name__ == "__main__":
+    main()
