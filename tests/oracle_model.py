@@ -5,7 +5,7 @@ make_row     the columns of one packed row, from the set of all prefixes and not
 alone        loss and gradients of samples run one by one through transformers' own attention
 tiny_model   small random models whose norms stay in float64
 sample_sets  hypothesis: sets of samples that branch, repeat, and end inside one another
-packed_directory, tiny_config  what the trainer reads, on disk
+packed_directory, write_rows, tiny_config  what the trainer reads, on disk
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from treepack.directory import finished_directory
 from treepack.pack import Row, pack_rows
-from treepack.plan import plan_rows
+from treepack.plan import Limits, Plan, plan_rows
 from treepack.shards import write_packed
 from treepack.trajectory import Trajectory
 from treepack.trie import build_trie
@@ -178,6 +178,21 @@ def packed_directory(path: Path, trajectories: Sequence[Trajectory], *, capacity
         rows = pack_rows(trie, plan_rows(trie, capacity=capacity))
         options = {"semantics": "branch", "normalize": "token"}
         write_packed(rows, temporary, {"options": options, "capacity": capacity, "tokenizer": None, **entries})
+    return path
+
+
+def write_rows(
+    path: Path, trajectories: Sequence[Trajectory], rows: Sequence[int], *, normalize: str = "token"
+) -> Path:
+    """`trajectories` as a packed directory at `path`, each in the row that `rows` gives it, without gaps."""
+    trie = build_trie(trajectories)
+    wanted = {t.trajectory_id: row for t, row in zip(trajectories, rows, strict=True)}
+    chosen = [wanted[name] for name in trie.trajectories["trajectory_id"].to_pylist()]
+    plan = Plan("given", Limits(4096), np.unique(chosen, return_inverse=True)[1])
+    with finished_directory(path, overwrite=True) as temporary:
+        options = {"semantics": "branch", "normalize": normalize}
+        written = pack_rows(trie, plan, normalize=normalize)
+        write_packed(written, temporary, {"options": options, "capacity": 4096, "tokenizer": None})
     return path
 
 

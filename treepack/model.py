@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from treepack.attention import IMPLEMENTATIONS, Kept, prepare, register, resolve, row_multiple, takes_chains
 from treepack.batch import Batch
 from treepack.errors import TreepackError
-from treepack.loss import CHUNK, weighted_nll
+from treepack.loss import CHUNK, tree_logprobs, weighted_nll
+from treepack.objectives import Objective, objective_loss
 from treepack.probe import ONLY, one_line, probe, refusing
 
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
@@ -316,6 +317,25 @@ def _recomputes(model: Any) -> bool:
     # transformers renamed it within version 5.
     name = "is_activation_checkpointing"
     return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
+
+
+def row_logprobs(loaded: LoadedModel, batch: Batch, tokens: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [n] of the row's tokens int64 [n], each once; see `loss.tree_logprobs`."""
+    head = loaded.model.get_output_embeddings()
+    states, bias = hidden_states(loaded, batch), getattr(head, "bias", None)
+    return tree_logprobs(states, head.weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
+
+
+def row_objective(
+    loaded: LoadedModel, batch: Batch, factors: Tensor, objective: Objective, *, chunk: int = CHUNK
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The row's part of the loss of an optimiser step and of its means; see `objectives.objective_loss`.
+
+    `batch` must hold its terms, and lie with `factors` float64 [num_trajectories] on the model's device.
+    """
+    assert batch.terms is not None, "open the dataset with terms=True"
+    logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=chunk)
+    return objective_loss(logprobs, entropies, batch.terms, factors, objective)
 
 
 def checkpoint_layers(model: Any) -> None:

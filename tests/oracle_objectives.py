@@ -1,0 +1,144 @@
+"""Slow, obvious twins of the objectives: each paper's formula, trajectory by trajectory, one forward for each.
+
+    Rollout      one trajectory with everything an objective may read, per token
+    step_loss    the loss of an optimiser step over rollouts, attached to the model, in float64
+
+No row, no tree, no term: loops over rollouts and their trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Token ids, and per token its loss weight (0 where it is not trained), advantage and log-probabilities."""
+
+    tokens: list[int]
+    weights: list[float]
+    advantages: list[float]
+    old: list[float]
+    ref: list[float]
+    sampling: list[float]
+    group: str
+    reward: float
+
+    @property
+    def trained(self) -> list[int]:
+        return [j for j, weight in enumerate(self.weights) if weight]
+
+
+def own_logprobs(model: Any, rollout: Rollout) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Log-probability and entropy at each trained position, from the plain model run on this rollout alone."""
+    tokens = torch.tensor(rollout.tokens)
+    logs = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+    logprobs = {j: logs[j - 1, rollout.tokens[j]] for j in rollout.trained}
+    entropies = {j: -(logs[j - 1].exp() * logs[j - 1]).sum() for j in rollout.trained}
+    return logprobs, entropies
+
+
+def clip(value: Tensor, low: float, high: float) -> Tensor:
+    return torch.clamp(value, 1 - low, 1 + high)
+
+
+def policy_losses(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, *, has_old: bool) -> dict[int, Tensor]:
+    """The policy loss of each trained token, before KL, entropy and importance weights."""
+    found = {}
+    mean: Any = sum(logprobs[j] - rollout.old[j] if has_old else logprobs[j] * 0 for j in rollout.trained)
+    mean = mean / max(1, len(rollout.trained))
+    for j in rollout.trained:
+        logp, advantage = logprobs[j], rollout.advantages[j]
+        old = torch.tensor(rollout.old[j], dtype=torch.float64) if has_old else logp.detach()
+        ratio = torch.exp(logp - old)
+        if o.loss == "cispo":
+            found[j] = -clip(ratio, o.clip_low, o.clip_high).detach() * advantage * logp
+            continue
+        if o.loss == "gspo":
+            ratio = torch.exp(mean).detach() * torch.exp(logp) / torch.exp(logp).detach()
+        value = torch.min(ratio * advantage, clip(ratio, o.clip_low, o.clip_high) * advantage)
+        if o.dual_clip is not None and advantage < 0:
+            value = torch.max(value, torch.tensor(o.dual_clip * advantage, dtype=torch.float64))
+        found[j] = -value
+    return found
+
+
+def kl(logp: Tensor, ref: float, estimator: str) -> Tensor:
+    if estimator == "k1":
+        return logp - ref
+    if estimator == "k2":
+        return 0.5 * (logp - ref) ** 2
+    return torch.exp(ref - logp) / 1.0 - (ref - logp) - 1
+
+
+def token_losses(model: Any, rollout: Rollout, o: Any, *, has_old: bool) -> dict[int, Tensor]:
+    """Loss of each trained token of a rollout."""
+    logprobs, entropies = own_logprobs(model, rollout)
+    losses = policy_losses(rollout, logprobs, o, has_old=has_old)
+    for j in rollout.trained:
+        if o.importance_cap is not None:
+            old = rollout.old[j] if has_old else logprobs[j].item()
+            weight = torch.exp(torch.tensor(old - rollout.sampling[j], dtype=torch.float64))
+            losses[j] = losses[j] * min(weight.item(), o.importance_cap)
+        losses[j] = losses[j] + o.kl * kl(logprobs[j], rollout.ref[j], o.kl_estimator) - o.entropy * entropies[j]
+    return losses
+
+
+def step_loss(model: Any, rollouts: Sequence[Rollout], o: Any, *, has_old: bool = True) -> Tensor:
+    """Loss of one optimiser step over `rollouts` under the objective `o`."""
+    if o.loss == "dpo":
+        return dpo(model, rollouts, o)
+    weighted, sums = [], []
+    for rollout in rollouts:
+        losses = token_losses(model, rollout, o, has_old=has_old)
+        total: Any = sum(rollout.weights[j] * losses[j] for j in rollout.trained)
+        weighted.append(total)
+        sums.append(sum(rollout.weights))
+    live = [i for i, s in enumerate(sums) if s]
+    if o.denominator == "token":
+        result: Any = sum(weighted[i] for i in live) / sum(sums)
+    elif o.denominator == "trajectory":
+        result = sum(weighted[i] / sums[i] for i in live) / len(live)
+    elif o.denominator == "group":
+        groups = sorted({rollouts[i].group for i in live})
+        means = []
+        for name in groups:
+            inside = [i for i in live if rollouts[i].group == name]
+            means.append(sum(weighted[i] for i in inside) / sum(sums[i] for i in inside))
+        result = sum(means) / len(groups)
+    else:
+        result = sum(weighted[i] / o.response_length for i in live) / len(live)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def gspo_of_sequences(model: Any, rollouts: Sequence[Rollout], o: Any) -> Tensor:
+    """GSPO's eq. 5: one ratio and one advantage per sequence, the gradient through the ratio itself."""
+    total: Any = 0
+    for rollout in rollouts:
+        logprobs, _ = own_logprobs(model, rollout)
+        differences = [logprobs[j] - rollout.old[j] for j in rollout.trained]
+        ratio = torch.exp(torch.stack(differences).mean())
+        advantage = rollout.advantages[rollout.trained[0]]
+        total = total - torch.min(ratio * advantage, clip(ratio, o.clip_low, o.clip_high) * advantage)
+    result: Tensor = total / len(rollouts)
+    return result
+
+
+def dpo(model: Any, rollouts: Sequence[Rollout], o: Any) -> Tensor:
+    shifts: list[Any] = []
+    for rollout in rollouts:
+        logprobs, _ = own_logprobs(model, rollout)
+        shifts.append(sum(logprobs[j] - rollout.ref[j] for j in rollout.trained))
+    losses = []
+    for i, chosen in enumerate(rollouts):
+        for k, rejected in enumerate(rollouts):
+            live = bool(chosen.trained) and bool(rejected.trained)
+            if live and chosen.group == rejected.group and chosen.reward > rejected.reward:
+                losses.append(-torch.log(torch.sigmoid(o.beta * (shifts[i] - shifts[k]))))
+    return torch.stack(losses).mean()
