@@ -92,6 +92,8 @@ def packed_row(length: int, row_id: int, vocabulary: int) -> Batch:
         loss_weight=np.where(parent >= 0, scale * 1.0, 0.0),
         trajectory_ids=[str(leaf) for leaf in leaves],
         trajectory_ends=leaves,
+        trajectory_groups=[""] * len(leaves),
+        terms=None,
     )
     return make_batch(row, multiple=BLOCK if row_id % 2 else 1)
 
