@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from .objective import objective_options, read_objective
 from .output import show, text
 
 
@@ -19,6 +20,7 @@ from .output import show, text
     help="Causal LM directory, hub name, or config file (random weights).",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Directory to write the trained model to.")
+@objective_options
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps; overrides --epochs.")
 @click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Passes over the rows.")
 @click.option(
@@ -99,11 +101,13 @@ def train(
     """Train a Hugging Face causal language model on packed rows.
 
     Writes the model's own format, loadable by from_pretrained, with metrics.jsonl (a line per optimiser step). The loss
-    of a step is one mean over all its rows, normalised as the rows were packed.
+    of a step is one mean over all its rows: with --loss sft normalised as the rows were packed, else as --denominator
+    says. Unless given, the options of the other losses have the values that are usual for each.
     """
     from treepack.train import TrainOptions
 
-    chosen = TrainOptions(**options)
+    objective = read_objective(options)
+    chosen = TrainOptions(**options, objective=objective)
     if verify:
         _verify(packed, model, chosen, verify_rows)
     elif out is None:
@@ -151,16 +155,14 @@ def _train(packed: Path, model: str, options: Any, out: Path, *, overwrite: bool
 
 
 def _verify(packed: Path, model: str, options: Any, num_rows: int) -> None:
-    import numpy as np
-
     from treepack.errors import TreepackError
     from treepack.train import open_verification
     from treepack.verify import verify_gradients
 
     run = open_verification(packed, model, options)
-    trained = np.flatnonzero(run.dataset.total_weight)
-    rows = trained[np.argsort(run.dataset.num_tokens[trained], kind="stable")][:num_rows].tolist()
-    report = verify_gradients(run.loaded, [run.dataset[row].to(run.loaded.device) for row in rows])
+    rows = sorted(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))[:num_rows]
+    batches = [run.dataset[row].to(run.loaded.device) for row in rows]
+    report = verify_gradients(run.loaded, batches, objective=options.objective, factors=run.factors(rows))
     name, error = report.worst
     show(
         {

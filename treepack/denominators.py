@@ -38,13 +38,14 @@ class TrajectoryTable:
     """The K trajectories of a packed directory, in the order of its rows.
 
     `first` int64 [num_rows + 1]: those of row r are first[r] .. first[r + 1] - 1; group int64 [K], equal where step and
-    group are; weight float64 [K], the sum of their term weights; pairs int64 [num_rows], DPO's pairs within each row.
+    group are; weight float64 [K], the sum of their term weights; pairs int64 [num_rows], the pairs that dpo compares
+    within each row, and None for other losses.
     """
 
     first: Int64
     group: Int64
     weight: Float64
-    pairs: Int64
+    pairs: Int64 | None
 
 
 def check_columns(dataset: PackedDataset, objective: Objective) -> None:
@@ -103,7 +104,7 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     group = np.array([codes[key] for key in keys], np.int64)
     weight: Float64 = np.concatenate(weights)
-    pairs = np.zeros(len(dataset), np.int64)
+    pairs = None
     if reads_rewards:
         reward = np.concatenate(rewards)
         pairs = _pairs_within(first, group, weight, reward)
@@ -148,6 +149,12 @@ def _refuse_split_pairs(dataset: PackedDataset, row: Int64, names: list[str], gr
             )
 
 
+def trainable_rows(dataset: PackedDataset, table: TrajectoryTable | None) -> Int64:
+    """Indices of the rows that give a loss: with weight, or where an objective compares pairs, with a pair."""
+    rows: Int64 = np.flatnonzero(dataset.total_weight if table is None or table.pairs is None else table.pairs)
+    return rows
+
+
 def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) -> list[Float64]:
     """The factors f of the trajectories of each row of an optimiser step; float64 [trajectories of the row] each.
 
@@ -156,6 +163,7 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
     """
     members = [np.arange(table.first[row], table.first[row + 1]) for row in rows]
     if objective.loss == "dpo":
+        assert table.pairs is not None
         factor = 1 / max(1, int(table.pairs[rows].sum()))
         return [np.full(len(own), factor) for own in members]
     every = np.concatenate(members)

@@ -6,7 +6,8 @@
     out/    weights, config, tokenizer   train.json (options and inputs)   metrics.jsonl (a line per step)
 
 The loss of an optimiser step is the sum over its rows of weight * nll, divided by the sum of all their weights: one
-global mean, whatever the rows and however they are accumulated. Rows are shuffled by seed and epoch; rows of a training
+global mean, whatever the rows and however they are accumulated; `objectives` has the losses of reinforcement learning
+and preferences, which hold to the same. Rows are shuffled by seed and epoch; rows of a training
 step (the `step` column) stay together and in order, and an optimiser step never mixes two of them.
 
 `out` appears when training is complete and not before. The library prints nothing: notes are in `Run.notes`.
@@ -19,7 +20,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from torch import Tensor
 
 from treepack import __version__
 from treepack.attention import IMPLEMENTATIONS, row_multiple
+from treepack.batch import Batch
 from treepack.dataset import PackedDataset
+from treepack.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
 from treepack.directory import finished_directory, refuse_existing
 from treepack.errors import TreepackError
 from treepack.loss import CHUNK
@@ -41,9 +44,11 @@ from treepack.model import (
     placed,
     position_limit,
     row_loss,
+    row_objective,
     saved_tokenizer,
     without_bars,
 )
+from treepack.objectives import Objective
 from treepack.tokenization import load_tokenizer
 
 TRAIN_FORMAT = "treepack-train"
@@ -55,7 +60,8 @@ class TrainOptions:
     """How to train; see the command line for the same names.
 
     `steps`, where given, overrides `epochs`. `clip` is the greatest gradient norm, 0 for none. `dtype` "bf16" keeps
-    float32 weights under autocast. `device` "auto" is the GPU where there is one.
+    float32 weights under autocast. `device` "auto" is the GPU where there is one. `objective` is what is minimised; see
+    `objectives.choose_objective`.
     """
 
     steps: int | None = None
@@ -73,6 +79,7 @@ class TrainOptions:
     loss_chunk: int = CHUNK
     device: str = "auto"
     seed: int = 0
+    objective: Objective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
@@ -110,11 +117,27 @@ class Run:
     schedule: list[OptimiserStep]
     tokenizer: Any
     notes: tuple[str, ...]
+    table: TrajectoryTable | None = None
+
+    @property
+    def trainable_rows(self) -> list[int]:
+        """Rows (indices into the dataset) that give a loss."""
+        return [int(row) for row in trainable_rows(self.dataset, self.table)]
+
+    def factors(self, rows: list[int]) -> list[Tensor | None]:
+        """What the terms of each of the `rows` of one optimiser step are multiplied by; None for sft."""
+        if self.table is None:
+            return [None] * len(rows)
+        found = step_factors(self.table, rows, self.options.objective)
+        return [torch.from_numpy(own).to(self.loaded.device) for own in found]
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimiser step; `tokens` are computed, `tokens_flat` is what the trajectories hold one by one."""
+    """One optimiser step; `tokens` are computed, `tokens_flat` is what the trajectories hold one by one.
+
+    `means` are the objective's own, weighted by term (dpo: by pair) over the whole step; see `objectives`.
+    """
 
     step: int
     epoch: int
@@ -128,6 +151,13 @@ class StepMetrics:
     seconds: float
     tokens_per_second: float
     tokens_flat_per_second: float
+    means: dict[str, float] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Any]:
+        """The line of metrics.jsonl: all fields and means side by side."""
+        record = asdict(self)
+        means = record.pop("means")
+        return {**record, **means}
 
 
 def open_run(packed: str | Path, model: str | Path, options: TrainOptions) -> Run:
@@ -160,8 +190,11 @@ def _open(
     packed: str | Path, model: str | Path, options: TrainOptions, weights: torch.dtype, autocast: torch.dtype | None
 ) -> Run:
     device = find_device(options.device)
-    dataset = PackedDataset(packed)
-    schedule = plan_steps(dataset, options)
+    objective = options.objective
+    dataset = PackedDataset(packed, terms=objective.loss != "sft")
+    check_columns(dataset, objective)
+    table = None if objective.loss == "sft" else trajectory_table(dataset, objective)
+    schedule = plan_steps(dataset, options, table)
     loaded = load_model(
         model, attention=options.attention, dtype=weights, autocast=autocast, device=device, seed=options.seed
     )
@@ -171,10 +204,13 @@ def _open(
     if options.gradient_checkpointing:
         checkpoint_layers(loaded.model)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
-    weightless = int((dataset.total_weight == 0).sum())
-    if weightless:
-        notes = (*notes, f"{weightless} rows without trained tokens are left out")
-    return Run(dataset, loaded, options, schedule, tokenizer, (*loaded.notes, *notes))
+    idle = len(dataset) - len(trainable_rows(dataset, table))
+    if idle:
+        lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
+        notes = (*notes, f"{idle} rows without {lacking} are left out")
+    if objective.loss not in ("sft", "dpo") and "term_old_logprob" not in dataset.term_columns:
+        notes = (*notes, "no old log-probabilities: every update counts as on-policy, with ratios of 1")
+    return Run(dataset, loaded, options, schedule, tokenizer, (*loaded.notes, *notes), table)
 
 
 def find_device(name: str) -> torch.device:
@@ -203,13 +239,15 @@ def _tokenizer(loaded: LoadedModel, made_by: dict[str, Any] | None) -> tuple[Any
         return None, (f"no tokenizer is saved with the model: {error}",)
 
 
-def plan_steps(dataset: PackedDataset, options: TrainOptions) -> list[OptimiserStep]:
-    """The rows of every optimiser step of the run; rows without weight are left out.
+def plan_steps(
+    dataset: PackedDataset, options: TrainOptions, table: TrajectoryTable | None = None
+) -> list[OptimiserStep]:
+    """The rows of every optimiser step of the run; rows that give no loss are left out.
 
     Raises:
         TreepackError: if no row has weight.
     """
-    trained = np.flatnonzero(dataset.total_weight)
+    trained = trainable_rows(dataset, table)
     if len(trained) == 0:
         raise TreepackError(f"{dataset.path}: no row has a trained token; nothing to train on")
     by_step: dict[tuple[bool, int], list[int]] = {}
@@ -254,7 +292,7 @@ def train(run: Run, out: str | Path, *, overwrite: bool = False) -> Iterator[Ste
             run.loaded.model.train()
             for number, step in enumerate(run.schedule):
                 metrics = train_step(run, optimiser, number, step)
-                log.write(json.dumps(asdict(metrics)) + "\n")
+                log.write(json.dumps(metrics.as_record()) + "\n")
                 log.flush()
                 yield metrics
         save(run, directory)
@@ -279,13 +317,14 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, step: Op
         group["lr"] = lr
     optimiser.zero_grad(set_to_none=True)
     denominator = float(run.dataset.total_weight[step.rows].sum())
-    losses, tokens, tokens_flat = [], 0, 0
-    for index in step.rows:
+    losses, parts, tokens, tokens_flat = [], [], 0, 0
+    for index, factors in zip(step.rows, run.factors(step.rows), strict=True):
         batch = placed(run.loaded, run.dataset[index])
         with torch.autocast(run.loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
-            loss = row_loss(run.loaded, batch, chunk=run.options.loss_chunk) / denominator
+            loss, sums = _row_part(run, batch, factors, denominator)
         torch.autograd.backward(loss)
         losses.append(loss.detach())
+        parts.append(sums)
         tokens += batch.num_tokens
         tokens_flat += batch.tokens_flat
     grad_norm = _clip(run, losses, step)
@@ -305,7 +344,22 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, step: Op
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         tokens_flat_per_second=tokens_flat / seconds,
+        means=_means(parts),
     )
+
+
+def _row_part(run: Run, batch: Batch, factors: Tensor | None, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """A row's part of the loss of its step, and of the sums that the step's means are made from."""
+    chunk = run.options.loss_chunk
+    if factors is None:
+        return row_loss(run.loaded, batch, chunk=chunk) / denominator, {}
+    return row_objective(run.loaded, batch, factors, run.options.objective, chunk=chunk)
+
+
+def _means(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+    sums = {name: float(torch.stack([part[name] for part in parts]).sum()) for name in parts[0]}
+    weight = sums.pop("weight", 1.0)
+    return {name: value / weight for name, value in sums.items()}
 
 
 def _clip(run: Run, losses: list[Tensor], step: OptimiserStep) -> float:

@@ -6,7 +6,8 @@
 
 The second path is the plain model of transformers: its own attention, its own logits, one forward per trajectory,
 tokens found by chasing parents. A trajectory's weight at a token is loss_weight / scale: what the row gives the token,
-split evenly over the trajectories that pass through it, which sums to the same loss.
+split evenly over the trajectories that pass through it, which sums to the same loss. Objectives over terms get the
+log-probabilities of every trajectory run alone in place of those gathered from the row.
 
 float64 leaves no doubt (tolerance 1e-9); float32 is what a compiled kernel can be held to (1e-4).
 """
@@ -14,7 +15,7 @@ float64 leaves no doubt (tolerance 1e-9); float32 is what a compiled kernel can 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from treepack.batch import Batch
+from treepack.batch import Batch, Terms
 from treepack.errors import TreepackError
-from treepack.model import LoadedModel, row_loss
+from treepack.model import LoadedModel, row_loss, row_objective
+from treepack.objectives import Objective, objective_loss
 from treepack.probe import attention_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -65,7 +67,12 @@ class GradientReport:
 
 
 def verify_gradients(
-    loaded: LoadedModel, batches: Sequence[Batch], *, tolerance: float | None = None
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    *,
+    tolerance: float | None = None,
+    objective: Objective = Objective(),  # noqa: B008
+    factors: Sequence[Tensor | None] | None = None,
 ) -> GradientReport:
     """Compare the gradients of `batches` with those of their trajectories run alone.
 
@@ -73,6 +80,8 @@ def verify_gradients(
         loaded: a model in float64 or float32; its gradients are cleared.
         batches: a few rows, on the model's device.
         tolerance: greatest relative difference that passes; 1e-9 in float64 and 1e-4 in float32 by default.
+        objective: what the rows are trained with; losses are then those of one optimiser step over `batches`.
+        factors: of each batch's terms, where the objective is over terms; see `denominators.step_factors`.
 
     Raises:
         TreepackError: if the model is in a lower precision, or the rows have no loss weight.
@@ -83,10 +92,13 @@ def verify_gradients(
     if not any(batch.total_weight for batch in batches):
         raise TreepackError("verify: no row carries loss weight; choose rows with trained tokens")
     model.eval()
+    rows = list(zip(batches, factors or [None] * len(batches), strict=True))
     with _KeepFloat64():
-        packed = _gradients(model, (row_loss(loaded, batch) for batch in batches))
+        packed = _gradients(model, (_loss_packed(loaded, batch, own, objective) for batch, own in rows))
         with attention_of(model, "sdpa" if model._supports_sdpa else "eager"):
-            alone = _gradients(model, (loss for batch in batches for loss in _losses_alone(model, batch)))
+            alone = _gradients(
+                model, (loss for batch, own in rows for loss in _losses_alone(model, batch, own, objective))
+            )
     return GradientReport(
         dtype=str(dtype).removeprefix("torch."),
         attention=loaded.attention,
@@ -114,14 +126,60 @@ def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, T
     return total, found
 
 
-def _losses_alone(model: Any, batch: Batch) -> Iterator[Tensor]:
-    """Weighted loss of each trajectory of the row, from the whole model."""
+def _loss_packed(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective) -> Tensor:
+    if factors is None:
+        return row_loss(loaded, batch)
+    return row_objective(loaded, batch, factors, objective)[0]
+
+
+def _losses_alone(model: Any, batch: Batch, factors: Tensor | None, objective: Objective) -> Iterator[Tensor]:
+    """Loss of each trajectory of the row, from the whole model."""
+    if factors is not None:
+        yield from _objective_alone(model, batch, factors, objective)
+        return
     parent, share = batch.parent.tolist(), batch.loss_weight / batch.scale.clamp(min=1)
     for end in batch.trajectory_ends.tolist():
         path = torch.tensor(_path(parent, end), device=batch.input_ids.device)
         tokens, weights = batch.input_ids[path], share[path]
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
         yield (cross_entropy(logits, tokens[1:], reduction="none").double() * weights[1:]).sum()
+
+
+def _objective_alone(model: Any, batch: Batch, factors: Tensor, objective: Objective) -> Iterator[Tensor]:
+    """Scalars with the gradient of each trajectory, the first with the loss of the row as its value.
+
+    The objective needs all trajectories at once and memory holds the graph of one, so its gradient by every
+    log-probability and entropy is taken first, and each trajectory is run again to carry its own part back.
+    """
+    terms = batch.terms
+    assert terms is not None
+    num = len(batch.trajectory_ids)
+    with torch.no_grad():
+        parts = [_statistics_alone(model, batch, terms, i) for i in range(num)]
+    columns = [torch.zeros(len(terms.index), dtype=torch.float64, device=factors.device) for _ in range(2)]
+    for own, *values in parts:
+        for column, value in zip(columns, values, strict=True):
+            column[own] = value.double()
+    logprobs, entropies = (column.requires_grad_() for column in columns)
+    each = torch.arange(len(terms.index), device=factors.device)
+    loss, _ = objective_loss(logprobs, entropies, replace(terms, index=each), factors, objective)
+    slopes = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)
+    value = loss.detach()
+    for i in range(num):
+        own, *found = _statistics_alone(model, batch, terms, i)
+        carried = torch.stack([(x.double() * slope[own]).sum() for x, slope in zip(found, slopes, strict=True)]).sum()
+        yield carried - carried.detach() + value
+        value = torch.zeros_like(value)
+
+
+def _statistics_alone(model: Any, batch: Batch, terms: Terms, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Trajectory `i` run alone: which terms are its own, their log-probabilities and entropies."""
+    own = (terms.trajectory == i).nonzero().squeeze(-1)
+    path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=own.device)
+    places = torch.searchsorted(path, terms.tokens[terms.index[own]])
+    logs = model(input_ids=batch.input_ids[path][None], use_cache=False).logits[0, places - 1].log_softmax(-1)
+    labels = batch.input_ids[path[places]]
+    return own, logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
 
 
 def _path(parent: list[int], token: int) -> list[int]:
