@@ -60,8 +60,7 @@ class TrainOptions:
     """How to train; see the command line for the same names.
 
     `steps`, where given, overrides `epochs`. `clip` is the greatest gradient norm, 0 for none. `dtype` "bf16" keeps
-    float32 weights under autocast. `device` "auto" is the GPU where there is one. `objective` is what is minimised; see
-    `objectives.choose_objective`.
+    float32 weights under autocast. `device` "auto" is the GPU where there is one. `objective` is what is minimised.
     """
 
     steps: int | None = None
@@ -128,16 +127,13 @@ class Run:
         """What the terms of each of the `rows` of one optimiser step are multiplied by; None for sft."""
         if self.table is None:
             return [None] * len(rows)
-        found = step_factors(self.table, rows, self.options.objective)
-        return [torch.from_numpy(own).to(self.loaded.device) for own in found]
+        factors = step_factors(self.table, rows, self.options.objective)
+        return [torch.from_numpy(own).to(self.loaded.device) for own in factors]
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimiser step; `tokens` are computed, `tokens_flat` is what the trajectories hold one by one.
-
-    `means` are the objective's own, weighted by term (dpo: by pair) over the whole step; see `objectives`.
-    """
+    """One optimiser step: `tokens` computed, `tokens_flat` of its trajectories one by one, `means` of its objective."""
 
     step: int
     epoch: int
