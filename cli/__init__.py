@@ -13,6 +13,7 @@ import click
 from treepack.errors import TreepackError
 
 from .build_trie import build_trie
+from .logprobs import logprobs
 from .pack import pack
 from .stats import stats
 from .train import train
@@ -31,7 +32,7 @@ def commands() -> None:
     """
 
 
-for command in (build_trie, pack, stats, train):
+for command in (build_trie, pack, stats, train, logprobs):
     commands.add_command(command)
 
 

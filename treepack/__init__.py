@@ -40,6 +40,8 @@ _HOME = {
     "weighted_nll": "loss",
     "tree_logprobs": "loss",
     "verify_gradients": "verify",
+    "open_scoring": "logprobs",
+    "scored_rows": "logprobs",
 }
 
 __all__ = ["__version__", *_HOME]

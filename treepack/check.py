@@ -181,7 +181,7 @@ def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> 
         TreepackError: naming the row, trajectory or total.
     """
     counted: Counter[str] = Counter()
-    expected = None if trie is None else _Expected(trie, manifest["options"])
+    expected = None if trie is None else _Expected(trie, manifest)
     for row in rows:
         check_row(row, capacity=manifest["capacity"])
         if expected is not None:
@@ -214,7 +214,8 @@ def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
 class _Expected:
     """What a trie says must be in the rows."""
 
-    def __init__(self, trie: Trie, options: dict[str, str]) -> None:
+    def __init__(self, trie: Trie, manifest: Manifest) -> None:
+        options = manifest["options"]
         ids = trie.trajectories["trajectory_id"].to_pylist()
         self.index = {name: i for i, name in enumerate(ids)}
         self.sequences = list(sequences_of(trie))
@@ -228,7 +229,9 @@ class _Expected:
         self.waiting = set(ids)
         table = trie.trajectories
         per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
-        self.values = {name.removesuffix("s"): list_values(table, name) for name in LOGPROBS}
+        # Columns that a model wrote (`treepack logprobs`) are not the trie's.
+        computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
+        self.values = {name.removesuffix("s"): list_values(table, name) for name in LOGPROBS if name not in computed}
         self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
 
     def check(self, row: Row) -> None:

@@ -37,6 +37,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "trie": {"path": str, "sha256": str},
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
+    "logprobs": {},
 }
 
 

@@ -45,6 +45,7 @@ class Terms:
     sampling_logprob: Float32 | None
     old_logprob: Float32 | None
     ref_logprob: Float32 | None
+    entropy: Float32 | None
     trajectory_rewards: Float64 | None
 
 
@@ -377,6 +378,7 @@ class _Weights:
             sampling_logprob=sampling,
             old_logprob=old,
             ref_logprob=ref,
+            entropy=None,
             trajectory_rewards=None if self.rewards is None else self.rewards[members],
         )
 

@@ -97,6 +97,7 @@ TERMS = pa.schema(
         _field("term_sampling_logprob", pa.list_(pa.float32()), "sampler's log-probability", nullable=True),
         _field("term_old_logprob", pa.list_(pa.float32()), "trainer's old log-probability", nullable=True),
         _field("term_ref_logprob", pa.list_(pa.float32()), "reference log-probability", nullable=True),
+        _field("term_entropy", pa.list_(pa.float32()), "entropy of its distribution, in nats", nullable=True),
         _field("trajectory_rewards", pa.list_(pa.float64()), "reward of each trajectory", nullable=True),
     ]
 )
