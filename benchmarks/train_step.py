@@ -4,10 +4,10 @@
         [--packed DIR ...] [--rows N] [--repeats N] [--flat-row TOKENS] [--json FILE]
     python benchmarks/train_step.py --dry-run      a tiny model and tiny rows on the CPU
 
-Both ways train the same random model on the same tokens through the trainer's own code: the same layers under the same
-checkpointing and autocast, the same loss, AdamW. Flat, every root-to-leaf path is a sequence of its own; sequences
-share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 where it is
-installed, else torch's. The two losses must agree, or the run fails.
+Both ways train the same random model on the same tokens through the trainer's own code: the same compiled layers under
+the same checkpointing and autocast, the same loss, AdamW. Flat, every root-to-leaf path is a sequence of its own;
+sequences share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 where it
+is installed, else torch's. The two losses must agree, or the run fails.
 
 ideal        floating-point operations flat over those of the tree: linear layers by tokens, attention by score pairs
 efficiency   measured speed-up over the ideal one
@@ -38,7 +38,7 @@ from treepack.attention import dispatch
 from treepack.attention.chains import Chains
 from treepack.batch import Batch
 from treepack.dataset import PackedDataset
-from treepack.model import LoadedModel, checkpoint_layers, load_model, placed, row_loss
+from treepack.model import LoadedModel, adapt_layers, load_model, placed, row_loss
 
 COMMON: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 MODELS: dict[str, dict[str, Any]] = {
@@ -210,18 +210,6 @@ def operations(config: dict[str, Any], rows: list[Batch]) -> float:
     return float(3 * (linear + 4 * config["num_hidden_layers"] * heads * size * pairs))
 
 
-def compile_layers(loaded: LoadedModel) -> None:
-    """Let torch.compile fuse what is not attention in every layer, for rows of any length."""
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name = loaded.model.config._attn_implementation
-    plain: Any = torch.compiler
-    AttentionInterface.register(name, plain.disable(ALL_ATTENTION_FUNCTIONS[name]))
-    for layer in loaded.model.base_model.layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
-
-
 def matmul_rate(device: torch.device) -> float:
     """Operations per second of 8192 x 8192 x 8192 bfloat16 products of random numbers."""
     size = 8192 if device.type == "cuda" else 256
@@ -325,7 +313,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workloads", default="agent-64k,caterpillar,chains", help="comma separated, or none")
     parser.add_argument("--packed", type=Path, action="append", default=[], help="packed directory; may be repeated")
     parser.add_argument("--rows", type=int, default=4, help="rows of each packed directory, the fullest")
-    parser.add_argument("--compile", action="store_true", help="compile every layer, but not its attention")
+    parser.add_argument("--no-compile", action="store_true", help="run every layer as transformers wrote it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--flat-row", type=int, default=65_536, help="tokens of a flat row")
     parser.add_argument("--json", type=Path)
@@ -344,9 +332,7 @@ def main() -> None:
         source = Path(folder) / "config.json"
         source.write_text(json.dumps({**config, **POSITIONS}))
         loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
-    checkpoint_layers(loaded.model)
-    if arguments.compile:
-        compile_layers(loaded)
+    adapt_layers(loaded.model, checkpointing=True, compiled=not arguments.no_compile)
     loaded.model.train()
     if arguments.dry_run:
         cases = {work.name: tree_rows(work, 300) for work in (star("star", 30, 3, 40), chains("chains", 2, 50))}

@@ -61,6 +61,7 @@ from .output import show, text
     help="bf16 keeps fp32 weights and computes under autocast.",
 )
 @click.option("--gradient-checkpointing", is_flag=True, help="Compute activations again in the backward pass.")
+@click.option("--compile", is_flag=True, help="Fuse what is not attention in every layer by torch.compile.")
 @click.option(
     "--attention",
     type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),

@@ -11,6 +11,7 @@ named. Data that does not suit the model is refused by `check_fits`.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from treepack.attention import IMPLEMENTATIONS, Kept, prepare, register, resolve, row_multiple, takes_chains
 from treepack.batch import Batch
@@ -29,6 +31,7 @@ from treepack.objectives import Objective, objective_loss
 from treepack.probe import ONLY, one_line, probe, refusing
 
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
+_RECOMPUTES = "_treepack_recomputes_layers"  # on a model: compiled layers are checkpointed here, not by transformers
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -313,12 +316,6 @@ def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor
     return weighted_nll(states, head.weight, batch.targets, bias=getattr(head, "bias", None), chunk=chunk)
 
 
-def _recomputes(model: Any) -> bool:
-    # transformers renamed it within version 5.
-    name = "is_activation_checkpointing"
-    return bool(getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing)
-
-
 def row_logprobs(loaded: LoadedModel, batch: Batch, tokens: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies [n] of the row's tokens int64 [n], each once; see `loss.tree_logprobs`."""
     head = loaded.model.get_output_embeddings()
@@ -336,6 +333,42 @@ def row_objective(
     assert batch.terms is not None, "open the dataset with terms=True"
     logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=chunk)
     return objective_loss(logprobs, entropies, batch.terms, factors, objective)
+
+
+def _recomputes(model: Any) -> bool:
+    # transformers renamed it within version 5.
+    name = "is_activation_checkpointing"
+    theirs = getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing
+    return bool(theirs or getattr(model, _RECOMPUTES, False))
+
+
+def adapt_layers(model: Any, *, checkpointing: bool, compiled: bool) -> None:
+    """Checkpoint the layers, compile them, both or neither; see `checkpoint_layers` and `compile_layers`."""
+    if compiled:
+        compile_layers(model, checkpointing=checkpointing)
+    elif checkpointing:
+        checkpoint_layers(model)
+
+
+def compile_layers(model: Any, *, checkpointing: bool = False) -> None:
+    """Have torch.compile fuse what is not attention in every layer, once for rows of every length.
+
+    Attention runs as it is, in a break of the graph. Products keep their precision; sums may be rounded in another
+    order than without. With `checkpointing` a layer is recomputed in the backward pass, around what is compiled:
+    transformers' own checkpointing may lie inside, where nothing would be.
+
+    Raises:
+        TreepackError: if transformers marks no layers in this model.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise TreepackError(f"{type(model).__name__} has no layers to compile; train without --compile")
+    for layer in layers:
+        forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = functools.partial(checkpoint, forward, use_reentrant=False) if checkpointing else forward
+    setattr(model, _RECOMPUTES, checkpointing)
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -38,8 +38,8 @@ from treepack.errors import TreepackError
 from treepack.loss import CHUNK
 from treepack.model import (
     LoadedModel,
+    adapt_layers,
     check_fits,
-    checkpoint_layers,
     load_model,
     placed,
     position_limit,
@@ -74,6 +74,7 @@ class TrainOptions:
     clip: float = 1.0
     dtype: str = "fp32"
     gradient_checkpointing: bool = False
+    compile: bool = False
     attention: str = "auto"
     loss_chunk: int = CHUNK
     device: str = "auto"
@@ -197,8 +198,7 @@ def _open(
     dataset.multiple = row_multiple(loaded.attention)
     positions = dataset.max_position() if position_limit(loaded.model) else 0
     check_fits(loaded, dataset.manifest, max_position=positions)
-    if options.gradient_checkpointing:
-        checkpoint_layers(loaded.model)
+    adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
     idle = len(dataset) - len(trainable_rows(dataset, table))
     if idle:

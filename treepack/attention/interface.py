@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import disable
 
 from treepack.attention.dispatch import NAMES, tree_attention
 from treepack.errors import TreepackError
@@ -42,7 +43,9 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for impl, name in IMPLEMENTATIONS.items():
-        AttentionInterface.register(name, functools.partial(attention_forward, impl=impl))
+        # A compiled model leaves its graph here: kernels are launched, not traced.
+        forward = disable(functools.partial(attention_forward, impl=impl))  # type: ignore[no-untyped-call]
+        AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, no_mask)
 
 
