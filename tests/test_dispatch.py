@@ -88,6 +88,39 @@ def test_a_prepared_schedule_serves_every_layer_and_recomputation(impl: str) -> 
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
+@pytest.mark.parametrize("impl", ["reference", "flex", "triton"])
+def test_autocast_lowers_nothing(impl: str) -> None:
+    q, k, v, weight = inputs(9, torch.float32)
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = tree_attention(q, k, v, forests(9), impl=impl)
+        found.append([out, *torch.autograd.grad(out, (q, k, v), weight)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_kernels_run_as_they_are_in_compiled_code() -> None:
+    q, k, v, weight = inputs(9, torch.float32)
+    end = forests(9)
+    schedule = prepare(end, "triton")
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tree_attention(2 * q, k, v, end, impl="triton", schedule=schedule) + v
+
+    compiled: Any = torch.compile(layer, backend="eager")
+    found = [[out, *torch.autograd.grad(out, (q, k, v), weight)] for out in (compiled(q, k, v), layer(q, k, v))]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_differentiating_twice_is_refused() -> None:
+    q, k, v, _ = inputs(9, torch.float32)
+    (grad,) = torch.autograd.grad(
+        tree_attention(q, k, v, forests(9), impl="triton").square().sum(), q, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()  # type: ignore[no-untyped-call]
+
+
 def test_the_output_of_the_kernel_is_laid_out_as_models_want_it() -> None:
     q, k, v, _ = (x.detach() for x in inputs(20, torch.float32))
     assert tree_attention(q, k, v, forests(20), impl="triton").transpose(1, 2).is_contiguous()

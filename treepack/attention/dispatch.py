@@ -86,14 +86,15 @@ def tree_attention(
         schedule = prepare(end, chosen, varlen=impl == "auto" and takes_chains(q.device, q.dtype, dims))
     else:
         _check_schedule(schedule, chosen, end)
-    if isinstance(schedule, Chains):
-        return chain_attention(q, k, v, schedule, scale=scale)
-    if isinstance(schedule, Schedule):
-        return triton_attention(q, k, v, schedule, scale=scale, kept=kept)
-    if isinstance(schedule, BlockMask):
-        attend = flash_attention if chosen == "flash" else flex_attention
-        return attend(q, k, v, end, block_mask=schedule, scale=scale)
-    return reference_attention(q, k, v, end, scale=scale)
+    with torch.autocast(q.device.type, enabled=False):  # it would lower what reference and flex compute
+        if isinstance(schedule, Chains):
+            return chain_attention(q, k, v, schedule, scale=scale)
+        if isinstance(schedule, Schedule):
+            return triton_attention(q, k, v, schedule, scale=scale, kept=kept)
+        if isinstance(schedule, BlockMask):
+            attend = flash_attention if chosen == "flash" else flex_attention
+            return attend(q, k, v, end, block_mask=schedule, scale=scale)
+        return reference_attention(q, k, v, end, scale=scale)
 
 
 def prepare(

@@ -5,6 +5,9 @@
 
 Between the two only the inputs, the output and the log-sum-exp are kept. Which kernels run is decided here; that a
 row has a schedule, and that shapes and dtypes suit the kernels, is seen to in `dispatch`.
+
+Triton launches on the current GPU, whichever has the tensors, so theirs is made the current one. torch.compile leaves
+all this as it is: it would trace the launches, and whether this is a recomputation only once.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 from torch.autograd.function import once_differentiable
 
 from treepack.attention.schedule import Schedule
@@ -53,6 +57,7 @@ def recomputing() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
+@_disable_dynamo
 def triton_attention(
     query: Tensor,
     key: Tensor,
@@ -138,7 +143,8 @@ class _Attention(torch.autograd.Function):
         if known is not None:
             out, lse = known
         else:
-            out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
+            with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+                out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
             if kept is not None and not recomputing():
                 kept[0].store(kept[1], out, lse)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -150,7 +156,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
-        found = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            found = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
         return *found, None, None, None
 
 
