@@ -1,7 +1,8 @@
 """Write the generated parts of the documentation; `--check` only compares.
 
     docs/cli.md                       `--help` of every command
-    docs/format.md, docs/inputs.md    the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
+    docs/format.md, docs/inputs.md,   the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
+    docs/objectives.md
 
 The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
 """
@@ -20,7 +21,7 @@ import click
 import numpy as np
 import pyarrow as pa
 
-from treepack import schema, shards
+from treepack import objectives, schema, shards
 from treepack.pack import pack_rows
 from treepack.plan import plan_rows
 from treepack.readers import fields, token_fields
@@ -58,6 +59,7 @@ def filled_page(name: str) -> str:
         "terms": lambda: _columns(schema.TERMS),
         "example": _example,
         "token-fields": _token_fields,
+        "objectives": _objectives,
     }
     page = (DOCS / name).read_text()
     return BLOCK.sub(lambda found: found[1] + blocks[found[2]]() + found[3], page)
@@ -68,6 +70,17 @@ def _token_fields() -> str:
     rows = {**token_fields.NAMES, **shared, "weight": ("weight",)}
     lines = ["| what | names |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _objectives() -> str:
+    lines = ["| `--loss` | clip low | clip high | denominator |", "|---|---|---|---|"]
+    for name in objectives.PRESETS:
+        chosen = objectives.choose_objective(name)
+        clipped = name not in ("sft", "dpo")
+        values = [f"{chosen.clip_low:g}", f"{chosen.clip_high:g}", chosen.denominator] if clipped else ["-", "-", "-"]
+        note = {"sft": " (weighted cross-entropy)", "dpo": f" (beta {chosen.beta:g})"}.get(name, "")
+        lines.append(f"| `{name}`{note} | {' | '.join(values)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -102,7 +115,10 @@ def _example() -> str:
 
 def main() -> int:
     """Write the pages, or with `--check` say which are stale."""
-    pages = {DOCS / "cli.md": cli_page(), **{DOCS / name: filled_page(name) for name in ("format.md", "inputs.md")}}
+    pages = {
+        DOCS / "cli.md": cli_page(),
+        **{DOCS / name: filled_page(name) for name in ("format.md", "inputs.md", "objectives.md")},
+    }
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv:
         for path in stale:
