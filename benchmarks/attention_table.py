@@ -29,7 +29,7 @@ def about(run: dict[str, Any]) -> str:
     query, key = run["heads"].split("/")
     order = {"bhtd": "heads before tokens", "bthd": "tokens before heads"}[run["layout"]]
     return textwrap.fill(
-        f"{run['device']}, torch {run['torch']}, commit {run['commit']}: {query} query and {key} key heads of "
+        f"{run['device']}, torch {run['torch']}: {query} query and {key} key heads of "
         f"dimension {run['head_dim']}, {run['dtype']}, {order} in memory; matrix product "
         f"{run['matmul_tflops']:.0f} TFLOP/s.",
         width=120,
