@@ -31,6 +31,7 @@ _HOME = {
     "read_trie": "shards",
     "read_rows": "shards",
     "PackedDataset": "dataset",
+    "tree_attention": "attention",
     "load_model": "model",
     "row_loss": "model",
     "row_logprobs": "model",

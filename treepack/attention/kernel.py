@@ -112,7 +112,9 @@ def has_hopper(device: torch.device) -> bool:
     import triton
 
     release = tuple(int(number) for number in triton.__version__.split(".")[:2])
-    return torch.cuda.get_device_capability(device) == (9, 0) and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
+    # AMD's gfx90a calls itself (9, 0) too.
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
 def _kernels(name: str) -> tuple[ModuleType, ModuleType]:

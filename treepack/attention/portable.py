@@ -76,7 +76,8 @@ def configs_of(query: Tensor) -> Configs:
     if query.dtype == torch.float32:
         table = FLOAT32
     else:
-        hopper = query.is_cuda and torch.cuda.get_device_capability(query.device)[0] == 9
+        nvidia = query.is_cuda and torch.version.hip is None
+        hopper = nvidia and torch.cuda.get_device_capability(query.device)[0] == 9
         table = HOPPER if hopper else PORTABLE
     return next(configs for limit, configs in table.items() if query.shape[-1] <= limit)
 
