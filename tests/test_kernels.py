@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from strategies import trees
 from test_attention import comb, random_tree
 from test_schedule import chain, ends_of, star
 from torch import Tensor
@@ -27,6 +29,7 @@ from treepack.attention.portable import Config, Configs
 from treepack.attention.reference import reference_attention
 from treepack.attention.schedule import build_schedule
 from treepack.errors import TreepackError
+from treepack.plan.problem import Tree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = Config(128, 128, 8, 1)  # the fewest programs and steps, each of which costs the interpreter much the same
@@ -191,6 +194,27 @@ def test_a_given_scale() -> None:
 def test_large_scores_do_not_overflow() -> None:
     end = random_tree(100, seed=6)
     check(make_inputs(end), end, scale=40.0, tolerance=1e-4)
+
+
+@given(trees(max_leaves=8, max_size=30))
+@settings(max_examples=6)
+def test_any_tree_as_planners_make_them(tree: Tree) -> None:
+    starts = np.append(0, tree.size.cumsum())
+    end = torch.from_numpy(starts[tree.end].repeat(tree.size))[None]
+    assume(end.numel() > 0)
+    check(make_inputs(end, heads=2, width=40), end)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_ten_thousand_give_numbers_in_half_precision(dtype: torch.dtype) -> None:
+    end = comb(20, 15, 3)
+    inputs = make_inputs(end, dtype=dtype)
+    inputs.q = (inputs.q.detach() * 100).requires_grad_()
+    expected = expect(inputs, end, scale=20.0)
+    assert (inputs.q @ inputs.k.mT).detach().abs().max() * 20 > 1e4
+    found = run(inputs, end, scale=20.0)
+    assert all(x.isfinite().all() for x in found)
+    assert float((found[0].double() - expected[0]).norm()) <= 2**-7 * float(expected[0].norm())
 
 
 def test_two_runs_agree_in_every_bit() -> None:
