@@ -220,7 +220,7 @@ def _described(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, 
     if rows_apart and below:
         shape, at = [batch * heads * length, width], (heads * length, length, 0)
     elif rows_apart and beside:
-        shape, at = [batch * length, (heads - 1) * of_head + width], (length, 0, of_head)
+        shape, at = [batch * length, (heads - 1) * of_head + width], (length if batch > 1 else 0, 0, of_head)
     else:
         return _described(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x), rows)
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -239,7 +239,7 @@ def _section(key: Tensor, width: int) -> int:
     return _divisor(groups, CACHE_BYTES // (2 * width * batch * length * size * key.element_size()))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _delta_kernel(o, do, delta, o_strides, do_strides, length, padded, heads, D: tl.constexpr, BLOCK: tl.constexpr):
     """Delta = sum over d of o * do, and 0 for the tokens that pad the row."""
     blocks = padded // BLOCK

@@ -96,7 +96,7 @@ def _consume(
     store_rows(o_pointer, o_stride, query, query < length, o / gl.convert_layout(total, o_row)[:, None], q)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["length", "blocks", "section"])
 def forward_kernel(
     q_descriptor,
     k_descriptor,

@@ -162,7 +162,7 @@ def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, 
     store_rows(pointers.dv, work.dv_stride, token, real, dv, v)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["length", "blocks", "section"])
 def key_kernel(
     q_descriptor,
     do_descriptor,

@@ -85,7 +85,7 @@ def _consume(own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl
     store_rows(dq_pointer, dq_stride, rows, rows < length, dq * scale, q)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["length", "blocks", "section"])
 def query_kernel(
     q_descriptor,
     do_descriptor,

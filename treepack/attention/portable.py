@@ -10,7 +10,8 @@ the last dimension; a `Schedule` on their device; scale > 0. Out: output [B, H, 
 float32 base-2 log-sum-exp [B, H, T] of the scores times scale. Tokens past T are never read.
 
 Programs start in the order of their work, the longest first, and a section of the heads at a time: as many as have
-keys and values that fit into the cache. Sums are in float32 and in one order: two runs agree in every bit.
+keys and values that fit into the cache. Arguments that differ from row to row are not specialised on, so that rows of
+other lengths have nothing compiled anew. Sums are in float32 and in one order: two runs agree in every bit.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _forward_section(
     return b_acc, b_max, b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "blocks", "section"])
 def _forward_kernel(
     q, k, v, o, lse, end, granules, offsets, partial, order, q_strides, k_strides, v_strides, o_strides,
     length, padded, batch, heads, section, blocks, scale,

@@ -33,7 +33,7 @@ from treepack.attention.schedule import KEY_BLOCK, QUERY_BLOCK, Schedule
 DELTA_BLOCK = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _delta_kernel(
     o, do, delta, o_strides, do_strides, length, heads,
     BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -75,7 +75,7 @@ def _query_section(
     return b_dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "blocks", "section"])
 def _query_kernel(
     q, k, v, do, lse, delta, dq, end, granules, offsets, partial, order,
     q_strides, k_strides, v_strides, do_strides, dq_strides,
@@ -163,7 +163,7 @@ def _key_section(
     return b_dk, b_dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "blocks", "section"])
 def _key_kernel(
     q, k, v, do, lse, delta, dk, dv, end, granules, ranges, order,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
