@@ -162,6 +162,23 @@ def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, 
     store_rows(pointers.dv, work.dv_stride, token, real, dv, v)
 
 
+@gluon.jit
+def _allocated(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: gl.constexpr):
+    """What the parts share, with its barriers ready."""
+    QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
+    D: gl.constexpr = q_descriptor.block_type.shape[1]
+    k_tile = gl.allocate_shared_memory(k_descriptor.dtype, [128, D], k_descriptor.layout)
+    v_tile = gl.allocate_shared_memory(v_descriptor.dtype, [128, D], v_descriptor.layout)
+    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_full, count=1)
+    q_ring = ring(q_descriptor, QUERIES, STAGES, 33)  # the 32 lanes that copy lse or delta arrive too
+    do_ring = ring(do_descriptor, QUERIES, STAGES, 33)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    return Shared(k_tile, v_tile, own_full, q_ring, do_ring, lse_tiles, delta_tiles)
+
+
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
 def key_kernel(
     q_descriptor,
@@ -198,21 +215,12 @@ def key_kernel(
     Descriptors read QUERIES rows of q and do and one granule of k and v; the rest as in `forward_kernel`.
     """
     QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
-    D: gl.constexpr = q_descriptor.block_type.shape[1]
     row, group, block = place(gl.program_id(0), section, batch, blocks, key_order)
     ranges = key_ranges + (row * blocks + block) * 4
     first = gl.load(ranges)
     last = gl.load(ranges + 3)
 
-    k_tile = gl.allocate_shared_memory(k_descriptor.dtype, [128, D], k_descriptor.layout)
-    v_tile = gl.allocate_shared_memory(v_descriptor.dtype, [128, D], v_descriptor.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
-    q_ring = ring(q_descriptor, QUERIES, STAGES, 33)  # the 32 lanes that copy lse or delta arrive too
-    do_ring = ring(do_descriptor, QUERIES, STAGES, 33)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
-    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    shared = _allocated(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES)
 
     of_head = (row.to(gl.int64) * groups + group) * GROUP * padded
     pointers = Pointers(
@@ -227,7 +235,6 @@ def key_kernel(
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
     work = Work(steps, full_begin, full_end, last, length, padded, dk_strides[2], dv_strides[2], factor, scale)
-    shared = Shared(k_tile, v_tile, own_full, q_ring, do_ring, lse_tiles, delta_tiles)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     everything = (

@@ -10,25 +10,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from treepack.attention.hopper_tiles import fetch, gather, matrix, place, ring, store_rows
+from treepack.attention.hopper_tiles import feed, fetch, matrix, place, ring, store_rows
 
 
 @gluon.jit
 def _produce(q, do, k, v, own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
     q_tile, do_tile, own_full = own
-    GRANULES: gl.constexpr = k_ring.tiles.shape[1] // 32
     mbarrier.expect(own_full, q.descriptor.block_type.nbytes + do.descriptor.block_type.nbytes)
     fetch(q.descriptor, [q.row, q.column], own_full, q_tile)
     fetch(do.descriptor, [do.row, do.column], own_full, do_tile)
-    for i in range(tiles):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        for part in gl.static_range(2):
-            source = k if part == 0 else v
-            to = k_ring if part == 0 else v_ring
-            mbarrier.wait(to.empty.index(stage), phase ^ 1)
-            mbarrier.expect(to.full.index(stage), GRANULES * source.descriptor.block_type.nbytes)
-            gather(source, granules + i * GRANULES, to.full.index(stage), to.tiles.index(stage), GRANULES)
+    feed(k, v, k_ring, v_ring, granules, tiles, STAGES)
 
 
 @gluon.jit

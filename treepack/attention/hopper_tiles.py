@@ -72,6 +72,21 @@ def gather(source, granules, barrier, tile, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def feed(k, v, k_ring, v_ring, granules, tiles, STAGES: gl.constexpr):
+    """Fill the rings with the tiles of a list of granules, keys before values, as stages become empty."""
+    GRANULES: gl.constexpr = k_ring.tiles.shape[1] // 32
+    for i in range(tiles):
+        stage = i % STAGES
+        phase = (i // STAGES) & 1
+        for part in gl.static_range(2):
+            source = k if part == 0 else v
+            to = k_ring if part == 0 else v_ring
+            mbarrier.wait(to.empty.index(stage), phase ^ 1)
+            mbarrier.expect(to.full.index(stage), GRANULES * source.descriptor.block_type.nbytes)
+            gather(source, granules + i * GRANULES, to.full.index(stage), to.tiles.index(stage), GRANULES)
+
+
+@gluon.jit
 def place(pid, section, batch, blocks, order):
     """Which row, head and block a program works on: sections of heads slowest, then blocks by work, then heads."""
     item = pid // section % (batch * blocks)
