@@ -69,24 +69,22 @@ def attention_forward(
     check_request(module, query, attention_mask, options)
     if options.get("record") is not None:
         options["record"].append(Call(module, (query.shape[-1], value.shape[-1])))
-    # Under autocast the three may differ (a norm of float32 weights promotes queries and keys but not values), and
-    # tree attention chooses its own precision.
+    # Under autocast the three may differ: a norm of float32 weights promotes queries and keys but not values.
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
     kept = options.get("kept")
-    with torch.autocast(kind, enabled=False):
-        out = tree_attention(
-            query,
-            key,
-            value,
-            options["subtree_end"],
-            scale=options.get("scaling"),
-            impl=impl,
-            schedule=options.get("schedule"),
-            kept=None if kept is None else (kept, module),
-        )
+    out = tree_attention(
+        query,
+        key,
+        value,
+        options["subtree_end"],
+        scale=options.get("scaling"),
+        impl=impl,
+        schedule=options.get("schedule"),
+        kept=None if kept is None else (kept, module),
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
