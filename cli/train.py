@@ -68,7 +68,7 @@ from .output import show, text
     default="auto",
     show_default=True,
     help="reference runs anywhere; flex is FlexAttention, flash its FlashAttention-4 backend, triton treepack's own "
-    "kernel; auto takes the fastest that can run.",
+    "kernel; auto takes the first of triton, flash and flex that can run on a GPU, reference elsewhere.",
 )
 @click.option(
     "--loss-chunk",
