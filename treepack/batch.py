@@ -9,6 +9,7 @@ Padding token i sees only itself and counts for nothing: `subtree_end = i + 1`, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +57,16 @@ class Terms:
 
     def to(self, device: torch.device | str) -> Terms:
         """The same terms with their tensors on `device`."""
+        return self._changed(lambda tensor: _moved(tensor, device))
+
+    def pin_memory(self) -> Terms:
+        """The same terms in memory that a GPU copies from while it works."""
+        return self._changed(Tensor.pin_memory)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> Terms:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if value is not None}
-        return Terms(**{**values, **moved})
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
+        return Terms(**changed)
 
 
 @dataclass(frozen=True)
@@ -87,14 +95,35 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same row with its tensors on `device`; a schedule belongs to one device and stays behind."""
+        terms = None if self.terms is None else self.terms.to(device)
+        return self._changed(lambda tensor: _moved(tensor, device), terms)
+
+    def pin_memory(self) -> Batch:
+        """The same row in memory that a GPU copies from while it works; without its schedule."""
+        return self._changed(Tensor.pin_memory, None if self.terms is None else self.terms.pin_memory())
+
+    def _changed(self, change: Callable[[Tensor], Tensor], terms: Terms | None) -> Batch:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor | Terms)}
-        return Batch(**{**values, **moved, "schedule": None})
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return Batch(**{**values, **changed, "terms": terms, "schedule": None})
 
     @property
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
         """What the loss needs of the row: input_ids, parent and loss_weight."""
         return self.input_ids, self.parent, self.loss_weight
+
+
+def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
+def empty_batch(length: int) -> Batch:
+    """A row of nothing but `length` padding tokens, for a rank that has no row left when others have one."""
+    columns: dict[str, Any] = {name: torch.zeros(length, dtype=kind) for name, kind in _KINDS.items()}
+    columns["parent"] = torch.full((length,), -1)
+    columns["subtree_end"] = torch.arange(1, length + 1, dtype=torch.int32)
+    columns["trajectory_ends"] = torch.zeros(0, dtype=torch.int64)
+    return Batch(row_id=-1, step=None, trajectory_ids=(), num_tokens=0, total_weight=0.0, tokens_flat=0, **columns)
 
 
 def make_batch(row: Row, *, multiple: int = 1) -> Batch:

@@ -29,7 +29,7 @@ from treepack.shards import row_of_table
 
 CACHED_GROUPS = 4
 
-_SCALARS = ("row_id", "step", "num_tokens", "total_weight")
+_SCALARS = ("row_id", "step", "num_tokens", "num_pairs", "total_weight")
 _REMEDY = "the file was truncated or altered, so pack the trie again"
 
 
@@ -50,6 +50,7 @@ class PackedDataset(Dataset[Batch]):
         steps: training step of every row, None where its trajectories name none.
         total_weight: float64 [num_rows], sum of loss_weight.
         num_tokens: int64 [num_rows].
+        num_pairs: int64 [num_rows], attention score pairs.
         row_ids: int64 [num_rows].
         term_columns: the columns of `schema.TERMS` that the directory has.
     """
@@ -73,6 +74,7 @@ class PackedDataset(Dataset[Batch]):
         index = self._read_scalars()
         self.row_ids = index["row_id"].to_numpy()
         self.num_tokens = index["num_tokens"].to_numpy().astype(np.int64)
+        self.num_pairs = index["num_pairs"].to_numpy().astype(np.int64)
         self.total_weight = index["total_weight"].to_numpy()
         self.steps: list[int | None] = index["step"].to_pylist()
 
