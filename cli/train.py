@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from .objective import objective_options, read_objective
-from .output import show, text
+from .output import show
+from .training import run_options, train_model
 
 
 @click.command()
@@ -21,6 +22,7 @@ from .output import show, text
 )
 @click.option("--out", type=click.Path(path_type=Path), help="Directory to write the trained model to.")
 @objective_options
+@run_options
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps; overrides --epochs.")
 @click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Passes over the rows.")
 @click.option(
@@ -28,7 +30,7 @@ from .output import show, text
     type=click.IntRange(min=1),
     default=8,
     show_default=True,
-    help="Rows whose gradients are summed for one update.",
+    help="Rows whose gradients are summed for one update, over all ranks.",
 )
 @click.option(
     "--lr", type=click.FloatRange(min=0), default=1e-5, show_default=True, help="Greatest learning rate of AdamW."
@@ -95,69 +97,35 @@ from .output import show, text
     show_default=True,
     help="Rows that --verify takes, the shortest first.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def train(
-    packed: Path, model: str, out: Path | None, verify: bool, verify_rows: int, overwrite: bool, **options: Any
-) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace an existing output, before the first step.")
+def train(packed: Path, model: str, out: Path | None, verify: bool, verify_rows: int, **options: Any) -> None:
     """Train a Hugging Face causal language model on packed rows.
 
     Writes the model's own format, loadable by from_pretrained, with metrics.jsonl (a line per optimiser step). The loss
     of a step is one mean over all its rows: with --loss sft normalised as the rows were packed, else as --denominator
     says. Unless given, the options of the other losses have the values that are usual for each.
+
+    A run that was cut off, or stopped by SIGTERM, goes on from its newest checkpoint with --resume. On several GPUs:
+    torchrun --nproc-per-node 8 --no-python treepack train ...
     """
-    from treepack.train import TrainOptions
+    from treepack.options import TrainOptions
 
     objective = read_objective(options)
+    given = {name: options.pop(name) for name in ("resume", "overwrite", "tensorboard", "plot")}
     chosen = TrainOptions(**options, objective=objective)
     if verify:
         _verify(packed, model, chosen, verify_rows)
     elif out is None:
         raise click.UsageError("Missing option '--out'.")
+    elif given["resume"] and given["overwrite"]:
+        raise click.UsageError("--resume goes on with what --overwrite would remove; give one of them.")
     else:
-        _train(packed, model, chosen, out, overwrite=overwrite)
-
-
-def _train(packed: Path, model: str, options: Any, out: Path, *, overwrite: bool) -> None:
-    import sys
-
-    from tqdm import tqdm
-
-    from treepack.directory import refuse_existing
-    from treepack.train import open_run
-    from treepack.train import train as run_steps
-
-    refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
-    run = open_run(packed, model, options)
-    for note in run.notes:
-        click.echo(f"note: {note}", err=True)
-    steps, tokens, flat = [], 0, 0
-    with tqdm(total=len(run.schedule), desc="training", unit="step", disable=not sys.stderr.isatty()) as bar:
-        for metrics in run_steps(run, out, overwrite=overwrite):
-            steps.append(metrics)
-            tokens += metrics.tokens
-            flat += metrics.tokens_flat
-            bar.update()
-            rates = {"tok/s": text(metrics.tokens_per_second), "flat tok/s": text(metrics.tokens_flat_per_second)}
-            bar.set_postfix(loss=f"{metrics.loss:.4f}", **rates)
-    seconds = sum(metrics.seconds for metrics in steps)
-    show(
-        {
-            "steps": len(steps),
-            "attention": run.loaded.attention,
-            "first loss": steps[0].loss,
-            "last loss": steps[-1].loss,
-            "tokens computed": tokens,
-            "tokens if each trajectory stood alone": flat,
-            "tokens per second": tokens / seconds,
-            "flat-equivalent tokens per second": flat / seconds,
-            "saved": str(out),
-        }
-    )
+        train_model(packed, model, chosen, out, **given)
 
 
 def _verify(packed: Path, model: str, options: Any, num_rows: int) -> None:
     from treepack.errors import TreepackError
-    from treepack.train import open_verification
+    from treepack.run import open_verification
     from treepack.verify import verify_gradients
 
     run = open_verification(packed, model, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from treepack.errors import TreepackError
 from treepack.model import LoadedModel
-from treepack.train import Run, TrainOptions, find_device, learning_rate, open_run, open_verification, plan_steps, train
+from treepack.options import TrainOptions
+from treepack.ranks import find_device
+from treepack.run import Run, open_run, open_verification
+from treepack.steps import learning_rate, plan_steps
+from treepack.train import train
 from treepack.trajectory import Tokens, Trajectory
 from treepack.verify import verify_gradients
 
@@ -176,26 +180,67 @@ def test_the_learning_rate_warms_up_and_ends_at_its_least() -> None:
     assert rates[-1] == pytest.approx(0.1)
 
 
-def test_a_loss_that_is_not_finite_stops_and_names_the_rows(packed: Path, config: Path, tmp_path: Path) -> None:
-    run = open_run(packed, config, replace(CPU, rows_per_step=100))
+def poisoned(packed: Path, config: Path, **changes: Any) -> tuple[Run, set[int]]:
+    """A run whose model gives no number for rows that hold the token 2, and these rows (indices)."""
+    run = open_run(packed, config, replace(CPU, **changes))
     with torch.no_grad():
         run.loaded.model.get_input_embeddings().weight[2] = torch.nan
-    bad = {int(run.dataset.row_ids[i]) for i in range(len(run.dataset)) if 2 in run.dataset[i].input_ids}
-    with pytest.raises(TreepackError, match="is not finite") as caught:
-        list(train(run, tmp_path / "out"))
-    assert str(caught.value).split("rows ")[1].split(" is")[0] == ", ".join(
-        str(run.dataset.row_ids[i]) for i in run.schedule[0].rows if run.dataset.row_ids[i] in bad
+    return run, {i for i in range(len(run.dataset)) if 2 in run.dataset[i].input_ids}
+
+
+@pytest.fixture
+def untied(tmp_path: Path) -> Path:
+    return tiny_config(tmp_path / "untied.json", tie_word_embeddings=False)
+
+
+def test_a_step_whose_loss_is_not_finite_is_skipped_with_its_rows(packed: Path, untied: Path, tmp_path: Path) -> None:
+    run, bad = poisoned(packed, untied, rows_per_step=1, epochs=2)
+    assert 0 < len(bad) < len(run.dataset)
+    head = run.loaded.model.get_output_embeddings().weight
+    before = head.detach().clone()
+    for metrics, step in zip(train(run, tmp_path / "out"), run.schedule, strict=True):
+        assert torch.equal(before, head) is (step.rows[0] in bad)
+        assert metrics.skipped_rows == [int(run.dataset.row_ids[row]) for row in step.rows if row in bad]
+        assert math.isnan(metrics.loss) is math.isnan(metrics.grad_norm) is bool(metrics.skipped_rows)
+        before = head.detach().clone()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["loss"] is None for line in lines) == 2 * len(bad)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_with_all_its_rows(
+    packed: Path, config: Path, tmp_path: Path
+) -> None:
+    run = open_run(packed, config, replace(CPU, rows_per_step=100, steps=1))
+    run.loaded.model.base_model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    (metrics,) = train(run, tmp_path / "out")
+    assert sorted(metrics.skipped_rows) == sorted(run.dataset.row_ids.tolist())
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_rows(
+    packed: Path, untied: Path, tmp_path: Path
+) -> None:
+    run, bad = poisoned(packed, untied, rows_per_step=100, epochs=5, max_skipped=2)
+    seen: list[int] = []
+    with pytest.raises(TreepackError, match="loss or gradient of 3 steps in a row was not finite") as caught:
+        seen.extend(metrics.step for metrics in train(run, tmp_path / "out"))
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
+    named = str(caught.value).split("of rows ")[1].split(";")[0]
+    assert set(named.split(", ")) == {str(run.dataset.row_ids[row]) for row in bad}
+
+
+def test_out_of_memory_names_the_row_and_a_capacity(packed: Path, config: Path, tmp_path: Path) -> None:
+    run = open_run(packed, config, CPU)
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    run.loaded.model.base_model.layers[1].register_forward_hook(fails)
+    row = max(run.schedule[0].rows, key=lambda row: int(run.dataset.num_tokens[row]))
+    expected = (
+        f"out of memory in row {run.dataset.row_ids[row]} of {run.dataset.num_tokens[row]} tokens; pack with --cap"
     )
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_run_that_ends_early_leaves_nothing_behind(packed: Path, config: Path, tmp_path: Path) -> None:
-    steps = train(open_run(packed, config, CPU), tmp_path / "there" / "out")
-    assert isinstance(steps, Iterator)
-    next(steps)
-    assert not (tmp_path / "there" / "out").exists()
-    steps.close()  # type: ignore[attr-defined]
-    assert list((tmp_path / "there").iterdir()) == []
+    with pytest.raises(TreepackError, match=expected):
+        list(train(run, tmp_path / "out"))
 
 
 def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Path, tmp_path: Path) -> None:
@@ -220,6 +265,10 @@ def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Pa
         {"attention": "x"},
         {"seed": -1},
         {"seed": 2**63},
+        {"keep": 0},
+        {"checkpoint_every": -1},
+        {"max_skipped": -1},
+        {"gather_dtype": "fp8"},
     ],
 )
 def test_options_without_meaning_are_refused_by_name(fields: dict[str, Any]) -> None:

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 from treepack.denominators import step_factors, trajectory_table
 from treepack.errors import TreepackError
 from treepack.objectives import PRESETS, Objective, choose_objective
-from treepack.train import Run, StepMetrics, TrainOptions, open_run, open_verification, train
+from treepack.options import TrainOptions
+from treepack.run import Run, open_run, open_verification
+from treepack.train import StepMetrics, train
 from treepack.verify import verify_gradients
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)

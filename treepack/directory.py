@@ -20,6 +20,7 @@ from pathlib import Path
 from treepack.errors import TreepackError
 
 MANIFEST = "manifest.json"
+RUN = "run.json"  # what a training run writes first; its train.json comes last
 
 
 @contextmanager
@@ -85,7 +86,7 @@ def refuse_existing(out: Path, *, overwrite: bool, inputs: Iterable[str | Path] 
 
 
 def _ours(out: Path) -> bool:
-    for name in (MANIFEST, "train.json"):
+    for name in (MANIFEST, RUN, "train.json"):
         try:
             found = json.loads((out / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):

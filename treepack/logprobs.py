@@ -26,8 +26,8 @@ from treepack.loss import CHUNK
 from treepack.manifest import Manifest
 from treepack.model import LoadedModel, check_fits, load_model, placed, position_limit, row_logprobs
 from treepack.pack import Row
+from treepack.ranks import find_device
 from treepack.shards import read_rows
-from treepack.train import find_device
 from treepack.trajectory import Float64
 
 COLUMNS = ("old", "ref")
@@ -38,7 +38,7 @@ class ScoreOptions:
     """What to write and how to run the model.
 
     `column` "old" is what ratios of `train --loss` are taken to, "ref" what its divergences and dpo are. `entropies`
-    writes term_entropy too. `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in `train.TrainOptions`.
+    writes term_entropy too. `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in `options.TrainOptions`.
     """
 
     column: str = "old"

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from treepack.loss import CHUNK, tree_logprobs, weighted_nll
 from treepack.objectives import Objective, objective_loss
 from treepack.probe import ONLY, one_line, probe, refusing
 
+T = TypeVar("T")
+
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
 _RECOMPUTES = "_treepack_recomputes_layers"  # on a model: compiled layers are checkpointed here, not by transformers
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -39,8 +41,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 class LoadedModel:
     """A model that passed every check of its own.
 
-    `model` is in eval mode on its device; `attention` is the implementation that runs, never "auto"; `notes` are
-    remarks for the user; `varlen` says whether rows in which nothing branches go to varlen FlashAttention.
+    `model` is in eval mode; `attention` is the implementation that runs, never "auto"; `notes` are remarks for the
+    user; `varlen` says whether rows in which nothing branches go to varlen FlashAttention; `device` is where it
+    computes. Of a model whose weights are sharded over ranks, `root` is what gathers them (`sharding`).
     """
 
     model: Any
@@ -48,11 +51,16 @@ class LoadedModel:
     attention: str
     notes: tuple[str, ...]
     varlen: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    root: Any = None
 
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.model.device
-        return device
+    def compute(self, function: Callable[[], T]) -> T:
+        """`function()`, which runs the model, while the weights it needs are whole.
+
+        Gradients flow through the tensors that it returns, alone or in tuples, lists and dicts.
+        """
+        found: T = function() if self.root is None else self.root(function)
+        return found
 
 
 def load_model(
@@ -78,24 +86,31 @@ def load_model(
         TreepackError: if the model cannot be loaded or cannot be trained exactly, or the attention cannot run it; the
             message says why.
     """
-    device = torch.device(device)
-    if attention not in IMPLEMENTATIONS:
-        raise TreepackError(f"attention is {attention!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
-    register()
-    config = _read_config(source)
-    check_config(config, source=str(source))
-    with _loading(source), without_bars():
-        notes = _without_dropout(config)
-        model = _build(source, config, IMPLEMENTATIONS["reference"], dtype, seed)
-    model = model.to(device).eval()
-    # The probe asks about the model, so it runs the implementation that is beyond doubt.
-    computed = (model.device, autocast or dtype, *sorted(probe(model, source=str(source))))
-    chosen = resolve(attention, *computed)
-    model.set_attn_implementation(IMPLEMENTATIONS[chosen])
-    return LoadedModel(model, str(source), chosen, notes, attention == "auto" and takes_chains(*computed))
+    config, notes = read_config(source, attention)
+    with loading(source), without_bars():
+        model = build_model(source, config, dtype, seed)
+    loaded = LoadedModel(model.to(device).eval(), str(source), "reference", notes, device=torch.device(device))
+    return with_attention(loaded, attention, autocast or dtype)
 
 
-def _loading(source: str | Path) -> AbstractContextManager[None]:
+def with_attention(loaded: LoadedModel, attention: str, computed: torch.dtype) -> LoadedModel:
+    """The model set to `attention`, an implementation or "auto", after proof that it suits tree attention.
+
+    `computed` is the dtype that the model computes in. The model comes with the reference: the probe asks about the
+    model, so it runs the implementation that is beyond doubt.
+
+    Raises:
+        TreepackError: the model does not suit, or the implementation cannot run it.
+    """
+    dims = loaded.compute(lambda: probe(loaded.model, source=loaded.source, device=loaded.device))
+    chosen = resolve(attention, loaded.device, computed, *sorted(dims))
+    loaded.model.set_attn_implementation(IMPLEMENTATIONS[chosen])
+    varlen = attention == "auto" and takes_chains(loaded.device, computed, *sorted(dims))
+    return replace(loaded, attention=chosen, varlen=varlen)
+
+
+def loading(source: str | Path) -> AbstractContextManager[None]:
+    """Turn what transformers raises about `source` into one sentence."""
     return refusing(
         f"{source}: transformers cannot load it with tree attention", "expected a causal language model that it knows"
     )
@@ -115,10 +130,24 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _read_config(source: str | Path) -> Any:
+def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple[str, ...]]:
+    """The configuration of a model, with every dropout set to 0, and notes that say so.
+
+    Raises:
+        TreepackError: it cannot be read, cannot be trained exactly, or there is no such attention.
+    """
+    if attention not in IMPLEMENTATIONS:
+        raise TreepackError(f"attention is {attention!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
+    register()
+    config = _parse_config(source)
+    check_config(config, source=str(source))
+    return config, _without_dropout(config)
+
+
+def _parse_config(source: str | Path) -> Any:
     from transformers import AutoConfig
 
-    with _loading(source):
+    with loading(source):
         if not str(source).endswith(".json"):
             return AutoConfig.from_pretrained(str(source)).get_text_config()
         fields = json.loads(Path(source).read_text(encoding="utf-8"))
@@ -127,10 +156,15 @@ def _read_config(source: str | Path) -> Any:
         return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
 
 
-def _build(source: str | Path, config: Any, implementation: str, dtype: torch.dtype, seed: int) -> Any:
+def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) -> Any:
+    """The model on the CPU under the reference, with the weights at `source` or, for a config file, random ones.
+
+    Raises:
+        TreepackError: weights are missing or of another shape.
+    """
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"attn_implementation": implementation, "dtype": dtype}
+    options: dict[str, Any] = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": dtype}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
     if str(source).endswith(".json"):

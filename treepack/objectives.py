@@ -81,6 +81,7 @@ _OPTIONS = {
     **{"cispo": _SHARED, "dpo": {"beta"}, "sft": set()},
 }
 
+_PAIR_MEANS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 _MEANS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "importance", "truncated")
 
 
@@ -189,10 +190,19 @@ def objective_loss(
             _term_sums, logprobs, entropies, part, factors, log_ratios, objective, use_reentrant=False
         )
         total, sums = total + own, sums + means
+    known = dict(zip(_MEANS, sums.unbind(), strict=True))
+    return total, {"weight": terms.weight.sum(), **{name: known[name] for name in sum_names(objective)[1:]}}
+
+
+def sum_names(objective: Objective) -> tuple[str, ...]:
+    """Names of the sums that `objective_loss` gives, "weight" first; none for sft."""
+    if objective.loss == "sft":
+        return ()
+    if objective.loss == "dpo":
+        return ("weight", *_PAIR_MEANS)
     absent = set() if objective.kl else {"kl"}
     absent |= set() if objective.importance_cap is not None else {"importance", "truncated"}
-    means = {name: value for name, value in zip(_MEANS, sums.unbind(), strict=True) if name not in absent}
-    return total, {"weight": terms.weight.sum(), **means}
+    return ("weight", *(name for name in _MEANS if name not in absent))
 
 
 def _slices(terms: Terms, chunk: int) -> list[Terms]:
@@ -302,13 +312,9 @@ def _dpo(
     margins = objective.beta * (shifts.index_select(0, chosen) - shifts.index_select(0, rejected))
     loss = -(logsigmoid(margins) * factors.index_select(0, chosen)).sum()
     with torch.no_grad():
-        sums = {
-            "accuracy": (margins > 0).double().sum(),
-            "margin": margins.sum(),
-            "chosen_reward": objective.beta * shifts.index_select(0, chosen).sum(),
-            "rejected_reward": objective.beta * shifts.index_select(0, rejected).sum(),
-        }
-    return loss, {"weight": margins.new_tensor(len(margins)), **sums}
+        own = [objective.beta * shifts.index_select(0, side).sum() for side in (chosen, rejected)]
+        sums = [(margins > 0).double().sum(), margins.sum(), *own]
+    return loss, {"weight": margins.new_tensor(len(margins)), **dict(zip(_PAIR_MEANS, sums, strict=True))}
 
 
 def _shift_sums(logprobs: Tensor, part: Terms, num_trajectories: int) -> Tensor:

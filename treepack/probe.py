@@ -65,12 +65,12 @@ def attention_of(model: Any, name: str) -> Iterator[None]:
         model.set_attn_implementation(own)
 
 
-def probe(model: Any, *, source: str) -> frozenset[tuple[int, int]]:
+def probe(model: Any, *, source: str, device: torch.device | None = None) -> frozenset[tuple[int, int]]:
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
     Three things are checked: every layer calls tree attention once; the hidden states of every branch are those
     of the branch alone under transformers' eager attention; the logits are the output layer of the hidden states.
-    The tree goes through the attention that the model is set to.
+    The tree goes through the attention that the model is set to, on `device`, by default where its weights are.
 
     Returns:
         the head dimensions (of query and key, of value) of the layers.
@@ -80,7 +80,7 @@ def probe(model: Any, *, source: str) -> frozenset[tuple[int, int]]:
     """
     if model.base_model is model or model.get_output_embeddings() is None:
         raise TreepackError(f"{source}: its hidden states and output layer are not apart; {ONLY} and one output layer")
-    device = next(iter(model.parameters())).device
+    device = device or next(iter(model.parameters())).device
     vocabulary = len(model.get_input_embeddings().weight)
     ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary
     with torch.no_grad(), refusing(f"{source}: it cannot run a packed row", ONLY):

@@ -1,0 +1,91 @@
+"""The processes of one run, one per GPU, as torchrun starts them; or one process alone.
+
+    torchrun --nproc-per-node 8 --no-python treepack train ...     join_ranks() in each of them
+
+Ranks compute different rows of a step and meet in sums: `Ranks.sum` has the same value on all of them. Tensors on the
+CPU travel through gloo, those on GPUs through NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+from treepack.errors import TreepackError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the `size` processes of the run; alone, there is no process group."""
+
+    rank: int = 0
+    size: int = 1
+    grouped: bool = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of the `values` of all ranks, which have equal shapes; the same bits on every rank."""
+        if not self.grouped:
+            return values
+        total = values.clone()
+        distributed.all_reduce(total)
+        return total
+
+    def meet(self) -> None:
+        """Wait until every rank is here."""
+        if self.grouped:
+            distributed.barrier()
+
+
+def join_ranks(device: torch.device) -> Ranks:
+    """This process's place among those that torchrun started, whose group it joins if nobody has; alone otherwise.
+
+    Raises:
+        TreepackError: the other processes cannot be reached.
+    """
+    if not distributed.is_available() or not (distributed.is_initialized() or "WORLD_SIZE" in os.environ):
+        return Ranks()
+    if not distributed.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            distributed.init_process_group(backend)
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise TreepackError(f"the processes of this run cannot meet ({reason}); start them by torchrun") from error
+    return Ranks(distributed.get_rank(), distributed.get_world_size(), grouped=True)
+
+
+def leave_ranks() -> None:
+    """Leave the group that `join_ranks` joined, if any."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU if there is one, under torchrun the one of this process.
+
+    Raises:
+        TreepackError: if it is neither a CPU nor a GPU that torch sees.
+    """
+    count = torch.cuda.device_count()
+    local = os.environ.get("LOCAL_RANK")
+    if name == "auto" or (name == "cuda" and local is not None):
+        if count == 0 and name == "auto":
+            return torch.device("cpu")
+        name = "cuda" if local is None else f"cuda:{local}"
+    known = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", name)
+    if known is None:
+        raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
+    if name != "cpu" and int(known[1] or 0) >= count:
+        raise TreepackError(f"device is {name!r} and torch sees {count} GPUs; expected one of those, or cpu")
+    return torch.device(name)
