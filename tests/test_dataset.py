@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,15 +15,20 @@ import pytest
 import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
-from oracle_model import packed_directory
+from oracle_model import packed_directory, write_rows
 from strategies import make
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from treepack import dataset as dataset_module
 from treepack import shards
 from treepack.attention import visible_pairs
 from treepack.batch import Batch
 from treepack.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.objectives import choose_objective, objective_loss
+from treepack.options import TrainOptions
+from treepack.steps import plan_steps
 from treepack.trajectory import Trajectory
 
 COLUMNS = ("input_ids", "position_ids", "parent", "subtree_end", "scale", "loss_weight", "trajectory_ends")
@@ -104,6 +112,7 @@ def test_padding_sees_only_itself_and_counts_for_nothing(tmp_path: Path) -> None
 
 
 def test_rows_are_read_by_group_and_few_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_module, "CACHED_BYTES", 8000)
     monkeypatch.setattr(shards, "GROUP_TOKENS", 40)
     monkeypatch.setattr(shards, "PART_TOKENS", 200)
     path = packed_directory(tmp_path / "packed", forest(24), capacity=40)
@@ -111,7 +120,8 @@ def test_rows_are_read_by_group_and_few_groups_are_kept(tmp_path: Path, monkeypa
     assert len(dataset.manifest["files"]) > 2
     for i in np.random.default_rng(0).permutation(len(rows)).tolist():
         assert dataset[i].input_ids.tolist() == rows[i].input_ids.tolist()
-    assert len(dataset._cache) < len(rows) // 2
+    assert 1 < len(dataset._cache) < len(rows) // 2
+    assert sum(table.nbytes for table in dataset._cache.values()) == dataset._cached <= 8000
 
 
 def test_a_worker_process_may_hold_a_copy(tmp_path: Path) -> None:
@@ -126,6 +136,132 @@ def test_the_rows_end_where_the_directory_ends(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         dataset[len(dataset)]
     assert len(list(dataset)) == len(dataset)
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    """Seven rows of the training steps 0, 0, 0, 1, 1, 1, 2."""
+    trajectories = [make(f"t{i}", [i, *range(10, 30)], step=i // 3) for i in range(7)]
+    return write_rows(tmp_path / "seven", trajectories, range(7))
+
+
+def ids(batches: Iterable[Batch]) -> list[int]:
+    return [batch.row_id for batch in batches]
+
+
+def test_an_epoch_is_in_file_order_or_that_of_the_trainer(packed: Path) -> None:
+    dataset = PackedDataset(packed)
+    assert dataset.steps == [0, 0, 0, 1, 1, 1, 2]
+    assert ids(dataset) == ids(dataset) == list(range(7))
+    options = TrainOptions(epochs=3, seed=5, rows_per_step=1)
+    planned = [row for step in plan_steps(dataset, options) for row in step.rows]
+    shuffled = PackedDataset(packed, shuffle=True, seed=5)
+    found = [ids(shuffled) for _ in range(3)]
+    assert [row for epoch in found for row in epoch] == planned
+    assert [sorted(epoch) for epoch in found] == [list(range(7))] * 3
+    assert len({tuple(epoch) for epoch in found}) > 1
+    assert shuffled.epoch == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_ranks_share_the_rows_of_each_training_step_in_equal_numbers(packed: Path, shuffle: bool, world: int) -> None:
+    ranks = [PackedDataset(packed, shuffle=shuffle, rank=rank, world=world, multiple=8) for rank in range(world)]
+    rounds = list(zip(*(list(rank) for rank in ranks), strict=True))
+    rows = [batch for together in rounds for batch in together if batch.num_tokens]
+    assert ids(rows) == ids(PackedDataset(packed, shuffle=shuffle))
+    assert all(len({batch.step for batch in together if batch.num_tokens}) == 1 for together in rounds)
+    padding = [batch for together in rounds for batch in together if not batch.num_tokens]
+    assert len(padding) == sum(-count % world for count in (3, 3, 1)) > 0
+    for batch in padding:
+        assert (batch.total_weight, float(batch.loss_weight.sum()), len(batch.input_ids)) == (0.0, 0.0, 16)
+        assert torch.equal(visible_pairs(batch.subtree_end[None])[0], torch.eye(16, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_goes_on_with_exactly_the_rows_that_are_left(packed: Path, world: int) -> None:
+    def opened(seed: int) -> list[PackedDataset]:
+        return [PackedDataset(packed, shuffle=True, seed=seed, rank=rank, world=world) for rank in range(world)]
+
+    expected = [[same_rows for _ in range(2) for same_rows in ids(each)] for each in opened(3)]
+    for cut in range(len(expected[0]) + 1):
+        for before, after, rows in zip(opened(3), opened(0), expected, strict=True):
+            first = ids(islice(chain(before, before), cut))
+            after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+            rest = []
+            while after.epoch < 2:
+                rest += ids(after)
+            assert first + rest == rows
+
+
+def test_a_state_goes_on_with_another_number_of_ranks(packed: Path) -> None:
+    before = [PackedDataset(packed, shuffle=True, rank=rank, world=2) for rank in range(2)]
+    given = [batch for each in before for batch in islice(each, 3)]
+    assert before[0].state_dict() == before[1].state_dict()
+    after = [PackedDataset(packed, shuffle=True, rank=rank, world=3) for rank in range(3)]
+    for each in after:
+        each.load_state_dict(before[0].state_dict())
+    rest = [batch for each in after for batch in each]
+    assert sorted(batch.row_id for batch in [*given, *rest] if batch.num_tokens) == list(range(7))
+
+
+def test_a_second_iteration_goes_on_where_the_first_stopped(packed: Path) -> None:
+    dataset = PackedDataset(packed)
+    first = iter(dataset)
+    assert (next(first).row_id, next(first).row_id) == (0, 1)
+    assert ids(islice(dataset, 3)) == [2, 3, 4]
+    assert ids(first) == [5, 6]
+    assert (dataset.epoch, ids(dataset)) == (1, list(range(7)))
+    assert dataset[3].row_id == 3
+
+
+def test_an_unreadable_row_does_not_count_as_given(packed: Path) -> None:
+    dataset = PackedDataset(packed)
+    part = packed / "part-00000.parquet"
+    whole = part.read_bytes()
+    part.write_bytes(b"\0" * len(whole))
+    with pytest.raises(TreepackError, match="row group 0 cannot be read"):
+        next(iter(dataset))
+    part.write_bytes(whole)
+    assert ids(dataset) == list(range(7))
+
+
+def test_a_state_of_another_dataset_is_refused(packed: Path, tmp_path: Path) -> None:
+    other = PackedDataset(packed_directory(tmp_path / "other", forest(3), capacity=40))
+    with pytest.raises(TreepackError, match="of a dataset with another manifest"):
+        other.load_state_dict(PackedDataset(packed).state_dict())
+    for state in ({}, {**other.state_dict(), "position": None}):
+        with pytest.raises(TreepackError, match="expected what state_dict gave"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("rank", "world"), [(2, 2), (-1, 1), (0, 0)])
+def test_a_rank_that_does_not_exist_is_refused(packed: Path, rank: int, world: int) -> None:
+    with pytest.raises(TreepackError, match="expected a rank from 0"):
+        PackedDataset(packed, rank=rank, world=world)
+
+
+def test_padding_has_the_terms_of_no_trajectory(tmp_path: Path) -> None:
+    given_ones = [make(name, [1, 2, 3], advantage=1.0, group=name) for name in "abc"]
+    path = write_rows(tmp_path / "packed", given_ones, range(3))
+    last = list(PackedDataset(path, terms=True, rank=1, world=2))[-1]
+    assert (last.num_tokens, last.terms is None) == (0, False)
+    assert last.terms is not None
+    objective = choose_objective("grpo", kl=0.1)
+    attached = torch.zeros(0, requires_grad=True)
+    loss, sums = objective_loss(attached, attached, last.terms, torch.zeros(0, dtype=torch.float64), objective)
+    assert (float(loss.detach()), loss.requires_grad, float(sums["weight"])) == (0.0, True, 0.0)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_takes_it_as_it_is(packed: Path, workers: int, context: str) -> None:
+    dataset = PackedDataset(packed, multiple=8)
+    expected = [dataset[i] for i in range(7)]
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context if workers else None}
+    found = list(DataLoader(dataset, batch_size=None, **options))
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    assert (dataset.epoch, ids(dataset)) == (0, list(range(7)))
 
 
 def truncate(path: Path) -> None:

@@ -117,13 +117,23 @@ def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
-def empty_batch(length: int) -> Batch:
-    """A row of nothing but `length` padding tokens, for a rank that has no row left when others have one."""
+def empty_batch(length: int, *, terms: bool = False) -> Batch:
+    """A row of nothing but `length` padding tokens, for a rank that has no row left when others have one.
+
+    With `terms`, it holds those of no trajectory.
+    """
     columns: dict[str, Any] = {name: torch.zeros(length, dtype=kind) for name, kind in _KINDS.items()}
     columns["parent"] = torch.full((length,), -1)
     columns["subtree_end"] = torch.arange(1, length + 1, dtype=torch.int32)
     columns["trajectory_ends"] = torch.zeros(0, dtype=torch.int64)
+    columns["terms"] = _no_terms() if terms else None
     return Batch(row_id=-1, step=None, trajectory_ids=(), num_tokens=0, total_weight=0.0, tokens_flat=0, **columns)
+
+
+def _no_terms() -> Terms:
+    kinds = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32, "group": torch.int32}
+    kinds |= {"weight": torch.float64, "advantage": torch.float64, "reward": torch.float64}
+    return Terms(**{field.name: torch.zeros(0, dtype=kinds.get(field.name, torch.float32)) for field in fields(Terms)})
 
 
 def make_batch(row: Row, *, multiple: int = 1) -> Batch:

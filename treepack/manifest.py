@@ -13,6 +13,7 @@ from typing import Any
 from treepack import __version__, schema
 from treepack.directory import MANIFEST
 from treepack.errors import TreepackError
+from treepack.storage import Location, locate
 
 Manifest = dict[str, Any]
 
@@ -58,20 +59,22 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
-def read_manifest(directory: Path | str, kind: str | None = None) -> Manifest:
+def read_manifest(directory: Path | str | Location, kind: str | None = None) -> Manifest:
     """The manifest of `directory`, whose format must be `kind` where given.
 
     Raises:
         TreepackError: no manifest, damaged, of another format or version.
     """
-    path = Path(directory) / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        found, version = str(manifest["format"]), manifest["version"]
-    except OSError as error:
+    directory = directory if isinstance(directory, Location) else locate(directory)
+    path = directory.file_name(MANIFEST)
+    content = directory.read(MANIFEST)
+    if content is None:
         raise TreepackError(
             f"{directory}: has no {MANIFEST}; it is not a treepack directory, or its writing was cut off"
-        ) from error
+        )
+    try:
+        manifest = json.loads(content)
+        found, version = str(manifest["format"]), manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
     if found not in _SHAPES or kind not in (None, found):
@@ -92,7 +95,7 @@ def read_manifest(directory: Path | str, kind: str | None = None) -> Manifest:
     return dict(manifest)
 
 
-def _check_shape(found: Any, shape: dict[str, Any], path: Path, prefix: str) -> None:
+def _check_shape(found: Any, shape: dict[str, Any], path: Path | str, prefix: str) -> None:
     if not isinstance(found, dict):
         raise TreepackError(f"{path}: is damaged ({prefix.rstrip('.')} is no object); write the directory again")
     for name, kind in shape.items():
@@ -122,13 +125,21 @@ def check_part(directory: Path, entry: dict[str, Any]) -> Path:
     Raises:
         TreepackError: missing, truncated or altered.
     """
+    check_size(locate(directory), entry)
     path = directory / str(entry["name"])
-    if not path.is_file():
-        raise TreepackError(f"{path}: is missing; write {directory} again")
-    if path.stat().st_size != entry["bytes"]:
-        raise TreepackError(
-            f"{path}: has {path.stat().st_size} bytes, its manifest says {entry['bytes']}; write it again"
-        )
     if file_sha256(path) != entry["sha256"]:
         raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
     return path
+
+
+def check_size(directory: Location, entry: dict[str, Any]) -> None:
+    """See that the part that `entry` of a manifest names is there and of its size.
+
+    Raises:
+        TreepackError: missing or truncated.
+    """
+    path, size = directory.file_name(entry["name"]), directory.size(entry["name"])
+    if size is None:
+        raise TreepackError(f"{path}: is missing; write {directory} again")
+    if size != entry["bytes"]:
+        raise TreepackError(f"{path}: has {size} bytes, its manifest says {entry['bytes']}; write it again")
