@@ -4,6 +4,7 @@
     build_trie                    sequences to a forest of prefix tries (treepack.trie)
     plan_rows, pack_rows          a forest to training rows             (treepack.plan, treepack.pack)
     PackedDataset, row_loss       rows to tensors and a loss            (treepack.dataset, treepack.model; need torch)
+    collate, batch_loss           the same for other trainers           (treepack.collation)
 
 Importing treepack costs nothing: names are loaded when they are first used.
 """
@@ -31,7 +32,11 @@ _HOME = {
     "read_trie": "shards",
     "read_rows": "shards",
     "PackedDataset": "dataset",
+    "collate": "collation",
+    "batch_loss": "collation",
+    "batch_logprobs": "collation",
     "tree_attention": "attention",
+    "register_attention": "attention:register",
     "load_model": "model",
     "row_loss": "model",
     "row_logprobs": "model",
@@ -51,4 +56,5 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'treepack' has no attribute {name!r}")
-    return getattr(import_module(f"treepack.{_HOME[name]}"), name)
+    module, _, own_name = _HOME[name].partition(":")
+    return getattr(import_module(f"treepack.{module}"), own_name or name)
