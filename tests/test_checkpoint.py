@@ -141,7 +141,7 @@ def test_save_returns_before_the_disk_does_and_what_changes_then_is_not_saved(
     monkeypatch.setattr(os, "fsync", wait_for_disk)
     checkpoints = Checkpoints(tmp_path)
     model, optimiser = filled(0)
-    for step in (1, 2):  # the second goes to the memory of the first
+    for step in (1, 2):
         free.clear()
         for parameter in model.parameters():
             nn.init.constant_(parameter, step)

@@ -96,8 +96,8 @@ def _all_ranks(*, own_group: bool = False) -> _Ranks:
 class Checkpoints:
     """The checkpoints that a run writes to `directory`, of which the newest `keep` stay.
 
-    `save` returns once the state is copied to CPU memory, which is kept for the next copy; a thread does the rest. What
-    goes wrong there is raised by the next call of any method, on every rank.
+    `save` returns once the state is copied to CPU memory; a thread does the rest. What goes wrong there is raised by
+    the next call of any method, on every rank.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
@@ -116,15 +116,6 @@ class Checkpoints:
         if problem:
             raise TreepackError(f"{directory}: cannot hold checkpoints ({problem}); choose another directory")
         self._partial, self._replaced = f".{{}}.partial-{token}", f"{{}}.replaced-{token}"
-        on_gpu = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,  # the next update may change the weights as soon as `save` returns
-                use_non_blocking_copy=on_gpu,
-            )
-        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         _expect_one_process()
@@ -143,7 +134,10 @@ class Checkpoints:
         """
         self.wait()
         record = {"step": step, "position": json.loads(json.dumps(position, allow_nan=False))}
-        staged = cast(dict[str, Any], self._stager.stage(training_state(model, optimiser, rank=self._ranks.rank)))
+        # A stager for each save: one that is used again fails in torch 2.11. It returns when all is copied.
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        staged = cast(dict[str, Any], stager.stage(training_state(model, optimiser, rank=self._ranks.rank)))
+        stager.close()
         self._pending = self._thread.submit(self._write, staged, record)
 
     def wait(self) -> None:
@@ -157,7 +151,7 @@ class Checkpoints:
             pending.result()
 
     def close(self) -> None:
-        """Wait, and give the thread, the memory and the process group back.
+        """Wait, and give the thread and the process group back.
 
         Raises:
             TreepackError: as `wait`.
@@ -166,7 +160,6 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._stager.close()
             if self._ranks.group is not None:
                 dist.destroy_process_group(self._ranks.group)
 
