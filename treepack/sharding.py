@@ -73,7 +73,9 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         assert files is not None
         _fill(model, files, torch.device("cpu") if options.cpu_offload else device, source)
     loaded = LoadedModel(model, str(source), "reference", notes, device=device, root=root)
-    return with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    root.reshard()  # a forward without a backward leaves the root whole, and an optimiser would take what is whole
+    return loaded
 
 
 def _empty(config: Any) -> Any:
@@ -86,7 +88,7 @@ def _empty(config: Any) -> Any:
         )
 
 
-def _shard(model: Any, options: TrainOptions, device: torch.device) -> nn.Module:
+def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 

@@ -1,0 +1,71 @@
+"""What each process of a test of several ranks does: `train_over` trains every case, all ranks together.
+
+Processes meet through a file, so no port is needed; they are started once for many cases, for that takes longest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+
+from treepack.objectives import Objective, choose_objective
+from treepack.options import TrainOptions
+from treepack.ranks import Ranks, join_ranks
+from treepack.run import open_run
+from treepack.train import train
+
+CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run: its name is that of its output, `changes` are to the options `CPU`."""
+
+    name: str
+    packed: Path
+    model: Path
+    changes: dict[str, Any]
+    loss: str = "sft"
+
+
+def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    """Train each case over `size` ranks, 0 for this process without a group, into folder/size.
+
+    Returns:
+        for each name: `out`, `records` of the steps, full `gradients` of the last step, `notes`.
+    """
+    out = folder / str(size)
+    out.mkdir()
+    if size:
+        multiprocessing.spawn(_process, (size, out, cases), nprocs=size)  # type: ignore[attr-defined,no-untyped-call]
+    else:
+        for case in cases:
+            _train(Ranks(), case, out / case.name)
+    return {case.name: torch.load(out / f"{case.name}.pt", weights_only=False) for case in cases}
+
+
+def _process(rank: int, size: int, out: Path, cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(out / "meeting"), size)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ranks = join_ranks(torch.device("cpu"))
+    for case in cases:
+        _train(ranks, case, out / case.name)
+    distributed.destroy_process_group()
+
+
+def _train(ranks: Ranks, case: Case, out: Path) -> None:
+    objective = Objective() if case.loss == "sft" else choose_objective(case.loss)
+    run = open_run(case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks)
+    records = [metrics.as_record() for metrics in train(run, out)]
+    gradients = {}
+    for name, parameter in run.loaded.model.named_parameters():
+        gradient: Any = parameter.grad
+        gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    if ranks.leads:
+        found = {"out": out, "records": records, "gradients": gradients, "notes": run.notes}
+        torch.save(found, out.with_suffix(".pt"))
