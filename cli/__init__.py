@@ -12,6 +12,7 @@ import click
 
 from treepack.errors import TreepackError
 
+from .advantages import advantages
 from .build_trie import build_trie
 from .logprobs import logprobs
 from .pack import pack
@@ -32,7 +33,7 @@ def commands() -> None:
     """
 
 
-for command in (build_trie, pack, stats, train, logprobs):
+for command in (build_trie, pack, stats, train, logprobs, advantages):
     commands.add_command(command)
 
 

@@ -1,0 +1,115 @@
+"""`treepack advantages`: rewards to advantages, from groups or from the tree, as a column of a trie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .output import percent, show
+
+if TYPE_CHECKING:
+    from treepack.trajectory import Float64
+
+ESTIMATORS = ("grpo", "dr-grpo", "rloo", "reinforce++", "treepo", "treerpo", "tree-grpo", "treerl")
+
+
+def _distribution(values: Float64) -> dict[str, float | str]:
+    """What the advantages are, for a person."""
+    import numpy as np
+
+    if len(values) == 0:
+        return {}
+    low, middle, high = np.quantile(values, [0, 0.5, 1]).tolist()
+    spread = {"mean": float(values.mean()), "standard deviation": float(values.std())}
+    return {**spread, "smallest": low, "median": middle, "largest": high, "zero": percent(float((values == 0).mean()))}
+
+
+@click.command()
+@click.argument("trie", type=click.Path(path_type=Path))
+@click.option("--estimator", type=click.Choice(ESTIMATORS), required=True, help="The last four use the tree.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Trie directory to write.")
+@click.option(
+    "--segment",
+    metavar="auto|recorded|turn|node|N",
+    default="auto",
+    show_default=True,
+    help="What the tree's nodes are: recorded token offsets, runs of trained tokens, where the trie branches, or N "
+    "tokens each; auto: recorded where there are any, else node.",
+)
+@click.option(
+    "--min-depth",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Tokens after the root within which no segment starts.",
+)
+@click.option(
+    "--std",
+    type=click.Choice(["group", "batch"]),
+    default="group",
+    show_default=True,
+    help="grpo, treepo: standard deviation over the group, or over all groups of the training step.",
+)
+@click.option("--size-weighted", is_flag=True, help="treepo: weight subgroups by their size (equation 6).")
+@click.option("--reject-subgroups", is_flag=True, help="treepo: leave out subgroups of equal rewards (equation 7).")
+@click.option("--without-root", is_flag=True, help="treepo: leave out the group itself.")
+@click.option("--per-segment", is_flag=True, help="tree-grpo: compare each segment with those beside it.")
+@click.option("--leaf-scaled", is_flag=True, help="treerl: divide by the root of a segment's number of trajectories.")
+@click.option(
+    "--reject-equal/--keep-equal",
+    default=None,
+    help="Reject groups whose rewards are all equal; default: treepo does, the others give them 0.",
+)
+@click.option(
+    "--rejected",
+    type=click.Choice(["drop", "zero"]),
+    default="drop",
+    show_default=True,
+    help="Leave trajectories of rejected groups out, or keep them with an advantage of 0.",
+)
+@click.option("--epsilon", type=float, default=1e-6, show_default=True, help="Added to standard deviations.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
+    """Write advantages into a copy of a trie, from the rewards of its trajectories.
+
+    The first four estimators, treepo and tree-grpo give one per trajectory; treerpo, treerl and --per-segment one per
+    trained token. A group with a missing reward, or with a single trajectory to compare, is rejected whole and
+    counted. Pack the result, and train with --loss grpo or its like.
+    """
+    from dataclasses import asdict
+
+    from treepack import schema, shards, stats
+    from treepack.directory import finished_directory, refuse_existing
+    from treepack.manifest import read_manifest
+    from treepack.rl.advantages import AdvantageOptions, estimate, with_advantages
+
+    options = AdvantageOptions(**given)
+    refuse_existing(out, overwrite=overwrite, inputs=[trie])
+    manifest = read_manifest(trie, schema.TRIE_FORMAT)
+    read = shards.read_trie(trie)
+    if any(read.trajectories[name].null_count < read.num_trajectories for name in ("advantage", "advantages")):
+        click.echo(f"note: the advantages that {trie} has are replaced", err=True)
+    estimates = estimate(read, options)
+    written = with_advantages(read, estimates, rejected=options.rejected)
+    kept: dict[str, Any] = {
+        name: manifest[name] for name in ("options", "input", "tokenizer", "counts") if name in manifest
+    }
+    totals = stats.trie_totals(written)
+    with finished_directory(out, overwrite=overwrite) as temporary:
+        shards.write_trie(written, temporary, {**kept, "totals": totals, "advantages": asdict(options)})
+    values = estimates.values
+    owner = "trajectory" if estimates.per_token is None else "trained token"
+    show(
+        {
+            "trajectories": read.num_trajectories,
+            "groups compared": estimates.num_groups,
+            **{f"groups rejected: {reason}": count for reason, count in estimates.rejected.items()},
+            f"trajectories {'left out' if options.rejected == 'drop' else 'given 0'}": read.num_trajectories
+            - len(estimates.kept),
+            **({} if estimates.num_subgroups is None else {"subgroups": estimates.num_subgroups}),
+            "advantages": f"{len(values):,}, one per {owner}",
+            **{f"advantage, {name}": value for name, value in _distribution(values).items()},
+        }
+    )

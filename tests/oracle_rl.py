@@ -1,0 +1,189 @@
+"""Slow, obvious twins of the estimators in treepack/rl: dict trees, plain loops, each paper's formula as it is written.
+
+Rollout     tokens, where its segments start, group, step and reward
+paths       the nodes above each rollout's last segment, root first, as keys that equal prefixes share
+flat, tree_trajectory, tree_tokens    the advantages, by estimator
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+EPSILON = 1e-6
+Node = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """`cuts` are the token offsets where its segments start, ascending, at least one; what is before is the root's."""
+
+    tokens: list[int]
+    cuts: list[int]
+    group: str
+    step: int
+    reward: float
+
+    @property
+    def family(self) -> tuple[int, str]:
+        return self.step, self.group
+
+
+def mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return math.fsum(listed) / len(listed)
+
+
+def std(values: Iterable[float], rewards: Iterable[float]) -> float:
+    """Of a sample; 0 where the values differ by rounding only, seen against the rewards they come from."""
+    listed, known = list(values), list(rewards)
+    if len(listed) < 2:
+        return 0.0
+    middle = mean(listed)
+    found = math.sqrt(math.fsum((value - middle) ** 2 for value in listed) / (len(listed) - 1))
+    return found if found > 1e-12 * (max(known) - min(known)) else 0.0
+
+
+def over(value: float, deviation: float) -> float:
+    return value / (deviation + EPSILON) if deviation else 0.0
+
+
+def branch_cuts(rollouts: list[Rollout]) -> list[list[int]]:
+    """Where each rollout parts from another of its group while both go on; 0 for all where first tokens differ."""
+    found = []
+    for a in rollouts:
+        cuts = set()
+        for b in rollouts:
+            shared = 0
+            while a.family == b.family and shared < min(len(a.tokens), len(b.tokens)):
+                if a.tokens[shared] != b.tokens[shared]:
+                    cuts.add(shared)
+                    break
+                shared += 1
+        found.append(sorted(cuts) or [0])
+    return found
+
+
+def paths(rollouts: list[Rollout]) -> list[list[Node]]:
+    """Nodes above the last segment of each rollout: its group, then each segment with all that came before it."""
+    found: list[list[Node]] = []
+    for rollout in rollouts:
+        path: list[Node] = [(rollout.family,)]
+        for stop in rollout.cuts[1:]:
+            path.append((*path[-1], tuple(rollout.tokens[:stop])))
+        found.append(path)
+    return found
+
+
+def flat(rollouts: list[Rollout], estimator: str, *, batch: bool = False) -> list[float]:
+    found = []
+    for one in rollouts:
+        group = [r.reward for r in rollouts if r.family == one.family]
+        step = [r.reward for r in rollouts if r.step == one.step]
+        apart = one.reward - mean(group)
+        if estimator == "dr-grpo":
+            found.append(apart)
+        elif estimator == "rloo":
+            found.append(one.reward - (math.fsum(group) - one.reward) / (len(group) - 1))
+        elif estimator == "reinforce++":
+            found.append(over(one.reward - mean(step), std(step, step)))
+        elif batch:
+            differences = [
+                r.reward - mean(s.reward for s in rollouts if s.family == r.family)
+                for r in rollouts
+                if r.step == one.step
+            ]
+            found.append(over(apart, std(differences, step)))
+        else:
+            found.append(over(apart, std(group, group)))
+    return found
+
+
+def below(rollouts: list[Rollout]) -> dict[Node, list[float]]:
+    """Rewards of the rollouts through each node."""
+    found = defaultdict(list)
+    for rollout, path in zip(rollouts, paths(rollouts), strict=True):
+        for node in path:
+            found[node].append(rollout.reward)
+    return found
+
+
+def treepo(
+    rollouts: list[Rollout],
+    *,
+    batch: bool = False,
+    size_weighted: bool = False,
+    reject_subgroups: bool = False,
+    without_root: bool = False,
+) -> list[float]:
+    """TreePO, equations 5, 6 and 7."""
+    rewards = below(rollouts)
+    advantages: list[list[tuple[float, float]]] = []  # of each rollout: weight and advantage per subgroup
+    for rollout, path in zip(rollouts, paths(rollouts), strict=True):
+        mine: list[tuple[float, float]] = []
+        for node in path[1:] if without_root else path:
+            subgroup = rewards[node]
+            if len(subgroup) > 1 and not (reject_subgroups and min(subgroup) == max(subgroup)):
+                mine.append((len(subgroup) if size_weighted else 1, rollout.reward - mean(subgroup)))
+        advantages.append(mine)
+    found = []
+    for one, mine in zip(rollouts, advantages, strict=True):
+        scope = [i for i, r in enumerate(rollouts) if (r.step == one.step if batch else r.family == one.family)]
+        deviation = std(
+            [value for i in scope for _, value in advantages[i]],
+            [rollouts[i].reward for i in scope],
+        )
+        total = sum(weight for weight, _ in mine)
+        found.append(over(math.fsum(weight * value for weight, value in mine) / total, deviation) if mine else 0.0)
+    return found
+
+
+def tree_grpo(rollouts: list[Rollout]) -> list[float]:
+    """Tree-GRPO, TRACE equation 48."""
+    rewards, inter = below(rollouts), flat(rollouts, "grpo")
+    found = []
+    for rollout, path, second in zip(rollouts, paths(rollouts), inter, strict=True):
+        family = rewards[path[0]]
+        siblings = [rewards[node] for node in path if len(rewards[node]) > 1][-1]
+        found.append(over(rollout.reward - mean(siblings), std(siblings, family)) + second)
+    return found
+
+
+def segments(rollouts: list[Rollout], estimator: str, *, leaf_scaled: bool = False) -> list[list[float]]:
+    """The advantage of each rollout's root and segments, in order."""
+    all_paths, rewards, inter = paths(rollouts), below(rollouts), flat(rollouts, "grpo")
+    children: dict[Node, list[Node]] = defaultdict(list)
+    leaves: dict[Node, float] = {}
+    for i, path in enumerate(all_paths):
+        leaf: Node = (*path[-1], "leaf", i)
+        leaves[leaf] = rollouts[i].reward
+        for up, node in zip(path, [*path[1:], leaf], strict=True):
+            if node not in children[up]:
+                children[up].append(node)
+
+    def value(node: Node) -> float:
+        return leaves[node] if node in leaves else mean(value(child) for child in children[node])
+
+    found = []
+    for i, path in enumerate(all_paths):
+        family, reward = rewards[path[0]], rollouts[i].reward
+        line = [0.0 if estimator != "tree-grpo" else inter[i]]
+        for up, node in zip(path, [*path[1:], (*path[-1], "leaf", i)], strict=True):
+            siblings = [value(child) for child in children[up]]
+            mine = rewards.get(node, [reward])
+            if estimator == "treerpo":
+                line.append(over(value(node) - mean(siblings), std(siblings, family)))
+            elif estimator == "tree-grpo":
+                line.append(over(reward - mean(rewards[up]), std(rewards[up], family)) + inter[i])
+            else:
+                both = (mean(mine) - mean(family)) + (mean(mine) - mean(rewards[up]))
+                line.append(both / math.sqrt(len(mine)) if leaf_scaled else both)
+        found.append(line)
+    return found
+
+
+def of_token(rollout: Rollout, line: list[float], position: int) -> float:
+    """The entry of `line`, root first, of the segment that holds token `position`."""
+    return line[sum(cut <= position for cut in rollout.cuts)]
