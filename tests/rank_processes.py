@@ -23,13 +23,18 @@ CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
 
 @dataclass(frozen=True)
 class Case:
-    """A training run: its name is that of its output, `changes` are to the options `CPU`."""
+    """A training run in the directory `out`, by default one named after it; `changes` are to the options `CPU`.
+
+    It is resumed if it can be, and told to stop after the step `until`.
+    """
 
     name: str
     packed: Path
     model: Path
     changes: dict[str, Any]
     loss: str = "sft"
+    out: Path | None = None
+    until: int | None = None
 
 
 def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
@@ -39,7 +44,8 @@ def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str
         for each name: `out`, `records` of the steps, full `gradients` of the last step, `notes`.
     """
     out = folder / str(size)
-    out.mkdir()
+    out.mkdir(exist_ok=True)
+    (out / "meeting").unlink(missing_ok=True)
     if size:
         multiprocessing.spawn(_process, (size, out, cases), nprocs=size)  # type: ignore[attr-defined,no-untyped-call]
     else:
@@ -61,11 +67,13 @@ def _process(rank: int, size: int, out: Path, cases: list[Case]) -> None:
 def _train(ranks: Ranks, case: Case, out: Path) -> None:
     objective = Objective() if case.loss == "sft" else choose_objective(case.loss)
     run = open_run(case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks)
-    records = [metrics.as_record() for metrics in train(run, out)]
+    records: list[dict[str, Any]] = []
+    steps = train(run, case.out or out, resume=True, stop=lambda: len(records) + 1 == case.until)
+    records += [metrics.as_record() for metrics in steps]
     gradients = {}
     for name, parameter in run.loaded.model.named_parameters():
         gradient: Any = parameter.grad
         gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     if ranks.leads:
-        found = {"out": out, "records": records, "gradients": gradients, "notes": run.notes}
+        found = {"out": case.out or out, "records": records, "gradients": gradients, "notes": run.notes}
         torch.save(found, out.with_suffix(".pt"))
