@@ -1,0 +1,163 @@
+"""The programs of docs/your-trainer.md run as they stand, and every gradient is that of trajectories run one by one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle_model import gradients, keep_norms, worst_error, write_rows
+from oracle_objectives import Rollout, own_logprobs, step_loss
+from test_objectives import as_trajectories, rollouts
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoModelForCausalLM
+
+from treepack.dataset import PackedDataset
+from treepack.objectives import choose_objective
+
+ROOT = Path(__file__).parents[1]
+ROWS = [0, 0, 1, 1, 2, 2, 3, 3, 4, 5]  # the row of every rollout
+PER_STEP = 4  # six rows: the second step of an epoch has two
+
+
+def programs() -> list[str]:
+    page = (ROOT / "docs" / "your-trainer.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+class Recorded:
+    """What a program did: the rows that it read, and weights and gradients, not yet clipped, of every update."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.unclipped: dict[int, Tensor] = {}
+        self.updates: list[dict[int, tuple[Tensor, Tensor]]] = []
+
+    def update(self, optimiser: Any, *_: object) -> None:
+        parameters = [p for group in optimiser.param_groups for p in group["params"]]
+        assert all(p.grad is not None for p in parameters)
+        self.updates.append(
+            {id(p): (p.detach().clone(), self.unclipped.get(id(p), p.grad).clone()) for p in parameters}
+        )
+        self.unclipped = {}
+
+    def steps(self) -> Iterator[tuple[list[int], dict[int, tuple[Tensor, Tensor]]]]:
+        """Rows and update of each step, an epoch being six rows."""
+        epochs = [self.rows[i : i + 6] for i in range(0, len(self.rows), 6)]
+        cut = [epoch[i : i + PER_STEP] for epoch in epochs for i in range(0, len(epoch), PER_STEP)]
+        return zip(cut, self.updates, strict=True)
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """A directory with data and models, in which the programs run, and a record of what they do."""
+    write_rows(tmp_path / "packed", as_trajectories(rollouts()), ROWS)
+    (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
+    monkeypatch.chdir(tmp_path)
+    recorded, read = Recorded(), PackedDataset.__getitem__
+
+    def reading(dataset: PackedDataset, index: int) -> Any:
+        recorded.rows.append(index)
+        return read(dataset, index)
+
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clipping(parameters: Any, *arguments: Any, **options: Any) -> Tensor:
+        listed = list(parameters)
+        recorded.unclipped = {id(p): p.grad.clone() for p in listed}
+        return clip(listed, *arguments, **options)
+
+    monkeypatch.setattr(PackedDataset, "__getitem__", reading)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipping)
+    hook = register_optimizer_step_pre_hook(recorded.update)
+    yield recorded
+    hook.remove()
+
+
+def supervised(model: Any, chosen: list[Rollout]) -> Tensor:
+    """Weighted mean of nll over the trained tokens of all of them."""
+    total: Any = 0
+    for rollout in chosen:
+        logprobs, _ = own_logprobs(model, rollout)
+        total = total - sum(rollout.weights[j] * logprobs[j] for j in rollout.trained)
+    mean: Tensor = total / sum(sum(rollout.weights) for rollout in chosen)
+    return mean
+
+
+def policy(model: Any, chosen: list[Rollout]) -> Tensor:
+    return step_loss(model, chosen, choose_objective("dapo"))
+
+
+def assert_exact(model: Any, record: Recorded, loss: Callable[[Any, list[Rollout]], Tensor]) -> None:
+    """Every update's gradient is that of `loss` over its rollouts, in float64 and each alone, at its weights.
+
+    The programs compute in float32: rounding is some 1e-6, and a token counted wrongly some 1e-2.
+    """
+    config = deepcopy(model.config)
+    plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
+    keep_norms(plain)
+    for rows, update in record.steps():
+        found = {name: update[id(p)] for name, p in model.named_parameters()}
+        plain.load_state_dict({name: weight for name, (weight, _) in found.items()}, strict=False)
+        plain.tie_weights()
+        plain.zero_grad()
+        torch.autograd.backward(loss(plain, [own for row, own in zip(ROWS, rollouts(), strict=True) if row in rows]))
+        gradient = {name: raw.double() for name, (_, raw) in found.items()}
+        assert worst_error(gradient, gradients(plain)) < 1e-4
+
+
+def run(program: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs/your-trainer.md", "exec"), names)
+    return names
+
+
+def test_there_are_three_programs() -> None:
+    assert len(programs()) == 3
+
+
+def test_the_loop_in_pytorch(record: Recorded) -> None:
+    names = run(programs()[0])
+    assert len(record.updates) == 4
+    assert sorted(record.rows[:6]) == sorted(record.rows[6:]) == list(range(6))
+    assert_exact(names["loaded"].model, record, supervised)
+
+
+def test_the_loop_in_pytorch_goes_on_where_it_was_killed(record: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = programs()[0]
+    whole = run(program)["loaded"].model.state_dict()
+    rows, record.rows[:] = list(record.rows), []
+    Path("state.pt").unlink()
+    saves, save = [0], torch.save
+
+    def killed(*arguments: Any) -> None:
+        save(*arguments)
+        saves[0] += 1
+        if saves[0] == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(program)
+    again = run(program)["loaded"].model.state_dict()
+    assert record.rows == rows
+    assert all(torch.equal(again[name], weight) for name, weight in whole.items())
+
+
+def test_the_trainer_of_transformers(record: Recorded) -> None:
+    pytest.importorskip("accelerate")
+    names = run(programs()[1])
+    assert len(record.updates) == 2
+    assert_exact(names["model"], record, supervised)
+
+
+def test_the_policy_loss_in_trl(record: Recorded) -> None:
+    pytest.importorskip("trl")
+    names = run(programs()[2])
+    assert len(record.updates) == 2
+    assert_exact(names["trainer"].model, record, policy)
