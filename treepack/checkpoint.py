@@ -19,6 +19,7 @@ learning rate's schedule belong to the caller, who keeps in `position` what they
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -30,16 +31,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from treepack import __version__
 from treepack.errors import TreepackError
@@ -96,8 +97,8 @@ def _all_ranks(*, own_group: bool = False) -> _Ranks:
 class Checkpoints:
     """The checkpoints that a run writes to `directory`, of which the newest `keep` stay.
 
-    `save` returns once the state is copied to CPU memory; a thread does the rest. What goes wrong there is raised by
-    the next call of any method, on every rank.
+    `save` returns once the state is copied to CPU memory, kept for the next copy where there is a GPU; a thread does
+    the rest. What goes wrong there is raised by the next call of any method, on every rank.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
@@ -118,6 +119,8 @@ class Checkpoints:
         self._partial, self._replaced = f".{{}}.partial-{token}", f"{{}}.replaced-{token}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._stager: BlockingAsyncStager | None = None
+        self._staged: list[str] = []
         _expect_one_process()
 
     def save(self, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, position: dict[str, Any]) -> None:
@@ -134,10 +137,7 @@ class Checkpoints:
         """
         self.wait()
         record = {"step": step, "position": json.loads(json.dumps(position, allow_nan=False))}
-        # A stager for each save: one that is used again fails in torch 2.11. It returns when all is copied.
-        stager = DefaultStager(StagingOptions(False, False, False, False))
-        staged = cast(dict[str, Any], stager.stage(training_state(model, optimiser, rank=self._ranks.rank)))
-        stager.close()
+        staged = self._copied(training_state(model, optimiser, rank=self._ranks.rank))
         self._pending = self._thread.submit(self._write, staged, record)
 
     def wait(self) -> None:
@@ -162,6 +162,17 @@ class Checkpoints:
             self._thread.shutdown()
             if self._ranks.group is not None:
                 dist.destroy_process_group(self._ranks.group)
+
+    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A copy in CPU memory, made when this returns; where there is a GPU, its memory is pinned and used again."""
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        if self._stager is None or list(tensors) != self._staged:
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+            self._staged = list(tensors)
+        return {
+            **copy.deepcopy({key: state[key] for key in state.keys() - tensors.keys()}),
+            **self._stager.stage(tensors),
+        }
 
     def _write(self, state: dict[str, Any], record: dict[str, Any]) -> None:
         """What the thread does; every rank comes to the same end."""
