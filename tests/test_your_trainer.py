@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from treepack.dataset import PackedDataset
+from treepack.model import load_model
 from treepack.objectives import choose_objective
 
 ROOT = Path(__file__).parents[1]
@@ -54,11 +57,17 @@ class Recorded:
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """A directory with data and models, in which the programs run, and a record of what they do."""
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with data and a model, in which the programs run."""
     write_rows(tmp_path / "packed", as_trajectories(rollouts()), ROWS)
     (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def record(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """A record of what the programs do."""
     recorded, read = Recorded(), PackedDataset.__getitem__
 
     def reading(dataset: PackedDataset, index: int) -> Any:
@@ -79,7 +88,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded
     hook.remove()
 
 
-def supervised(model: Any, chosen: list[Rollout]) -> Tensor:
+def supervised(model: Any, chosen: Sequence[Rollout]) -> Tensor:
     """Weighted mean of nll over the trained tokens of all of them."""
     total: Any = 0
     for rollout in chosen:
@@ -89,26 +98,29 @@ def supervised(model: Any, chosen: list[Rollout]) -> Tensor:
     return mean
 
 
-def policy(model: Any, chosen: list[Rollout]) -> Tensor:
+def policy(model: Any, chosen: Sequence[Rollout]) -> Tensor:
     return step_loss(model, chosen, choose_objective("dapo"))
 
 
-def assert_exact(model: Any, record: Recorded, loss: Callable[[Any, list[Rollout]], Tensor]) -> None:
-    """Every update's gradient is that of `loss` over its rollouts, in float64 and each alone, at its weights.
+def assert_exact(model: Any, record: Recorded, loss: Callable[[Any, Sequence[Rollout]], Tensor]) -> None:
+    """Every update's gradient is that of `loss` over its rollouts, each alone, at its weights."""
+    for rows, update in record.steps():
+        found = {name: update[id(p)] for name, p in model.named_parameters()}
+        chosen = [own for row, own in zip(ROWS, rollouts(), strict=True) if row in rows]
+        assert_gradient(model.config, found, lambda plain, chosen=chosen: loss(plain, chosen))  # type: ignore[misc]
+
+
+def assert_gradient(config: Any, found: dict[str, tuple[Tensor, Tensor]], loss: Callable[[Any], Tensor]) -> None:
+    """The gradient beside each weight is that of `loss`, computed in float64.
 
     The programs compute in float32: rounding is some 1e-6, and a token counted wrongly some 1e-2.
     """
-    config = deepcopy(model.config)
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float64)
+    plain = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa", dtype=torch.float64)
     keep_norms(plain)
-    for rows, update in record.steps():
-        found = {name: update[id(p)] for name, p in model.named_parameters()}
-        plain.load_state_dict({name: weight for name, (weight, _) in found.items()}, strict=False)
-        plain.tie_weights()
-        plain.zero_grad()
-        torch.autograd.backward(loss(plain, [own for row, own in zip(ROWS, rollouts(), strict=True) if row in rows]))
-        gradient = {name: raw.double() for name, (_, raw) in found.items()}
-        assert worst_error(gradient, gradients(plain)) < 1e-4
+    plain.load_state_dict({name: weight for name, (weight, _) in found.items()}, strict=False)
+    plain.tie_weights()
+    torch.autograd.backward(loss(plain))
+    assert worst_error({name: raw.double().cpu() for name, (_, raw) in found.items()}, gradients(plain)) < 1e-4
 
 
 def run(program: str) -> dict[str, Any]:
@@ -161,3 +173,35 @@ def test_the_policy_loss_in_trl(record: Recorded) -> None:
     names = run(programs()[2])
     assert len(record.updates) == 2
     assert_exact(names["trainer"].model, record, policy)
+
+
+# Around a program: what every process saves of its only update.
+BEFORE = """
+import os, torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+seen = []
+register_optimizer_step_pre_hook(lambda o, *_: seen.append(
+    {id(p): (p.detach().clone(), p.grad.clone()) for group in o.param_groups for p in group["params"]}))
+"""
+AFTER = """
+(update,) = seen
+torch.save({name: update[id(p)] for name, p in trainer.model.named_parameters()}, f"rank{os.environ['RANK']}.pt")
+"""
+
+
+@pytest.mark.parametrize(("number", "loss"), [(1, supervised), (2, policy)])
+def test_two_processes_compute_one_step(
+    workplace: Path, number: int, loss: Callable[[Any, Sequence[Rollout]], Tensor]
+) -> None:
+    pytest.importorskip("trl")
+    one_row = "per_device_train_batch_size=1, gradient_accumulation_steps=3, use_cpu=True, max_grad_norm=0.0"
+    given = r"per_device_train_batch_size=\d, gradient_accumulation_steps=\d"
+    program, changed = re.subn(given, one_row, programs()[number])
+    assert changed == 1
+    Path("program.py").write_text(BEFORE + program + AFTER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    config = load_model("sample_data/tiny-qwen3.json").model.config
+    for rank in range(2):
+        assert_gradient(config, torch.load(f"rank{rank}.pt"), lambda plain: loss(plain, rollouts()))
