@@ -81,25 +81,31 @@ def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
     from dataclasses import asdict
 
     from treepack import schema, shards, stats
-    from treepack.directory import finished_directory, refuse_existing
-    from treepack.manifest import read_manifest
-    from treepack.rl.advantages import AdvantageOptions, estimate, with_advantages
+    from treepack.directory import MANIFEST, finished_directory, refuse_existing
+    from treepack.manifest import file_sha256, read_manifest
+    from treepack.readers.records import displayed
+    from treepack.rl.advantages import AdvantageOptions, estimate_advantages, with_advantages
 
     options = AdvantageOptions(**given)
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
-    manifest = read_manifest(trie, schema.TRIE_FORMAT)
+    manifest, sha256 = read_manifest(trie, schema.TRIE_FORMAT), file_sha256(trie / MANIFEST)
     read = shards.read_trie(trie)
     if any(read.trajectories[name].null_count < read.num_trajectories for name in ("advantage", "advantages")):
         click.echo(f"note: the advantages that {trie} has are replaced", err=True)
-    estimates = estimate(read, options)
+    estimates = estimate_advantages(read, options)
     written = with_advantages(read, estimates, rejected=options.rejected)
     kept: dict[str, Any] = {
         name: manifest[name] for name in ("options", "input", "tokenizer", "counts") if name in manifest
     }
-    totals = stats.trie_totals(written)
+    kept |= {
+        "trie": {"path": displayed(str(trie)), "sha256": sha256},
+        "advantages": asdict(options),
+        "totals": stats.trie_totals(written),
+    }
     with finished_directory(out, overwrite=overwrite) as temporary:
-        shards.write_trie(written, temporary, {**kept, "totals": totals, "advantages": asdict(options)})
+        shards.write_trie(written, temporary, kept)
     values = estimates.values
+    tree = estimates.tree
     owner = "trajectory" if estimates.per_token is None else "trained token"
     show(
         {
@@ -108,7 +114,7 @@ def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
             **{f"groups rejected: {reason}": count for reason, count in estimates.rejected.items()},
             f"trajectories {'left out' if options.rejected == 'drop' else 'given 0'}": read.num_trajectories
             - len(estimates.kept),
-            **({} if estimates.num_subgroups is None else {"subgroups": estimates.num_subgroups}),
+            **({} if tree is None else {"segments": tree.segment, "subgroups": tree.num_subgroups}),
             "advantages": f"{len(values):,}, one per {owner}",
             **{f"advantage, {name}": value for name, value in _distribution(values).items()},
         }

@@ -43,7 +43,7 @@ def std(values: Iterable[float], rewards: Iterable[float]) -> float:
         return 0.0
     middle = mean(listed)
     found = math.sqrt(math.fsum((value - middle) ** 2 for value in listed) / (len(listed) - 1))
-    return found if found > 1e-12 * (max(known) - min(known)) else 0.0
+    return found if found > 1e-12 * max(abs(reward) for reward in known) else 0.0
 
 
 def over(value: float, deviation: float) -> float:
@@ -171,6 +171,9 @@ def segments(rollouts: list[Rollout], estimator: str, *, leaf_scaled: bool = Fal
         family, reward = rewards[path[0]], rollouts[i].reward
         line = [0.0 if estimator != "tree-grpo" else inter[i]]
         for up, node in zip(path, [*path[1:], (*path[-1], "leaf", i)], strict=True):
+            if len(children[up]) == 1:
+                line.append(line[-1])
+                continue
             siblings = [value(child) for child in children[up]]
             mine = rewards.get(node, [reward])
             if estimator == "treerpo":

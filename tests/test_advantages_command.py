@@ -1,17 +1,23 @@
-"""`treepack advantages`: what it writes is what pack and train take, and what it prints is what it did."""
+"""`treepack advantages`: what it refuses, that pack and train take what it writes, and what it prints."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import pytest
 from command_line import Run
 from oracle_model import tiny_config
+from strategies import make
 
-from treepack.rl.advantages import ESTIMATORS
+from treepack.errors import TreepackError
+from treepack.rl.advantages import ESTIMATORS, AdvantageOptions, estimate_advantages
 from treepack.shards import read_trie
+from treepack.trie import Trie, build_trie, trajectories_of
 
 ROOT = Path(__file__).parents[1]
 PRINTED = """\
@@ -19,6 +25,7 @@ trajectories                      4
 groups compared                   1
 groups rejected: rewards missing  1
 trajectories left out             2
+segments                          turn
 subgroups                         0
 advantages                        4, one per trained token
 advantage, mean                   0
@@ -28,6 +35,47 @@ advantage, median                 0
 advantage, largest                1
 advantage, zero                   0.0 %
 """
+
+
+def rewarded(rewards: list[float | None], **fields: Any) -> Trie:
+    return build_trie([make(f"t{i}", [7, i, i], reward=reward, **fields) for i, reward in enumerate(rewards)])
+
+
+SINGLE = [make("a", [7, 1], reward=1.0, group="a"), make("b", [7, 2], reward=0.0, group="b")]
+BAD = [
+    (rewarded([0.0, 1.0]), {"estimator": "gae"}, "estimator is 'gae'; expected one of grpo, dr-grpo"),
+    (rewarded([0.0, 1.0]), {"estimator": "grpo", "without_root": True}, "without_root is an option of treepo; grpo"),
+    (rewarded([0.0, 1.0]), {"estimator": "grpo", "epsilon": -1.0}, "epsilon is -1.0; expected 0 or a small"),
+    (rewarded([0.0, 1.0]), {"estimator": "treepo", "min_depth": -1}, "min_depth is -1; expected 0 or a number"),
+    (rewarded([0.0, 1.0]), {"estimator": "treepo", "segment": "0"}, "segment is '0'; expected auto, recorded, turn"),
+    (rewarded([None, 1.0]), {"estimator": "grpo"}, r"no group is left to compare (rewards missing: 1); give the"),
+    (build_trie(SINGLE), {"estimator": "rloo"}, "no group is left to compare (a single trajectory: 2); give the"),
+    (rewarded([1e308, -1e308]), {"estimator": "grpo"}, "a reward of 1e+308 makes advantages overflow; give"),
+    (build_trie([*trajectories_of(rewarded([0.0, 1.0]))], share="none"), {"estimator": "treepo"}, "--share none"),
+    (rewarded([0.0, 1.0]), {"estimator": "treepo", "segment": "recorded"}, "no trajectory has 'segments' in its"),
+    *(
+        (rewarded([0.0, 1.0], metadata={"metadata": {"segments": wrong}}), {"estimator": "treepo"}, f"t0: {message}")
+        for wrong, message in (
+            ([1, 1], "'segments' does not ascend; expected the ascending token offsets"),
+            ([0, 1], "'segments' leaves 1 .. 2, the tokens after the first"),
+            ([3], "'segments' leaves 1 .. 2, the tokens after the first"),
+            ([True], "'segments' is no list of integers"),
+            ("1 2", "'segments' is no list of integers"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("trie", "options", "message"), BAD)
+def test_what_cannot_be_used_is_refused(trie: Trie, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(message)):
+        estimate_advantages(trie, AdvantageOptions(**options))
+
+
+def test_segments_of_some_trajectories_only_are_refused() -> None:
+    with_them = make("a", [7, 1, 1], reward=0.0, metadata={"segments": [1]})
+    with pytest.raises(TreepackError, match="made:b: its metadata has no 'segments' and that of other"):
+        estimate_advantages(build_trie([with_them, make("b", [7, 2, 2], reward=1.0)]), AdvantageOptions("treerl"))
 
 
 def test_the_command_writes_what_pack_and_train_take(treepack: Run, tmp_path: Path) -> None:
@@ -77,6 +125,9 @@ def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_pat
     assert read_trie(tmp_path / "again").trajectories["advantages"].null_count == 2
     refused = treepack(*given, tmp_path / "out")
     assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert treepack(*given, tmp_path / "twin").status == 0
+    files = [sorted((path.name, path.read_bytes()) for path in (tmp_path / name).iterdir()) for name in ("out", "twin")]
+    assert files[0] == files[1]
     assert treepack("advantages", tmp_path / "none", "--estimator", "grpo", "--out", tmp_path / "new").status == 1
 
 

@@ -1,6 +1,6 @@
 """Advantages by an estimator's name, for the trajectories of a trie, as columns of a new one.
 
-    Trie, AdvantageOptions --estimate--> Estimates(kept, advantage of each trajectory or each trained token)
+    Trie, AdvantageOptions --estimate_advantages--> Estimates(kept, advantage of each trajectory or each trained token)
     Trie, Estimates --with_advantages--> Trie      the same rollouts with the column filled in, ready for pack and train
 
 Groups that an estimator cannot use are left out whole, each for a reason that is counted: a reward that is missing or
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from treepack import schema
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
-from treepack.rl.advantages_flat import EPSILON, dr_grpo, grpo, ranges, reinforce_pp, rloo
+from treepack.rl.advantages_flat import EPSILON, dr_grpo, grpo, reinforce_pp, rloo
 from treepack.rl.advantages_tree import tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
@@ -97,8 +97,8 @@ class Estimates:
     """Advantages of the trajectories `kept` (indices into the trie's, ascending), one number each or one per token.
 
     `advantage` is float64 [num_kept], or None if `per_token` holds them: float64, the trained tokens of all kept
-    trajectories one after the other, in order. `rejected` counts the groups left out by reason; `num_groups` and
-    `num_subgroups` are those compared.
+    trajectories one after the other, in order. `rejected` counts the groups left out by reason, `num_groups` those
+    compared; `tree` is None where the estimator needs none.
     """
 
     kept: Int64
@@ -106,7 +106,7 @@ class Estimates:
     per_token: Float64 | None
     rejected: Counter[str]
     num_groups: int
-    num_subgroups: int | None
+    tree: SegmentTree | None
 
     @property
     def values(self) -> Float64:
@@ -123,7 +123,7 @@ def group_codes(trie: Trie) -> Int64:
     return np.unique(keys, return_inverse=True)[1].astype(np.int64)
 
 
-def estimate(trie: Trie, options: AdvantageOptions) -> Estimates:
+def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     """Advantages of every trajectory of `trie` whose group can be used.
 
     Raises:
@@ -154,7 +154,7 @@ def estimate(trie: Trie, options: AdvantageOptions) -> Estimates:
         per_token=per_token,
         rejected=rejected,
         num_groups=int(group.max()) + 1,
-        num_subgroups=None if tree is None else tree.num_subgroups,
+        tree=tree,
     )
 
 
@@ -164,8 +164,9 @@ def _usable(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[
     if options.estimator != "reinforce++":
         faults["a single trajectory"] = np.bincount(groups) == 1
     if options.rejects_equal:
-        with np.errstate(invalid="ignore", over="ignore"):
-            faults["rewards all equal"] = ranges(reward, groups) == 0
+        some = np.zeros(int(groups.max()) + 1)
+        some[groups] = reward
+        faults["rewards all equal"] = np.bincount(groups, weights=reward != some[groups]) == 0
     usable, counts = np.ones(int(groups.max()) + 1, bool), Counter[str]()
     for reason, faulty in faults.items():
         if found := int((usable & faulty).sum()):

@@ -3,7 +3,7 @@
     reward float64 [n], group int64 [n] (codes from 0) --grpo | dr_grpo | rloo | reinforce_pp--> float64 [n]
 
 Every standard deviation is that of a sample (n - 1), as the papers' trainers have it, and `epsilon` is added to it.
-Where it is below `ROUNDING` times the range of the rewards compared, the values differ by rounding alone and the
+Where it is below `ROUNDING` times the largest of the rewards compared, the values differ by rounding alone and the
 advantage is 0.
 """
 
@@ -29,8 +29,8 @@ def grpo(reward: Float64, group: Int64, *, scope: Int64 | None = None, epsilon: 
     trajectories of one scope, say a training step: the baseline variant of REINFORCE++ (arXiv 2501.03262).
     """
     if scope is None:
-        return standardised(dr_grpo(reward, group), group, ranges(reward, group), epsilon=epsilon)
-    return standardised(dr_grpo(reward, group), scope, ranges(reward, scope), epsilon=epsilon)
+        return standardised(dr_grpo(reward, group), group, magnitudes(reward, group), epsilon=epsilon)
+    return standardised(dr_grpo(reward, group), scope, magnitudes(reward, scope), epsilon=epsilon)
 
 
 def rloo(reward: Float64, group: Int64) -> Float64:
@@ -57,13 +57,10 @@ def means(values: Float64, part: Int64, *, num_parts: int = 0) -> Float64:
     return np.divide(total, count, out=np.zeros(len(count)), where=count > 0)
 
 
-def ranges(values: Float64, part: Int64) -> Float64:
-    """Largest less smallest of the `values` of each part, float64 [num_parts]; every part must have one."""
-    num_parts = int(part.max(initial=-1)) + 1
-    low, high = np.full(num_parts, np.inf), np.full(num_parts, -np.inf)
-    np.minimum.at(low, part, values)
-    np.maximum.at(high, part, values)
-    found: Float64 = high - low
+def magnitudes(values: Float64, part: Int64) -> Float64:
+    """Largest absolute value of the `values` of each part, float64 [num_parts]."""
+    found = np.zeros(int(part.max(initial=-1)) + 1)
+    np.maximum.at(found, part, np.abs(values))
     return found
 
 

@@ -3,8 +3,10 @@
     SegmentTree, reward float64 [n] --treepo | tree_grpo--> float64 [n], one per trajectory
                                     --treerpo | tree_grpo_segments | treerl--> float64 [num_segments], one per segment
 
-A segment's advantage is for its trained tokens. Deviations and `epsilon` are those of `advantages_flat`. In a star,
-where the root's children are all leaves: treepo and treerpo are grpo, tree_grpo twice grpo, treerl twice dr_grpo.
+A segment's advantage is for its trained tokens. An only child goes on with the segment above it: nothing was sampled
+beside it, so it has the same advantage, and below a root that of the root. Deviations and `epsilon` are those of
+`advantages_flat`. In a star, where trajectories share their root alone: treepo and treerpo are grpo, tree_grpo is twice
+grpo, treerl twice dr_grpo.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.rl.advantages_flat import EPSILON, deviations, grpo, means, ranges, scaled
+from treepack.rl.advantages_flat import EPSILON, deviations, grpo, magnitudes, means, scaled
 from treepack.rl.segments import SegmentTree
 from treepack.trajectory import Float64, Int64
 
@@ -35,9 +37,10 @@ def treepo(
         A_i   = sum_j |G_j| A_ij / (std sum_j |G_j|)     equation 6, `size_weighted`
 
     std is over all A_ij of the group, as the superscript G says; or, with `scope` int64 [num_groups], over those of
-    all groups of one scope, as the text's global variance does. Subgroups of one trajectory compare nothing and are
-    not in J; nor are those of equal rewards with `reject_subgroups` (equation 7), nor the group itself with
-    `without_root` (section 4.2). A trajectory without any subgroup has 0.
+    all groups of one scope, as the text's global variance does. J counts depths, so the same trajectories at two
+    depths count twice. Subgroups of one trajectory compare nothing and are not in J; nor are those of equal rewards
+    with `reject_subgroups` (equation 7), nor the group itself with `without_root` (section 4.2). A trajectory without
+    any subgroup has 0.
     """
     sizes, averages, spread = _below(tree, reward)
     above = _above(tree)
@@ -58,7 +61,7 @@ def treepo(
 
     group = tree.groups
     part = group if scope is None else scope[group]
-    deviation = deviations(apart, part[owner], ranges(reward, part))
+    deviation = deviations(apart, part[owner], magnitudes(reward, part))
     return scaled(average, deviation[part], epsilon=epsilon)
 
 
@@ -66,16 +69,16 @@ def treerpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> 
     """Value of a segment against its siblings': TreeRPO as TRACE has it, equations 45 and 46.
 
     A leaf is worth its reward, any other node the mean of its children. Each child's advantage is its value less the
-    mean of the children of its parent, over their standard deviation. Roots and only children have 0.
+    mean of the children of its parent, over their standard deviation. Roots have 0.
     """
     value = _backed_up(tree, reward)
     child = np.flatnonzero(tree.parent >= 0)
     parent = tree.parent[child]
-    within = ranges(reward, tree.groups)[_roots(tree)]
+    within = magnitudes(reward, tree.groups)[_roots(tree)]
     deviation = deviations(value[child], parent, within[: tree.num_inner])
     advantage = np.zeros(len(value))
     advantage[child] = scaled(value[child] - value[parent], deviation[parent], epsilon=epsilon)
-    return advantage[tree.node]
+    return advantage[_branched(tree)[tree.node]]
 
 
 def tree_grpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
@@ -96,12 +99,13 @@ def tree_grpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -
 def tree_grpo_segments(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
     """As `tree_grpo`, with the first term taken segment by segment, among the trajectories through its parent.
 
-    So every segment is compared with what else was sampled where it begins, and a root with nothing.
+    So every segment is compared with what else was sampled where it branched off, and a root with nothing.
     """
     _, averages, spread = _below(tree, reward)
     apart = np.zeros(len(tree.owner))
-    later = np.flatnonzero(tree.parent[tree.node] >= 0)
-    parent = tree.parent[tree.node[later]]
+    branched = tree.parent[_branched(tree)[tree.node]]
+    later = np.flatnonzero(branched >= 0)
+    parent = branched[later]
     apart[later] = scaled(reward[tree.owner[later]] - averages[parent], spread[parent], epsilon=epsilon)
     return apart + grpo(reward, tree.groups, epsilon=epsilon)[tree.owner]
 
@@ -121,7 +125,7 @@ def treerl(tree: SegmentTree, reward: Float64, *, leaf_scaled: bool = False) -> 
     if leaf_scaled:
         advantage /= np.sqrt(size)
     advantage[: tree.num_groups] = 0.0
-    found: Float64 = advantage[tree.node]
+    found: Float64 = advantage[_branched(tree)[tree.node]]
     return found
 
 
@@ -130,6 +134,16 @@ def _roots(tree: SegmentTree) -> Int64:
     roots = np.zeros(len(tree.parent), np.int64)
     roots[tree.node] = tree.groups[tree.owner]
     return roots
+
+
+def _branched(tree: SegmentTree) -> Int64:
+    """For each node the one it goes on from through only children: the nearest that has siblings, or the root."""
+    children = np.bincount(tree.parent[tree.parent >= 0], minlength=len(tree.parent))
+    only = (tree.parent >= 0) & (children[tree.parent] == 1)
+    found = np.where(only, tree.parent, np.arange(len(tree.parent)))
+    while not np.array_equal(found, further := found[found]):
+        found = further
+    return found
 
 
 def _above(tree: SegmentTree) -> NDArray[np.intp]:
@@ -141,7 +155,7 @@ def _below(tree: SegmentTree, reward: Float64) -> tuple[Int64, Float64, Float64]
     """Number, mean and standard deviation of the rewards of the trajectories through each inner node."""
     above = _above(tree)
     owner, node = tree.owner[above], tree.node[above]
-    within = ranges(reward, tree.groups)[_roots(tree)[: tree.num_inner]]
+    within = magnitudes(reward, tree.groups)[_roots(tree)[: tree.num_inner]]
     return np.bincount(node), means(reward[owner], node), deviations(reward[owner], node, within)
 
 

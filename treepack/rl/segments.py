@@ -31,6 +31,7 @@ from treepack.trajectory import Int64
 from treepack.trie import Trie
 
 SEGMENTS = ("auto", "recorded", "turn", "node")
+MAX_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,11 @@ class SegmentTree:
     Nodes 0 .. num_groups - 1 are the roots, one per group; then come the shared segments, level by level; node
     `num_inner + i` is the last segment of trajectory i. `parent` int64 [num_nodes] is -1 at a root. `level_start`
     int64 [num_levels + 1] are the offsets of the levels among the inner nodes. Three arrays list the segments of every
-    trajectory, in order and the root first: its `owner`, the token it starts with, and the `node` it is.
+    trajectory, in order and the root first: its `owner`, the token it starts with, and the `node` it is. `segment` is
+    how they were cut: what was asked for, and what "auto" found.
     """
 
+    segment: str
     num_groups: int
     num_inner: int
     parent: Int64
@@ -94,30 +97,30 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
     """
     if trie.share == "none" and trie.num_trajectories > 1:
         raise TreepackError("the trie was built with --share none and has no branches; build it with --share group")
-    owner, start = _cuts(trie, members, group, segment=segment)
+    found, owner, start = _cuts(trie, members, group, segment=segment)
     first = np.full(len(members), np.iinfo(np.int64).max)
     np.minimum.at(first, owner, start)
     kept = (start == first[owner]) | (start - first[owner] >= min_depth)
     uncut = np.flatnonzero(np.bincount(owner, minlength=len(members)) == 0)
     owner, start = np.concatenate([owner[kept], uncut]), np.concatenate([start[kept], np.zeros_like(uncut)])
     order = np.lexsort((start, owner))
-    return _merged(trie, members, group, owner[order], start[order])
+    return _merged(trie, members, group, owner[order], start[order], segment=found)
 
 
-def _cuts(trie: Trie, members: Int64, group: Int64, *, segment: str) -> tuple[Int64, Int64]:
-    """Owners (indices into `members`) and start tokens of segments, each trajectory's distinct."""
-    if segment.isdecimal() and int(segment) > 0:
-        return _every(trie, members, int(segment))
+def _cuts(trie: Trie, members: Int64, group: Int64, *, segment: str) -> tuple[str, Int64, Int64]:
+    """How segments were cut, their owners (indices into `members`) and start tokens, each trajectory's distinct."""
+    if segment.isdecimal() and 0 < int(segment) <= MAX_SIZE:
+        return segment, *_every(trie, members, int(segment))
     if segment not in SEGMENTS:
         raise TreepackError(f"segment is {segment!r}; expected {', '.join(SEGMENTS)} or a number of tokens")
     if segment == "turn":
-        return _turns(trie, members)
-    if segment == "node":
-        return _branchings(trie, members, group)
-    recorded = _recorded(trie, members)
-    if recorded is None and segment == "recorded":
+        return segment, *_turns(trie, members)
+    recorded = None if segment == "node" else _recorded(trie, members)
+    if recorded is not None:
+        return "recorded", *recorded
+    if segment == "recorded":
         raise TreepackError("no trajectory has 'segments' in its metadata; record them or give another --segment")
-    return _branchings(trie, members, group) if recorded is None else recorded
+    return "node", *_branchings(trie, members, group)
 
 
 def _first_trained(trie: Trie, members: Int64) -> Int64:
@@ -247,7 +250,7 @@ def _in_several_trees(tree: Int64, group: Int64) -> NDArray[np.bool_]:
     return np.bincount(group, weights=some[group] != tree) > 0
 
 
-def _merged(trie: Trie, members: Int64, group: Int64, owner: Int64, start: Int64) -> SegmentTree:
+def _merged(trie: Trie, members: Int64, group: Int64, owner: Int64, start: Int64, *, segment: str) -> SegmentTree:
     """The tree of segments that start at `start`, ascending by `owner`, each trajectory's first after its root."""
     num_groups = int(group.max(initial=-1)) + 1
     last = np.append(owner[1:] != owner[:-1], True)
@@ -280,6 +283,7 @@ def _merged(trie: Trie, members: Int64, group: Int64, owner: Int64, start: Int64
     node[ends] = num_inner + np.arange(len(members))
     parents.append(np.where(counts > 1, node[ends - 1], group))
     return SegmentTree(
+        segment=segment,
         num_groups=num_groups,
         num_inner=num_inner,
         parent=np.concatenate(parents),
