@@ -38,7 +38,8 @@ from treepack.attention import dispatch
 from treepack.attention.chains import Chains
 from treepack.batch import Batch
 from treepack.dataset import PackedDataset
-from treepack.model import LoadedModel, adapt_layers, load_model, placed, row_loss
+from treepack.layers import adapt_layers
+from treepack.model import LoadedModel, load_model, placed, row_loss
 
 COMMON: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8}
 MODELS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from treepack.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.model import LoadedModel, adapt_layers, compile_layers, load_model, row_loss
+from treepack.layers import adapt_layers, compile_layers
+from treepack.model import LoadedModel, load_model, row_loss
 
 LENGTHS = (9, 17, 30, 41)
 

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.batch import Batch, make_batch
-from treepack.model import LoadedModel, checkpoint_layers, row_loss
+from treepack.layers import checkpoint_layers
+from treepack.model import LoadedModel, row_loss
 from treepack.pack import pack_rows
 from treepack.plan import FOREST_METHODS, METHODS, Limits, packed_trie, plan_rows
 from treepack.trajectory import Tokens, Trajectory, spans_of_mask

@@ -21,7 +21,8 @@ from treepack.attention import portable
 from treepack.attention.kernel import Kept, triton_attention
 from treepack.attention.schedule import Schedule, build_schedule
 from treepack.batch import make_batch
-from treepack.model import checkpoint_layers, load_model, row_loss
+from treepack.layers import checkpoint_layers
+from treepack.model import load_model, row_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLES = [Sample((1, 2, 3, 4), (0.0, 1.0, 1.0, 1.0)), Sample((1, 2, 5), (0.0, 1.0, 2.0))]

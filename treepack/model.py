@@ -11,7 +11,6 @@ named. Data that does not suit the model is refused by `check_fits`.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,11 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from treepack.attention import IMPLEMENTATIONS, Kept, prepare, register, resolve, row_multiple, takes_chains
 from treepack.batch import Batch
 from treepack.errors import TreepackError
+from treepack.layers import recomputes
 from treepack.loss import CHUNK, tree_logprobs, weighted_nll
 from treepack.objectives import Objective, objective_loss
 from treepack.probe import ONLY, one_line, probe, refusing
@@ -33,7 +32,6 @@ from treepack.probe import ONLY, one_line, probe, refusing
 T = TypeVar("T")
 
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
-_RECOMPUTES = "_treepack_recomputes_layers"  # on a model: compiled layers are checkpointed here, not by transformers
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -331,7 +329,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
             position_ids=batch.position_ids[None],
             subtree_end=batch.subtree_end[None],
             schedule=batch.schedule,
-            kept=Kept() if _recomputes(loaded.model) else None,
+            kept=Kept() if recomputes(loaded.model) else None,
             use_cache=False,
         )
     except IndexError as error:
@@ -367,53 +365,3 @@ def row_objective(
     assert batch.terms is not None, "open the dataset with terms=True"
     logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=chunk)
     return objective_loss(logprobs, entropies, batch.terms, factors, objective)
-
-
-def _recomputes(model: Any) -> bool:
-    # transformers renamed it within version 5.
-    name = "is_activation_checkpointing"
-    theirs = getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing
-    return bool(theirs or getattr(model, _RECOMPUTES, False))
-
-
-def adapt_layers(model: Any, *, checkpointing: bool, compiled: bool) -> None:
-    """Checkpoint the layers, compile them, both or neither; see `checkpoint_layers` and `compile_layers`."""
-    if compiled:
-        compile_layers(model, checkpointing=checkpointing)
-    elif checkpointing:
-        checkpoint_layers(model)
-
-
-def compile_layers(model: Any, *, checkpointing: bool = False) -> None:
-    """Have torch.compile fuse what is not attention in every layer, once for rows of every length.
-
-    Attention runs as it is, in a break of the graph. Products keep their precision; sums may be rounded in another
-    order than without. With `checkpointing` a layer is recomputed in the backward pass, around what is compiled:
-    transformers' own checkpointing may lie inside, where nothing would be.
-
-    Raises:
-        TreepackError: if transformers marks no layers in this model.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not layers:
-        raise TreepackError(f"{type(model).__name__} has no layers to compile; train without --compile")
-    for layer in layers:
-        forward = torch.compile(layer.forward, dynamic=True)
-        layer.forward = functools.partial(checkpoint, forward, use_reentrant=False) if checkpointing else forward
-    setattr(model, _RECOMPUTES, checkpointing)
-
-
-def checkpoint_layers(model: Any) -> None:
-    """Recompute each layer in the backward pass instead of keeping its activations.
-
-    Raises:
-        TreepackError: if the model has no checkpointing.
-    """
-    if not model.supports_gradient_checkpointing:
-        raise TreepackError(f"{type(model).__name__} has no gradient checkpointing; train without it")
-    # transformers renamed it within version 5.
-    name = "activation_checkpointing_enable"
-    enable = getattr(model, name, None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})

@@ -16,7 +16,8 @@ from treepack.attention import row_multiple
 from treepack.dataset import PackedDataset
 from treepack.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
 from treepack.errors import TreepackError
-from treepack.model import LoadedModel, adapt_layers, check_fits, load_model, position_limit, saved_tokenizer
+from treepack.layers import adapt_layers
+from treepack.model import LoadedModel, check_fits, load_model, position_limit, saved_tokenizer
 from treepack.options import TrainOptions
 from treepack.ranks import Ranks, find_device
 from treepack.sharding import load_sharded

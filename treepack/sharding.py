@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
-from treepack.model import LoadedModel, adapt_layers, build_model, loading, read_config, with_attention, without_bars
+from treepack.layers import adapt_layers, find_layers
+from treepack.model import LoadedModel, build_model, loading, read_config, with_attention, without_bars
 from treepack.options import TrainOptions
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -100,7 +101,9 @@ def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
     }
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    layers = _layers(model)
+    layers = find_layers(model)
+    if not layers:
+        raise TreepackError(f"{type(model).__name__} has no layers to share out over ranks; train it in one process")
     for layer in layers:
         fully_shard(layer, **settings)
     root = _Root(model)
@@ -110,15 +113,6 @@ def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return root
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    found = [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not found:
-        raise TreepackError(f"{type(model).__name__} has no layers to share out over ranks; train it in one process")
-    return found
 
 
 def _weight_files(source: str | Path) -> dict[str, Path] | None:
