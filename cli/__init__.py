@@ -13,6 +13,7 @@ import click
 from treepack.errors import TreepackError
 
 from .advantages import advantages
+from .allocate import allocate
 from .build_trie import build_trie
 from .logprobs import logprobs
 from .pack import pack
@@ -33,7 +34,7 @@ def commands() -> None:
     """
 
 
-for command in (build_trie, pack, stats, train, logprobs, advantages):
+for command in (build_trie, pack, stats, train, logprobs, advantages, allocate):
     commands.add_command(command)
 
 

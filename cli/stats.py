@@ -48,6 +48,19 @@ class Capacities(click.ParamType[list[int]]):
     type=Capacities(),
     help="Predict the packing; what does not fit is left out and counted.",
 )
+@click.option("--effective-ratio", is_flag=True, help="Show how many groups and prefixes have mixed outcomes (TRACE).")
+@click.option(
+    "--predictions",
+    type=click.Path(path_type=Path),
+    help="Predicted values, as for treepack allocate: show how well they rank groups and prefixes.",
+)
+@click.option(
+    "--segment",
+    metavar="turn|recorded|node|N",
+    default="turn",
+    show_default=True,
+    help="For these two: after what a prefix ends, as for treepack advantages.",
+)
 @search_options("low")
 @reading_options
 def stats(
@@ -97,6 +110,10 @@ def _report(
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
         if capacities:
             raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
+        if others["effective_ratio"] or others["predictions"]:
+            raise TreepackError(
+                f"{directory}: is packed already; give --effective-ratio and --predictions with its trie"
+            )
         return _packed(directory, manifest, check=check, trie_path=trie_path)
     if manifest:
         trie, counts, kind = shards.read_trie(directory), manifest["counts"], "trie"
@@ -112,6 +129,20 @@ def _report(
     if capacities:
         search = read_search(others)
         report["predicted"] = predict(trie, capacities, method=others["method"], too_long="drop", search=search)
+    if others["effective_ratio"] or others["predictions"]:
+        report |= _contrast(trie, others["predictions"], segment=others["segment"])
+    return report
+
+
+def _contrast(trie: Trie, predictions: Path | None, *, segment: str) -> dict[str, Any]:
+    from treepack.rl.predictions import correlations, read_predictions
+    from treepack.rl.targets import anchors, binary_rewards, effective_ratios
+
+    reward, found = binary_rewards(trie), anchors(trie, segment=segment)
+    report = {"effective_ratio": {name: ratio._asdict() for name, ratio in effective_ratios(found, reward).items()}}
+    if predictions:
+        levels = correlations(read_predictions(predictions), trie, found, reward)
+        report["spearman"] = {name: level._asdict() for name, level in levels.items()}
     return report
 
 
@@ -187,6 +218,19 @@ def _print(report: dict[str, Any]) -> None:
     columns = ("count", "min", "median", "p90", "max", "mean")
     found = [name for name in SPREADS if name in report]
     show_table(["", *columns], [(name, *(report[name].get(column) for column in columns)) for name in found])
+    if "effective_ratio" in report:
+        click.echo()
+        lines = [
+            (name, ratio["num_anchors"], percent(ratio["of_anchors"]), percent(ratio["of_rollouts"]))
+            for name, ratio in report["effective_ratio"].items()
+        ]
+        show_table(["effective ratio", "anchors", "of_anchors", "of_rollouts"], lines)
+    if "spearman" in report:
+        click.echo()
+        ranks = [
+            (name, level["num_pairs"], level["rho"], level["p_value"]) for name, level in report["spearman"].items()
+        ]
+        show_table(["spearman", "pairs", "rho", "p_value"], ranks)
     if "predicted" in report:
         click.echo()
         _print_predictions(report["predicted"])

@@ -41,8 +41,19 @@ def cli_page() -> str:
     parts.append(f"## treepack\n\n```text\n{_help(commands, None, 'treepack')}\n```\n")
     with click.Context(commands, info_name="treepack") as parent:
         for name in sorted(commands.commands):
-            parts.append(f"## treepack {name}\n\n```text\n{_help(commands.commands[name], parent, name)}\n```\n")
+            parts += _help_of_all(commands.commands[name], parent, f"treepack {name}")
     return "\n".join(parts)
+
+
+def _help_of_all(command: click.Command, parent: click.Context, path: str) -> list[str]:
+    """A section for `command`, and one for each command below it."""
+    name = path.rpartition(" ")[2]
+    parts = [f"## {path}\n\n```text\n{_help(command, parent, name)}\n```\n"]
+    if isinstance(command, click.Group):
+        with click.Context(command, info_name=name, parent=parent) as context:
+            for below in sorted(command.commands):
+                parts += _help_of_all(command.commands[below], context, f"{path} {below}")
+    return parts
 
 
 def _help(command: click.Command, parent: click.Context | None, name: str) -> str:

@@ -1,0 +1,186 @@
+"""Predicted values of prompts and prefixes: one file, JSON lines or Parquet, matched to the rollouts of a trie.
+
+    {"group_id": "task-7", "value": 0.31}                                               a prompt
+    {"group_id": "task-7", "trajectory_id": "task-7/2", "turn": 3, "value": 0.55}       a prefix: after its 3rd turn
+
+A value is the predicted chance that a rollout from there on succeeds. A prompt's line may give `max_rollouts` too, the
+most that it is to get. Other fields are left alone. Turns are the segments of a trajectory, counted from 1; a prefix
+after the last one is the whole rollout and has no line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.readers.records import Record, read_records
+from treepack.rl.targets import Anchors, Correlation, recursive_targets, spearman
+from treepack.trajectory import Float64, Int64
+from treepack.trie import Trie
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a file of predictions holds. `path` names it in messages.
+
+    `group_ids` ascend, with `root_value` float64 and `max_rollouts` int64 (the largest integer where none is given),
+    all [num_prompts]. `prefix_value` is by trajectory and turn, `prefix_group` the group named beside them.
+    """
+
+    path: str
+    group_ids: list[str]
+    root_value: Float64
+    max_rollouts: Int64
+    prefix_value: dict[tuple[str, int], float]
+    prefix_group: dict[tuple[str, int], str]
+
+
+def read_predictions(path: str | Path) -> Predictions:
+    """Read a file of predictions, JSON lines or Parquet, also compressed.
+
+    Raises:
+        TreepackError: unreadable, a field missing or of the wrong kind, a value outside 0 .. 1, or an anchor twice.
+    """
+    roots: dict[str, tuple[float, int]] = {}
+    prefixes: dict[tuple[str, int], float] = {}
+    groups: dict[tuple[str, int], str] = {}
+    for record in read_records(str(path)):
+        group, value = _text(record, "group_id"), _value(record)
+        turn = record.value.get("turn")
+        if record.value.get("trajectory_id") is None and not turn:
+            twice = group in roots
+            roots[group] = value, _most(record)
+        else:
+            key = _text(record, "trajectory_id"), _count(record, "turn", 1)
+            twice = key in prefixes
+            prefixes[key], groups[key] = value, group
+        if twice:
+            raise TreepackError(f"{record.source}: predicts what an earlier line predicts too; keep one of them")
+    ids = sorted(roots)
+    return Predictions(
+        str(path),
+        ids,
+        np.array([roots[name][0] for name in ids], np.float64),
+        np.array([roots[name][1] for name in ids], np.int64),
+        prefixes,
+        groups,
+    )
+
+
+def _text(record: Record, name: str) -> str:
+    found = record.value.get(name)
+    if type(found) not in (str, int):
+        raise TreepackError(f"{record.source}: {name} is {_shown(found)}; expected a string")
+    return str(found)
+
+
+def _value(record: Record) -> float:
+    found = record.value.get("value")
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= 1:
+        raise TreepackError(f"{record.source}: value is {_shown(found)}; expected a chance of success in 0 .. 1")
+    return float(found)
+
+
+def _count(record: Record, name: str, least: int) -> int:
+    found = record.value.get(name)
+    if type(found) is not int or not least <= found < 2**63:
+        raise TreepackError(f"{record.source}: {name} is {_shown(found)}; expected an integer of {least} or more")
+    return found
+
+
+def _most(record: Record) -> int:
+    if record.value.get("max_rollouts") is None:
+        return int(np.iinfo(np.int64).max)
+    return _count(record, "max_rollouts", 0)
+
+
+def _shown(found: Any) -> str:
+    return "missing" if found is None else repr(found)[:40]
+
+
+def prefix_values(predictions: Predictions, trie: Trie, found: Anchors) -> Float64:
+    """The predicted value of every anchor of `trie`, float64 [num_anchors].
+
+    Raises:
+        TreepackError: an anchor without a prediction, a prediction without its anchor, or one of another group.
+    """
+    ids: list[str] = trie.trajectories["trajectory_id"].to_pylist()
+    groups: list[str] = trie.trajectories["group_id"].to_pylist()
+    keys = [(ids[i], t) for i, t in zip(found.trajectory.tolist(), found.turn.tolist(), strict=True)]
+    of_turns = "predict on this trie, with the same --segment"
+    missing = [key for key in keys if key not in predictions.prefix_value]
+    if missing:
+        raise TreepackError(
+            f"{predictions.path}: {len(missing):,} of the trie's {len(keys):,} prefixes have no value, the first "
+            f"is turn {missing[0][1]} of trajectory {missing[0][0]!r}; {of_turns}"
+        )
+    strange = sorted(set(predictions.prefix_value).difference(keys))
+    if strange:
+        raise TreepackError(
+            f"{predictions.path}: {len(strange):,} of {len(predictions.prefix_value):,} values are of prefixes that "
+            f"the trie does not have, the first is turn {strange[0][1]} of trajectory {strange[0][0]!r}; {of_turns}"
+        )
+    for i, key in zip(found.trajectory.tolist(), keys, strict=True):
+        if predictions.prefix_group[key] != groups[i]:
+            raise TreepackError(
+                f"{predictions.path}: trajectory {key[0]!r} is of group {predictions.prefix_group[key]!r} there and "
+                f"of {groups[i]!r} in the trie; predict on this trie"
+            )
+    return np.array([predictions.prefix_value[key] for key in keys], np.float64)
+
+
+def root_values(predictions: Predictions, trie: Trie, found: Anchors) -> Float64:
+    """The predicted value of every group of `trie`, float64 [num_groups], by its code.
+
+    Raises:
+        TreepackError: a group without a prediction, or a trie in which a group_id occurs in several steps.
+    """
+    names = group_ids(trie, found)
+    if len(set(names)) < len(names):
+        raise TreepackError(
+            f"{predictions.path}: holds one value per group_id and the trie has several training steps of one; "
+            "build a trie of one step"
+        )
+    known = dict(zip(predictions.group_ids, predictions.root_value.tolist(), strict=True))
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise TreepackError(
+            f"{predictions.path}: {len(missing):,} of the trie's {len(names):,} groups have no value, the first is "
+            f"{missing[0]!r}; predict on this trie"
+        )
+    return np.array([known[name] for name in names], np.float64)
+
+
+def group_ids(trie: Trie, found: Anchors) -> list[str]:
+    """The group_id of each group of `found`, by its code."""
+    first = np.unique(found.group, return_index=True)[1]
+    names: list[str] = trie.trajectories["group_id"].take(first).to_pylist()
+    return names
+
+
+def correlations(predictions: Predictions, trie: Trie, found: Anchors, reward: Float64) -> dict[str, Correlation]:
+    """How well the predictions rank the recursive targets: TRACE, equation 22, at each level that they speak of.
+
+    "root" is over groups, "prefix" over nodes, each the mean of what is predicted for its occurrences; "shared prefix"
+    is over those nodes that two or more trajectories share, whose targets are more than one rollout's reward.
+
+    Raises:
+        TreepackError: predictions that do not match the trie, or scipy is not installed.
+    """
+    tree = found.tree
+    target, below = recursive_targets(tree, reward)
+    levels = {}
+    if predictions.group_ids:
+        levels["root"] = spearman(root_values(predictions, trie, found), target[: tree.num_groups])
+    if predictions.prefix_value:
+        value = prefix_values(predictions, trie, found)
+        count = np.bincount(found.node, minlength=tree.num_inner)
+        total = np.bincount(found.node, weights=value, minlength=tree.num_inner)
+        nodes = np.flatnonzero(count)
+        for name, some in (("prefix", nodes), ("shared prefix", nodes[below[nodes] > 1])):
+            levels[name] = spearman(total[some] / count[some], target[some])
+    return levels
