@@ -62,7 +62,9 @@ def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: An
     from treepack import shards
     from treepack.directory import finished_directory, refuse_existing
     from treepack.logprobs import ScoreOptions, open_scoring, scored_manifest, scored_rows
+    from treepack.ranks import refuse_ranks
 
+    refuse_ranks("treepack logprobs")
     chosen = ScoreOptions(**options)
     refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
     scoring = open_scoring(packed, model, chosen)

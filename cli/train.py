@@ -125,9 +125,11 @@ def train(packed: Path, model: str, out: Path | None, verify: bool, verify_rows:
 
 def _verify(packed: Path, model: str, options: Any, num_rows: int) -> None:
     from treepack.errors import TreepackError
+    from treepack.ranks import refuse_ranks
     from treepack.run import open_verification
     from treepack.verify import verify_gradients
 
+    refuse_ranks("--verify")
     run = open_verification(packed, model, options)
     rows = sorted(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))[:num_rows]
     batches = [run.dataset[row].to(run.loaded.device) for row in rows]

@@ -76,3 +76,16 @@ def test_two_processes_of_torchrun_write_what_one_process_writes(
     over_two = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert over_two == pytest.approx(losses, rel=1e-4)
     assert json.loads((tmp_path / "out" / "train.json").read_text())["num_ranks"] == 2
+
+
+def test_what_one_process_does_is_refused_in_several(
+    treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = treepack(*arguments, "--verify")
+    assert (found.status, found.out) == (1, "")
+    assert "--verify runs in one process; start it without torchrun" in found.err
+    packed, model = arguments[1], arguments[3]
+    found = treepack("logprobs", packed, "--model", model, "--out", "scored")
+    assert (found.status, found.out) == (1, "")
+    assert "treepack logprobs runs in one process" in found.err

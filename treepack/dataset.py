@@ -179,6 +179,11 @@ class PackedDataset(Dataset[Batch]):
         self.shuffle, self.seed = state["shuffle"], state["seed"]
         self.epoch, self._position, self._left = state["epoch"], state["position"], None
 
+    def padding(self) -> Batch:
+        """A row of nothing but padding, for a rank that has no row left when others have one."""
+        length = -(-PADDING // self.multiple) * self.multiple
+        return empty_batch(length, terms=self.terms and bool(self.term_columns))
+
     def __getstate__(self) -> dict[str, Any]:
         """State for a worker process, which opens the files itself."""
         unopened: dict[str, Any] = {"_process": None, "_left": None, "_files": {}}
@@ -188,11 +193,7 @@ class PackedDataset(Dataset[Batch]):
     def _next(self) -> Batch:
         turns, self._left = self._left or self._turns(), None  # worked out anew should the row be unreadable
         index, taken = next(turns)
-        if index < 0:
-            length = -(-PADDING // self.multiple) * self.multiple
-            batch = empty_batch(length, terms=self.terms and bool(self.term_columns))
-        else:
-            batch = self[index]
+        batch = self.padding() if index < 0 else self[index]
         self._position += taken
         if self._position < len(self):
             self._left = turns

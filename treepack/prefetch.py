@@ -11,11 +11,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from treepack.batch import Batch, empty_batch
+from treepack.batch import Batch
 from treepack.dataset import PackedDataset
 
 _DEPTH = 2
-_EMPTY = 16  # tokens of a row of padding: next to nothing, and not the one token that a compiler specialises on
 
 
 class Prefetch:
@@ -67,8 +66,7 @@ class Prefetch:
             for row in self._rows:
                 if self._stop.is_set():
                     return
-                multiple = self._dataset.multiple
-                batch = empty_batch(-(-_EMPTY // multiple) * multiple) if row is None else self._dataset[row]
+                batch = self._dataset.padding() if row is None else self._dataset[row]
                 self._queue.put(batch.pin_memory() if self._pin else batch)
         except Exception as error:  # it belongs to the thread that asked
             last = error

@@ -65,6 +65,16 @@ def join_ranks(device: torch.device) -> Ranks:
     return Ranks(distributed.get_rank(), distributed.get_world_size(), grouped=True)
 
 
+def refuse_ranks(what: str) -> None:
+    """Refuse to do in each of several processes `what` one process does.
+
+    Raises:
+        TreepackError: torchrun started more than one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise TreepackError(f"{what} runs in one process; start it without torchrun")
+
+
 def leave_ranks() -> None:
     """Leave the group that `join_ranks` joined, if any."""
     if distributed.is_available() and distributed.is_initialized():

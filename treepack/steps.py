@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-import numpy as np
-
 from treepack.dataset import PackedDataset
 from treepack.denominators import TrajectoryTable, trainable_rows
 from treepack.errors import TreepackError
 from treepack.options import TrainOptions
+from treepack.order import epoch_order
 from treepack.trajectory import Float64
 
 
@@ -47,18 +46,11 @@ def plan_steps(
     trained = trainable_rows(dataset, table)
     if len(trained) == 0:
         raise TreepackError(f"{dataset.path}: no row has a trained token; nothing to train on")
-    by_step: dict[tuple[bool, int], list[int]] = {}
-    for row in trained.tolist():
-        step = dataset.steps[row]
-        by_step.setdefault((step is not None, step or 0), []).append(row)
-    parts = [rows for _, rows in sorted(by_step.items())]
     found: list[OptimiserStep] = []
-    epoch = 0
+    epoch, size = 0, options.rows_per_step
     while len(found) < options.steps if options.steps else epoch < options.epochs:
-        generator = np.random.default_rng([options.seed, epoch])
-        for part in parts:
-            order = generator.permutation(part).tolist()
-            size = options.rows_per_step
+        for part in epoch_order(dataset.steps, trained, seed=options.seed, epoch=epoch):
+            order = part.tolist()
             found += [OptimiserStep(epoch, order[i : i + size]) for i in range(0, len(order), size)]
         epoch += 1
     return found[: options.steps]
