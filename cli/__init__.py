@@ -14,9 +14,11 @@ from treepack.errors import TreepackError
 
 from .advantages import advantages
 from .allocate import allocate
+from .augment import augment
 from .build_trie import build_trie
 from .logprobs import logprobs
 from .pack import pack
+from .select import select
 from .stats import stats
 from .train import train
 
@@ -34,7 +36,7 @@ def commands() -> None:
     """
 
 
-for command in (build_trie, pack, stats, train, logprobs, advantages, allocate):
+for command in (build_trie, pack, stats, train, logprobs, advantages, allocate, augment, select):
     commands.add_command(command)
 
 

@@ -24,6 +24,7 @@ GROUPS = ("uid", "group_id", "group_index", "example_id", "task_id", "data_id", 
 STEPS = ("step", "global_step")
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
+UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
 MAX_METADATA = 2000
 MAX_DEPTH = 100
 
@@ -79,6 +80,12 @@ def describe(
             notes=notes + dropped,
         )
     )
+
+
+def marked(value: dict[str, Any], name: str) -> Any:
+    """The field `name` of `value` or of a metadata object in it; None if there is none."""
+    nested = [value[key] for key in sorted(METADATA_DICTS) if isinstance(value.get(key), dict)]
+    return next((held[name] for held in (value, *nested) if held.get(name) is not None), None)
 
 
 def as_number(value: Any, *, source: str, name: str) -> float:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.readers import token_fields as tf
-from treepack.readers.fields import ReadOptions, as_number, describe, shown
+from treepack.readers.fields import UNTRAINED_PREFIX, ReadOptions, as_number, describe, marked, shown
 from treepack.readers.records import Record
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
@@ -78,7 +78,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     _check_ids(ids, fields, layout, vocab_size=options.vocab_size)
     mask = _trained_mask(ids, fields, layout, train_all=options.train_all)
-    notes = _padding_notes(layout)
+    mask, cleared = _without_reused(mask, record, layout)
+    notes = _padding_notes(layout) + cleared
     if mask[layout.start] and not (options.train_all and not _has_mask(fields) and layout.response is None):
         notes += (FIRST_TOKEN_NOTE,)
     starts, ends, weights = _spans(mask[layout.start : layout.end])
@@ -221,6 +222,24 @@ def _trained_mask(ids: Int32, fields: tf.Fields, layout: _Layout, *, train_all: 
         mask[: layout.start] = 0
         mask[layout.end :] = 0
     return mask
+
+
+def _without_reused(mask: Mask, record: Record, layout: _Layout) -> tuple[Mask, tuple[str, ...]]:
+    """`mask` without the tokens that the rollout took over from an augmented query, and whether that changed it."""
+    prefix = marked(record.value, UNTRAINED_PREFIX)
+    if prefix is None:
+        return mask, ()
+    if type(prefix) is not int or not 0 <= prefix <= layout.end - layout.start:
+        raise TreepackError(
+            f"{record.source}: {UNTRAINED_PREFIX} is {shown(prefix)}; expected 0 to {layout.end - layout.start}, "
+            "the number of tokens"
+        )
+    end = layout.start + prefix
+    if not mask[:end].any():
+        return mask, ()
+    mask = mask.copy()
+    mask[:end] = 0
+    return mask, ("reused tokens not trained",)
 
 
 def _on_all_tokens(values: NDArray[Any], name: str, layout: _Layout) -> NDArray[Any]:
