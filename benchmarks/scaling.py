@@ -7,7 +7,7 @@ First a small model is trained in every way that several ranks offer: sharded, w
 gathered in bfloat16, offloaded to the CPU, stopped and resumed with another number of ranks. Each curve of losses must
 be that of one GPU. Then the model itself, with compiled layers, recomputation and AdamW: seconds of a step (median
 without the first), speed-up over one GPU, peak memory of the first rank, and how long saving a checkpoint holds
-training up (first and second save) and takes in all.
+training up (first and second save) and takes in all, on the largest number of GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from treepack.checkpoint import Checkpoints
 from treepack.manifest import read_manifest
 from treepack.options import TrainOptions
 from treepack.prefetch import Prefetch
-from treepack.ranks import find_device, join_ranks, leave_ranks
+from treepack.ranks import Ranks, find_device, join_ranks, leave_ranks
 from treepack.run import open_run
 from treepack.steps import deal
 from treepack.train import make_optimiser, train, train_step
@@ -85,17 +85,21 @@ def start(arguments: argparse.Namespace, size: int) -> None:
     script = [__file__, *sys.argv[1:], "--folder", str(arguments.folder)]
     launch = [] if size == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     threads = str(max(1, (os.cpu_count() or 1) // size))
-    subprocess.run([sys.executable, *launch, *script], check=True, env={**os.environ, "OMP_NUM_THREADS": threads})
+    subprocess.run(
+        [sys.executable, *launch, *script],
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
+    )
 
 
 def work(arguments: argparse.Namespace) -> None:
     """What each process does."""
     device = find_device("cpu" if arguments.dry_run else "cuda")
     ranks = join_ranks(device)
-    base = {"device": device.type, "lr": 1e-3, "rows_per_step": 6, "steps": 4, "checkpoint_every": 0, "dtype": "bf16"}
+    base = {"device": device.type, "lr": 1e-3, "rows_per_step": 5, "steps": 3, "checkpoint_every": 0, "dtype": "bf16"}
     small = {**SMALL, "vocab_size": read_manifest(arguments.packed)["max_token_id"] + 1}
     if arguments.dry_run:
-        base, small = {**base, "rows_per_step": 3, "steps": 3, "dtype": "fp32"}, {**small, **TINY}
+        base, small = {**base, "rows_per_step": 3, "dtype": "fp32"}, {**small, **TINY}
     for way, changes in WAYS.items():
         config = write_config(arguments.folder / "small.json", small)
         run = open_run(arguments.packed, config, TrainOptions(**{**base, **changes}), ranks)
@@ -120,7 +124,8 @@ def write_config(path: Path, config: dict[str, Any]) -> Path:
 
 
 def keep(arguments: argparse.Namespace, size: int, name: str, record: Any) -> None:
-    """Leave a record for the first process."""
+    """Leave a record for the first process, and say so."""
+    print(f"{size} GPUs, {name}: {record}", file=sys.stderr, flush=True)
     (arguments.folder / f"{size}-{name}.json").write_text(json.dumps(record))
 
 
@@ -138,16 +143,9 @@ def timed(arguments: argparse.Namespace, ranks: Any, device: torch.device, field
     metrics = [train_step(run, optimiser, number, rows) for number in range(len(run.schedule))]
     rows.close()
     peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-    checkpoints = Checkpoints(arguments.folder / f"checkpoints-{ranks.size}", keep=1)
-    holds = []
-    for step in (1, 2):
-        ranks.meet()
-        began = time.perf_counter()
-        checkpoints.save(step, run.loaded.model, optimiser, {"step": step})
-        holds.append(time.perf_counter() - began)
-        checkpoints.wait()
-        whole = time.perf_counter() - began
-    checkpoints.close()
+    holds, whole = [], 0.0
+    if ranks.size == max(map(int, arguments.sizes.split(","))):
+        holds, whole = saved(arguments, ranks, run.loaded.model, optimiser)
     return {
         "seconds": [each.seconds for each in metrics],
         "losses": [each.loss for each in metrics],
@@ -156,6 +154,21 @@ def timed(arguments: argparse.Namespace, ranks: Any, device: torch.device, field
         "holds": holds,
         "whole": whole,
     }
+
+
+def saved(arguments: argparse.Namespace, ranks: Ranks, model: Any, optimiser: Any) -> tuple[list[float], float]:
+    """Seconds that each of two saves holds training up, and that the second takes in all."""
+    checkpoints = Checkpoints(arguments.folder / "checkpoints", keep=1)
+    holds: list[float] = []
+    for step in (1, 2):
+        ranks.meet()
+        began = time.perf_counter()
+        checkpoints.save(step, model, optimiser, {"step": step})
+        holds.append(time.perf_counter() - began)
+        checkpoints.wait()
+        whole = time.perf_counter() - began
+    checkpoints.close()
+    return holds, whole
 
 
 def check_curves(arguments: argparse.Namespace) -> None:

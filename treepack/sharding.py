@@ -73,6 +73,9 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     if readable:
         assert files is not None
         _fill(model, files, torch.device("cpu") if options.cpu_offload else device, source)
+    for module in model.modules():  # computed with where the rank computes, even if the weights wait on the CPU
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
     loaded = LoadedModel(model, str(source), "reference", notes, device=device, root=root)
     loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     root.reshard()  # a forward without a backward leaves the root whole, and an optimiser would take what is whole
