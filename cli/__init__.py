@@ -19,6 +19,7 @@ from .build_trie import build_trie
 from .logprobs import logprobs
 from .pack import pack
 from .select import select
+from .simulate import simulate
 from .stats import stats
 from .train import train
 
@@ -36,7 +37,7 @@ def commands() -> None:
     """
 
 
-for command in (build_trie, pack, stats, train, logprobs, advantages, allocate, augment, select):
+for command in (build_trie, pack, stats, train, logprobs, advantages, allocate, simulate, augment, select):
     commands.add_command(command)
 
 

@@ -181,7 +181,7 @@ def test_what_cannot_be_allocated_is_one_sentence(treepack: Run, tmp_path: Path)
 
 
 def test_the_worked_example_of_the_page(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "tree-rl.md").read_text().partition("## Allocation")[2]
+    page = (ROOT / "docs" / "tree-rl.md").read_text().partition("\n## Allocation")[2].partition("\n## ")[0]
     table = root_table(read_predictions(lines(tmp_path / "r.jsonl", EXAMPLE_ROOTS)), budget=4).to_pydict()
     shown = re.findall(r"^\| `(\w)` \| ([\d.]+) \| [^|]*\| (\d) \| ([\d.]+) \|$", page, re.MULTILINE)
     assert [(name, float(value), int(count)) for name, value, count, _ in shown] == list(

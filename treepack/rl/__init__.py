@@ -5,5 +5,10 @@
     advantages_tree    treepo, treerpo, tree_grpo, treerl    rewards below a node against those beside or above it
     advantages         which groups can be used, any estimator by name, and the columns of a trie directory
 
+    targets            prefixes that can be continued, shares of successes below them, effective ratios, correlations
+    allocation         how many rollouts each prompt and how many continuations each prefix gets (greedy: the loops)
+    predictions        a file of predicted values, matched to a trie; expansion: tables for a rollout system
+    simulation         what allocation is worth, on rollouts of worlds
+
 Arrays in, arrays out; no model is run.
 """
