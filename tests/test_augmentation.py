@@ -18,7 +18,7 @@ from strategies import make, trajectories
 from treepack.errors import TreepackError
 from treepack.pack import pack_rows
 from treepack.plan import plan_rows
-from treepack.readers import ReadOptions, Record, tokens
+from treepack.readers import ReadOptions, Record, chat, tokens
 from treepack.rl.augmentation import Augmentation, augment, valuable_prefix
 from treepack.rl.signals import entropies_of_terms, read_signals
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
@@ -186,6 +186,12 @@ def test_entropies_of_packed_rows_go_to_the_trajectories_they_are_of(made: list[
         assert values is not None
         np.testing.assert_array_equal(found, values.astype(np.float32))
     assert entropies_of_terms(trie, []) == [None] * len(made)
+
+
+def test_text_that_continues_an_augmented_query_is_refused() -> None:
+    record = {"prompt": "a", "completion": "b", "metadata": {"untrained_prefix": 4}}
+    with pytest.raises(TreepackError, match=r"^r:1: has untrained_prefix, which counts tokens, and text; give it as"):
+        list(chat.read(Record("r:1", "r", record), ReadOptions()))
 
 
 def one() -> Trie:

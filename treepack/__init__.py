@@ -34,6 +34,8 @@ _HOME = {
     "AdvantageOptions": "rl.advantages",
     "estimate_advantages": "rl.advantages",
     "with_advantages": "rl.advantages",
+    "augment": "rl.augmentation",
+    "estimate_pass_rates": "rl.pass_rates:estimate",
     "PackedDataset": "dataset",
     "collate": "collation",
     "batch_loss": "collation",

@@ -54,9 +54,12 @@ def describe(
     """The trajectory of `record`, whose fields `used` have gone into `content`.
 
     Raises:
-        TreepackError: a field of another kind than its name says, or a reward, weight or advantage that is not finite.
+        TreepackError: a field of another kind than its name says, a reward, weight or advantage that is not finite, or
+            text that continues an augmented query, of which only token ids tell what is not to be trained.
     """
     value, source = record.value, record.source
+    if not isinstance(content, Tokens) and marked(value, UNTRAINED_PREFIX) is not None:
+        raise TreepackError(f"{source}: has {UNTRAINED_PREFIX}, which counts tokens, and text; give it as token ids")
     group, group_field = _group(value, source)
     name, id_field = _first_name(value, IDS, source)
     if name is None:

@@ -10,5 +10,9 @@
     predictions        a file of predicted values, matched to a trie; expansion: tables for a rollout system
     simulation         what allocation is worth, on rollouts of worlds
 
+    augmentation       queries that begin with the valuable prefix of a successful rollout (signals: by which entropies)
+    selection          what is remembered of queries' rewards, and the queries whose pass rate is nearest to 0.5
+    pass_rates         the pass rates: a Gibbs sampler over polya_gamma variables
+
 Arrays in, arrays out; no model is run.
 """

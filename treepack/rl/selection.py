@@ -81,26 +81,50 @@ def with_queries(state: State, query_id: Sequence[str], parent_id: Sequence[str 
     Raises:
         TreepackError: a parent that nobody knows or that is derived itself, or a query whose parents differ.
     """
-    parents = dict(zip(state.query_id.to_pylist(), state.parent_id.to_pylist(), strict=True))
-    known = len(parents)
+    given: dict[str, str | None] = {}
     for query, parent in zip(query_id, parent_id, strict=True):
-        if parents.setdefault(query, parent) != parent:
-            had = parents[query]
-            raise TreepackError(
-                f"the query {query} has the parent {parent} here and {had} before; give each query one parent"
-            )
-    for query, parent in parents.items():
-        if parent is not None and parents.get(parent, parent) is not None:
-            fault = "is derived itself" if parent in parents else "is not known"
-            raise TreepackError(f"the group {parent}, parent of the query {query}, {fault}; add the original query")
-    ids = sorted(parents)
-    index = {name: i for i, name in enumerate(ids)}
-    place = [index[name] for name in state.query_id.to_pylist()]
-    passed, tried = np.zeros(len(ids)), np.zeros(len(ids))
-    passed[place], tried[place] = state.passed, state.tried
-    above = np.array([-1 if parents[name] is None else index[str(parents[name])] for name in ids], np.int64)
-    grown = State(pa.array(ids, pa.string()), above, passed, tried, state.num_updates)
-    return grown, len(ids) - known
+        if given.setdefault(query, parent) != parent:
+            raise _several_parents(query, parent, given[query])
+    names, parents = pa.array(given.keys(), pa.string()), pa.array(given.values(), pa.string())
+    at = indices_of(state, names)
+    known = np.flatnonzero(at >= 0)
+    for i, had in zip(known.tolist(), state.parent_id.take(pa.array(at[known])).to_pylist(), strict=True):
+        if parents[i].as_py() != had:
+            raise _several_parents(names[i].as_py(), parents[i].as_py(), had)
+    new = pa.array(np.flatnonzero(at < 0))
+    joined = State(
+        pa.concat_arrays([state.query_id, names.take(new)]),
+        np.concatenate([state.parent, np.full(len(new), -1)]),
+        np.concatenate([state.passed, np.zeros(len(new))]),
+        np.concatenate([state.tried, np.zeros(len(new))]),
+        state.num_updates,
+    )
+    above = indices_of(joined, parents.take(new))
+    derived = parents.take(new).is_valid().to_numpy(zero_copy_only=False)
+    joined.parent[state.num_queries :] = above
+    for i in np.flatnonzero(derived & ((above < 0) | (joined.parent[above] >= 0)))[:1].tolist():
+        fault = "is not known" if above[i] < 0 else "is derived itself"
+        query, parent = names.take(new)[i].as_py(), parents.take(new)[i].as_py()
+        raise TreepackError(f"the group {parent}, parent of the query {query}, {fault}; add the original query")
+    return _sorted(joined), len(new)
+
+
+def _several_parents(query: str, parent: str | None, had: str | None) -> TreepackError:
+    return TreepackError(f"the query {query} has the parent {parent} here and {had} before; give each query one parent")
+
+
+def _sorted(state: State) -> State:
+    order: Int64 = pc.sort_indices(state.query_id).to_numpy().astype(np.int64)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    parent = state.parent[order]
+    return State(
+        state.query_id.take(pa.array(order)),
+        np.where(parent < 0, -1, place[parent]),
+        state.passed[order],
+        state.tried[order],
+        state.num_updates,
+    )
 
 
 def forget_and_add(
