@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from .augment import refuse_output
 from .output import percent, show
 
 OUT = click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, .jsonl or .parquet.")
@@ -29,10 +30,11 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     PREDICTIONS is JSON lines or Parquet: group_id and value, the chance that a rollout succeeds, of each prompt. The
     counts maximise the expected number of prompts whose rollouts both succeed and fail.
     """
-    from treepack.rl.expansion import refuse_file, root_table, write_table
+    from treepack.rl.expansion import refuse_name, root_table, write_table
     from treepack.rl.predictions import read_predictions
 
-    refuse_file(out, overwrite=overwrite)
+    refuse_name(out)
+    refuse_output(out, [predictions], overwrite=overwrite)
     table = root_table(read_predictions(predictions), budget=budget, most=max_rollouts)
     write_table(table, out)
     count = table["num_rollouts"].to_numpy()
@@ -76,10 +78,11 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     """
     from treepack import schema, shards
     from treepack.manifest import read_manifest
-    from treepack.rl.expansion import prefix_table, refuse_file, write_table
+    from treepack.rl.expansion import prefix_table, refuse_name, write_table
     from treepack.rl.predictions import read_predictions
 
-    refuse_file(out, overwrite=overwrite)
+    refuse_name(out)
+    refuse_output(out, [trie, predictions], overwrite=overwrite)
     read_manifest(trie, schema.TRIE_FORMAT)
     read = shards.read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)

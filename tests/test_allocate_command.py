@@ -171,13 +171,14 @@ def test_what_cannot_be_allocated_is_one_sentence(treepack: Run, tmp_path: Path)
         (given, 1, "roots.jsonl", "a budget of 1 is too small for one group; give at least 2 rollouts"),
         (given, 4, "roots.csv", "its name must end in .jsonl or .parquet, for that says the format"),
         (empty, 4, "roots.jsonl", "predicts no prompt, a line without trajectory_id; predict some"),
+        (given, 4, given.name, "is or lies inside the input"),
         (tmp_path / "nowhere", 4, "roots.jsonl", "cannot be read (No such file or directory)"),
     ]
     for path, budget, out, message in cases:
         done = treepack("allocate", "roots", path, "--budget", budget, "--out", tmp_path / out)
         assert (done.status, done.out, done.err.count("\n")) == (1, "", 1)
         assert message in done.err
-        assert not (tmp_path / out).exists()
+        assert path == tmp_path / out or not (tmp_path / out).exists()
 
 
 def test_the_worked_example_of_the_page(tmp_path: Path) -> None:

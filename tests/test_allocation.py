@@ -169,6 +169,7 @@ def test_a_hundred_thousand_prompts_share_a_million_rollouts_near_one_price() ->
 
 BAD: list[tuple[Float64, int, Int64 | None, str]] = [
     (np.array([0.5]), 1, None, "a budget of 1 is too small for one group; give at least 2 rollouts"),
+    (np.array([0.5]), 10**12, None, "a budget of 1,000,000,000,000 is more than 1,000,000,000; give a smaller one"),
     (np.array([0.5, 1.5]), 4, None, "a predicted value is 1.5; expected a chance of success in 0 .. 1"),
     (np.array([math.nan]), 4, None, "a predicted value is nan"),
     (np.zeros(0), 4, None, "there is no prompt to give rollouts to"),

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.trajectory import Float64, Int64
 
+MOST_BUDGET = 10**9  # rollouts, spent one by one: some minutes
+
 
 def root_utility(value: Float64, count: Int64) -> Float64:
     """Chance that `count` rollouts of a prompt both succeed and fail, 1 - v^m - (1 - v)^m: TRACE, equation 12.
@@ -47,27 +49,32 @@ def allocate_roots(value: Float64, budget: int, *, maximum: Int64 | None = None)
     `value` float64 [num_prompts] in [0, 1]; `maximum` int64 [num_prompts] bounds each count (1 is as good as 0). Of
     equally good prompts the first ones get more. O((num_prompts + budget) log num_prompts).
 
-    Why it is exact. With c = v (1 - v), the m-th rollout of a prompt adds 0, 2c, c and then c (v^(m-2) + (1-v)^(m-2)),
-    which falls. Spread the first pair as c + c and the utility g is concave, equal to f at every count but 1: the best
-    counts under g come from always taking the unit of most worth, and if none of them is 1 they are the best under f
-    too. A prompt opens with three units of worth c, or two if its maximum or the rest of the budget is 2, so a count of
-    1 is due only if a single unit is left and the next best prompt is closed. Let w be its worth, and the loss of a
-    count y be the most that g(x) - w x can be, less g(y) - w y: no less than 0, and 0 for all counts so far, which sum
-    to the budget less 1. Any solution differs from them by 1 in sum, so it has one of
+    Why it is exact. Let f be the utility of a prompt and c = v (1 - v). Its second rollout adds 2c, the third c, the
+    m-th c (v^(m-2) + (1 - v)^(m-2)), which falls with m. Spread the first pair, as c and c: the result g is concave,
+    and f but at a count of 1. So the best counts under g come from always taking the unit of most worth, and if none of
+    them is 1 they are the best under f too. A prompt opens with three units of worth c, or with two if its maximum or
+    the rest of the budget is 2; a count of 1 is due only where a single unit is left and the next best prompt is
+    closed.
 
-        a prompt with three or more above its count     loss at least w less the worth of its next unit
-        a prompt with three or more below its count     loss at least the worth of its last unit less w
-        a closed prompt at an odd count, so 3 or more, and one with a maximum of 2 closed to make up for it
-                                                        loss at least 3 (w - c) for the first, 2 (c - w) for the second
+    Let w be the worth of that one, and the loss of a count y the most that any g(x) - w x is above g(y) - w y. It is
+    never below 0, and is 0 for all counts so far, which sum to the budget less 1. A solution differs from them by 1 in
+    sum, and all prompts but those with three or more can change by pairs only, or open with an odd number. So it has
 
-    for nothing else changes the sum by an odd number. Each bound is met: one unit more; one unit less and two for the
-    next best prompt; three for the one and none for the other. The least of the three is taken.
+        a prompt with three or more above its count     a loss of at least w less the worth of its next unit
+        or one below its count                          at least the worth of its last unit less w
+        or else a closed prompt at three or more, and, to make up for these, one with a maximum of 2 at none
+                                                        at least 3 (w - c) of the former and 2 (c - w) of the latter
+
+    Each bound is met: by one unit more; by one less, and two for the next best prompt; by three for the one and none
+    for the other. The least of the three is taken.
 
     Raises:
-        TreepackError: a value outside [0, 1], a budget below 2 or above what the maxima allow, or an odd one where all
-            maxima are 2.
+        TreepackError: a value outside [0, 1], a budget below 2, above `MOST_BUDGET` or above what the maxima allow, or
+            an odd one where all maxima are 2.
     """
     _check_values(value)
+    if budget > MOST_BUDGET:
+        raise TreepackError(f"a budget of {budget:,} is more than {MOST_BUDGET:,}; give a smaller one")
     limit = np.full(len(value), budget) if maximum is None else np.minimum(maximum, budget)
     if budget < 2:
         raise TreepackError(f"a budget of {budget} is too small for one group; give at least 2 rollouts")

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from treepack.directory import finished_file
 from treepack.errors import TreepackError
-from treepack.rl.allocation import allocate_prefixes, allocate_roots, prefix_utility, root_utility
+from treepack.rl.allocation import MOST_BUDGET, allocate_prefixes, allocate_roots, prefix_utility, root_utility
 from treepack.rl.predictions import Predictions, group_ids, prefix_values
 from treepack.rl.targets import anchors, binary_rewards
 from treepack.trie import Trie
@@ -56,8 +56,12 @@ def prefix_table(trie: Trie, predictions: Predictions, *, expand: int, segment: 
     has no prefix its budget buys half as many rollouts of the prompt, rounded down.
 
     Raises:
-        TreepackError: a reward that is not 0 or 1, or predictions that do not match the trie.
+        TreepackError: a reward that is not 0 or 1, predictions that do not match the trie, or too large a budget.
     """
+    if expand > MOST_BUDGET // trie.num_trajectories:
+        raise TreepackError(
+            f"{expand:,} continuations for each rollout are more than {MOST_BUDGET:,} in all; give fewer"
+        )
     reward = binary_rewards(trie)
     found = anchors(trie, segment=segment)
     value = prefix_values(predictions, trie, found)
@@ -100,12 +104,10 @@ PREFIX_COLUMNS: Mapping[str, pa.DataType] = {
 }
 
 
-def refuse_file(out: Path, *, overwrite: bool) -> None:
-    """Raise a TreepackError if `out` is no name for a table, or is there and not to be overwritten."""
+def refuse_name(out: Path) -> None:
+    """Raise a TreepackError if the name of `out` does not say in which format to write a table."""
     if out.suffix not in SUFFIXES:
         raise TreepackError(f"{out}: its name must end in {' or '.join(SUFFIXES)}, for that says the format")
-    if out.is_dir() or (out.exists() and not overwrite):
-        raise TreepackError(f"{out} exists; choose another --out{'' if out.is_dir() else ' or give --overwrite'}")
 
 
 def write_table(table: pa.Table, out: Path) -> None:

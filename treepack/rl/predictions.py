@@ -87,6 +87,8 @@ def _value(record: Record) -> float:
 
 def _count(record: Record, name: str, least: int) -> int:
     found = record.value.get(name)
+    if isinstance(found, float) and found.is_integer():
+        found = int(found)  # a column of integers with missing ones, as pandas writes it
     if type(found) is not int or not least <= found < 2**63:
         raise TreepackError(f"{record.source}: {name} is {_shown(found)}; expected an integer of {least} or more")
     return found

@@ -25,6 +25,7 @@ from treepack.rl.worlds import Rollouts, World
 from treepack.trajectory import Float64, Int64
 
 CONFIDENT = 1.959964  # standard errors either side that hold 95 % of a normal distribution
+MOST = 10**6  # of anything that is simulated
 LIMITS = (0.01, 0.99)  # what a predictor can say
 
 
@@ -49,8 +50,8 @@ class Experiment:
     def __post_init__(self) -> None:
         """Refuse what cannot be spent."""
         for name, least in (("candidates", 1), ("budget", 2), ("expand", 1), ("steps", 2), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected {least} or more")
+            if not least <= getattr(self, name) <= MOST:
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected {least} .. {MOST:,}")
         for name in ("root_noise", "prefix_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected 0 or a positive number")
@@ -92,8 +93,8 @@ MEASURES = ("root_ratio", "rollout_ratio", "prefix_ratio", "mixed_prompts", "cos
 ARMS = tuple(itertools.product((False, True), repeat=2))
 
 
-def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float]:
-    """The four arms, uniform first, and the mean rank correlation of predicted with true chances of prompts.
+def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float | None]:
+    """The four arms, uniform first, and the mean rank correlation of predicted with true chances of prompts, if any.
 
     The arms of a step share its prompts and predictions, and those of one stage 1 its rollouts, so that differences
     between arms vary less than they do.
@@ -115,7 +116,8 @@ def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float]:
             for second in (False, True):
                 found[ARMS.index((active, second)), :, step] = _expand(bare, owner, count, experiment, second, random)
     arms = [Arm(first, second, *measures) for (first, second), measures in zip(ARMS, found, strict=True)]
-    return arms, float(ranks[np.isfinite(ranks)].mean()) if np.isfinite(ranks).any() else math.nan
+    known = ranks[np.isfinite(ranks)]
+    return arms, float(known.mean()) if len(known) else None
 
 
 def interval(values: Float64) -> tuple[float, float]:
