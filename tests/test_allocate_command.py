@@ -134,6 +134,20 @@ def test_predictions_of_another_trie_are_refused(tmp_path: Path, records: list[d
         prefix_table(example(), read_predictions(given), expand=1)
 
 
+def test_turns_may_be_floats_as_pandas_writes_columns_with_missing_integers(tmp_path: Path) -> None:
+    records = [{"group_id": "A", "trajectory_id": None, "turn": None, "value": 0.5}, *EXAMPLE_PREFIXES]
+    pl.DataFrame(records).with_columns(pl.col("turn").cast(pl.Float64)).write_parquet(tmp_path / "p.parquet")
+    found = read_predictions(tmp_path / "p.parquet")
+    assert found.group_ids == ["A"]
+    assert sorted(found.prefix_value) == [("a", 1), ("a", 2), ("b", 1)]
+
+
+def test_more_continuations_than_can_be_spent_are_refused(tmp_path: Path) -> None:
+    given = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_PREFIXES))
+    with pytest.raises(TreepackError, match="continuations for each rollout are more than 1,000,000,000 in all; give"):
+        prefix_table(example(), given, expand=10**9)
+
+
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"group_id": "A"}, "value is missing; expected a chance of success in 0 .. 1"),
     ({"group_id": "A", "value": 1.5}, "value is 1.5; expected a chance"),
