@@ -143,7 +143,8 @@ def timed(arguments: argparse.Namespace, ranks: Any, device: torch.device, field
     metrics = [train_step(run, optimiser, number, rows) for number in range(len(run.schedule))]
     rows.close()
     peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0
-    holds, whole = [], 0.0
+    holds: list[float] = []
+    whole = 0.0
     if ranks.size == max(map(int, arguments.sizes.split(","))):
         holds, whole = saved(arguments, ranks, run.loaded.model, optimiser)
     return {

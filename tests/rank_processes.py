@@ -5,6 +5,9 @@ Processes meet through a file, so no port is needed; they are started once for m
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,8 @@ def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str
     """Train each case over `size` ranks, 0 for this process without a group, into folder/size.
 
     Returns:
-        for each name: `out`, `records` of the steps, full `gradients` of the last step, `notes`.
+        for each name: `out`, `records` of the steps with the number of `graphs` compiled so far, full `gradients` of
+        the last step, `notes`.
     """
     out = folder / str(size)
     out.mkdir(exist_ok=True)
@@ -52,6 +56,23 @@ def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str
         for case in cases:
             _train(Ranks(), case, out / case.name)
     return {case.name: torch.load(out / f"{case.name}.pt", weights_only=False) for case in cases}
+
+
+@contextmanager
+def counted_graphs() -> Iterator[list[int]]:
+    """One entry for every graph that torch.compile traces; none is turned into machine code, which takes long."""
+    traced: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        traced.append(len(graph.graph.nodes))
+        return graph.forward
+
+    original = torch.compile
+    torch.compile = functools.partial(original, backend=backend)
+    try:
+        yield traced
+    finally:
+        torch.compile = original
 
 
 def _process(rank: int, size: int, out: Path, cases: list[Case]) -> None:
@@ -66,10 +87,11 @@ def _process(rank: int, size: int, out: Path, cases: list[Case]) -> None:
 
 def _train(ranks: Ranks, case: Case, out: Path) -> None:
     objective = Objective() if case.loss == "sft" else choose_objective(case.loss)
-    run = open_run(case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks)
-    records: list[dict[str, Any]] = []
-    steps = train(run, case.out or out, resume=True, stop=lambda: len(records) + 1 == case.until)
-    records += [metrics.as_record() for metrics in steps]
+    with counted_graphs() as graphs:
+        run = open_run(case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks)
+        records: list[dict[str, Any]] = []
+        steps = train(run, case.out or out, resume=True, stop=lambda: len(records) + 1 == case.until)
+        records += [{**metrics.as_record(), "graphs": len(graphs)} for metrics in steps]
     gradients = {}
     for name, parameter in run.loaded.model.named_parameters():
         gradient: Any = parameter.grad

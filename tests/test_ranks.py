@@ -44,7 +44,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert len(found["records"]) == len(expected["records"]) > 1
     for ours, theirs in zip(found["records"], expected["records"], strict=True):
         assert ours.keys() == theirs.keys()
-        for name in ours.keys() - {"seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second"}:
+        for name in ours.keys() - {"seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second", "graphs"}:
             assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-6), name
     assert found["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
@@ -64,12 +64,16 @@ def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
         Case("tied", packed, tied, {"epochs": 2}),
         Case("untied", packed, untied, uneven),
         Case("offloaded", packed, tied, {"epochs": 2, "gradient_checkpointing": True, "cpu_offload": True}),
+        Case("compiled", packed, untied, {"epochs": 2, "compile": True, "gradient_checkpointing": True}),
         Case("grpo", packed, untied, uneven, "grpo"),
         Case("gspo", packed, tied, uneven, "gspo"),
     ]
     found, expected = (train_over(size, folder, cases) for size in (2, 0))
     for case in cases:
         assert_same(found[case.name], expected[case.name])
+    graphs = [record["graphs"] for record in found["compiled"]["records"]]
+    assert graphs[0] == expected["compiled"]["records"][0]["graphs"] > 0, "sharding compiles nothing more"
+    assert set(graphs) == {graphs[0]}, "rows of other lengths compile nothing more"
 
 
 def test_weights_are_read_shard_by_shard_and_those_that_transformers_converts_whole(packed: Path) -> None:

@@ -66,7 +66,6 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         with loading(source), without_bars():
             model = build_model(source, config, torch.float32, options.seed)
     model.eval()
-    adapt_layers(model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
     if not readable and not options.cpu_offload:
         model.to(device)
     root = _shard(model, options, device)
@@ -78,6 +77,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
             setattr(module, name, buffer.to(device))
     loaded = LoadedModel(model, str(source), "reference", notes, device=device, root=root)
     loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
+    # Last, for what a compiler learns from the probe's few tokens does not hold for rows.
+    adapt_layers(model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
     root.reshard()  # a forward without a backward leaves the root whole, and an optimiser would take what is whole
     return loaded
 
