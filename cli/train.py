@@ -13,7 +13,7 @@ from .training import run_options, train_model
 
 
 @click.command()
-@click.argument("packed", type=click.Path(path_type=Path))
+@click.argument("packed")
 @click.option(
     "--model",
     required=True,
@@ -98,9 +98,10 @@ from .training import run_options, train_model
     help="Rows that --verify takes, the shortest first.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output, before the first step.")
-def train(packed: Path, model: str, out: Path | None, verify: bool, verify_rows: int, **options: Any) -> None:
+def train(packed: str, model: str, out: Path | None, verify: bool, verify_rows: int, **options: Any) -> None:
     """Train a Hugging Face causal language model on packed rows.
 
+    PACKED is a packed directory, on this machine or at a URI that pyarrow or fsspec opens (s3://, gs://, hf://, ...).
     Writes the model's own format, loadable by from_pretrained, with metrics.jsonl (a line per optimiser step). The loss
     of a step is one mean over all its rows: with --loss sft normalised as the rows were packed, else as --denominator
     says. Unless given, the options of the other losses have the values that are usual for each.
@@ -123,7 +124,7 @@ def train(packed: Path, model: str, out: Path | None, verify: bool, verify_rows:
         train_model(packed, model, chosen, out, **given)
 
 
-def _verify(packed: Path, model: str, options: Any, num_rows: int) -> None:
+def _verify(packed: str, model: str, options: Any, num_rows: int) -> None:
     from treepack.errors import TreepackError
     from treepack.ranks import refuse_ranks
     from treepack.run import open_verification

@@ -59,7 +59,7 @@ def run_options(command: F) -> F:
 
 
 def train_model(
-    packed: Path, model: str, options: Any, out: Path, *, resume: bool, overwrite: bool, tensorboard: bool, plot: bool
+    packed: str, model: str, options: Any, out: Path, *, resume: bool, overwrite: bool, tensorboard: bool, plot: bool
 ) -> None:
     """Train from the first step or the newest checkpoint to the last step or SIGTERM, and show what was done."""
     from treepack.directory import refuse_existing

@@ -64,6 +64,19 @@ def test_a_job_may_always_be_started_with_resume(treepack: Run, arguments: list[
     assert (tmp_path / "out" / "train.json").exists()
 
 
+def test_rows_are_read_from_any_filesystem(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    assert treepack(*arguments).status == 0
+    expected = (tmp_path / "out" / "model.safetensors").read_bytes()
+    arguments[1] = Path(arguments[1]).as_uri()
+    found = treepack(*arguments, "--overwrite")
+    assert found.status == 0, found.err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+    found = treepack("train", "nosuch://bucket/packed", *arguments[2:], "--overwrite")
+    assert (found.status, found.out) == (1, "")
+    assert "nosuch" in found.err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+
+
 def test_two_processes_of_torchrun_write_what_one_process_writes(
     treepack: Run, arguments: list[str], tmp_path: Path
 ) -> None:
