@@ -92,7 +92,7 @@ def augment(
 
 
 def refuse_output(out: Path, inputs: list[Any], *, overwrite: bool) -> None:
-    """Raise a TreepackError if the file `out` exists and is not to be replaced, or lies in or is one of `inputs`."""
+    """Raise a TreepackError if the file `out` is in the way: an existing one, unasked or of others, or an input."""
     from treepack.errors import TreepackError
 
     for given in inputs:
@@ -101,6 +101,20 @@ def refuse_output(out: Path, inputs: list[Any], *, overwrite: bool) -> None:
     if out.is_dir() or (out.exists() and not overwrite):
         remedy = "" if out.is_dir() else " or give --overwrite"
         raise TreepackError(f"{out} exists; choose another --out{remedy}")
+    if out.exists() and not _ours(out):
+        raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
+
+
+def _ours(out: Path) -> bool:
+    """Whether a file is empty or begins with a query."""
+    import orjson
+
+    try:
+        with out.open("rb") as file:
+            line = file.readline()
+        return line == b"" or "query_id" in orjson.loads(line)
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) -> tuple[PerToken, PerToken | None]:

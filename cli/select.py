@@ -140,9 +140,14 @@ def update(
 
     Queries stay as they are if they are known. Give the rollouts of each training step once.
     """
+    import math
+
     from treepack import shards
+    from treepack.errors import TreepackError
     from treepack.rl import selection
 
+    if not math.isfinite(success_above):
+        raise TreepackError(f"success_above is {success_above}; expected a finite reward")
     if not queries and rollouts is None:
         raise click.UsageError("nothing to take in; give --queries, --rollouts or both")
     is_new = not state.exists()

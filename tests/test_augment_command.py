@@ -202,3 +202,8 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
     for out, message in ((first, "exists; choose another --out or give --overwrite"), (trie / "x", "lies inside the")):
         done = treepack("augment", trie, "--signals", signals, "--out", out)
         assert (done.status, message in done.err) == (1, True)
+    signals = written(tmp_path / "all.jsonl", [{"id": f"r{i}", "entropies": [0.5] * 12} for i in range(8)])
+    given = ("augment", trie, "--signals", signals, "--overwrite", "--out")
+    refused = treepack(*given, first)
+    assert (refused.status, "exists and was not written by treepack" in refused.err) == (1, True)
+    assert [treepack(*given, tmp_path / "out.jsonl").status for _ in range(2)] == [0, 0]

@@ -240,6 +240,16 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
         (("select", "update", state), 2, "nothing to take in; give --queries, --rollouts or both"),
         (("select", "update", state, "--queries", tmp_path / "bad.jsonl"), 1, "bad.jsonl:1: has no query_id; expected"),
         (("select", "update", state, "--rollouts", trie), 1, "does not know the group e"),
+        (
+            ("select", "update", state, "--rollouts", trie, "--success-above", "nan"),
+            1,
+            "success_above is nan; expected",
+        ),
+        (
+            ("select", "update", state, "--rollouts", trie, "--add-groups", "--forgetting", 2),
+            1,
+            "forgetting is 2.0; ex",
+        ),
         (("select", state, "--k", 3), 1, "k is 3; expected 1 to 2"),
         (("select", trie, "--k", 3), 1, "is no state of treepack select"),
         (("select", state, "--k", 1, "--out", tmp_path / "there"), 1, "exists; choose another --out or give"),
