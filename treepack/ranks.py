@@ -40,9 +40,8 @@ class Ranks:
         return total
 
     def meet(self) -> None:
-        """Wait until every rank is here."""
-        if self.grouped:
-            distributed.barrier()
+        """Wait until every rank is here: on the CPU, where waiting for a rank that writes files may take long."""
+        self.sum(torch.zeros(1))
 
 
 def join_ranks(device: torch.device) -> Ranks:
@@ -51,7 +50,8 @@ def join_ranks(device: torch.device) -> Ranks:
     Raises:
         TreepackError: the other processes cannot be reached.
     """
-    if not distributed.is_available() or not (distributed.is_initialized() or "WORLD_SIZE" in os.environ):
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not distributed.is_available() or not (distributed.is_initialized() or launched):
         return Ranks()
     if not distributed.is_initialized():
         if device.type == "cuda":
