@@ -45,10 +45,12 @@ def search_options(effort: str) -> Callable[[F], F]:
     options = (
         click.option(
             "--method",
-            type=click.Choice(["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence"]),
+            type=click.Choice(
+                ["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence", "groups"]
+            ),
             default="auto",
             show_default=True,
-            help="How trajectories are put into rows.",
+            help="How trajectories are put into rows; groups keeps each group in one row, as dpo needs it.",
         ),
         click.option(
             "--effort",

@@ -145,7 +145,7 @@ def _refuse_split_pairs(dataset: PackedDataset, row: Int64, names: list[str], gr
             ids = dataset.row_ids[[row[part[0]], row[part[-1]]]]
             raise TreepackError(
                 f"{dataset.path}: rows {ids[0]} and {ids[1]} share the group {names[part[0]]}, whose pairs dpo "
-                "compares within a row; pack with a greater --capacity, or with a --plan with each group in one row"
+                "compares within a row; pack with --method groups"
             )
 
 

@@ -18,6 +18,7 @@ from treepack.errors import TreepackError
 from treepack.plan import auto, balance, bounds, cuts, exact, files, merge, online, single_path
 from treepack.plan.alternatives import finished_best
 from treepack.plan.files import read_plan_file
+from treepack.plan.groups import whole_groups
 from treepack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of, path_pairs
 from treepack.plan.processes import plan_trees
 from treepack.plan.unions import row_sizes, trained_tokens
@@ -53,6 +54,9 @@ METHODS: dict[str, Method] = {
 
 FOREST_METHODS: dict[str, ForestMethod] = {"greedy-online": online.greedy_online, "sequence": online.sequence}
 """Methods that see all trees at once and fill rows across them."""
+
+GROUPS = "groups"
+"""The method that keeps each group in one row, see `groups.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,11 @@ def plan_rows(
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, an unknown method, or a step of too few trajectories.
     """
-    if method not in METHODS and method not in FOREST_METHODS:
-        raise TreepackError(f"method is {method!r}; expected one of {', '.join([*METHODS, *FOREST_METHODS])}")
+    known = [*METHODS, *FOREST_METHODS, GROUPS]
+    if method not in known:
+        raise TreepackError(f"method is {method!r}; expected one of {', '.join(known)}")
+    if method == GROUPS and multiple_of > 1:
+        raise TreepackError("rows are made even by splitting groups, which the method groups keeps whole; ask for one")
     limits = Limits(capacity) if isinstance(capacity, int) else capacity
     refuse_too_long(trie, limits)
     laid_out = packed_trie(trie, method) if multiple_of > 1 else trie
@@ -129,8 +136,10 @@ def plan_rows(
             return balance.balanced_rows(laid_out, pieces, limits, multiple_of)
         return pieces if method in FOREST_METHODS else _merged(trie, pieces, limits)
 
-    if method in FOREST_METHODS:
-        pieces, bound = _plan_forest(trie, limits, method)
+    if method == GROUPS:
+        row_of, bound = _merged(trie, whole_groups(trie, limits), limits), _bound(trie, limits)
+    elif method in FOREST_METHODS:
+        pieces, bound = _plan_forest(trie, limits, method), _bound(trie, limits)
         row_of = finish(pieces)
     else:
         forest = forest_of(trie, split_ends=limits.terms is not None)
@@ -169,8 +178,8 @@ def plan_of_file(trie: Trie, given: files.PlanFile) -> Plan:
     """
     refuse_too_long(trie, given.limits)
     row_of = files.rows_of(given, trie)
-    bound = sum(bounds.recursive_bound(tree, given.limits.capacity) for tree in forest_of(trie).trees())
-    return Plan(given.method, given.limits, row_of, max(bound, given.lower_bound), given.multiple_of)
+    bound = max(_bound(trie, given.limits), given.lower_bound)
+    return Plan(given.method, given.limits, row_of, bound, given.multiple_of)
 
 
 def packed_trie(trie: Trie, method: str) -> Trie:
@@ -181,13 +190,16 @@ def packed_trie(trie: Trie, method: str) -> Trie:
     return unshared(trie) if method == "sequence" else trie
 
 
-def _plan_forest(trie: Trie, limits: Limits, method: str) -> tuple[Int64, int]:
+def _bound(trie: Trie, limits: Limits) -> int:
+    return sum(bounds.recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees())
+
+
+def _plan_forest(trie: Trie, limits: Limits, method: str) -> Int64:
     forest = forest_of(trie, split_ends=True)
     order, steps = forest.leaf_of[online.arrival_order(trie)], np.zeros(forest.num_leaves, np.int64)
     steps[forest.leaf_of] = trie.step_rank
     row_of_leaf = FOREST_METHODS[method](forest, order, steps, limits)
-    bound = sum(bounds.recursive_bound(tree, limits.capacity) for tree in forest.trees())
-    return row_of_leaf[forest.leaf_of], bound
+    return row_of_leaf[forest.leaf_of]
 
 
 def refuse_too_long(trie: Trie, limits: Limits) -> None:
