@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from treepack.errors import TreepackError
@@ -69,6 +70,19 @@ def test_what_is_left_becomes_metadata_or_a_note() -> None:
         "field 'long' dropped, more than 2000 characters",
         "field 'bad' dropped, not plain JSON",
     )
+
+
+@pytest.mark.parametrize("offsets", [[1], list(range(1, 3000)), np.arange(1, 3000)])
+def test_the_segments_of_a_sampler_are_metadata_however_many(offsets: Any) -> None:
+    found = read(MASKED | {"segments": offsets})
+    assert found.metadata == {"segments": list(offsets)}
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("value", [[], [1.0], [True], ["a"], [{"start": 1}], {"a": 1}])
+def test_segments_that_are_no_offsets_are_noted(value: Any) -> None:
+    found = read(MASKED | {"segments": value})
+    assert (found.metadata, found.notes) == ({}, ("field 'segments' not used",))
 
 
 def test_metadata_that_is_nested_too_deeply_is_noted() -> None:

@@ -25,6 +25,7 @@ STEPS = ("step", "global_step")
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
+SEGMENTS = "segments"  # token offsets where a sampler began its segments: a list of integers, kept however long
 MAX_METADATA = 2000
 MAX_DEPTH = 100
 
@@ -219,6 +220,9 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     for name, value in rest.items():
         if value is None:
             continue
+        if name == SEGMENTS and (offsets := _integers(value)):
+            kept[name] = offsets
+            continue
         if not isinstance(value, str | int | float) and not (name in METADATA_DICTS and isinstance(value, dict)):
             notes.append(f"field '{name}' not used")
             continue
@@ -230,3 +234,10 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         else:
             notes.append(f"field '{name}' dropped, {fault}")
     return kept, tuple(notes)
+
+
+def _integers(value: Any) -> list[int]:
+    """A list of integers as it is, of Python's or of numpy's; nothing for anything else."""
+    listed = value.tolist() if isinstance(value, np.ndarray) else value
+    whole = isinstance(listed, list) and all(type(each) is int for each in listed)
+    return listed if whole else []
