@@ -22,6 +22,7 @@ from .select import select
 from .simulate import simulate
 from .stats import stats
 from .train import train
+from .values import values
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -37,7 +38,7 @@ def commands() -> None:
     """
 
 
-for command in (build_trie, pack, stats, train, logprobs, advantages, allocate, simulate, augment, select):
+for command in (build_trie, pack, stats, train, logprobs, advantages, allocate, simulate, augment, select, values):
     commands.add_command(command)
 
 

@@ -86,7 +86,7 @@ def refuse_existing(out: Path, *, overwrite: bool, inputs: Iterable[str | Path] 
 
 
 def _ours(out: Path) -> bool:
-    for name in (MANIFEST, RUN, "train.json"):
+    for name in (MANIFEST, RUN, "train.json", "values.json"):
         try:
             found = json.loads((out / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
