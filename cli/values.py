@@ -200,7 +200,8 @@ def predict(
 
     refuse_ranks("treepack values predict")
     refuse_name(out)
-    refuse_output(out, [trie, predictor], overwrite=overwrite)
+    if not (overwrite and _holds_predictions(out)):
+        refuse_output(out, [trie, predictor], overwrite=overwrite)
     model = value_model.load_values(predictor, dtype=dtype, attention=attention, device=device)
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
@@ -218,3 +219,13 @@ def predict(
             "tokens if each prefix stood alone": found.tokens_alone,
         }
     )
+
+
+def _holds_predictions(out: Path) -> bool:
+    from treepack.errors import TreepackError
+    from treepack.rl.predictions import read_predictions
+
+    try:
+        return out.is_file() and bool(read_predictions(out).path)
+    except TreepackError:
+        return False

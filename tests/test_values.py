@@ -304,16 +304,12 @@ def test_gradient_checkpointing_changes_nothing(treepack: Command, tmp_path: Pat
     assert plain.head.weight.abs().max() > 1e-3
 
 
-def changed(record: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return record | fields
-
-
 def test_what_cannot_be_fitted_is_one_sentence_and_leaves_nothing(treepack: Command, tmp_path: Path) -> None:
     records = rollout_records(range(3, 6))
     config = tiny_config(tmp_path / "config.json")
     small = tiny_config(tmp_path / "small.json", vocab_size=30)
     cases = [
-        ([changed(records[0], reward=0.5), *records[1:]], config, (), "has the reward 0.5; TRACE needs 0 for failure"),
+        ([records[0] | {"reward": 0.5}, *records[1:]], config, (), "has the reward 0.5; TRACE needs 0 for failure"),
         (records, small, (), "and the vocabulary ends at 29; use the model whose tokenizer made the data"),
         (records, config, ("--capacity", 9), "has 10 tokens and rows hold 9; give --capacity 10 or more"),
         (records, config, ("--segment", "recorded"), "no trajectory has 'segments' in its metadata"),
@@ -344,9 +340,9 @@ def test_a_loss_that_is_not_finite_ends_the_fit_and_leaves_nothing(treepack: Com
 
 def test_what_cannot_be_predicted_is_one_sentence_and_leaves_nothing(treepack: Command, tmp_path: Path) -> None:
     trie, out = small_fit(treepack, tmp_path)
-    steps = [changed(one, step=step, id=f"{step}{one['id']}") for step in range(2) for one in rollout_records(range(2))]
+    steps = [one | {"step": step, "id": f"{step}{one['id']}"} for step in range(2) for one in rollout_records(range(2))]
     several = write_trie(treepack, tmp_path / "several", steps)
-    strange = [changed(one, input_ids=[55, *one["input_ids"][1:]]) for one in rollout_records(range(2))]
+    strange = [one | {"input_ids": [55, *one["input_ids"][1:]]} for one in rollout_records(range(2))]
     beyond = write_trie(treepack, tmp_path / "beyond", strange)
     altered = tmp_path / "altered"
     altered.mkdir()
@@ -376,7 +372,10 @@ def test_what_cannot_be_predicted_is_one_sentence_and_leaves_nothing(treepack: C
 def test_predictions_of_one_trie_are_refused_for_another(treepack: Command, tmp_path: Path) -> None:
     trie, out = small_fit(treepack, tmp_path)
     file = tmp_path / "values.parquet"
-    assert treepack("values", "predict", trie, "--values", out, "--out", file, "--device", "cpu").status == 0
+    command = ("values", "predict", trie, "--values", out, "--device", "cpu", "--out")
+    assert treepack(*command, file).status == 0
+    assert treepack(*command, file, "--overwrite").status == 0
+    assert "was not written by treepack" in treepack(*command, trie.with_suffix(".jsonl"), "--overwrite").err
     other = write_trie(treepack, tmp_path / "other", rollout_records(range(4, 8)))
     done = treepack("allocate", "prefixes", other, "--predictions", file, "--expand", 1, "--out", tmp_path / "p.jsonl")
     assert done.status == 1

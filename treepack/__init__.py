@@ -53,6 +53,10 @@ _HOME = {
     "verify_gradients": "verify",
     "open_scoring": "logprobs",
     "scored_rows": "logprobs",
+    "open_fit": "values",
+    "fit_values": "values:fit",
+    "load_values": "value_model",
+    "predict_values": "value_model:predict",
 }
 
 __all__ = ["__version__", *_HOME]

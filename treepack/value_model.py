@@ -16,7 +16,8 @@ final norm, at the last token of the prefix h. Fitting is in `values`, rows are 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,15 +72,21 @@ def new_head(loaded: LoadedModel) -> nn.Linear:
 def end_states(loaded: LoadedModel, row: AnchorRow, *, dtype: str = "fp32") -> Tensor:
     """Hidden states [n, D] at the ends of the prefixes of a row, each token of which is computed once."""
     batch = placed(loaded, make_batch(row.row, multiple=row_multiple(loaded.attention)))
+    with torch.autocast(loaded.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+        states = loaded.compute(lambda: hidden_states(loaded, batch))
+    return states[torch.from_numpy(row.token).to(loaded.device)]
+
+
+@contextmanager
+def memory_errors(row: AnchorRow) -> Iterator[None]:
+    """Turn memory that does not suffice for `row` into a TreepackError that says what to do."""
     try:
-        with torch.autocast(loaded.device.type, torch.bfloat16, enabled=dtype == "bf16"):
-            states = loaded.compute(lambda: hidden_states(loaded, batch))
+        yield
     except torch.OutOfMemoryError as error:
         raise TreepackError(
-            f"out of memory in a row of {batch.num_tokens:,} tokens; give a smaller --capacity, "
-            "--gradient-checkpointing or --dtype bf16"
+            f"out of memory in a row of {row.row.num_tokens:,} tokens; give a smaller --capacity, --dtype bf16, or for "
+            "a fit --gradient-checkpointing"
         ) from error
-    return states[torch.from_numpy(row.token).to(loaded.device)]
 
 
 def state_values(head: nn.Linear, states: Tensor) -> Tensor:
@@ -168,7 +175,9 @@ def read_record(directory: Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         found = record["format"], record["version"]
         entries = [(entry["name"], entry["bytes"], entry["sha256"]) for entry in record["files"]]
-        complete = {"options", "tokenizer"} <= record.keys() and HEAD in {name for name, *_ in entries}
+        tokenizer = record["tokenizer"] is None or str(record["tokenizer"]["sha256"])
+        options = str(record["options"]["segment"]), int(record["options"]["capacity"])
+        complete = bool(tokenizer and all(options) and HEAD in {name for name, *_ in entries})
     except OSError as error:
         raise TreepackError(
             f"{path}: cannot be read ({error.strerror}); expected what treepack values fit wrote"
@@ -195,7 +204,8 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
     """
     values = np.full(num_inner, np.nan)
     for row in rows:
-        found = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
+        with memory_errors(row):
+            found = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
         if not np.isfinite(found).all():
             raise TreepackError(f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit it again")
         values[row.node] = found

@@ -39,6 +39,7 @@ from treepack.value_model import (
     ValueModel,
     check_rows,
     end_states,
+    memory_errors,
     save_values,
     start_values,
     state_values,
@@ -267,7 +268,8 @@ def accumulate(
     denominator = sum(len(row.node) for row in rows)
     losses = []
     for row in rows:
-        loss = squared_error(head, states_of(row), target[row.node]) / denominator
-        torch.autograd.backward(loss)
+        with memory_errors(row):
+            loss = squared_error(head, states_of(row), target[row.node]) / denominator
+            torch.autograd.backward(loss)
         losses.append(loss.detach())
     return float(torch.stack(losses).sum())
