@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from .augment import refuse_output
-from .output import percent, show
+from .output import percent, refuse_output, show
 
 OUT = click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, .jsonl or .parquet.")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
@@ -34,7 +33,7 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     from treepack.rl.predictions import read_predictions
 
     refuse_name(out)
-    refuse_output(out, [predictions], overwrite=overwrite)
+    refuse_output(out, [predictions], field="num_rollouts", overwrite=overwrite)
     table = root_table(read_predictions(predictions), budget=budget, most=max_rollouts)
     write_table(table, out)
     count = table["num_rollouts"].to_numpy()
@@ -82,7 +81,7 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     from treepack.rl.predictions import read_predictions
 
     refuse_name(out)
-    refuse_output(out, [trie, predictions], overwrite=overwrite)
+    refuse_output(out, [trie, predictions], field="num_continuations", overwrite=overwrite)
     read_manifest(trie, schema.TRIE_FORMAT)
     read = shards.read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)

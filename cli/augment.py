@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import percent, progress, show
+from .output import percent, progress, refuse_output, show
 
 if TYPE_CHECKING:
     from treepack.rl.signals import PerToken, Signals
@@ -68,7 +68,7 @@ def augment(
     from treepack.rl import augmentation
     from treepack.rl.signals import read_signals
 
-    refuse_output(out, [trie, packed, signals], overwrite=overwrite)
+    refuse_output(out, [trie, packed, signals], field="query_id", overwrite=overwrite)
     if packed is None and signals is None:
         raise TreepackError(
             f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give what "
@@ -89,32 +89,6 @@ def augment(
     if given is not None and given.num_unknown:
         click.echo(f"note: {given.num_unknown:,} records of {signals} are of rollouts that {trie} lacks", err=True)
     _show(read, found.counts, found.queries, None if tokenizer is None else same)
-
-
-def refuse_output(out: Path, inputs: list[Any], *, overwrite: bool) -> None:
-    """Raise a TreepackError if the file `out` is in the way: an existing one, unasked or of others, or an input."""
-    from treepack.errors import TreepackError
-
-    for given in inputs:
-        if given is not None and out.resolve().is_relative_to(Path(given).resolve()):
-            raise TreepackError(f"{out} is or lies inside the input {given}; choose another --out")
-    if out.is_dir() or (out.exists() and not overwrite):
-        remedy = "" if out.is_dir() else " or give --overwrite"
-        raise TreepackError(f"{out} exists; choose another --out{remedy}")
-    if out.exists() and not _ours(out):
-        raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
-
-
-def _ours(out: Path) -> bool:
-    """Whether a file is empty or begins with a query."""
-    import orjson
-
-    try:
-        with out.open("rb") as file:
-            line = file.readline()
-        return line == b"" or "query_id" in orjson.loads(line)
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) -> tuple[PerToken, PerToken | None]:

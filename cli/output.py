@@ -1,9 +1,10 @@
-"""What commands print: aligned tables on stdout, progress on stderr when it is a terminal."""
+"""What commands print: aligned tables on stdout, progress on stderr when it is a terminal; and files in the way."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -56,3 +57,36 @@ def text(value: Any) -> str:
 
 def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
+
+
+def refuse_output(out: Path, inputs: list[Any], *, field: str, overwrite: bool) -> None:
+    """Raise a TreepackError if the file `out` is in the way: an existing one, unasked or of others, or an input.
+
+    Files of ours are tables, as JSONL or Parquet, that have the column `field`.
+    """
+    from treepack.errors import TreepackError
+
+    for given in inputs:
+        if given is not None and out.resolve().is_relative_to(Path(given).resolve()):
+            raise TreepackError(f"{out} is or lies inside the input {given}; choose another --out")
+    if out.is_dir() or (out.exists() and not overwrite):
+        remedy = "" if out.is_dir() else " or give --overwrite"
+        raise TreepackError(f"{out} exists; choose another --out{remedy}")
+    if out.exists() and not _has_field(out, field):
+        raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
+
+
+def _has_field(out: Path, field: str) -> bool:
+    """Whether a file is empty, or a table with that column."""
+    import orjson
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        if out.suffix == ".parquet":
+            return field in parquet.read_schema(out).names
+        with out.open("rb") as file:
+            line = file.readline()
+        return line == b"" or field in orjson.loads(line)
+    except (OSError, ValueError, TypeError, pa.ArrowException):
+        return False

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .augment import refuse_output
-from .output import show
+from .output import refuse_output, show
 
 if TYPE_CHECKING:
     from treepack.rl.selection import State
@@ -73,7 +72,7 @@ def nearest(
 
     prior, how = pass_rates.Prior(mu, tau, sigma), pass_rates.Sampling(**sampling)
     if out is not None:
-        refuse_output(out, [state], overwrite=overwrite)
+        refuse_output(out, [state], field="query_id", overwrite=overwrite)
     read = selection.read_state(state)
     found = pass_rates.estimate(read.parent, read.passed, read.tried, prior=prior, sampling=how)
     chosen = selection.nearest(found.mean, k, seed=how.seed)

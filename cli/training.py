@@ -62,12 +62,12 @@ def train_model(
     packed: str, model: str, options: Any, out: Path, *, resume: bool, overwrite: bool, tensorboard: bool, plot: bool
 ) -> None:
     """Train from the first step or the newest checkpoint to the last step or SIGTERM, and show what was done."""
-    from treepack.directory import refuse_existing
     from treepack.ranks import find_device, join_ranks, leave_ranks
     from treepack.run import open_run
+    from treepack.run_directory import check_out
 
-    if not resume:
-        refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
+    check_out(out, inputs=[packed, model], overwrite=overwrite, resume=resume)
+    _require_extras(tensorboard=tensorboard, plot=plot)
     ranks = join_ranks(find_device(options.device))
     try:
         run = open_run(packed, model, options, ranks)
@@ -108,6 +108,18 @@ def _run_steps(
             if metrics.skipped_rows:
                 _note(run.ranks, f"step {metrics.step} was skipped: not finite in rows {metrics.skipped_rows}")
     return steps
+
+
+def _require_extras(*, tensorboard: bool, plot: bool) -> None:
+    """Refuse what is not installed before anything is trained or removed."""
+    from importlib.util import find_spec
+
+    from treepack.errors import TreepackError
+
+    for asked, package in ((tensorboard, "tensorboard"), (plot, "matplotlib")):
+        if asked and find_spec(package) is None:
+            name = "tensorboard" if package == "tensorboard" else "plot"
+            raise TreepackError(f"--{name} needs {package}, which is not installed; pip install 'treepack[{name}]'")
 
 
 def _note(ranks: Any, note: str) -> None:

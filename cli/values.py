@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from .augment import refuse_output
-from .output import show
+from .output import refuse_output, show
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -200,8 +199,7 @@ def predict(
 
     refuse_ranks("treepack values predict")
     refuse_name(out)
-    if not (overwrite and _holds_predictions(out)):
-        refuse_output(out, [trie, predictor], overwrite=overwrite)
+    refuse_output(out, [trie, predictor], field="value", overwrite=overwrite)
     model = value_model.load_values(predictor, dtype=dtype, attention=attention, device=device)
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
@@ -219,13 +217,3 @@ def predict(
             "tokens if each prefix stood alone": found.tokens_alone,
         }
     )
-
-
-def _holds_predictions(out: Path) -> bool:
-    from treepack.errors import TreepackError
-    from treepack.rl.predictions import read_predictions
-
-    try:
-        return out.is_file() and bool(read_predictions(out).path)
-    except TreepackError:
-        return False

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import oracle_rl as oracle
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_rl import Rollout
 from strategies import make, trajectories
@@ -32,6 +32,7 @@ from treepack.rl.segments import segment_tree
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
 from treepack.trie import Trie, build_trie, trajectories_of
 
+few = settings(max_examples=40)  # every example builds a trie
 ROOT = Path(__file__).parents[1]
 REWARDS = [0.0, 0.5, 1.0, 0.1, 1 / 3]
 
@@ -104,6 +105,7 @@ FLAT_CASES = [
 
 
 @pytest.mark.parametrize(("estimator", "options"), FLAT_CASES)
+@few
 @given(forest=forests())
 def test_flat_estimators_equal_their_formulas(estimator: str, options: Any, forest: Any) -> None:
     kept, found = estimated(forest[0], estimator=estimator, **options)
@@ -111,6 +113,7 @@ def test_flat_estimators_equal_their_formulas(estimator: str, options: Any, fore
 
 
 @pytest.mark.parametrize("batch", [False, True])
+@few
 @given(
     forest=forests(),
     variants=st.fixed_dictionaries(
@@ -125,6 +128,7 @@ def test_treepo_equals_its_equations(batch: bool, forest: Any, variants: dict[st
     close(found.values, oracle.treepo(as_rollouts(kept, forest[1], min_depth), batch=batch, **slow))
 
 
+@few
 @given(forest=forests(), min_depth=st.sampled_from([0, 0, 2]))
 def test_tree_grpo_equals_its_equation(forest: Any, min_depth: int) -> None:
     kept, found = estimated(forest[0], estimator="tree-grpo", segment=forest[1], min_depth=min_depth)
@@ -140,6 +144,7 @@ SEGMENT_CASES = [
 
 
 @pytest.mark.parametrize(("estimator", "options"), SEGMENT_CASES)
+@few
 @given(forest=forests(), min_depth=st.sampled_from([0, 0, 2]))
 def test_every_trained_token_gets_the_advantage_of_its_segment(
     estimator: str, options: dict[str, Any], forest: Any, min_depth: int
@@ -174,6 +179,7 @@ def line_of(trajectory: Trajectory) -> Float64:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
+@few
 @given(forest=forests(), names=st.permutations([0, 1, 2]))
 def test_neither_the_order_of_trajectories_nor_the_names_of_tokens_matter(
     estimator: str, forest: tuple[Trie, str], names: list[int]
@@ -195,6 +201,7 @@ def test_neither_the_order_of_trajectories_nor_the_names_of_tokens_matter(
 TWINS = [("treepo", "grpo", 1), ("treerpo", "grpo", 1), ("tree-grpo", "grpo", 2), ("treerl", "dr-grpo", 2)]
 
 
+@few
 @given(forest=forests(), segment=st.sampled_from(["turn", "1", "2"]))
 def test_in_a_star_every_tree_estimator_is_a_flat_one(forest: tuple[Trie, str], segment: str) -> None:
     trie = forest[0]
@@ -206,6 +213,7 @@ def test_in_a_star_every_tree_estimator_is_a_flat_one(forest: tuple[Trie, str], 
             close(values, times * np.array(flat[twin][name]))
 
 
+@few
 @given(
     rest=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=3, max_size=9), st.sampled_from(REWARDS)), min_size=2)
 )
@@ -223,6 +231,7 @@ def test_rollouts_of_several_segments_that_share_the_prompt_alone_are_a_star(per
             close(star[name], times * np.array(values))
 
 
+@few
 @given(forest=forests())
 def test_sums_over_a_group_vanish(forest: tuple[Trie, str]) -> None:
     trie, segment = forest
@@ -239,6 +248,7 @@ def test_sums_over_a_group_vanish(forest: tuple[Trie, str]) -> None:
         assert abs((found.values * counts)[mine].sum()) < 1e-9  # each subgroup's differences cancel
 
 
+@few
 @given(forest=forests())
 def test_what_siblings_gain_their_siblings_lose(forest: tuple[Trie, str]) -> None:
     trie, segment = forest
@@ -268,6 +278,7 @@ def lines_of(trie: Trie, segment: str, estimator: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "treepo", "treerpo", "treerl"])
+@few
 @given(forest=forests(missing=False))
 def test_terms_of_a_shared_token_add_up_as_trajectory_by_trajectory(estimator: str, forest: tuple[Trie, str]) -> None:
     options: dict[str, Any] = {"segment": forest[1]} if estimator.startswith("tree") else {}

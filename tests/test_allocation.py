@@ -130,10 +130,11 @@ def test_ortools_finds_no_better_allocation_to_prefixes() -> None:
 @given(st.lists(st.tuples(VALUES, st.integers(0, 40)), min_size=1))
 def test_utilities_are_the_chances_of_mixed_outcomes(pairs: list[tuple[float, int]]) -> None:
     value, count = np.array([v for v, _ in pairs]), np.array([m for _, m in pairs])
-    assert root_utility(value, count) == pytest.approx([mixed(*pair) for pair in pairs], abs=1e-15)
+    assert root_utility(value, count) == pytest.approx([mixed(*pair) for pair in pairs], rel=1e-12, abs=1e-15)
     for reward in (0.0, 1.0):
         expected = [1 - agrees(v, reward) ** k for v, k in pairs]
-        assert prefix_utility(value, np.full(len(pairs), reward), count) == pytest.approx(expected, abs=1e-15)
+        found = prefix_utility(value, np.full(len(pairs), reward), count)
+        assert found == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_tiny_chances_keep_their_digits() -> None:

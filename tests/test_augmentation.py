@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import make, trajectories
 
@@ -24,6 +24,7 @@ from treepack.rl.signals import entropies_of_terms, read_signals
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
 from treepack.trie import Trie, build_trie, trajectories_of
 
+few = settings(max_examples=40)  # every example builds a trie
 ROOT = Path(__file__).parents[1]
 
 
@@ -38,6 +39,7 @@ def slow_cut(entropy: list[float], value: list[float] | None, allowed: list[bool
     return max(window, key=lambda t: (entropy[t], -t), default=-1)
 
 
+@few
 @given(
     line=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), min_size=1, max_size=90),
     with_values=st.booleans(),
@@ -65,6 +67,7 @@ def entropies_of(made: list[Trajectory], trie: Trie, seed: int) -> list[Float64 
     return [found[name] for name in trie.trajectories["trajectory_id"].to_pylist()]
 
 
+@few
 @given(made=trajectories(max_length=12), rewards=st.data(), boundary=st.sampled_from(["token", "turn"]))
 def test_every_query_is_the_beginning_of_a_successful_rollout_up_to_a_trained_token(
     made: list[Trajectory], rewards: st.DataObject, boundary: str
@@ -165,6 +168,7 @@ def test_a_reused_prefix_that_cannot_be_is_refused(prefix: object) -> None:
         list(tokens.read(Record("r:1", "r", {**REUSING, "untrained_prefix": prefix}), ReadOptions()))
 
 
+@few
 @given(made=trajectories())
 def test_entropies_of_packed_rows_go_to_the_trajectories_they_are_of(made: list[Trajectory]) -> None:
     trie = build_trie([replace(t, reward=1.0) for t in made])

@@ -14,7 +14,7 @@ import pytest
 from command_line import Run
 
 from treepack.pack import NORMALIZE, SEMANTICS, TOO_LONG
-from treepack.plan import EFFORTS, FOREST_METHODS, METHODS, problem
+from treepack.plan import EFFORTS, FOREST_METHODS, GROUPS, METHODS, problem
 from treepack.readers import READERS
 
 SAMPLES = Path(__file__).parents[1] / "sample_data"
@@ -202,7 +202,7 @@ def test_choices_are_those_of_the_library() -> None:
 
     assert (planning.MOST_TOKENS, planning.MOST_COUNTED) == (problem.MOST_TOKENS, problem.MOST_COUNTED)
     assert choices("build-trie", "format") == ["auto", *READERS]
-    assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS]
+    assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS, GROUPS]
     assert choices("stats", "effort") == choices("pack", "effort") == list(EFFORTS)
     assert choices("pack", "too-long") == list(TOO_LONG)
     assert choices("pack", "semantics") == list(SEMANTICS)

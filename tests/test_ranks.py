@@ -16,6 +16,7 @@ from rank_processes import Case, train_over
 from strategies import make
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from treepack.sharding import weight_files
 from treepack.steps import deal
 from treepack.trajectory import Trajectory
 
@@ -85,12 +86,26 @@ def test_weights_are_read_shard_by_shard_and_those_that_transformers_converts_wh
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name, max_shard_size="8KB")
         assert len(list((folder / name).glob("*.safetensors"))) > 1
+        (folder / name / "generation_config.json").write_text('{"eos_token_id": [3, 7], "max_new_tokens": 99}')
     cases = [Case(name, packed, folder / name, {"epochs": 2, "seed": 3}) for name in ("qwen3", "gpt2", "qwen3_moe")]
     found, expected = (train_over(size, folder, cases) for size in (3, 0))
     for case in cases:
         assert_same(found[case.name], expected[case.name])
+        generation = json.loads((found[case.name]["out"] / "generation_config.json").read_text())
+        assert (generation["eos_token_id"], generation["max_new_tokens"]) == ([3, 7], 99)
         whole = any("every rank read the whole model" in note for note in found[case.name]["notes"])
         assert whole is (case.name == "qwen3_moe")
+
+
+def test_an_index_left_beside_one_file_is_not_what_is_read(tmp_path: Path) -> None:
+    config = json.loads(tiny_config(tmp_path / "model.json").read_text())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model.save_pretrained(tmp_path / "source", max_shard_size="8KB")
+    model.save_pretrained(tmp_path / "single")
+    (tmp_path / "single" / "model.safetensors").rename(tmp_path / "source" / "model.safetensors")
+    files = weight_files(tmp_path / "source")
+    assert files is not None
+    assert {path.name for path in files.values()} == {"model.safetensors"}
 
 
 @given(costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=30), size=st.integers(1, 5))

@@ -161,6 +161,46 @@ def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, tmp_
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
+def test_a_model_that_could_not_be_written_is_written_by_resume(packed: Path, config: Path, tmp_path: Path) -> None:
+    whole, _ = go(packed, config, tmp_path / "whole")
+    run, out = open_run(packed, config, OPTIONS), tmp_path / "out"
+
+    def full(directory: Path, **_: Any) -> None:
+        Path(directory).mkdir()
+        raise OSError(28, "No space left on device")
+
+    run.loaded.model.save_pretrained = full
+    with pytest.raises(TreepackError, match=r"No space left on device.*make room and go on with --resume"):
+        list(train(run, out))
+    assert not is_finished(out)
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json"]
+    steps, notes = go(packed, config, out)
+    assert (steps, notes) == ([], [f"resumed after step {len(whole)} of {len(whole)}"])
+    assert_equal_runs(out, tmp_path / "whole")
+
+
+def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config: Path, tmp_path: Path) -> None:
+    go(packed, config, tmp_path / "out", until=3)
+    moved = config.rename(tmp_path / "elsewhere.json")
+    go(packed, moved, tmp_path / "out", until=1)
+    tiny_config(config, rms_norm_eps=0.5)
+    with pytest.raises(TreepackError, match="was begun with the config_sha256"):
+        go(packed, config, tmp_path / "out")
+
+
+def test_the_output_may_be_a_link_and_what_it_held_is_gone(packed: Path, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    out = tmp_path / "link"
+    out.symlink_to(tmp_path / "there", target_is_directory=True)
+    go(packed, config, out)
+    (out / "foreign").mkdir()
+    list(train(open_run(packed, config, OPTIONS), out, overwrite=True))
+    assert out.is_symlink()
+    assert is_finished(tmp_path / "there")
+    assert not (out / "foreign").exists()
+    assert len(lines(out)) == lines(out)[-1]["step"]
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, tmp_path: Path) -> None:
     changes = {"epochs": 3, "rows_per_step": 3}
     parts = tmp_path / "parts"

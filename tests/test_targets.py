@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import Run
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracle_rl import Node, Rollout, paths
 from strategies import make, trajectories
@@ -31,6 +31,8 @@ from treepack.rl.targets import (
 )
 from treepack.trajectory import Float64, Tokens
 from treepack.trie import Trie, build_trie, trajectories_of
+
+few = settings(max_examples=40)  # every example builds a trie
 
 
 @st.composite
@@ -79,6 +81,7 @@ def by_recursion(rollouts: list[Rollout]) -> dict[Node, tuple[int, float]]:
     return {node: backed_up(node) for node in list(children)}
 
 
+@few
 @given(forests())
 def test_targets_are_the_average_of_children_weighted_by_their_leaves(trie: Trie) -> None:
     rollouts, found, reward = rollouts_of(trie), anchors(trie), binary_rewards(trie)
@@ -94,6 +97,7 @@ def test_targets_are_the_average_of_children_weighted_by_their_leaves(trie: Trie
     assert target[found.tree.num_inner :].tolist() == reward.tolist()
 
 
+@few
 @given(forests())
 def test_targets_of_trie_nodes_are_the_average_of_children_and_rollouts_that_end_there(trie: Trie) -> None:
     reward = binary_rewards(trie)
@@ -106,6 +110,7 @@ def test_targets_of_trie_nodes_are_the_average_of_children_and_rollouts_that_end
     assert trie_targets(trie, reward) == pytest.approx(total / count, rel=1e-12)
 
 
+@few
 @given(forests())
 def test_anchors_are_the_prefixes_before_every_turn_but_the_first(trie: Trie) -> None:
     found = anchors(trie)
@@ -123,6 +128,7 @@ def test_anchors_are_the_prefixes_before_every_turn_but_the_first(trie: Trie) ->
     assert all(len(prefixes) == 1 for prefixes in same.values())
 
 
+@few
 @given(forests())
 def test_effective_ratios_count_anchors_with_both_outcomes(trie: Trie) -> None:
     rollouts, found, reward = rollouts_of(trie), anchors(trie), binary_rewards(trie)
@@ -145,6 +151,7 @@ def test_no_anchor_has_an_effective_ratio_of_zero() -> None:
     assert effective_ratio(np.zeros(0, np.int64), np.zeros(0)) == (0.0, 0.0, 0)
 
 
+@few
 @given(st.lists(st.tuples(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), st.integers(0, 4)), min_size=3))
 def test_spearman_is_the_correlation_of_mean_ranks(pairs: list[tuple[float, int]]) -> None:
     predicted, target = np.array(pairs, np.float64).T

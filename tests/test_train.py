@@ -16,6 +16,7 @@ import torch
 from oracle_model import packed_directory, tiny_config
 from strategies import make
 from torch.nn.functional import cross_entropy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from treepack.errors import TreepackError
@@ -213,6 +214,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_with_all_its_rows(
     run = open_run(packed, config, replace(CPU, rows_per_step=100, steps=1))
     run.loaded.model.base_model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
     (metrics,) = train(run, tmp_path / "out")
+    assert math.isfinite(metrics.loss)
     assert sorted(metrics.skipped_rows) == sorted(run.dataset.row_ids.tolist())
 
 
@@ -243,15 +245,39 @@ def test_out_of_memory_names_the_row_and_a_capacity(packed: Path, config: Path, 
         list(train(run, tmp_path / "out"))
 
 
+def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path, tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    handle = register_optimizer_step_pre_hook(fails)
+    with pytest.raises(TreepackError, match="out of memory in the update of the weights; train on more GPUs"):
+        list(train(open_run(packed, config, CPU), tmp_path / "out"))
+    handle.remove()
+
+
+def test_generation_settings_are_saved_or_mended_before_training(packed: Path, config: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    open_run(packed, config, CPU).loaded.model.save_pretrained(source)
+    for given in ({"do_sample": True, "temperature": 0.6, "eos_token_id": [3, 7]}, {"temperature": 0.6}):
+        (source / "generation_config.json").write_text(json.dumps(given))
+        list(train(open_run(packed, source, replace(CPU, steps=1)), tmp_path / "out", overwrite=True))
+        saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+        assert {name: saved[name] for name in given} == given
+
+
 def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Path, tmp_path: Path) -> None:
-    run: Run = open_run(packed, config, replace(CPU, steps=1))
-    list(train(run, tmp_path / "out"))
+    def steps(*, overwrite: bool = False) -> list[int]:
+        run = open_run(packed, config, replace(CPU, steps=2))
+        return [metrics.step for metrics in train(run, tmp_path / "out", overwrite=overwrite)]
+
+    assert steps() == [1, 2]
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     with pytest.raises(TreepackError, match="exists"):
-        list(train(run, tmp_path / "out"))
+        steps()
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
-    list(train(run, tmp_path / "out", overwrite=True))
-    assert (tmp_path / "out" / "metrics.jsonl").read_text() != before
+    assert steps(overwrite=True) == [1, 2]
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,16 @@ def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[
     assert not (tmp_path / "out").exists()
 
 
+def test_an_unfinished_run_is_named_as_such_before_anything_is_loaded(
+    treepack: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"format": "treepack-train"}')
+    found = treepack(*arguments)
+    assert (found.status, found.out) == (1, "")
+    assert "holds a run that is not complete; go on with --resume or replace it by --overwrite" in found.err
+
+
 def test_a_job_may_always_be_started_with_resume(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     assert treepack(*arguments, "--resume").status == 0
     assert (tmp_path / "out" / "train.json").exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,9 +40,27 @@ class Ranks:
         distributed.all_reduce(total)
         return total
 
-    def meet(self) -> None:
-        """Wait until every rank is here: on the CPU, where waiting for a rank that writes files may take long."""
-        self.sum(torch.zeros(1))
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank; waits for all, on the CPU, where a rank may write files for long."""
+        return bool(self.sum(torch.tensor([int(flag)])).item())
+
+    def lead(self, function: Callable[[], None]) -> None:
+        """Have the first rank alone call `function`, and all others wait for it.
+
+        Raises:
+            TreepackError: what `function` raised; on other ranks, that it did.
+        """
+        problem: TreepackError | None = None
+        if self.leads:
+            try:
+                function()
+            except TreepackError as error:
+                problem = error
+        failed = self.any(problem is not None)
+        if problem is not None:
+            raise problem
+        if failed:
+            raise TreepackError(f"rank {self.rank} stops because rank 0 did, which says why")
 
 
 def join_ranks(device: torch.device) -> Ranks:

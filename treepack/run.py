@@ -5,6 +5,7 @@ open_run(packed, model, options, ranks) -> Run      everything that can be refus
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def _checked(run: Run) -> Run:
     positions = dataset.max_position() if position_limit(loaded.model) else 0
     check_fits(loaded, dataset.manifest, max_position=positions)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
+    notes = (*notes, *_savable_generation(loaded.model))
     idle = len(dataset) - len(run.trainable_rows)
     if idle:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
@@ -133,3 +135,24 @@ def _tokenizer(loaded: LoadedModel, made_by: dict[str, Any] | None) -> tuple[Any
         return load_tokenizer(made_by["name"]) if own is None and made_by is not None else own, ()
     except TreepackError as error:
         return None, (f"no tokenizer is saved with the model: {error}",)
+
+
+def _savable_generation(model: Any) -> tuple[str, ...]:
+    """Settings of generation that transformers loads and would refuse to save, at the end of training, are mended."""
+    config = model.generation_config
+    if config is None or _is_savable(config):
+        return ()
+    config.do_sample = True  # what is missing where a temperature is given
+    if _is_savable(config):
+        return ("generation_config.json has settings of sampling without do_sample, so do_sample is set",)
+    model.generation_config = type(config).from_model_config(model.config)
+    return ("generation_config.json has settings that transformers does not save: the model gets its defaults",)
+
+
+def _is_savable(config: Any) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            config.save_pretrained(folder)
+        except ValueError:
+            return False
+    return True

@@ -12,18 +12,36 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from treepack import __version__
 from treepack.directory import RUN, finished_file, refuse_existing
 from treepack.errors import TreepackError
+from treepack.model import without_bars
 from treepack.run import Run
+from treepack.storage import first_line
 
 FORMAT = "treepack-train"
 VERSION = 2
 FINISHED = "train.json"
+_COMPARED = ("format", "version", "packed_sha256", "config_sha256")
+_INCIDENTAL = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 METRICS = "metrics.jsonl"
+
+
+def check_out(out: Path, *, inputs: Iterable[str | Path], overwrite: bool, resume: bool) -> None:
+    """Refuse an `out` that a run with these `inputs` may not have, before anything is loaded.
+
+    Raises:
+        TreepackError: it holds an unfinished run, a finished one, something else, or an input.
+    """
+    if resume and (out / RUN).exists():
+        return
+    if not overwrite and (out / RUN).exists() and not is_finished(out):
+        raise TreepackError(f"{out} holds a run that is not complete; go on with --resume or replace it by --overwrite")
+    refuse_existing(out, overwrite=overwrite, inputs=inputs)
 
 
 def begin(run: Run, out: Path, *, overwrite: bool, resume: bool) -> None:
@@ -32,19 +50,26 @@ def begin(run: Run, out: Path, *, overwrite: bool, resume: bool) -> None:
     Raises:
         TreepackError: `out` is in the way, or was left by a run that computes something else.
     """
+    check_out(out, inputs=[run.dataset.path, run.loaded.source], overwrite=overwrite, resume=resume)
     if resume and (out / RUN).exists():
         _check_same(run, out)
         return
-    if not overwrite and (out / RUN).exists() and not (out / FINISHED).exists():
-        raise TreepackError(f"{out} holds a run that is not complete; go on with --resume or replace it by --overwrite")
-    refuse_existing(out, overwrite=overwrite, inputs=[run.dataset.path, run.loaded.source])
     try:
-        if out.exists():
-            shutil.rmtree(out)
-        out.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
+        _empty(out)
         _write(out / RUN, {**_identity(run), "treepack": __version__})
     except OSError as error:
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
+
+
+def _empty(out: Path) -> None:
+    """Remove what is in `out`, which may be a mount or a link: first what says it is complete, last that it is ours."""
+    (out / FINISHED).unlink(missing_ok=True)
+    for path in sorted(out.iterdir(), key=lambda path: path.name == RUN):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def is_finished(out: Path) -> bool:
@@ -63,7 +88,7 @@ def finish(run: Run, out: Path, weights: dict[str, Any] | None) -> None:
     Raises:
         TreepackError: the disk fails.
     """
-    from treepack.model import without_bars
+    from safetensors import SafetensorError
 
     model = run.loaded.model
     temporary = out / ".weights.partial"
@@ -87,23 +112,30 @@ def finish(run: Run, out: Path, weights: dict[str, Any] | None) -> None:
             path.replace(out / path.name)
         temporary.rmdir()
         _write(out / FINISHED, record)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise TreepackError(
-            f"{out}: the model cannot be written ({error.strerror or error}); make room and go on with --resume"
+            f"{out}: the model cannot be written ({first_line(error)}); make room and go on with --resume"
         ) from error
 
 
 def _identity(run: Run) -> dict[str, Any]:
-    """What makes two runs compute the same."""
+    """What makes two runs compute the same, but for the weights that they begin with."""
     parts = [entry["sha256"] for entry in run.dataset.manifest["files"]]
+    config = {name: value for name, value in run.loaded.model.config.to_dict().items() if name not in _INCIDENTAL}
     return {
         "format": FORMAT,
         "version": VERSION,
         "packed": str(run.dataset.path),
-        "packed_sha256": hashlib.sha256("".join(parts).encode()).hexdigest(),
+        "packed_sha256": _sha256("".join(parts)),
         "model": run.loaded.source,
+        "config_sha256": _sha256(json.dumps(config, sort_keys=True, default=str)),
         "options": run.options.fixed,
     }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_same(run: Run, out: Path) -> None:
@@ -111,9 +143,9 @@ def _check_same(run: Run, out: Path) -> None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         options = found["options"]
-        differing = [name for name in ("format", "version", "packed_sha256", "model") if found[name] != expected[name]]
+        differing = [name for name in _COMPARED if found[name] != expected[name]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TreepackError(f"{path}: is damaged ({error}); begin again with --overwrite") from error
+        raise TreepackError(f"{path}: is damaged ({error}); remove {out} and begin again") from error
     # A round trip through JSON, as the stored one has made.
     ours = json.loads(json.dumps(expected["options"]))
     for name in differing:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         TreepackError: as `model.load_model`, and for layers that FSDP cannot find.
     """
     config, notes = read_config(source, options.attention)
-    files = None if str(source).endswith(".json") else _weight_files(source)
+    files = None if str(source).endswith(".json") else weight_files(source)
     with loading(source), without_bars():
-        model = _empty(config) if files else build_model(source, config, torch.float32, options.seed)
+        model = _empty(source, config) if files else build_model(source, config, torch.float32, options.seed)
     readable = files is not None and set(_stored(model)) <= set(files)
     if files is not None and not readable:
         notes = (*notes, "transformers converts these weights as it loads them: every rank read the whole model once")
@@ -83,14 +84,16 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     return loaded
 
 
-def _empty(config: Any) -> Any:
-    """The model without memory for its weights."""
-    from transformers import AutoModelForCausalLM
+def _empty(source: str | Path, config: Any) -> Any:
+    """The model without memory for its weights, with the settings of generation that are beside them."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
+    settings = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": torch.float32}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=IMPLEMENTATIONS["reference"], dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    with suppress(OSError):  # there are none
+        model.generation_config = GenerationConfig.from_pretrained(str(source))
+    return model
 
 
 def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
@@ -119,7 +122,7 @@ def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
     return root
 
 
-def _weight_files(source: str | Path) -> dict[str, Path] | None:
+def weight_files(source: str | Path) -> dict[str, Path] | None:
     """The safetensors file of every tensor, or None if the weights are stored otherwise."""
     from safetensors import safe_open
     from transformers.utils import cached_file
@@ -130,7 +133,8 @@ def _weight_files(source: str | Path) -> dict[str, Path] | None:
             path = cached_file(str(source), name, **quiet)
         return None if path is None else Path(path)
 
-    index = find(_INDEX)
+    single = find(_SINGLE)  # first, as transformers does: an index may be left from weights that were there before
+    index = find(_INDEX) if single is None else None
     if index is not None:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: find(name) for name in sorted(set(names.values()))}
@@ -138,7 +142,6 @@ def _weight_files(source: str | Path) -> dict[str, Path] | None:
         if missing:
             raise TreepackError(f"{source}: {missing[0]} is missing; fetch the whole checkpoint")
         return {name: path for name, file in names.items() if (path := paths[file]) is not None}
-    single = find(_SINGLE)
     if single is None:
         return None
     with safe_open(single, "pt") as file:

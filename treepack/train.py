@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class StepMetrics:
 
     `tokens` are computed, `tokens_flat` those of its trajectories one by one; `means` are of its objective; `seconds`
     are this rank's, of which it waited `wait_seconds` for rows. A step with `skipped_rows` changed no weights: the loss
-    of these rows (row_id), or the gradient of all of them, is not finite.
+    of these rows (row_id) is not finite, or, where the step has a loss, the gradient of all of them.
     """
 
     step: int
@@ -97,9 +97,7 @@ def train(
         TreepackError: `out` is in the way, too many steps were skipped, memory does not suffice, or the disk fails.
     """
     out, ranks = Path(out), run.ranks
-    if ranks.leads:
-        begin(run, out, overwrite=overwrite, resume=resume)
-    ranks.meet()
+    ranks.lead(lambda: begin(run, out, overwrite=overwrite, resume=resume))
     tell = note or (lambda _: None)
     if is_finished(out):
         tell(f"{out} is complete: nothing is left to train")
@@ -113,7 +111,7 @@ def _steps(run: Run, out: Path, stop: Callable[[], bool], note: Callable[[str], 
     done, skipped = _position(run, out, optimiser, note)
     model.train()
     with (
-        closing(Checkpoints(out / CHECKPOINTS, keep=options.keep)) as checkpoints,
+        _closing(Checkpoints(out / CHECKPOINTS, keep=options.keep)) as checkpoints,
         closing(Prefetch(run.dataset, _own_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
         MetricsLog(out / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
     ):
@@ -126,19 +124,42 @@ def _steps(run: Run, out: Path, stop: Callable[[], bool], note: Callable[[str], 
             if skipped > options.max_skipped:
                 raise TreepackError(
                     f"{out}: the loss or gradient of {skipped} steps in a row was not finite, the last of rows "
-                    f"{_listed(metrics.skipped_rows)}; lower --lr or inspect these rows"
+                    f"{_listed(metrics.skipped_rows)}; inspect these rows, or begin again with a lower --lr"
                 )
-            stopped = _any(run, stop())
-            due = options.checkpoint_every and done % options.checkpoint_every == 0
-            if done < len(run.schedule) and (stopped or due):
-                checkpoints.save(done, model, optimiser, {"step": done, "skipped": skipped})
+            stopped, last = ranks.any(stop()), done == len(run.schedule)
+            position = {"step": done, "skipped": skipped}
+            if last and options.checkpoint_every:  # the disk may have no room for the model, or the process no time
+                with _telling(note):
+                    checkpoints.save(done, model, optimiser, position)
+                    checkpoints.wait()
+            elif stopped or (options.checkpoint_every and done % options.checkpoint_every == 0):
+                checkpoints.save(done, model, optimiser, position)
             yield metrics
-            if stopped and done < len(run.schedule):
+            if stopped and not last:
                 return
     weights = whole_state(run.loaded) if ranks.grouped else None
-    if ranks.leads:
-        finish(run, out, weights)
-    ranks.meet()
+    ranks.lead(lambda: finish(run, out, weights))
+
+
+@contextmanager
+def _closing(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
+    """Close in the end; a checkpoint that failed does not hide what ended the run."""
+    try:
+        yield checkpoints
+    except BaseException:
+        with suppress(TreepackError):
+            checkpoints.close()
+        raise
+    checkpoints.close()
+
+
+@contextmanager
+def _telling(note: Callable[[str], None]) -> Iterator[None]:
+    """Say what failed and go on: the model is about to be written."""
+    try:
+        yield
+    except TreepackError as error:
+        note(str(error))
 
 
 def _position(run: Run, out: Path, optimiser: torch.optim.Optimizer, note: Callable[[str], None]) -> tuple[int, int]:
@@ -151,10 +172,6 @@ def _position(run: Run, out: Path, optimiser: torch.optim.Optimizer, note: Calla
     position = restore(found, run.loaded.model, optimiser)
     note(f"resumed after step {position['step']} of {len(run.schedule)}")
     return position["step"], position["skipped"]
-
-
-def _any(run: Run, flag: bool) -> bool:
-    return bool(run.ranks.sum(torch.tensor([int(flag)])).item())
 
 
 def _own_rows(run: Run, first: int) -> Iterator[int | None]:
@@ -195,7 +212,8 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, rows: Pr
     bad = [row for row, loss in zip(step.rows, losses, strict=True) if not math.isfinite(loss)]
     norm = math.nan if bad else _clip(run)
     if math.isfinite(norm):
-        optimiser.step()
+        with _memory_errors():
+            optimiser.step()
     else:
         bad = bad or step.rows
     tokens = int(run.dataset.num_tokens[step.rows].sum())
@@ -204,7 +222,7 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, rows: Pr
     return StepMetrics(
         step=number + 1,
         epoch=step.epoch,
-        loss=math.fsum(losses) if not bad else math.nan,
+        loss=math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
         lr=lr,
         grad_norm=norm,
         num_rows=len(step.rows),
@@ -272,10 +290,15 @@ def _clip(run: Run) -> float:
 
 
 @contextmanager
-def _memory_errors(batch: Batch) -> Iterator[None]:
+def _memory_errors(batch: Batch | None = None) -> Iterator[None]:
+    """Turn a lack of memory into one sentence: in the forward and backward of a row, or without one in the update."""
     try:
         yield
     except torch.OutOfMemoryError as error:
+        if batch is None:
+            raise TreepackError(
+                "out of memory in the update of the weights; train on more GPUs, or under torchrun with --cpu-offload"
+            ) from error
         terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
         raise TreepackError(
             f"out of memory in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}; pack with "

@@ -28,6 +28,7 @@ from treepack.trie import Trie, unshared
 __all__ = [
     "EFFORTS",
     "FOREST_METHODS",
+    "GROUPS",
     "METHODS",
     "Limits",
     "Plan",
