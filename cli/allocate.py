@@ -33,7 +33,7 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     from treepack.rl.predictions import read_predictions
 
     refuse_name(out)
-    refuse_output(out, [predictions], field="num_rollouts", overwrite=overwrite)
+    refuse_output(out, [predictions], columns={"group_id", "value", "num_rollouts", "utility"}, overwrite=overwrite)
     table = root_table(read_predictions(predictions), budget=budget, most=max_rollouts)
     write_table(table, out)
     count = table["num_rollouts"].to_numpy()
@@ -81,7 +81,9 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     from treepack.rl.predictions import read_predictions
 
     refuse_name(out)
-    refuse_output(out, [trie, predictions], field="num_continuations", overwrite=overwrite)
+    refuse_output(
+        out, [trie, predictions], columns={"group_id", "turn", "num_continuations", "utility"}, overwrite=overwrite
+    )
     read_manifest(trie, schema.TRIE_FORMAT)
     read = shards.read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)

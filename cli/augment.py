@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import percent, progress, refuse_output, show
+from .output import percent, progress, refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
     from treepack.rl.signals import PerToken, Signals
@@ -68,7 +68,9 @@ def augment(
     from treepack.rl import augmentation
     from treepack.rl.signals import read_signals
 
-    refuse_output(out, [trie, packed, signals], field="query_id", overwrite=overwrite)
+    refuse_suffix(out)
+    columns = {"query_id", "num_reused", "prompt_token_ids"}
+    refuse_output(out, [trie, packed, signals], columns=columns, overwrite=overwrite)
     if packed is None and signals is None:
         raise TreepackError(
             f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give what "

@@ -59,10 +59,10 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def refuse_output(out: Path, inputs: list[Any], *, field: str, overwrite: bool) -> None:
+def refuse_output(out: Path, inputs: list[Any], *, columns: set[str], overwrite: bool) -> None:
     """Raise a TreepackError if the file `out` is in the way: an existing one, unasked or of others, or an input.
 
-    Files of ours are tables, as JSONL or Parquet, that have the column `field`.
+    Files that the command may have written are tables, as JSONL or Parquet, that have these `columns`.
     """
     from treepack.errors import TreepackError
 
@@ -72,21 +72,30 @@ def refuse_output(out: Path, inputs: list[Any], *, field: str, overwrite: bool) 
     if out.is_dir() or (out.exists() and not overwrite):
         remedy = "" if out.is_dir() else " or give --overwrite"
         raise TreepackError(f"{out} exists; choose another --out{remedy}")
-    if out.exists() and not _has_field(out, field):
+    if out.exists() and not _has_columns(out, columns):
         raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
 
 
-def _has_field(out: Path, field: str) -> bool:
-    """Whether a file is empty, or a table with that column."""
+def _has_columns(out: Path, columns: set[str]) -> bool:
+    """Whether a file is empty, or a table with all of these columns."""
     import orjson
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         if out.suffix == ".parquet":
-            return field in parquet.read_schema(out).names
+            return columns <= set(parquet.read_schema(out).names)
         with out.open("rb") as file:
             line = file.readline()
-        return line == b"" or field in orjson.loads(line)
-    except (OSError, ValueError, TypeError, pa.ArrowException):
+        record = orjson.loads(line) if line else dict.fromkeys(columns)
+        return isinstance(record, dict) and columns <= record.keys()
+    except (OSError, ValueError, pa.ArrowException):
         return False
+
+
+def refuse_suffix(out: Path) -> None:
+    """Raise a TreepackError if the name of `out`, to be written as JSON lines, says that it is a Parquet file."""
+    from treepack.errors import TreepackError
+
+    if out.suffix == ".parquet":
+        raise TreepackError(f"{out}: is written as JSON lines; let its name end in .jsonl")

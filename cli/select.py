@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import refuse_output, show
+from .output import refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
     from treepack.rl.selection import State
@@ -72,7 +72,8 @@ def nearest(
 
     prior, how = pass_rates.Prior(mu, tau, sigma), pass_rates.Sampling(**sampling)
     if out is not None:
-        refuse_output(out, [state], field="query_id", overwrite=overwrite)
+        refuse_suffix(out)
+        refuse_output(out, [state], columns={"query_id", "pass_rate", "log_odds", "tried"}, overwrite=overwrite)
     read = selection.read_state(state)
     found = pass_rates.estimate(read.parent, read.passed, read.tried, prior=prior, sampling=how)
     chosen = selection.nearest(found.mean, k, seed=how.seed)

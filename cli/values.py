@@ -199,7 +199,7 @@ def predict(
 
     refuse_ranks("treepack values predict")
     refuse_name(out)
-    refuse_output(out, [trie, predictor], field="value", overwrite=overwrite)
+    refuse_output(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
     model = value_model.load_values(predictor, dtype=dtype, attention=attention, device=device)
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)

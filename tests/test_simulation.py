@@ -204,8 +204,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 BAD_WORLDS: list[tuple[dict[str, Any], str]] = [
     ({"max_turns": 1}, "max_turns is 1; expected 2 or more, else there is no prefix"),
     ({"success": 1.0}, "success is 1.0; expected a mean chance between 0 and 1"),
-    ({"spread": 0.0}, "spread is 0.0; expected a positive number"),
-    ({"persistence": math.inf}, "persistence is inf; expected a positive number"),
+    ({"spread": 0.0}, "spread is 0.0; expected a number of at least 1e-6"),
+    ({"persistence": math.inf}, "persistence is inf; expected a number of at least 1e-6"),
 ]
 
 

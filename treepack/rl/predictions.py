@@ -10,6 +10,7 @@ after the last one is the whole rollout and has no line.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def read_predictions(path: str | Path) -> Predictions:
     for record in read_records(str(path)):
         group, value = _text(record, "group_id"), _value(record)
         turn = record.value.get("turn")
+        if isinstance(turn, float) and math.isnan(turn):  # what some writers of Parquet make of a missing integer
+            record.value["turn"] = turn = None
         if record.value.get("trajectory_id") is None and not turn:
             twice = group in roots
             roots[group] = value, _most(record)

@@ -159,9 +159,13 @@ def _recorded(trie: Trie, members: Int64) -> tuple[Int64, Int64] | None:
         return None
     rows = table.select(["metadata", "source"]).to_pylist()
     found = [_offsets(row["metadata"]) for row in rows]
+    if all(offsets is None for offsets in found):  # the word stands somewhere else in the metadata
+        return None
     for row, offsets, length in zip(rows, found, trie.lengths[members].tolist(), strict=True):
         if fault := _fault(offsets, length):
-            raise TreepackError(f"{row['source']}: {fault}; expected the ascending token offsets of its segments")
+            raise TreepackError(
+                f"{row['source']}: {fault}; expected the ascending token offsets of its segments, or --segment node"
+            )
     starts = np.array([offset for offsets in found for offset in offsets], np.int64)
     return np.repeat(np.arange(len(members)), [len(offsets) for offsets in found]), starts
 

@@ -55,8 +55,8 @@ class MarkovWorld:
         if not 0 < self.success < 1:
             raise TreepackError(f"success is {self.success}; expected a mean chance between 0 and 1")
         for name in ("spread", "persistence"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected a positive number")
+            if not 1e-6 <= getattr(self, name) < float("inf"):
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected a number of at least 1e-6")
 
     def draw_prompts(self, count: int, random: np.random.Generator) -> tuple[Int64, Float64]:
         """New prompts every time, so their numbers mean nothing; and their chances of success."""

@@ -1,0 +1,58 @@
+"""Single files that commands write: only what a command may have written itself is replaced, and only when asked."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from treepack.errors import TreepackError
+
+output = import_module("treepack_cli.output")
+
+COLUMNS = {"group_id", "value"}
+
+
+def refusal(out: Path, *, overwrite: bool = True, inputs: list[Path] | None = None) -> str | None:
+    try:
+        output.refuse_output(out, [*(inputs or [])], columns=COLUMNS, overwrite=overwrite)
+    except TreepackError as error:
+        return str(error).replace(str(out), "OUT")
+    return None
+
+
+def test_a_table_of_ours_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    out = tmp_path / "a.jsonl"
+    assert refusal(out, overwrite=False) is None
+    out.write_text('{"group_id": "g", "value": 0.5, "more": 1}\n')
+    assert refusal(out) is None
+    assert refusal(out, overwrite=False) == "OUT exists; choose another --out or give --overwrite"
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"group_id": ["g"], "value": [0.5]}), table)
+    assert refusal(table) is None
+
+
+@pytest.mark.parametrize(
+    "content", ['{"value": 12, "my": "sensor data"}', '"the group_id and the value of this are great"', "[1]", "x"]
+)
+def test_what_others_wrote_is_never_replaced(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "a.jsonl"
+    out.write_text(content + "\n")
+    assert refusal(out) == "OUT exists and was not written by treepack; remove it yourself or choose another --out"
+    state = tmp_path / "state.parquet"
+    parquet.write_table(pa.table({"query_id": ["q"], "tried": [3.0]}), state)
+    assert refusal(state) is not None
+
+
+def test_an_output_inside_an_input_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "trie" / "a.jsonl", inputs=[tmp_path / "trie"]) is not None
+    assert refusal(tmp_path / "a.jsonl", inputs=[tmp_path / "a.jsonl"]) is not None
+
+
+def test_json_lines_do_not_go_into_a_name_of_parquet(tmp_path: Path) -> None:
+    output.refuse_suffix(tmp_path / "a.jsonl")
+    with pytest.raises(TreepackError, match=r"is written as JSON lines; let its name end in \.jsonl"):
+        output.refuse_suffix(tmp_path / "a.parquet")
