@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import Run
 from oracle_model import tiny_config
@@ -16,6 +17,7 @@ from strategies import make
 
 from treepack.errors import TreepackError
 from treepack.rl.advantages import ESTIMATORS, AdvantageOptions, estimate_advantages
+from treepack.rl.segments import segment_tree
 from treepack.shards import read_trie
 from treepack.trie import Trie, build_trie, trajectories_of
 
@@ -133,3 +135,13 @@ def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_pat
 
 def test_the_command_offers_the_estimators_of_the_library() -> None:
     assert import_module("treepack_cli.advantages").ESTIMATORS == ESTIMATORS
+
+
+def test_segments_cut_at_different_places_are_different_segments() -> None:
+    trie = build_trie(
+        [make(f"t{i}", [1, 2, 3, 4, 5, 6, 7 + i], metadata={"segments": [2 + i, 5]}, reward=1.0) for i in range(2)]
+    )
+    tree = segment_tree(trie, np.arange(2), np.zeros(2, np.int64), segment="recorded")
+    first, second = (tree.node[tree.owner == i].tolist() for i in range(2))
+    assert first[0] == second[0] == 0, "one root"
+    assert set(first[1:]).isdisjoint(second[1:]), "the segments 2 .. 4 and 3 .. 4 end alike and are two"

@@ -13,6 +13,7 @@ all prefixes in it. Where rows repeat a prefix, each end in it still belongs to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -97,10 +98,11 @@ def _prompt_lengths(trie: Trie, found: Anchors) -> Int64:
 def draw_nodes(prefixes: Prefixes, *, prefix_share: float, seed: int) -> Int64:
     """All prompts, and at random so many prefixes that they are `prefix_share` of what is drawn; ascending nodes.
 
-    All prefixes, where there are not enough. TRACE (arXiv 2606.11119), appendix E.6, has a share of 0.06.
+    All prefixes, where there are not enough, and one at least unless the share is 0. TRACE (arXiv 2606.11119), appendix
+    E.6, has a share of 0.06.
     """
     num_groups, num_prefixes = prefixes.num_groups, len(prefixes.owner) - prefixes.num_groups
-    wanted = num_prefixes if prefix_share == 1 else round(prefix_share / (1 - prefix_share) * num_groups)
+    wanted = num_prefixes if prefix_share == 1 else math.ceil(prefix_share / (1 - prefix_share) * num_groups)
     drawn = np.random.default_rng(seed).permutation(num_prefixes)[: min(wanted, num_prefixes)]
     return np.concatenate([np.arange(num_groups), num_groups + np.sort(drawn)])
 

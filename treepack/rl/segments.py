@@ -264,9 +264,11 @@ def _merged(trie: Trie, members: Int64, group: Int64, owner: Int64, start: Int64
     holder = _Ancestors(trie).holding(trie.end_node[members][owner[shared]].astype(np.int64), final)
     position = np.full(len(owner), -1)
     position[shared] = trie.node_start[holder] + final - trie.depth[holder]
-    _, rank = np.unique(position, return_inverse=True)
-
     begin = np.searchsorted(owner, np.arange(len(members)))
+    # Where the first segment starts, too: ends alone do not say it, and later starts follow from the ends.
+    first = start[begin[owner]]
+    _, rank = np.unique(np.stack([position, first]), axis=1, return_inverse=True)
+    rank = rank.reshape(-1)
     counts = np.bincount(owner, minlength=len(members))
     node, parents, level_start = np.zeros(len(owner), np.int64), [np.full(num_groups, -1)], [0, num_groups]
     active, above, level = np.arange(len(members)), group.astype(np.int64), 0
