@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from .objective import objective_options, read_objective
+from .optimiser import optimiser_options
 from .output import show
 from .training import run_options, train_model
 
@@ -24,37 +25,7 @@ from .training import run_options, train_model
 @objective_options
 @run_options
 @click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps; overrides --epochs.")
-@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Passes over the rows.")
-@click.option(
-    "--rows-per-step",
-    type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
-    help="Rows whose gradients are summed for one update, over all ranks.",
-)
-@click.option(
-    "--lr", type=click.FloatRange(min=0), default=1e-5, show_default=True, help="Greatest learning rate of AdamW."
-)
-@click.option(
-    "--min-lr-ratio",
-    type=click.FloatRange(0, 1),
-    default=0.1,
-    show_default=True,
-    help="Last learning rate over the greatest, reached by a cosine.",
-)
-@click.option(
-    "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Steps of linear warm-up."
-)
-@click.option(
-    "--weight-decay",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Of weights with two dimensions or more.",
-)
-@click.option(
-    "--clip", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Greatest gradient norm; 0 for none."
-)
+@optimiser_options(epochs=1, lr=1e-5)
 @click.option(
     "--dtype",
     type=click.Choice(["fp32", "bf16"]),
@@ -62,7 +33,6 @@ from .training import run_options, train_model
     show_default=True,
     help="bf16 keeps fp32 weights and computes under autocast.",
 )
-@click.option("--gradient-checkpointing", is_flag=True, help="Compute activations again in the backward pass.")
 @click.option("--compile", is_flag=True, help="Fuse what is not attention in every layer by torch.compile.")
 @click.option(
     "--attention",

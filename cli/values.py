@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from .optimiser import optimiser_options
 from .output import refuse_output, show
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -72,38 +73,7 @@ def values() -> None:
     "--capacity", type=click.IntRange(min=1), default=8192, show_default=True, help="Most tokens a row may hold."
 )
 @click.option("--freeze", is_flag=True, help="Fit the head alone; the backbone runs once per row.")
-@click.option("--epochs", type=click.IntRange(min=1), default=2, show_default=True, help="Passes over the rows.")
-@click.option(
-    "--rows-per-step",
-    type=click.IntRange(min=1),
-    default=8,
-    show_default=True,
-    help="Rows whose gradients are summed for one update.",
-)
-@click.option(
-    "--lr", type=click.FloatRange(min=0), default=3e-5, show_default=True, help="Greatest learning rate of AdamW."
-)
-@click.option(
-    "--min-lr-ratio",
-    type=click.FloatRange(0, 1),
-    default=0.1,
-    show_default=True,
-    help="Last learning rate over the greatest, reached by a cosine.",
-)
-@click.option(
-    "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, help="Steps of linear warm-up."
-)
-@click.option(
-    "--weight-decay",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Of weights with two dimensions or more.",
-)
-@click.option(
-    "--clip", type=click.FloatRange(min=0), default=1.0, show_default=True, help="Greatest gradient norm; 0 for none."
-)
-@click.option("--gradient-checkpointing", is_flag=True, help="Compute activations again in the backward pass.")
+@optimiser_options(epochs=2, lr=3e-5)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
