@@ -40,7 +40,7 @@ imports: $(VENV)/dev.stamp
 	$(BIN)/lint-imports
 
 schemas: $(VENV)/dev.stamp
-	$(BIN)/python -m treepack.schema schemas
+	$(BIN)/python -m treepack.files.schema schemas
 
 docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py

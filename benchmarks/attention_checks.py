@@ -149,7 +149,7 @@ def exact(end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor) -> O
 
 def kernels(query: Tensor) -> list[str]:
     """The project's own implementations that run on these tensors."""
-    from treepack.attention import kernel
+    from treepack.attention import autograd as kernel
 
     return list(dict.fromkeys([kernel.backend(query), "portable"]))
 

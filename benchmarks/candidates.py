@@ -128,7 +128,7 @@ def mend_interpreter() -> None:
 
 def prepare_triton(case: Case) -> Candidate:
     """The project's own kernels, whichever they are on this device."""
-    from treepack.attention import kernel
+    from treepack.attention import autograd as kernel
 
     if case.device.type == "cpu":
         mend_interpreter()
@@ -143,7 +143,7 @@ def prepare_triton(case: Case) -> Candidate:
 @contextmanager
 def portable_kernels() -> Iterator[None]:
     """Inside, the portable kernels run on every device."""
-    from treepack.attention import kernel
+    from treepack.attention import autograd as kernel
 
     original = kernel.backend
     kernel.backend = lambda *_: "portable"

@@ -32,9 +32,9 @@ from attention_checks import CHECKS, LAST, Result, check
 from candidates import mend_interpreter
 
 from treepack.attention.flex import BLOCK
-from treepack.batch import Batch, make_batch
-from treepack.model import load_model
-from treepack.verify import verify_gradients
+from treepack.data.batch import Batch, make_batch
+from treepack.model.load import load_model
+from treepack.model.verify import verify_gradients
 
 QUICK = ("6/2/64 bfloat16", "6/2/64 float32", "4/4/128 bfloat16")
 COMMON: dict[str, Any] = {"vocab_size": 320, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -26,14 +26,14 @@ from pathlib import Path
 import numpy as np
 
 from treepack.columns import collect
-from treepack.pack import pack_rows
-from treepack.plan import check_plan, plan_rows
+from treepack.pack.plan.planning import check_plan, plan_rows
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie import build_trie
+from treepack.trie.build import build_trie
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import oracle
-from strategies import random_sequences
+from support import oracle
+from support.strategies import random_sequences
 
 QUICK = ("--method", "contiguous")  # the time of the pipeline, not of a search
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from treepack import schema
-from treepack.plan.problem import Forest, Tree
+from treepack.files import schema
+from treepack.pack.plan.problem import Forest, Tree
 from treepack.trajectory import Int64
-from treepack.trie import Trie
+from treepack.trie.build import Trie
 
 Rng = np.random.Generator
 

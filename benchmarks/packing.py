@@ -33,11 +33,11 @@ from pathlib import Path
 import families as made
 import numpy as np
 
-from treepack import shards
-from treepack.pack import fit_capacity
-from treepack.plan import EFFORTS, FOREST_METHODS, METHODS, Plan, Search, check_plan, plan_rows
+from treepack.pack import files as shards
+from treepack.pack.plan.planning import EFFORTS, FOREST_METHODS, METHODS, Plan, Search, check_plan, plan_rows
+from treepack.pack.rows import fit_capacity
 from treepack.trajectory import Int64
-from treepack.trie import Trie
+from treepack.trie.build import Trie
 
 ALL = [*METHODS, *FOREST_METHODS]
 BASELINES = ("contiguous", "heuristic", "greedy-online")

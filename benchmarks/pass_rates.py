@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from treepack.rl.pass_rates import Prior, Sampling, estimate
-from treepack.rl.selection import (
+from treepack.rl.pros.pass_rates import Prior, Sampling, estimate
+from treepack.rl.pros.selection import (
     State,
     empty_state,
     forget_and_add,

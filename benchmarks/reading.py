@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from treepack.manifest import read_manifest
+from treepack.files.manifest import read_manifest
 from treepack.trajectory import Int32
 
 ROOT = Path(__file__).parents[1]

@@ -22,16 +22,16 @@ from pathlib import Path
 import numpy as np
 from selenium.webdriver.chrome.webdriver import WebDriver
 
-from treepack.report.figures import Subject, measure
-from treepack.report.page import render
-from treepack.report.texts import decoder_of, node_texts
-from treepack.shapes import read_shape
-from treepack.tokenization import load_tokenizer
+from treepack.analysis.model_cost import read_shape
+from treepack.analysis.report.figures import Subject, measure
+from treepack.analysis.report.page import render
+from treepack.analysis.report.texts import decoder_of, node_texts
+from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie import Trie, build_trie
+from treepack.trie.build import Trie, build_trie
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from browser import chromium, look, wait
+from support.browser import chromium, look, wait
 
 ROOT = Path(__file__).parents[1]
 PER_GROUP = 16

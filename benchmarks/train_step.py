@@ -9,7 +9,7 @@ the same checkpointing and autocast, the same loss, AdamW. Flat, every root-to-l
 sequences share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 where it
 is installed, else torch's. The two losses must agree, or the run fails.
 
-ideal        floating-point operations flat over those of the tree, of the rows that are measured (treepack.shapes)
+ideal        floating-point operations flat over those of the tree, of the rows that are measured (analysis.model_cost)
 efficiency   measured speed-up over the ideal one
 forecast     the speed-up that `treepack stats` foretells: of a packed directory, from all of its rows
 measured/f.  measured speed-up over the forecast
@@ -36,15 +36,15 @@ import torch
 from torch import Tensor
 from workloads import WORKLOADS, Int64, Workload, chains, make_workload, star
 
+from treepack.analysis.forecast import Line, row_work
+from treepack.analysis.model_cost import PRESETS, ModelShape, Work, operations, shape_of
 from treepack.attention import dispatch
 from treepack.attention.chains import Chains
-from treepack.batch import Batch
-from treepack.dataset import PackedDataset
-from treepack.forecast import Line, row_work
-from treepack.layers import adapt_layers
-from treepack.manifest import read_manifest
-from treepack.model import LoadedModel, load_model, placed, row_loss
-from treepack.shapes import PRESETS, ModelShape, Work, operations, shape_of
+from treepack.data.batch import Batch
+from treepack.data.dataset import PackedDataset
+from treepack.files.manifest import read_manifest
+from treepack.model.layers import adapt_layers
+from treepack.model.load import LoadedModel, load_model, placed, row_loss
 
 DRY_RUN_MODEL: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -139,7 +139,7 @@ def make_workload(name: str) -> Workload:
 
 def packed_workloads(directory: Path, count: int) -> list[Workload]:
     """`count` rows of a packed directory, from the most score pairs to the fewest at equal distances."""
-    from treepack.shards import read_rows
+    from treepack.pack.files import read_rows
 
     rows = sorted(read_rows(directory), key=lambda row: (-row.num_pairs, row.row_id))
     chosen = np.unique(np.linspace(0, len(rows) - 1, count).astype(int))

@@ -81,11 +81,13 @@ def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
     """
     from dataclasses import asdict
 
-    from treepack import schema, shards, stats
-    from treepack.directory import MANIFEST, finished_directory, refuse_existing
-    from treepack.manifest import file_sha256, read_manifest
-    from treepack.readers.inputs import displayed
-    from treepack.rl.advantages import AdvantageOptions, estimate_advantages, with_advantages
+    from treepack.analysis import stats
+    from treepack.files import schema
+    from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
+    from treepack.files.manifest import file_sha256, read_manifest
+    from treepack.ingest.readers.inputs import displayed
+    from treepack.pack import files as shards
+    from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
 
     options = AdvantageOptions(**given)
     refuse_existing(out, overwrite=overwrite, inputs=[trie])

@@ -29,8 +29,8 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     PREDICTIONS is JSON lines or Parquet: group_id and value, the chance that a rollout succeeds, of each prompt. The
     counts maximise the expected number of prompts whose rollouts both succeed and fail.
     """
-    from treepack.rl.expansion import refuse_name, root_table, write_table
-    from treepack.rl.predictions import read_predictions
+    from treepack.rl.trace.expansion import refuse_name, root_table, write_table
+    from treepack.rl.trace.predictions import read_predictions
 
     refuse_name(out)
     refuse_output(out, [predictions], columns={"group_id", "value", "num_rollouts", "utility"}, overwrite=overwrite)
@@ -75,10 +75,11 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     every turn but the last of every rollout. The counts maximise, in each group, the expected number of prefixes from
     where a continuation ends differently than the rollout did.
     """
-    from treepack import schema, shards
-    from treepack.manifest import read_manifest
-    from treepack.rl.expansion import prefix_table, refuse_name, write_table
-    from treepack.rl.predictions import read_predictions
+    from treepack.files import schema
+    from treepack.files.manifest import read_manifest
+    from treepack.pack import files as shards
+    from treepack.rl.trace.expansion import prefix_table, refuse_name, write_table
+    from treepack.rl.trace.predictions import read_predictions
 
     refuse_name(out)
     refuse_output(

@@ -12,8 +12,8 @@ import click
 from .output import percent, progress, refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
-    from treepack.rl.signals import PerToken, Signals
-    from treepack.trie import Trie
+    from treepack.rl.pros.signals import PerToken, Signals
+    from treepack.trie.build import Trie
 
 BOUNDARIES = ("token", "turn")
 
@@ -61,12 +61,13 @@ def augment(
     """
     import orjson
 
-    from treepack import schema, shards
-    from treepack.directory import finished_file
     from treepack.errors import TreepackError
-    from treepack.manifest import read_manifest
-    from treepack.rl import augmentation
-    from treepack.rl.signals import read_signals
+    from treepack.files import schema
+    from treepack.files.directory import finished_file
+    from treepack.files.manifest import read_manifest
+    from treepack.pack import files as shards
+    from treepack.rl.pros import augmentation
+    from treepack.rl.pros.signals import read_signals
 
     refuse_suffix(out)
     columns = {"query_id", "num_reused", "prompt_token_ids"}
@@ -95,11 +96,12 @@ def augment(
 
 def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) -> tuple[PerToken, PerToken | None]:
     """Entropies and values by trajectory, from wherever they are given."""
-    from treepack import schema, shards
-    from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
-    from treepack.manifest import file_sha256, read_manifest
-    from treepack.rl.signals import entropies_of_terms
+    from treepack.files import schema
+    from treepack.files.directory import MANIFEST
+    from treepack.files.manifest import file_sha256, read_manifest
+    from treepack.pack import files as shards
+    from treepack.rl.pros.signals import entropies_of_terms
 
     values = None if given is None else given.values
     entropies = None if given is None else given.entropies
@@ -123,7 +125,7 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) 
 def _texts(queries: list[Any], name: str | None, manifest: dict[str, Any]) -> Iterator[tuple[str | None, bool]]:
     """The text of each query, and whether it encodes to the same ids again."""
     from treepack.errors import TreepackError
-    from treepack.tokenization import fingerprint, load_tokenizer
+    from treepack.ingest.tokenization import fingerprint, load_tokenizer
 
     if name is None:
         yield from ((None, False) for _ in queries)

@@ -11,8 +11,8 @@ from .output import percent, show, token_progress
 from .reading import read_options, reading_options
 
 if TYPE_CHECKING:
-    from treepack.ingest import Reading
-    from treepack.readers.inputs import InputHash
+    from treepack.ingest.readers.inputs import InputHash
+    from treepack.ingest.stream import Reading
 
 
 @click.command()
@@ -30,11 +30,13 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     import time
     from collections import Counter
 
-    from treepack import ingest, shards, stats
-    from treepack.directory import finished_directory, refuse_existing
-    from treepack.readers.inputs import InputHash
-    from treepack.runs import build_large_trie
-    from treepack.tokenization import load_tokenizer
+    from treepack.analysis import stats
+    from treepack.files.directory import finished_directory, refuse_existing
+    from treepack.ingest import stream as ingest
+    from treepack.ingest.readers.inputs import InputHash
+    from treepack.ingest.tokenization import load_tokenizer
+    from treepack.pack import files as shards
+    from treepack.trie.out_of_core import build_large_trie
 
     refuse_existing(out, overwrite=overwrite, inputs=inputs)
     options, counts, digest, began = read_options(reading), Counter[str](), InputHash(), time.perf_counter()
@@ -65,7 +67,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
 
 
 def _manifest(options: Reading, share: str, digest: InputHash, tokenizer: Any) -> dict[str, Any]:
-    from treepack.tokenization import fingerprint
+    from treepack.ingest.tokenization import fingerprint
 
     return {
         "options": {

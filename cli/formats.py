@@ -15,7 +15,7 @@ def formats(name: str | None, as_json: bool) -> None:
     """
     import json
 
-    from treepack.readers import READERS, check_format
+    from treepack.ingest.readers.registry import READERS, check_format
 
     if name:
         check_format(name)
@@ -34,8 +34,8 @@ def formats(name: str | None, as_json: bool) -> None:
 
 
 def _print_all() -> None:
-    from treepack.readers import READERS
-    from treepack.readers.about import KEEPS
+    from treepack.ingest.readers.about import KEEPS
+    from treepack.ingest.readers.registry import READERS
 
     short = ("ids", "masks", "logprobs", "rewards", "lineage")
     width = max(map(len, READERS))
@@ -49,8 +49,8 @@ def _print_all() -> None:
 
 
 def _print_one(name: str) -> None:
-    from treepack.readers import READERS
-    from treepack.readers.about import KEEPS
+    from treepack.ingest.readers.about import KEEPS
+    from treepack.ingest.readers.registry import READERS
 
     from .output import show
 

@@ -59,10 +59,10 @@ def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: An
     A row is one forward pass, so every prefix is computed once. treepack train --loss reads the columns: old for the
     ratios of grpo and its like, ref for their KL divergence and for dpo.
     """
-    from treepack import shards
-    from treepack.directory import finished_directory, refuse_existing
-    from treepack.logprobs import ScoreOptions, open_scoring, scored_manifest, scored_rows
-    from treepack.ranks import refuse_ranks
+    from treepack.files.directory import finished_directory, refuse_existing
+    from treepack.pack import files as shards
+    from treepack.train.logprobs import ScoreOptions, open_scoring, scored_manifest, scored_rows
+    from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack logprobs")
     chosen = ScoreOptions(**options)

@@ -53,6 +53,6 @@ def objective_options(command: F) -> F:
 
 def read_objective(options: dict[str, Any]) -> Any:
     """Take the options out of `options` and return their `Objective`."""
-    from treepack.objectives import choose_objective
+    from treepack.model.objectives import choose_objective
 
     return choose_objective(options.pop("loss"), **{name: options.pop(name) for name in OPTIONS})

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treepack.manifest import Manifest
-    from treepack.trie import Trie
+    from treepack.files.manifest import Manifest
+    from treepack.trie.build import Trie
 
 
 def manifest_of(paths: tuple[str, ...]) -> Manifest | None:
@@ -16,8 +16,8 @@ def manifest_of(paths: tuple[str, ...]) -> Manifest | None:
     Raises:
         TreepackError: the manifest is damaged.
     """
-    from treepack.directory import MANIFEST
-    from treepack.manifest import read_manifest
+    from treepack.files.directory import MANIFEST
+    from treepack.files.manifest import read_manifest
 
     try:
         built = len(paths) == 1 and (Path(paths[0]) / MANIFEST).is_file()
@@ -32,10 +32,10 @@ def origin_of(directory: Path, manifest: dict[str, Any], trie_path: Path | None)
     Raises:
         TreepackError: what is there is another trie.
     """
-    from treepack import schema
-    from treepack.directory import MANIFEST
     from treepack.errors import TreepackError
-    from treepack.manifest import file_sha256, read_manifest
+    from treepack.files import schema
+    from treepack.files.directory import MANIFEST
+    from treepack.files.manifest import file_sha256, read_manifest
 
     stored = manifest.get("trie") or {}
     candidates = [Path(stored["path"]), directory.parent / stored["path"]] if "path" in stored else []
@@ -51,9 +51,9 @@ def origin_of(directory: Path, manifest: dict[str, Any], trie_path: Path | None)
 
 def read_origin(path: Path, manifest: dict[str, Any]) -> Trie:
     """The trie at `path`, cut to the capacity of the packed directory that `manifest` describes."""
-    from treepack import shards
-    from treepack.pack import fit_capacity
-    from treepack.plan import Limits
+    from treepack.pack import files as shards
+    from treepack.pack.plan.planning import Limits
+    from treepack.pack.rows import fit_capacity
 
     options = manifest["options"]
     pairs = options.get("pairs_budget")

@@ -56,14 +56,15 @@ def pack(trie: Path, out: Path, plan_path: Path | None, save_plan: Path | None, 
     greatest number of score pairs of a row over the mean, and the partial tiles of 128 x 128 pairs that attention
     meets.
     """
-    from treepack import schema, shards
-    from treepack.directory import MANIFEST, finished_directory, finished_file, refuse_existing
+    from treepack.analysis.stats import packed_totals, trie_totals
     from treepack.errors import TreepackError
-    from treepack.manifest import file_sha256, read_manifest
-    from treepack.pack import fit_capacity, pack_rows, unordered_tiles
-    from treepack.plan import check_plan, packed_trie, plan_lines
-    from treepack.readers.inputs import displayed
-    from treepack.stats import packed_totals, trie_totals
+    from treepack.files import schema
+    from treepack.files.directory import MANIFEST, finished_directory, finished_file, refuse_existing
+    from treepack.files.manifest import file_sha256, read_manifest
+    from treepack.ingest.readers.inputs import displayed
+    from treepack.pack import files as shards
+    from treepack.pack.plan.planning import check_plan, packed_trie, plan_lines
+    from treepack.pack.rows import fit_capacity, pack_rows, unordered_tiles
 
     loss = {name: values.pop(name) for name in ("semantics", "normalize")}
     too_long = values.pop("too_long")

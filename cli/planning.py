@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from treepack.plan import Limits, Plan, Search
-    from treepack.plan.files import PlanFile
-    from treepack.trie import Trie
+    from treepack.pack.plan.files import PlanFile
+    from treepack.pack.plan.planning import Limits, Plan, Search
+    from treepack.trie.build import Trie
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MOST_TOKENS, MOST_COUNTED = 2**31 - 1, 10**18  # as treepack.plan has them; importing that takes a second
+MOST_TOKENS, MOST_COUNTED = 2**31 - 1, 10**18  # as treepack.pack.plan.planning has them; importing that takes a second
 
 LIMIT_OPTIONS = (
     click.option("--capacity", type=click.IntRange(1, MOST_TOKENS), metavar="N", help="Most tokens a row may hold."),
@@ -91,7 +91,7 @@ def limit_options(command: F) -> F:
 
 def read_search(values: dict[str, Any]) -> Search:
     """The search that the values of `search_options` ask for."""
-    from treepack.plan import Search
+    from treepack.pack.plan.planning import Search
 
     return Search(values["effort"], values["time_limit"])
 
@@ -105,7 +105,7 @@ def given_file(path: Path | None, values: dict[str, Any]) -> PlanFile | None:
     """
     from click.core import ParameterSource
 
-    from treepack.plan import read_plan_file
+    from treepack.pack.plan.planning import read_plan_file
 
     if path is None:
         if values["capacity"] is None:
@@ -120,14 +120,14 @@ def given_file(path: Path | None, values: dict[str, Any]) -> PlanFile | None:
 
 def limits_of(given: PlanFile | None, values: dict[str, Any]) -> Limits:
     """The limits of the plan that is given or to be made."""
-    from treepack.plan import Limits
+    from treepack.pack.plan.planning import Limits
 
     return given.limits if given else Limits(values["capacity"], values["pairs_budget"], values["terms_budget"])
 
 
 def planned(trie: Trie, given: PlanFile | None, limits: Limits, values: dict[str, Any]) -> Plan:
     """The plan that is given, or one made as the values of all these options say."""
-    from treepack.plan import plan_of_file, plan_rows
+    from treepack.pack.plan.planning import plan_of_file, plan_rows
 
     if given:
         return plan_of_file(trie, given)
@@ -147,7 +147,7 @@ def refuse_file(path: Path | None, out: Path, inputs: list[Path], *, overwrite: 
     An existing plan is overwritten if asked, and nothing else ever is.
     """
     from treepack.errors import TreepackError
-    from treepack.plan import read_plan_file
+    from treepack.pack.plan.planning import read_plan_file
 
     if path is None:
         return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from treepack.ingest import Reading
+    from treepack.ingest.stream import Reading
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -70,7 +70,7 @@ OPTIONS = (
 
 def read_options(values: dict[str, Any], *, shapes: bool = False) -> Reading:
     """Reading from the values of `reading_options`; with `shapes` also of inputs that hold lengths only."""
-    from treepack.ingest import Reading
+    from treepack.ingest.stream import Reading
 
     return Reading(
         format=values["format_name"],

@@ -15,9 +15,9 @@ from .reading import read_options, reading_options
 from .stats import Capacities
 
 if TYPE_CHECKING:
-    from treepack.pack import Row
-    from treepack.report.figures import Subject
-    from treepack.report.texts import Texts
+    from treepack.analysis.report.figures import Subject
+    from treepack.analysis.report.texts import Texts
+    from treepack.pack.rows import Row
 
 TEXT_LIMIT = 8_000_000
 
@@ -73,11 +73,11 @@ def report(
     network. Texts are decoded by the tokenizer that the trie was built with, or --tokenizer; without one, token ids are
     shown. They are in the page for whoever gets it: leave them out with --no-text.
     """
-    from treepack.directory import finished_file
-    from treepack.report.figures import measure
-    from treepack.report.page import render, vega
-    from treepack.report.pictures import PICTURES, figure_class, write_pictures
-    from treepack.shapes import read_shape
+    from treepack.analysis.model_cost import read_shape
+    from treepack.analysis.report.figures import measure
+    from treepack.analysis.report.page import render, vega
+    from treepack.analysis.report.pictures import PICTURES, figure_class, write_pictures
+    from treepack.files.directory import finished_file
 
     if out is None and png is None:
         raise click.UsageError("give --out for a page, --png for pictures, or both")
@@ -113,8 +113,8 @@ def _told(texts: Texts | None, *, decoded: bool) -> dict[str, Any]:
 
 def _refuse(out: Path, paths: tuple[str, ...], *, overwrite: bool) -> None:
     """Raise a TreepackError if `out` is in the way: an existing file, unasked or not of this command, or an input."""
+    from treepack.analysis.report.page import MARK
     from treepack.errors import TreepackError
-    from treepack.report.page import MARK
 
     for given in paths:
         if out.resolve().is_relative_to(Path(given).resolve()):
@@ -132,9 +132,10 @@ def _refuse(out: Path, paths: tuple[str, ...], *, overwrite: bool) -> None:
 
 def _subject(paths: tuple[str, ...], trie_path: Path | None, others: dict[str, Any]) -> tuple[Subject, Any]:
     """What is reported on, and its tokenizer, None if none is known."""
-    from treepack import schema, shards
-    from treepack.report.figures import Subject
-    from treepack.tokenization import load_tokenizer
+    from treepack.analysis.report.figures import Subject
+    from treepack.files import schema
+    from treepack.ingest.tokenization import load_tokenizer
+    from treepack.pack import files as shards
 
     directory, tokenizer = Path(paths[0]), others["tokenizer"]
     manifest = manifest_of(paths)
@@ -151,7 +152,7 @@ def _subject(paths: tuple[str, ...], trie_path: Path | None, others: dict[str, A
 def _tokenizer_of(directory: Path, manifest: dict[str, Any], given: str | None) -> Any:
     """The tokenizer given, or else the one that `directory` was made with; None if that is not there."""
     from treepack.errors import TreepackError
-    from treepack.tokenization import fingerprint, load_tokenizer
+    from treepack.ingest.tokenization import fingerprint, load_tokenizer
 
     known: dict[str, Any] = manifest.get("tokenizer") or {}
     name = given or known.get("name")
@@ -172,11 +173,11 @@ def _tokenizer_of(directory: Path, manifest: dict[str, Any], given: str | None) 
 def _packed(name: str, directory: Path, manifest: dict[str, Any], trie_path: Path | None) -> Subject:
     import numpy as np
 
-    from treepack import shards
-    from treepack.forecast import RowCounter
-    from treepack.report.figures import Packed, Subject
-    from treepack.report.rebuilt import trie_of_rows
-    from treepack.stats import describe_packed
+    from treepack.analysis.forecast import RowCounter
+    from treepack.analysis.report.figures import Packed, Subject
+    from treepack.analysis.report.rebuilt import trie_of_rows
+    from treepack.analysis.stats import describe_packed
+    from treepack.pack import files as shards
 
     def rows(description: str) -> Iterator[Row]:
         return progress(shards.read_rows(directory), description=description, total=manifest["totals"]["num_rows"])
@@ -197,9 +198,9 @@ def _packed(name: str, directory: Path, manifest: dict[str, Any], trie_path: Pat
 def _raw(paths: tuple[str, ...], tokenizer: Any, others: dict[str, Any]) -> Subject:
     from collections import Counter
 
-    from treepack import ingest
-    from treepack.report.figures import Subject
-    from treepack.runs import build_large_trie
+    from treepack.analysis.report.figures import Subject
+    from treepack.ingest import stream as ingest
+    from treepack.trie.out_of_core import build_large_trie
 
     counts: Counter[str] = Counter()
     batches = ingest.read_columns(paths, read_options(others), counts, tokenizer=tokenizer)
@@ -209,6 +210,6 @@ def _raw(paths: tuple[str, ...], tokenizer: Any, others: dict[str, Any]) -> Subj
 
 
 def _texts(subject: Subject, tokenizer: Any, limit: int) -> Texts:
-    from treepack.report.texts import decoder_of, ids_as_text, node_texts
+    from treepack.analysis.report.texts import decoder_of, ids_as_text, node_texts
 
     return node_texts(subject.trie, decoder_of(tokenizer) if tokenizer else ids_as_text, limit=limit)

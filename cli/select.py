@@ -11,8 +11,8 @@ import click
 from .output import refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
-    from treepack.rl.selection import State
-    from treepack.trie import Trie
+    from treepack.rl.pros.selection import State
+    from treepack.trie.build import Trie
 
 
 class _Select(click.Group):
@@ -67,8 +67,8 @@ def nearest(
     """
     import orjson
 
-    from treepack.directory import finished_file
-    from treepack.rl import pass_rates, selection
+    from treepack.files.directory import finished_file
+    from treepack.rl.pros import pass_rates, selection
 
     prior, how = pass_rates.Prior(mu, tau, sigma), pass_rates.Sampling(**sampling)
     if out is not None:
@@ -142,9 +142,9 @@ def update(
     """
     import math
 
-    from treepack import shards
     from treepack.errors import TreepackError
-    from treepack.rl import selection
+    from treepack.pack import files as shards
+    from treepack.rl.pros import selection
 
     if not math.isfinite(success_above):
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
@@ -182,8 +182,8 @@ def update(
 def _queries_of(path: Path) -> Iterator[tuple[str, str | None]]:
     """Id and parent of each query in a file: `query_id` or the name of a group, and `parent_group`."""
     from treepack.errors import TreepackError
-    from treepack.readers.fields import GROUPS
-    from treepack.readers.records import read_records
+    from treepack.ingest.readers.fields import GROUPS
+    from treepack.ingest.readers.records import read_records
 
     for record in read_records(str(path)):
         value = record.value
@@ -196,7 +196,7 @@ def _queries_of(path: Path) -> Iterator[tuple[str, str | None]]:
 
 def _groups(trie: Trie) -> list[tuple[str, str | None]]:
     """The query of each rollout, the group unless marks name an augmented one, and the parent of that."""
-    from treepack.rl.augmentation import marks_of
+    from treepack.rl.pros.augmentation import marks_of
 
     found: list[tuple[str, str | None]] = [(name, None) for name in trie.trajectories["group_id"].to_pylist()]
     for i, marks in marks_of(trie).items():
@@ -212,7 +212,7 @@ def _counted(
     import pyarrow as pa
 
     from treepack.errors import TreepackError
-    from treepack.rl import selection
+    from treepack.rl.pros import selection
 
     query = selection.indices_of(read, pa.array(names, pa.string()))
     if (query < 0).any():

@@ -17,12 +17,12 @@ from .output import token_progress
 from .reading import read_options, reading_options
 
 if TYPE_CHECKING:
-    from treepack.manifest import Manifest
-    from treepack.show.decoding import Decoder
-    from treepack.show.selection import Group
-    from treepack.show.views import View
-    from treepack.show.wrapping import Line, Span
-    from treepack.trie import Trie
+    from treepack.analysis.show.decoding import Decoder
+    from treepack.analysis.show.selection import Group
+    from treepack.analysis.show.views import View
+    from treepack.analysis.show.wrapping import Line, Span
+    from treepack.files.manifest import Manifest
+    from treepack.trie.build import Trie
 
 WIDTH = 100  # where there is no terminal to ask
 COLOURS: dict[str, dict[str, Any]] = {
@@ -89,7 +89,7 @@ class _Found:
 
 
 def _find(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, text: bool) -> _Found:
-    from treepack.show import selection
+    from treepack.analysis.show import selection
 
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest and selection.is_packed(manifest):
@@ -99,7 +99,7 @@ def _find(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, t
     if wanted.row is not None:
         raise TreepackError(f"{directory}: is not packed; give --row with a packed directory")
     if manifest:
-        from treepack import shards
+        from treepack.pack import files as shards
 
         decoder = _decoder(directory, manifest, reading, text=text)
         return _of_trie(shards.read_trie(directory), wanted, decoder, where=str(directory))
@@ -107,7 +107,7 @@ def _find(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, t
 
 
 def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator[View]:
-    from treepack.show import selection, views
+    from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
         yield views.row_trajectory_view(*selection.row_with(directory, manifest, wanted.trajectory))
@@ -116,7 +116,7 @@ def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator
 
 
 def _of_trie(trie: Trie, wanted: _Wanted, decoder: Decoder | None, *, where: str) -> _Found:
-    from treepack.show import selection, views
+    from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
         return _Found(views.trajectory_views(trie, wanted.trajectory, where=where), [], decoder)
@@ -129,10 +129,10 @@ def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wante
     """Rollouts are read to the one that is wanted, or all of them into a trie."""
     from collections import Counter
 
-    from treepack import ingest
-    from treepack.show import selection, views
-    from treepack.show.decoding import Decoder
-    from treepack.tokenization import load_tokenizer
+    from treepack.analysis.show import selection, views
+    from treepack.analysis.show.decoding import Decoder
+    from treepack.ingest import stream as ingest
+    from treepack.ingest.tokenization import load_tokenizer
 
     where = ", ".join(paths)
     options = read_options(reading)
@@ -149,7 +149,7 @@ def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wante
         return _Found((views.rollout_view(rollout) for rollout in found), [], decoder)
 
     from treepack.columns import collect
-    from treepack.trie import build_trie
+    from treepack.trie.build import build_trie
 
     trie = build_trie(collect(stream), share=reading["share"])
     for reason, count in sorted(counts.items()):
@@ -159,8 +159,8 @@ def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wante
 
 def _decoder(directory: Path, manifest: Manifest, reading: dict[str, Any], *, text: bool) -> Decoder | None:
     """What decodes the tokens of a directory: the tokenizer given, or the one it was made with."""
-    from treepack.show.decoding import Decoder
-    from treepack.tokenization import fingerprint, load_tokenizer
+    from treepack.analysis.show.decoding import Decoder
+    from treepack.ingest.tokenization import fingerprint, load_tokenizer
 
     if not text:
         return None
@@ -187,7 +187,7 @@ def _print_json(found: _Found) -> None:
     """One object; several samples of a conversation are its `samples`."""
     import json
 
-    from treepack.show.views import as_json
+    from treepack.analysis.show.views import as_json
 
     objects = [as_json(view, found.decoder) for view in found.views]
     # ASCII, because JSON escapes only part of what could drive a terminal.
@@ -197,8 +197,8 @@ def _print_json(found: _Found) -> None:
 def _lines(found: _Found, *, full: bool) -> Iterator[Line]:
     from shutil import get_terminal_size
 
-    from treepack.show import views
-    from treepack.show.bodies import Look
+    from treepack.analysis.show import views
+    from treepack.analysis.show.bodies import Look
 
     look = Look(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=found.decoder)
     for number, view in enumerate(found.views):

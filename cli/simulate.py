@@ -60,8 +60,8 @@ def allocation(trie: Path | None, segment: str, as_json: bool, **options: Any) -
     """
     import json
 
-    from treepack.rl.simulation import Experiment
-    from treepack.rl.simulation import simulate as run
+    from treepack.rl.trace.simulation import Experiment
+    from treepack.rl.trace.simulation import simulate as run
 
     knobs = {name: value for name in KNOBS if (value := options.pop(name)) is not None}
     experiment = Experiment(**options)
@@ -82,10 +82,11 @@ def allocation(trie: Path | None, segment: str, as_json: bool, **options: Any) -
 
 
 def _world(trie: Path | None, segment: str, knobs: dict[str, Any]) -> Any:
-    from treepack import schema, shards
     from treepack.errors import TreepackError
-    from treepack.manifest import read_manifest
-    from treepack.rl.worlds import MarkovWorld, recorded_world
+    from treepack.files import schema
+    from treepack.files.manifest import read_manifest
+    from treepack.pack import files as shards
+    from treepack.rl.trace.worlds import MarkovWorld, recorded_world
 
     if trie is None:
         return MarkovWorld(**knobs)
@@ -98,7 +99,7 @@ def _world(trie: Path | None, segment: str, knobs: dict[str, Any]) -> Any:
 
 def _report(arms: list[Any]) -> list[dict[str, Any]]:
     """Means and half widths of intervals of every measure of every arm; "above_uniform" is the gain in root_ratio."""
-    from treepack.rl.simulation import MEASURES, interval
+    from treepack.rl.trace.simulation import MEASURES, interval
 
     found = []
     for arm in arms:

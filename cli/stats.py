@@ -14,8 +14,8 @@ from .reading import read_options, reading_options
 from .stats_table import print_report
 
 if TYPE_CHECKING:
-    from treepack.forecast import Line
-    from treepack.trie import Trie
+    from treepack.analysis.forecast import Line
+    from treepack.trie.build import Trie
 
 QUICK = "contiguous"
 """How to plan for capacities that nobody asked for."""
@@ -117,13 +117,21 @@ def _report(
     share: str,
     others: dict[str, Any],
 ) -> dict[str, Any]:
-    from treepack import schema, shards
-    from treepack.check import check_totals, check_trie
+    from treepack.analysis.forecast import read_device
+    from treepack.analysis.forecast import report as forecast
+    from treepack.analysis.model_cost import read_shape
+    from treepack.analysis.stats import (
+        describe,
+        forecast_lines,
+        plan_capacities,
+        predict,
+        trie_totals,
+        usual_capacities,
+    )
     from treepack.errors import TreepackError
-    from treepack.forecast import read_device
-    from treepack.forecast import report as forecast
-    from treepack.shapes import read_shape
-    from treepack.stats import describe, forecast_lines, plan_capacities, predict, trie_totals, usual_capacities
+    from treepack.files import schema
+    from treepack.pack import files as shards
+    from treepack.pack.check import check_totals, check_trie
 
     shape, device = read_shape(others["model"]), read_device(others["device"])
     directory = Path(paths[0])
@@ -164,9 +172,9 @@ def _report(
 
 def _sharing(trie: Trie, manifest: dict[str, Any] | None, name: str | None) -> dict[str, Any]:
     """Why tokens were laid down; the causes of what was lost are told apart where a tokenizer is at hand."""
-    from treepack.causes import explain
+    from treepack.analysis.lost_sharing import explain
     from treepack.errors import TreepackError
-    from treepack.tokenization import load_tokenizer
+    from treepack.ingest.tokenization import load_tokenizer
 
     known = (manifest or {}).get("tokenizer")
     where: str = name or (known["name"] if known else "")
@@ -186,8 +194,8 @@ def _sharing(trie: Trie, manifest: dict[str, Any] | None, name: str | None) -> d
 
 
 def _contrast(trie: Trie, predictions: Path | None, *, segment: str) -> dict[str, Any]:
-    from treepack.rl.predictions import correlations, read_predictions
-    from treepack.rl.targets import anchors, binary_rewards, effective_ratios
+    from treepack.rl.trace.predictions import correlations, read_predictions
+    from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios
 
     reward, found = binary_rewards(trie), anchors(trie, segment=segment)
     report = {"effective_ratio": {name: ratio._asdict() for name, ratio in effective_ratios(found, reward).items()}}
@@ -200,8 +208,8 @@ def _contrast(trie: Trie, predictions: Path | None, *, segment: str) -> dict[str
 def _raw(paths: tuple[str, ...], *, share: str, reading: dict[str, Any]) -> tuple[Trie, dict[str, int]]:
     from collections import Counter
 
-    from treepack import ingest
-    from treepack.runs import build_large_trie
+    from treepack.ingest import stream as ingest
+    from treepack.trie.out_of_core import build_large_trie
 
     counts: Counter[str] = Counter()
     batches = ingest.read_columns(paths, read_options(reading, shapes=True), counts)
@@ -213,10 +221,10 @@ def _packed(
     directory: Path, manifest: dict[str, Any], *, check: bool, trie_path: Path | None
 ) -> tuple[dict[str, Any], list[Line]]:
     """The report on a packed directory, and what it saves."""
-    from treepack import shards
-    from treepack.check import checked_rows
-    from treepack.forecast import RowCounter
-    from treepack.stats import describe_packed
+    from treepack.analysis.forecast import RowCounter
+    from treepack.analysis.stats import describe_packed
+    from treepack.pack import files as shards
+    from treepack.pack.check import checked_rows
 
     totals, counter = manifest["totals"], RowCounter()
     rows = counter.over(progress(shards.read_rows(directory), description="reading", total=totals["num_rows"]))
@@ -230,7 +238,7 @@ def _packed(
 
 def _origin(directory: Path, manifest: dict[str, Any], trie_path: Path | None) -> Trie | None:
     """The trie that the rows of `directory` lay out, cut to its capacity; None if it is not there."""
-    from treepack.plan import packed_trie
+    from treepack.pack.plan.planning import packed_trie
 
     path = origin_of(directory, manifest, trie_path)
     return None if path is None else packed_trie(read_origin(path, manifest), str(manifest["options"].get("method")))

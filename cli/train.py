@@ -79,7 +79,7 @@ def train(packed: str, model: str, out: Path | None, verify: bool, verify_rows: 
     A run that was cut off, or stopped by SIGTERM, goes on from its newest checkpoint with --resume. On several GPUs:
     torchrun --nproc-per-node 8 --no-python treepack train ...
     """
-    from treepack.options import TrainOptions
+    from treepack.train.options import TrainOptions
 
     objective = read_objective(options)
     given = {name: options.pop(name) for name in ("resume", "overwrite", "tensorboard", "plot")}
@@ -96,9 +96,9 @@ def train(packed: str, model: str, out: Path | None, verify: bool, verify_rows: 
 
 def _verify(packed: str, model: str, options: Any, num_rows: int) -> None:
     from treepack.errors import TreepackError
-    from treepack.ranks import refuse_ranks
-    from treepack.run import open_verification
-    from treepack.verify import verify_gradients
+    from treepack.model.verify import verify_gradients
+    from treepack.train.ranks import refuse_ranks
+    from treepack.train.run import open_verification
 
     refuse_ranks("--verify")
     run = open_verification(packed, model, options)

@@ -62,9 +62,9 @@ def train_model(
     packed: str, model: str, options: Any, out: Path, *, resume: bool, overwrite: bool, tensorboard: bool, plot: bool
 ) -> None:
     """Train from the first step or the newest checkpoint to the last step or SIGTERM, and show what was done."""
-    from treepack.ranks import find_device, join_ranks, leave_ranks
-    from treepack.run import open_run
-    from treepack.run_directory import check_out
+    from treepack.train.directory import check_out
+    from treepack.train.ranks import find_device, join_ranks, leave_ranks
+    from treepack.train.run import open_run
 
     check_out(out, inputs=[packed, model], overwrite=overwrite, resume=resume)
     _require_extras(tensorboard=tensorboard, plot=plot)
@@ -88,8 +88,8 @@ def _run_steps(
 
     from tqdm import tqdm
 
-    from treepack.metrics import TensorBoardLog
-    from treepack.train import train
+    from treepack.train.loop import train
+    from treepack.train.metrics import TensorBoardLog
 
     shown = run.ranks.leads and sys.stderr.isatty()
     found = train(run, out, resume=resume, overwrite=overwrite, stop=stopped, note=lambda each: _note(run.ranks, each))
@@ -139,7 +139,7 @@ def _stopped_by_sigterm() -> Iterator[Callable[[], bool]]:
 
 
 def _show(run: Any, out: Path, steps: list[Any], *, plot: bool) -> None:
-    from treepack.run_directory import METRICS, is_finished
+    from treepack.train.directory import METRICS, is_finished
 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
     if run.ranks.grouped:
@@ -163,7 +163,7 @@ def _show(run: Any, out: Path, steps: list[Any], *, plot: bool) -> None:
     else:
         record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; go on with --resume"
     if plot and (out / METRICS).exists():
-        from treepack.curves import draw_curves
+        from treepack.train.plot import draw_curves
 
         draw_curves(out / METRICS, out / "metrics.png")
         record["curves"] = str(out / "metrics.png")

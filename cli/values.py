@@ -89,11 +89,11 @@ def fit(trie: Path, model: str, out: Path, overwrite: bool, **options: Any) -> N
     A linear head on the hidden state at the end of a prompt or prefix learns the share of successes among the rollouts
     that go on from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
-    from treepack.directory import refuse_existing
-    from treepack.options import TrainOptions
-    from treepack.ranks import refuse_ranks
-    from treepack.values import FitOptions, open_fit
-    from treepack.values import fit as fit_steps
+    from treepack.files.directory import refuse_existing
+    from treepack.train.options import TrainOptions
+    from treepack.train.predictor.fit import FitOptions, open_fit
+    from treepack.train.predictor.fit import fit as fit_steps
+    from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack values fit")
     own = {name: options.pop(name) for name in ("capacity", "segment", "prefix_share", "freeze")}
@@ -164,9 +164,9 @@ def predict(
 
     Rewards are not needed. Prefixes are packed into rows, so each is encoded once.
     """
-    from treepack import value_model
-    from treepack.ranks import refuse_ranks
-    from treepack.rl.expansion import refuse_name, write_table
+    from treepack.rl.trace.expansion import refuse_name, write_table
+    from treepack.train.predictor import model as value_model
+    from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack values predict")
     refuse_name(out)

@@ -20,13 +20,17 @@ import click
 import numpy as np
 import pyarrow as pa
 
-from treepack import objectives, schema, shapes, shards
-from treepack.pack import pack_rows
-from treepack.plan import plan_rows
-from treepack.readers import READERS, fields, token_fields
-from treepack.readers.about import KEEPS
+from treepack.analysis import model_cost as shapes
+from treepack.files import schema
+from treepack.ingest.readers import fields, token_fields
+from treepack.ingest.readers.about import KEEPS
+from treepack.ingest.readers.registry import READERS
+from treepack.model import objectives
+from treepack.pack import files as shards
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie import build_trie
+from treepack.trie.build import build_trie
 
 OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent

@@ -16,8 +16,9 @@ import sys
 from importlib.metadata import entry_points
 
 import pytest
-from command_line import Result, Run
 from hypothesis import settings
+
+from support.command_line import Result, Run
 
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("treepack")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
-
-from strategies import make
 
 import treepack
-from treepack import schema
-from treepack.plan import check_plan, plan_rows
-from treepack.trie import build_trie
-
-ROOT = Path(__file__).parents[1]
+from support.paths import ROOT
+from support.strategies import make
+from treepack.files import schema
+from treepack.pack.plan.planning import check_plan, plan_rows
+from treepack.trie.build import build_trie
 
 
 def test_generated_pages_are_current() -> None:

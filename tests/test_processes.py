@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.paths import TESTS
 from treepack.errors import TreepackError
 from treepack.processes import HELD, in_order
 
@@ -149,7 +150,7 @@ class Wait:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_end_with_their_parent_in_the_middle_of_a_piece(tmp_path: Path, how: signal.Signals) -> None:
-    (tmp_path / "parent.py").write_text(PARENT.format(tests=str(Path(__file__).parent)))
+    (tmp_path / "parent.py").write_text(PARENT.format(tests=str(TESTS)))
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "parent.py")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

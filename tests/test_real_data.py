@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from treepack.check import check_packed, check_trie
+from support.paths import ROOT
 from treepack.columns import collect
-from treepack.ingest import Reading, read, usable
-from treepack.pack import fit_capacity, pack_rows, row_counts, row_totals
-from treepack.plan import Plan, check_plan, plan_rows
-from treepack.trie import Trie, build_trie
+from treepack.ingest.stream import Reading, read, usable
+from treepack.pack.check import check_packed, check_trie
+from treepack.pack.plan.planning import Plan, check_plan, plan_rows
+from treepack.pack.rows import fit_capacity, pack_rows, row_counts, row_totals
+from treepack.trie.build import Trie, build_trie
 
-ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
 TOKENIZER = str(ROOT / "sample_data" / "tokenizer")
 SOURCES = {

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-SAMPLES = Path(__file__).parent.parent / "sample_data"
+from support.paths import SAMPLE_DATA
+
+SAMPLES = SAMPLE_DATA
 SOURCES = {"README.md", "make.py", "workshop.py"}
 
 

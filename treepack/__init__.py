@@ -1,10 +1,10 @@
 """treepack: train on trees of agent rollouts, computing every shared prefix once, with exact gradients.
 
-    read_trajectories, tokenize   raw files to token sequences          (treepack.readers, treepack.tokenization)
+    read_trajectories, tokenize   raw files to token sequences          (treepack.ingest)
     build_trie                    sequences to a forest of prefix tries (treepack.trie)
-    plan_rows, pack_rows          a forest to training rows             (treepack.plan, treepack.pack)
-    PackedDataset, row_loss       rows to tensors and a loss            (treepack.dataset, treepack.model; need torch)
-    collate, batch_loss           the same for other trainers           (treepack.collation)
+    plan_rows, pack_rows          a forest to training rows             (treepack.pack)
+    PackedDataset, row_loss       rows to tensors and a loss            (treepack.data, treepack.model; need torch)
+    collate, batch_loss           the same for other trainers           (treepack.model)
 
 Importing treepack costs nothing: names are loaded when they are first used.
 """
@@ -20,43 +20,43 @@ _HOME = {
     "TreepackError": "errors",
     "Trajectory": "trajectory",
     "Tokens": "trajectory",
-    "read_trajectories": "readers",
-    "tokenize": "tokenization",
-    "Trie": "trie",
-    "build_trie": "trie",
-    "Plan": "plan",
-    "plan_rows": "plan",
-    "check_plan": "plan",
-    "Row": "pack",
-    "pack_rows": "pack",
-    "read_trie": "shards",
-    "read_rows": "shards",
-    "AdvantageOptions": "rl.advantages",
-    "estimate_advantages": "rl.advantages",
-    "with_advantages": "rl.advantages",
-    "augment": "rl.augmentation",
-    "estimate_pass_rates": "rl.pass_rates:estimate",
-    "PackedDataset": "dataset",
-    "collate": "collation",
-    "batch_loss": "collation",
-    "batch_logprobs": "collation",
+    "read_trajectories": "ingest.readers.registry",
+    "tokenize": "ingest.tokenization",
+    "Trie": "trie.build",
+    "build_trie": "trie.build",
+    "Plan": "pack.plan.planning",
+    "plan_rows": "pack.plan.planning",
+    "check_plan": "pack.plan.planning",
+    "Row": "pack.rows",
+    "pack_rows": "pack.rows",
+    "read_trie": "pack.files",
+    "read_rows": "pack.files",
+    "AdvantageOptions": "rl.advantages.estimate",
+    "estimate_advantages": "rl.advantages.estimate",
+    "with_advantages": "rl.advantages.estimate",
+    "augment": "rl.pros.augmentation",
+    "estimate_pass_rates": "rl.pros.pass_rates:estimate",
+    "PackedDataset": "data.dataset",
+    "collate": "model.collation",
+    "batch_loss": "model.collation",
+    "batch_logprobs": "model.collation",
     "tree_attention": "attention",
     "register_attention": "attention:register",
-    "load_model": "model",
-    "row_loss": "model",
-    "row_logprobs": "model",
-    "row_objective": "model",
-    "choose_objective": "objectives",
-    "objective_loss": "objectives",
-    "weighted_nll": "loss",
-    "tree_logprobs": "loss",
-    "verify_gradients": "verify",
-    "open_scoring": "logprobs",
-    "scored_rows": "logprobs",
-    "open_fit": "values",
-    "fit_values": "values:fit",
-    "load_values": "value_model",
-    "predict_values": "value_model:predict",
+    "load_model": "model.load",
+    "row_loss": "model.load",
+    "row_logprobs": "model.load",
+    "row_objective": "model.load",
+    "choose_objective": "model.objectives",
+    "objective_loss": "model.objectives",
+    "weighted_nll": "model.loss",
+    "tree_logprobs": "model.loss",
+    "verify_gradients": "model.verify",
+    "open_scoring": "train.logprobs",
+    "scored_rows": "train.logprobs",
+    "open_fit": "train.predictor.fit",
+    "fit_values": "train.predictor.fit:fit",
+    "load_values": "train.predictor.model",
+    "predict_values": "train.predictor.model:predict",
 }
 
 __all__ = ["__version__", *_HOME]

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack import schema
 from treepack.errors import TreepackError
+from treepack.files import schema
 from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory
 
 NO_TRAJECTORY = "no trajectory with a trained token was found; nothing to build"

@@ -12,10 +12,10 @@ interface   all under transformers' names, and the refusal of everything else a 
 Triton is imported when a kernel first runs, never before.
 """
 
+from treepack.attention.autograd import Kept
 from treepack.attention.dispatch import NAMES, obstacle, prepare, resolve, row_multiple, takes_chains, tree_attention
 from treepack.attention.flex import build_block_mask, flex_attention
 from treepack.attention.interface import IMPLEMENTATIONS, register
-from treepack.attention.kernel import Kept
 from treepack.attention.reference import reference_attention, visible_pairs
 
 __all__ = [

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from treepack.attention.autograd import Kept, runs_hopper, triton_attention
 from treepack.attention.chains import Chains, chain_attention, find_chains
 from treepack.attention.flash import MAX_HEAD_DIM, build_flash_mask, flash_attention, installed
 from treepack.attention.flex import BLOCK, build_block_mask, flex_attention
-from treepack.attention.kernel import Kept, runs_hopper, triton_attention
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule, build_schedule
 from treepack.errors import TreepackError

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.trajectory import Int64
-from treepack.trie import Trie
+from treepack.trie.build import Trie
 
 
 @dataclass(frozen=True, slots=True)

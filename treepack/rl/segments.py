@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.rl.cuts import Cuts, find_cuts
 from treepack.rl.group_tree import Paths, node_paths
+from treepack.rl.segment_cuts import Cuts, find_cuts
 from treepack.trajectory import Int64
-from treepack.trie import Trie
+from treepack.trie.build import Trie
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,307 @@
+"""The forecast: every figure is what counting really made samples and really packed rows gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from support import strategies
+from support.command_line import Run
+from support.paths import SAMPLE_DATA
+from support.strategies import make
+from treepack.analysis import forecast, stats
+from treepack.analysis.forecast import Line, RowCounter, flat_work, trained_of, tree_work, turns_work, whole_work
+from treepack.analysis.model_cost import ModelShape, Work, operations
+from treepack.analysis.turns import cut_to_turns, turns_of
+from treepack.errors import TreepackError
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.rows import Row, pack_rows
+from treepack.trajectory import Tokens, Trajectory
+from treepack.trie.build import Trie, build_trie, trajectories_of
+
+SAMPLES = SAMPLE_DATA
+SHAPE = ModelShape("made", weights=7, output=11, scores=3)
+DEVICE = forecast.Device("made", 1e12)
+
+
+def one_per_turn(trajectory: Trajectory) -> list[Trajectory]:
+    """The samples of a trajectory's turns, made one by one."""
+    content = trajectory.content
+    assert isinstance(content, Tokens)
+    made: list[Trajectory] = []
+    first = 0
+    for i, end in enumerate(content.ends.tolist()):
+        if i + 1 < len(content.ends) and content.starts[i + 1] == end:
+            continue
+        own = slice(first, i + 1)
+        turn = Tokens(content.tokens[:end], content.starts[own], content.ends[own], content.span_weights[own])
+        made.append(replace(trajectory, trajectory_id=f"{trajectory.trajectory_id}/{i}", content=turn))
+        first = i + 1
+    return made
+
+
+def cut_behind(trajectory: Trajectory, end: int) -> Trajectory:
+    content = trajectory.content
+    assert isinstance(content, Tokens)
+    kept = content.ends <= end
+    spans = (content.starts[kept], content.ends[kept], content.span_weights[kept])
+    return replace(trajectory, content=Tokens(content.tokens[:end], *spans))
+
+
+def length(trajectory: Trajectory) -> int:
+    assert isinstance(trajectory.content, Tokens)
+    return len(trajectory.content.tokens)
+
+
+def counted(rows: list[Row]) -> Work:
+    """Tokens, score pairs and targets of rows, by the definition of each."""
+    work = Work(0, 0, 0)
+    for row in rows:
+        seen = [int(np.sum((np.arange(row.num_tokens) <= q) & (row.subtree_end > q))) for q in range(row.num_tokens)]
+        work += Work(row.num_tokens, sum(seen), int((row.loss_weight > 0).sum()))
+    return work
+
+
+def one_by_one(trie: Trie) -> Work:
+    """The work of the trajectories in rows that share nothing."""
+    plan = plan_rows(trie, capacity=1000, method="sequence")
+    return counted(list(pack_rows(build_trie(trajectories_of(trie), share="none"), plan)))
+
+
+@given(given_ones=strategies.trajectories(), limit=st.integers(1, 12))
+def test_a_trie_cut_to_its_turns_is_that_of_trajectories_cut_there(given_ones: list[Trajectory], limit: int) -> None:
+    trie = build_trie(given_ones)
+    turns = turns_of(trie).within(limit)
+    lengths = {t.trajectory_id: max(map(length, one_per_turn(t)), default=0) for t in given_ones}
+    short = {t.trajectory_id: [length(each) for each in one_per_turn(t) if length(each) <= limit] for t in given_ones}
+    assume(any(short.values()))
+    expected = build_trie([cut_behind(t, max(short[t.trajectory_id])) for t in given_ones if short[t.trajectory_id]])
+    cut = cut_to_turns(trie, turns)
+    for name in ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(expected, name), err_msg=name)
+    spans = [sorted((t.trajectory_id, str(t.content)) for t in trajectories_of(each)) for each in (cut, expected)]
+    whole = max(lengths.values()) <= limit and all(length(t) == lengths[t.trajectory_id] for t in given_ones)
+    assert (cut is trie) == whole
+    if not whole:
+        assert spans[0] == spans[1]
+
+
+@given(given_ones=strategies.trajectories(steps=False), limit=st.integers(4, 12))
+def test_turns_are_forecast_as_if_each_were_made(given_ones: list[Trajectory], limit: int) -> None:
+    trie = build_trie(given_ones)
+    turns = turns_of(trie).within(limit)
+    made = [turn for t in given_ones for turn in one_per_turn(t) if length(turn) <= limit]
+    assume(made)
+    real, cut = build_trie(made), cut_to_turns(trie, turns)
+    assert turns_work(cut, turns) == flat_work(real)
+    assert tree_work(cut, trained_of(cut)) == tree_work(real, trained_of(real))
+
+
+@given(strategies.trajectories(steps=False))
+def test_trajectories_one_by_one_are_rows_that_share_nothing(given_ones: list[Trajectory]) -> None:
+    trie = build_trie(given_ones)
+    assert flat_work(trie) == one_by_one(trie)
+
+
+@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_plans_and_packed_rows_have_the_work_that_rows_hold(given_ones: list[Trajectory], capacity: int) -> None:
+    trie = build_trie(given_ones)
+    (planned,) = stats.plan_capacities(trie, [capacity], method="contiguous", too_long="error")
+    rows = list(pack_rows(trie, planned.plan))
+    lines = stats.forecast_lines(trie, [planned], method="contiguous")
+    assert (lines[1].capacity, lines[1].packed) == (capacity, counted(rows))
+    counter = RowCounter()
+    assert list(counter.over(rows)) == rows
+    totals = stats.trie_totals(trie)
+    of_rows = counter.line({"capacity": capacity, "totals": totals})
+    assert of_rows.packed == counted(rows)
+    weights = trie.trajectories["weight"].to_numpy()
+    targets = totals["tokens_trained"] if (weights > 0).all() else of_rows.flat.targets
+    assert of_rows.flat == replace(flat_work(trie), targets=targets)
+
+
+def turns_of_chats(num: int = 3) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Conversations of one prompt whose last token is trained, and a sample for each of their turns."""
+    chats = [
+        make(f"t{i}", [1, 2, 3, 10 + i, 4, 20 + i, 21], spans=[(3, 4, 1.0), (5, 7, 1.0)], group=f"g{i}")
+        for i in range(num)
+    ]
+    return chats, [turn for chat in chats for turn in one_per_turn(chat)]
+
+
+def test_both_ways_come_from_either() -> None:
+    chats, turns = turns_of_chats()
+    found = []
+    for given_ones in (chats, turns):
+        trie = build_trie(given_ones)
+        planned = list(stats.plan_capacities(trie, [8, 64], method="contiguous", too_long="error"))
+        found.append(stats.forecast_lines(trie, planned, method="contiguous"))
+    assert [line.samples for line in found[0]] == ["trajectories"] * 3 + ["turns"] * 3
+    assert found[0][:3] == found[1][3:]
+    assert found[0][3:] == found[1][:3]
+    assert found[0][0].flat == Work(21, 3 * 28, 9)
+    assert found[0][3].flat == Work(33, 3 * (28 + 10), 9)
+
+
+def test_turns_that_fit_are_kept_of_trajectories_that_do_not() -> None:
+    chats, _ = turns_of_chats()
+    trie = build_trie([*chats, make("short", [1, 2], group="g9")])
+    planned = list(stats.plan_capacities(trie, [5], method="contiguous", too_long="drop"))
+    lines = {line.samples: line for line in stats.forecast_lines(trie, planned, method="contiguous")[1::2]}
+    assert (lines["trajectories"].num_left_out, lines["trajectories"].flat.tokens) == (3, 2)
+    assert (lines["turns"].num_left_out, lines["turns"].flat.tokens) == (3, 3 * 4 + 2)
+
+
+def test_whole_trajectories_are_derived_from_turns_only_where_all_of_these_fit() -> None:
+    _, turns = turns_of_chats()
+    trie = build_trie(turns)
+    planned = list(stats.plan_capacities(trie, [5, 7], method="contiguous", too_long="drop"))
+    lines = stats.forecast_lines(trie, planned, method="contiguous")
+    assert [(line.samples, line.capacity) for line in lines] == [
+        *(("turns", capacity) for capacity in (None, 5, 7)),
+        *(("trajectories", capacity) for capacity in (None, 7)),
+    ]
+
+
+def test_single_turns_that_share_a_prompt_have_one_line() -> None:
+    trie = build_trie([make(f"t{i}", [1, 2, i], spans=[(2, 3, 1.0)]) for i in range(4)])
+    (line,) = stats.forecast_lines(trie, [], method="contiguous")
+    assert line == Line("trajectories", None, Work(12, 24, 4), Work(6, 3 + 12, 4))
+
+
+def test_samples_that_no_other_continues_train_what_is_trained_on_their_path() -> None:
+    _, turns = turns_of_chats(1)
+    trie = build_trie(turns)
+    assert whole_work(trie, trained_of(trie)) == Work(7, 28, 3)
+
+
+def test_the_report_follows_from_the_lines() -> None:
+    flat, packed = Work(1000, 9000, 100), Work(200, 3000, 90)
+    found = forecast.report([Line("turns", 64, flat, packed, 2)], SHAPE, DEVICE)
+    (line,) = found["lines"]
+    assert line["flops_flat"] == 6 * (7 * 1000 + 11 * 100 + 3 * 9000) == operations(SHAPE, flat)
+    assert line["speedup"] == pytest.approx(operations(SHAPE, flat) / operations(SHAPE, packed))
+    assert (line["sharing"], line["num_left_out"], line["capacity"]) == (0.8, 2, 64)
+    assert line["hours"] * 3600 * DEVICE.rate * found["mfu"] == pytest.approx(operations(SHAPE, packed))
+    assert json.loads(json.dumps(found)) == found
+
+
+def line_of(samples: str, saved: float, capacity: int | None = None, left_out: int = 0) -> Line:
+    """A line of no attention and no output, whose speed-up is 1 / (1 - saved)."""
+    return Line(samples, capacity, Work(1000, 0, 0), Work(round(1000 * (1 - saved)), 0, 0), left_out)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([line_of("rows", 0.8)], "tree training pays: 5.0x"),
+        ([line_of("rows", 0.03)], "tree training does not pay: sharing is 3 %"),
+        (
+            [line_of("trajectories", 0.5), line_of("turns", 0.9)],
+            "tree training pays: 2.0x for trajectories, 10.0x for turns",
+        ),
+        (
+            [line_of("trajectories", 0.03), line_of("turns", 0.8)],
+            "tree training pays: 5.0x for turns; not for trajectories: sharing is 3 %",
+        ),
+        (
+            [line_of("trajectories", 0.03), line_of("turns", 0.05)],
+            "tree training does not pay: sharing is 3 % for trajectories, sharing is 5 % for turns",
+        ),
+        ([line_of("turns", 0.9), line_of("turns", 0.5, 64), line_of("turns", 0.8, 32)], "tree training pays: 5.0x"),
+        ([line_of("turns", 0.8, 32, left_out=9), line_of("turns", 0.5, 64)], "tree training pays: 2.0x"),
+    ],
+)
+def test_the_verdict_is_one_plain_line(lines: list[Line], said: str) -> None:
+    found = forecast.report(lines, SHAPE, DEVICE)
+    assert found["verdict"] == said
+    assert found["pays"] == ("not pay" not in said)
+
+
+def test_devices_have_names_or_rates() -> None:
+    assert forecast.read_device("H200").rate == pytest.approx(771e12, rel=0.01)
+    assert forecast.read_device("123.5").rate == 123.5e12
+    for wrong in ("h900", "-1", "0", "nan", "inf"):
+        with pytest.raises(TreepackError, match="expected a100, h100, h200, b200 or a rate in TFLOP/s"):
+            forecast.read_device(wrong)
+
+
+def test_usual_capacities_hold_every_trajectory() -> None:
+    def usual(size: int) -> list[int]:
+        return stats.usual_capacities(build_trie([make("t", [1] * size)]))
+
+    assert usual(10) == [16_384, 65_536]
+    assert usual(16_385) == [65_536]
+    assert usual(65_537) == [131_072]
+
+
+@pytest.fixture
+def chats(treepack: Run, tmp_path: Path) -> Callable[..., Path]:
+    """Builds a trie of the sample conversations with some options and gives its directory."""
+
+    def build(expand: str) -> Path:
+        out = tmp_path / expand
+        given = (SAMPLES / "chat.jsonl", "--tokenizer", SAMPLES / "tokenizer", "--expand", expand)
+        assert treepack("build-trie", *given, "--out", out).status == 0
+        return out
+
+    return build
+
+
+def forecast_of(treepack: Run, *arguments: str | Path | float) -> dict[str, Any]:
+    """The forecast of `treepack stats`."""
+    found = treepack("stats", *arguments, "--json").json["forecast"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_turns_of_whole_conversations_are_forecast_as_their_expansion(
+    treepack: Run, chats: Callable[..., Path]
+) -> None:
+    found = [forecast_of(treepack, chats(expand)) for expand in ("trajectory", "turns")]
+    lines = [{(line["samples"], line["capacity"]): line for line in each["lines"]} for each in found]
+    assert lines[0].keys() == lines[1].keys()
+    for key in lines[0]:
+        assert lines[0][key]["speedup"] == pytest.approx(lines[1][key]["speedup"], rel=0.02), key
+    assert lines[0]["turns", None] == lines[1]["turns", None]
+
+
+def test_stats_ends_with_a_forecast_and_a_verdict(treepack: Run, chats: Callable[..., Path], tmp_path: Path) -> None:
+    trie = chats("turns")
+    packed = tmp_path / "packed"
+    assert treepack("pack", trie, "--capacity", 4096, "--out", packed).status == 0
+    options = ("--model", "llama-3.1-8b", "--device", "100")
+    before = forecast_of(treepack, trie, "--capacity", 4096, *options)
+    after = forecast_of(treepack, packed, *options)
+    foretold = next(line for line in before["lines"] if (line["samples"], line["capacity"]) == ("turns", 4096))
+    assert after["lines"] == [foretold | {"samples": "rows"}]
+    assert (after["model"], after["flops_per_second"]) == ("llama-3.1-8b", 1e14)
+    assert after["device"] is None
+
+
+def test_the_last_line_names_the_model_and_what_hours_are_counted_by(treepack: Run, chats: Callable[..., Path]) -> None:
+    last = treepack("stats", chats("trajectory")).out.splitlines()[-1]
+    expected = r"tree training pays: [\d.]+x for trajectories, [\d.]+x for turns \(for qwen3-8b; hours at 50\.0 % of "
+    assert re.fullmatch(expected + r"771 TFLOP/s, one h200\)", last)
+    assert treepack("stats", chats("turns"), "--device", 400).out.endswith("hours at 50.0 % of 400 TFLOP/s)\n")
+
+
+def test_the_command_line_has_the_defaults_of_the_library() -> None:
+    options = {option.name: option.default for option in import_module("treepack_cli.stats").stats.params}
+    assert (options["model"], options["device"]) == (forecast.DEFAULT_MODEL, forecast.DEFAULT_DEVICE)
+
+
+def test_a_wrong_model_is_refused_before_anything_is_read(treepack: Run, tmp_path: Path) -> None:
+    result = treepack("stats", tmp_path / "missing", "--model", "qwen3-9b")
+    assert result.status == 1
+    assert "qwen3-9b: no such config.json" in result.err

@@ -1,0 +1,388 @@
+"""What a report counts, says and writes: against slow twins, and as files."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import gzip
+import json
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from support.command_line import Run
+from support.paths import ROOT
+from support.strategies import make, trajectories
+from treepack.analysis.model_cost import read_shape
+from treepack.analysis.report import texts
+from treepack.analysis.report.figures import Subject, histogram, measure, nice_edges, node_means, reward_by_node
+from treepack.analysis.report.outline import outline
+from treepack.analysis.report.page import render
+from treepack.analysis.report.parts import groups_of, rewards_of, trees_of
+from treepack.analysis.report.pictures import PICTURES
+from treepack.analysis.report.rebuilt import trie_of_rows
+from treepack.analysis.report.words import headline
+from treepack.errors import TreepackError
+from treepack.ingest.tokenization import load_tokenizer
+from treepack.pack import files as shards
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.rows import pack_rows
+from treepack.trajectory import Trajectory
+from treepack.trie.build import Trie, build_trie, paths, trajectories_of
+
+SHAPE = read_shape("qwen3-8b")
+SHARES = st.sampled_from(["all", "group", "none"])
+
+
+def rollouts() -> list[Trajectory]:
+    """Two groups of three; the second shares less; one rollout is a prefix of another."""
+    return [
+        make("a0", [1, 2, 3, 4, 5], group="a", reward=1.0),
+        make("a1", [1, 2, 3, 4, 6, 7], group="a", reward=0.0),
+        make("a2", [1, 2, 3, 4], group="a", reward=1.0),
+        make("b0", [1, 2, 8], group="b", reward=0.0, spans=[(1, 2, 1.0)]),
+        make("b1", [1, 9, 9, 9], group="b", reward=0.0, spans=[(2, 4, 1.0)]),
+        make("b2", [1, 9, 8], group="b", reward=0.0),
+    ]
+
+
+def page_of(trie: Trie) -> str:
+    subject = Subject("made", trie)
+    return render(subject, measure(subject, SHAPE), texts.node_texts(trie, texts.ids_as_text, limit=10**6))
+
+
+def block(page: str, name: str) -> bytes:
+    found = re.search(rf'<script type="text/plain" id="data-{name}">([^<]*)</script>', page)
+    assert found, name
+    return gzip.decompress(base64.b64decode(found[1]))
+
+
+@given(trajectories(), SHARES)
+def test_a_group_has_the_tokens_of_the_trie_of_its_own_rollouts(made: list[Trajectory], share: str) -> None:
+    trie = build_trie(made, share=share)
+    members: dict[tuple[int | None, str], list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories_of(trie):
+        members[trajectory.step, str(trajectory.group_id)].append(trajectory)
+    alone = sorted(
+        (len(own), t.tokens_flat, t.tokens_tree)
+        for own in members.values()
+        for t in [build_trie(own, share="none" if share == "none" else "all")]
+    )
+    parts = groups_of(trie)
+    assert sorted(zip(parts.sizes.tolist(), parts.flat.tolist(), parts.tree.tolist(), strict=True)) == alone
+
+
+@given(trajectories(), SHARES)
+def test_trees_have_all_tokens_of_the_trie(made: list[Trajectory], share: str) -> None:
+    trie = build_trie(made, share=share)
+    parts = trees_of(trie)
+    assert len(parts.names) == trie.num_trees
+    own = np.bincount(trie.tree_id, weights=trie.node_length, minlength=trie.num_trees)
+    assert parts.tree.tolist() == own.tolist()
+
+
+@given(trajectories(), st.data())
+def test_the_reward_of_a_node_is_the_mean_over_the_rollouts_through_it(
+    made: list[Trajectory], data: st.DataObject
+) -> None:
+    trie = build_trie(made)
+    rewards = np.array([data.draw(st.sampled_from([np.nan, 0.0, 0.5, 1.0])) for _ in range(trie.num_trajectories)])
+    through: dict[int, list[float]] = defaultdict(list)
+    for reward, path in zip(rewards.tolist(), paths(trie.end_node, trie.node_start, trie.depth), strict=True):
+        for node in np.unique(np.searchsorted(trie.node_start, path, side="right") - 1).tolist():
+            through[node] += [] if np.isnan(reward) else [reward]
+    means = [float(np.mean(through[node])) if through[node] else np.nan for node in range(trie.num_nodes)]
+    assert node_means(trie, rewards).tolist() == pytest.approx(means, nan_ok=True)
+
+
+def test_every_node_is_in_one_cell_of_the_chart_of_rewards() -> None:
+    trie = build_trie(rollouts())
+    cells = reward_by_node(trie)
+    assert sum(cell["nodes"] for cell in cells) == trie.num_nodes
+    assert sum(cell["tokens"] for cell in cells) == trie.tokens_tree
+    assert reward_by_node(build_trie([make("x", [1, 2, 3])])) == []
+
+
+def test_equal_rewards_are_one_row_of_the_chart() -> None:
+    made = [make(f"t{i}", [1, 2, 3 + i % 9, i], reward=0.1) for i in range(60)]
+    cells = reward_by_node(build_trie(made))
+    assert len({cell["reward_start"] for cell in cells}) == 1
+    assert cells[0]["reward_end"] - cells[0]["reward_start"] == pytest.approx(1)
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=50))
+def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
+    edges = nice_edges(np.array(values))
+    bars = histogram(np.array(values), edges)
+    assert sum(bar["count"] for bar in bars) == len(values)
+    assert edges[0] <= min(values)
+    assert max(values) < edges[-1]
+    assert len(bars) <= 30
+
+
+@given(trajectories(), st.integers(0, 60))
+def test_nodes_keep_their_first_tokens_all_alike_and_no_more_than_the_limit(made: list[Trajectory], limit: int) -> None:
+    trie = build_trie(made)
+    found = texts.node_texts(trie, texts.ids_as_text, limit=limit)
+    nodes = [node for chunk in found.chunks for node in json.loads(chunk)]
+    assert len(nodes) == trie.num_nodes
+    kept = max(trie.node_length) if found.kept is None else found.kept
+    for u, pieces in enumerate(nodes):
+        own = trie.tokens[trie.node_start[u] : trie.node_start[u + 1]]
+        assert "".join(pieces).split() == [str(token) for token in own[:kept]]
+    shown = int(np.minimum(trie.node_length, kept).sum())
+    assert shown <= limit or found.kept is None
+    assert found.tokens_left_out == trie.tokens_tree - shown
+    assert (found.kept is None) == (found.tokens_left_out == 0)
+
+
+def test_what_any_rollout_trains_is_marked() -> None:
+    trie = build_trie([make("a", [1, 2, 3, 4], spans=[(2, 3, 1.0)]), make("b", [1, 2, 3, 5], spans=[(3, 4, 1.0)])])
+    (chunk,) = texts.node_texts(trie, texts.ids_as_text, limit=100).chunks
+    assert json.loads(chunk) == [["1 2 ", "3 "], ["4 "], ["", "5 "]]
+
+
+def test_many_nodes_are_cut_into_chunks_that_say_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "CHUNK_CHARACTERS", 40)
+    trie = build_trie([make(f"t{i}", [1, i, i, i, i]) for i in range(2, 30)])
+    found = texts.node_texts(trie, texts.ids_as_text, limit=10**6)
+    sizes = [len(json.loads(chunk)) for chunk in found.chunks]
+    assert len(sizes) > 5
+    assert np.cumsum([0, *sizes]).tolist() == [*found.first_node, trie.num_nodes]
+
+
+def test_text_that_is_decoded_in_parts_keeps_its_spaces() -> None:
+    words = {"<unk>": 0, "\u2581a": 1, "\u2581the": 2, "\u2581cat": 3, "s": 4}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    assert backend.decode([2, 3]) == "the cat"
+    decode = texts.decoder_of(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert decode([[2], [3, 4], []]) == [" the", " cats", ""]
+
+
+def test_a_path_reads_as_the_text_that_was_encoded() -> None:
+    tokenizer = load_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
+    said = "<|im_start|>user\nA caf\u00e9 costs 3 \u20ac.<|im_end|>\n"
+    ids = tokenizer.encode(said, add_special_tokens=False)
+    assert "".join(texts.decoder_of(tokenizer)([ids[:5], ids[5:]])) == said
+
+
+@given(trajectories(steps=False))
+def test_a_trie_built_from_rows_is_the_trie_that_they_lay_out(made: list[Trajectory]) -> None:
+    trie = build_trie(made)
+    rows = list(pack_rows(trie, plan_rows(trie, capacity=10)))
+    found = trie_of_rows(rows)
+    assert np.array_equal(found.tokens, trie.tokens)
+    assert np.array_equal(found.end_node, trie.end_node)
+    assert sorted(found.trajectories["group_id"].to_pylist()) == sorted(trie.trajectories["group_id"].to_pylist())
+
+
+def test_rows_with_terms_give_back_rewards_and_what_each_rollout_trains() -> None:
+    trie = build_trie(rollouts())
+    found = trie_of_rows(pack_rows(trie, plan_rows(trie, capacity=8)))
+    assert rewards_of(found).tolist() == rewards_of(trie).tolist()
+
+    def spans(one: Trie) -> list[list[tuple[int, int]]]:
+        return [[(s["start"], s["end"]) for s in own] for own in one.trajectories["trained"].to_pylist()]
+
+    assert spans(found) == spans(trie)
+
+
+@given(trajectories())
+def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_leaf(made: list[Trajectory]) -> None:
+    trie = build_trie(made)
+    parts = groups_of(trie)
+    for part in range(len(parts.names)):
+        members = np.flatnonzero(parts.of == part)
+        blocks = outline(trie, members)
+        assert sum(block.end - block.start for block in blocks) == parts.tree[part]
+        leaves = [block for block in blocks if block.rows == 1]
+        assert {block.row for block in leaves} == set(range(max(block.row + block.rows for block in blocks)))
+        assert sum(block.count for block in blocks if block.start == 0) == len(members)
+
+
+@pytest.mark.parametrize(
+    ("por", "said"),
+    [
+        (0.0, "No token is a repeat."),
+        (0.01, "Hardly any token is a repeat."),
+        (0.05, "One of 20 tokens is a repeat."),
+        (0.13, "1 of 10 tokens is a repeat."),
+        (0.928, "9 of 10 tokens are repeats."),
+        (0.97, "97 of 100 tokens are repeats."),
+        (0.9999, "99 of 100 tokens are repeats."),
+    ],
+)
+def test_the_headline_says_the_share_of_repeats(por: float, said: str) -> None:
+    assert headline(por) == said
+
+
+def test_the_summary_has_the_numbers_of_the_rollouts() -> None:
+    page = page_of(build_trie(rollouts())).replace("\N{NO-BREAK SPACE}", " ")
+    assert "6 rollouts of 2 groups have 25 tokens." in page
+    assert "12 are left: 52.0 % could be saved (POR), 2.1 tokens for each one that is computed." in page
+    assert "The mean reward is 0.333. In 1 of 2 groups all rollouts have the same reward" in page
+    assert "Tree training" in page
+
+
+def test_the_explorer_gets_the_trie_and_the_groups_as_they_are() -> None:
+    trie = build_trie(rollouts())
+    page = page_of(trie)
+    size, up = (np.frombuffer(block(page, name), "<u4") for name in ("forest-size", "forest-up"))
+    assert size.tolist() == trie.node_length.tolist()
+    assert [i - u if u else -1 for i, u in enumerate(up.tolist())] == trie.parent.tolist()
+    ends = np.cumsum(np.frombuffer(block(page, "rollout-end"), "<u4"))
+    assert ends.tolist() == trie.end_node.tolist()
+    assert json.loads(block(page, "rollout-ids")) == trie.trajectories["trajectory_id"].to_pylist()
+    assert json.loads(block(page, "groups-names")) == ["a", "b"]
+    assert np.frombuffer(block(page, "groups-tree"), "<f8").tolist() == [7.0, 7.0]
+
+
+def test_a_page_loads_nothing_and_has_no_markup_of_a_rollout() -> None:
+    nasty = '</script><script>alert(1)</script><img src="x" onerror="alert(2)">'
+    trie = build_trie([make(nasty, [1, 2, 3], group=nasty), make("b", [1, 2], group=nasty)])
+    subject = Subject(nasty, trie, counts={nasty: 1})
+    page = render(subject, measure(subject, SHAPE), None)
+    assert "alert(" not in page.replace("&lt;script&gt;alert(1)", "").replace("onerror=&#34;alert(2)", "")
+    tags = re.findall(r"<(?:script|link|img|iframe|object|use|image)\b[^>]*>", page)
+    assert len(tags) > 10
+    assert [tag for tag in tags if re.search(r"""(src|href)=(?!["']data:)""", tag)] == []
+    assert "@import" not in page
+    assert "url(" not in page
+    assert "default-src 'none'" in page
+
+
+def test_equal_input_gives_equal_bytes_in_whatever_order_it_comes(tmp_path: Path, treepack: Run) -> None:
+    records = [json.loads(line) for line in (ROOT / "sample_data" / "tokens.jsonl").read_text().splitlines()[:12]]
+    lines = [json.dumps(record | {"rollout_id": f"r{i}"}) for i, record in enumerate(records)]
+    for name, order in (("x", lines), ("y", lines[::-1])):
+        (tmp_path / name).mkdir()
+        source, page, png = tmp_path / name / "in.jsonl", tmp_path / f"{name}.html", tmp_path / f"{name}-png"
+        source.write_text("\n".join(order))
+        done = treepack("report", source, "--out", page, "--png", png)
+        assert done.status == 0, done.err
+    assert (tmp_path / "x.html").read_bytes() == (tmp_path / "y.html").read_bytes()
+    written = sorted(path.name for path in (tmp_path / "x-png").iterdir())
+    assert set(written) <= set(PICTURES)
+    assert len(written) >= 7
+    for name in written:
+        assert (tmp_path / "x-png" / name).read_bytes() == (tmp_path / "y-png" / name).read_bytes(), name
+
+
+def test_a_packed_directory_is_shown_with_its_rows_and_with_its_trie_or_one_built_anew(
+    tmp_path: Path, treepack: Run
+) -> None:
+    treepack("build-trie", ROOT / "sample_data" / "tokens.jsonl", "--out", tmp_path / "trie")
+    treepack("pack", tmp_path / "trie", "--capacity", 2048, "--out", tmp_path / "packed")
+    manifest = json.loads((tmp_path / "packed" / "manifest.json").read_text())
+    err = f"{100 * manifest['totals']['err']:.1f}\N{NO-BREAK SPACE}% are saved (ERR)"
+    pages = []
+    for name in ("found", "rebuilt"):
+        done = treepack("report", tmp_path / "packed", "--no-text", "--out", tmp_path / f"{name}.html")
+        assert done.status == 0, done.err
+        pages.append((tmp_path / f"{name}.html").read_text())
+        if name == "found":
+            (tmp_path / "trie").rename(tmp_path / "elsewhere")
+    assert [err in page for page in pages] == [True, True]
+    assert ["built anew from the rows" in page for page in pages] == [False, True]
+    assert block(pages[0], "forest-size") == block(pages[1], "forest-size")
+    assert block(pages[0], "rollout-reward") == block(pages[1], "rollout-reward")
+
+
+def test_text_is_there_only_if_wanted_and_what_is_left_out_is_said(tmp_path: Path, treepack: Run) -> None:
+    source, pages = tmp_path / "in.jsonl", {}
+    source.write_text("".join((ROOT / "sample_data" / "chat.jsonl").open().readlines()[:3]))
+    wanted: dict[str, list[object]] = {"all": [], "none": ["--no-text"], "some": ["--text-limit", 2000]}
+    for name, options in wanted.items():
+        given = (source, "--tokenizer", ROOT / "sample_data" / "tokenizer", *options)
+        done = treepack("report", *given, "--out", tmp_path / f"{name}.html")
+        assert done.status == 0, done.err
+        pages[name] = (tmp_path / f"{name}.html").read_text()
+    assert "You are the desk agent" in block(pages["all"], "text-0").decode()
+    assert "data-text-" not in pages["none"]
+    assert "This page holds no text (--no-text)." in pages["none"]
+    said = re.search(r"Of each node the page holds the first (\d+) tokens: ([\d,]+) are left out", pages["some"])
+    assert said
+    assert int(said[1]) > 0
+    assert "are left out" not in pages["all"]
+
+
+def test_token_ids_stand_for_text_where_no_tokenizer_is_known(tmp_path: Path, treepack: Run) -> None:
+    done = treepack("report", ROOT / "sample_data" / "tokens.jsonl", "--out", tmp_path / "page.html")
+    assert "token ids, for no tokenizer is at hand" in done.out
+    page = (tmp_path / "page.html").read_text()
+    assert "Token ids stand for text" in page
+    assert re.fullmatch(r"[\d ]+", "".join(json.loads(block(page, "text-0"))[0]))
+
+
+def test_another_tokenizer_than_that_of_the_directory_is_refused(tmp_path: Path, treepack: Run) -> None:
+    trie = build_trie(rollouts())
+    (tmp_path / "trie").mkdir()
+    known = {"name": "gone", "vocab_size": 9, "sha256": "0"}
+    totals = measure(Subject("made", trie), SHAPE).totals
+    shards.write_trie(trie, tmp_path / "trie", {"tokenizer": known, "totals": totals})
+    done = treepack(
+        "report", tmp_path / "trie", "--tokenizer", ROOT / "sample_data" / "tokenizer", "--out", tmp_path / "page.html"
+    )
+    assert (done.status, done.err.count("\n")) == (1, 1)
+    assert "is another tokenizer than gone, which" in done.err
+
+
+def test_outputs_in_the_way_are_refused_and_only_reports_are_replaced(tmp_path: Path, treepack: Run) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes((ROOT / "sample_data" / "tokens.jsonl").read_bytes()[:12_000].rpartition(b"\n")[0])
+    out = tmp_path / "page.html"
+    assert treepack("report", source, "--out", out).status == 0
+    done = treepack("report", source, "--out", out)
+    assert (done.status, done.err) == (1, f"treepack: {out} exists; choose another output or give --overwrite\n")
+    assert treepack("report", source, "--out", out, "--overwrite").status == 0
+    out.write_text("<html>mine</html>")
+    done = treepack("report", source, "--out", out, "--overwrite")
+    assert "was not written by treepack" in done.err
+    assert out.read_text() == "<html>mine</html>"
+    done = treepack("report", source, "--out", source, "--overwrite")
+    assert "is or lies inside the input" in done.err
+    assert treepack("report", source).status == 2
+
+
+@pytest.mark.parametrize(("module", "option"), [("vl_convert", "--out"), ("matplotlib.figure", "--png")])
+def test_without_the_extra_one_sentence_names_it(
+    tmp_path: Path, treepack: Run, monkeypatch: pytest.MonkeyPatch, module: str, option: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    done = treepack("report", ROOT / "sample_data" / "tokens.jsonl", option, tmp_path / "out")
+    assert (done.status, done.err.count("\n")) == (1, 1)
+    assert done.err.endswith("pip install 'treepack[report]'\n")
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_capacity_leaves_out_and_counts_what_is_longer() -> None:
+    figures = measure(Subject("made", build_trie(rollouts())), SHAPE, capacities=[5, 8])
+    assert [(point["capacity"], point["num_too_long"]) for point in figures.capacities] == [(5, 1), (8, 0)]
+    with pytest.raises(TreepackError, match="no trajectory fits"):
+        measure(Subject("made", build_trie(rollouts())), SHAPE, capacities=[1])
+
+
+def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = settings["package-data"]["treepack.analysis.report"]
+    files = [path.name for path in (ROOT / "treepack" / "analysis" / "report").iterdir() if path.suffix in (".js", ".css", ".html")]
+    assert len(files) == 5
+    assert "treepack.analysis.report" in settings["packages"]
+    assert [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
+
+
+def test_scripts_and_styles_are_short() -> None:
+    for path in (ROOT / "treepack" / "analysis" / "report").iterdir():
+        if path.suffix in (".js", ".css", ".html"):
+            assert len(path.read_text().splitlines()) < 400, path.name

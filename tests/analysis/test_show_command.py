@@ -1,0 +1,223 @@
+"""treepack show: what it prints of rollouts, tries and packed directories, what it refuses, and its page in docs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import byte_tokenizer
+from support.command_line import Run
+from support.paths import ROOT
+
+SAMPLES = ROOT / "sample_data"
+TOKENIZER = SAMPLES / "tokenizer"
+COLOUR = re.compile(r"\x1b\[\d+m")
+EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\u4f60\U0001f468\u200d\U0001f469"
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    messages = [{"role": "user", "content": EVIL}, {"role": "assistant", "content": f"no {EVIL}"}]
+    record = {"id": f"a{EVIL}", "group_id": f"g{EVIL}", "reward": 1, "messages": messages, "note": EVIL}
+    path = tmp_path / "evil.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("selected", [[], ["--trajectory", f"a{EVIL}"], ["--group", "x"], ["--trajectory", "x"]])
+def test_no_rollout_drives_the_terminal(
+    treepack: Run, evil: Path, selected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    done = treepack("show", evil, "--tokenizer", TOKENIZER, "--text", *selected)
+    assert done.status == (selected[1:] == ["x"])
+    assert "\\x1b[2J" in done.out + done.err
+    for line in (COLOUR.sub("", done.out) + done.err).split("\n"):
+        assert line.isprintable()
+    as_json = treepack("show", evil, "--tokenizer", TOKENIZER, "--text", "--json", *selected).out
+    assert as_json.isascii()
+    assert as_json.strip().isprintable()
+
+
+def test_colours_are_only_for_terminals_that_want_them(treepack: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("show", SAMPLES / "tokens.jsonl", "--group", "estimate-0")
+    plain = treepack(*command).out
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = treepack(*command).out
+    assert "\x1b[32m" in coloured
+    assert [line.rstrip() for line in COLOUR.sub("", coloured).splitlines()] == plain.splitlines()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert treepack(*command).out == plain
+
+
+def test_the_marked_text_is_what_the_assistant_said(treepack: Run, tmp_path: Path) -> None:
+    said = [" It is \u4f60\u597d.", "Two\nlines, a \\n and a tab\t."]
+    messages = []
+    for text in said:
+        messages += [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": text}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"id": "x", "messages": messages}) + "\n")
+    out = treepack("show", path, "--tokenizer", TOKENIZER, "--text", "--trajectory", "x", "--full").out
+    marked = [found[1] for line in out.splitlines() if (found := re.match(r" *\d+  \+ (.*)", line))]
+    assert marked == ["\\x20It is \u4f60\u597d.<|im_end|>", "Two\\n", "lines, a \\n and a tab\\t.<|im_end|>"]
+
+
+def test_long_text_loses_its_middle_and_says_how_much(treepack: Run, tmp_path: Path) -> None:
+    words = " ".join(f"word{i}" for i in range(400))
+    messages = [{"role": "user", "content": words}, {"role": "assistant", "content": "Done."}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"id": "x", "messages": messages}) + "\n")
+    command = ("show", path, "--tokenizer", TOKENIZER, "--text", "--trajectory", "x")
+    short, full = treepack(*command).out, treepack(*command, "--full").out
+    (left_out,) = re.findall(r"\.\.\. ([\d,]+) tokens \.\.\.", short)
+    assert int(left_out.replace(",", "")) > 1000
+    assert all(f"word{i}" in full for i in range(400))
+    assert "word200" not in short
+    assert "+ Done.<|im_end|>" in short
+
+
+def built(treepack: Run, tmp_path: Path) -> tuple[Path, Path]:
+    trie, packed = tmp_path / "trie", tmp_path / "packed"
+    chat = (SAMPLES / "chat.jsonl", "--tokenizer", TOKENIZER, "--expand", "turns")
+    assert treepack("build-trie", *chat, "--out", trie).status == 0
+    assert treepack("pack", trie, "--capacity", 4096, "--method", "contiguous", "--out", packed).status == 0
+    return trie, packed
+
+
+def test_what_is_not_there_is_one_sentence_that_says_what_is(treepack: Run, tmp_path: Path) -> None:
+    trie, packed = built(treepack, tmp_path)
+    tokens = SAMPLES / "tokens.jsonl"
+    rows = treepack("stats", packed, "--json").json["num_rows"]
+    assert isinstance(rows, int)
+    cases: list[tuple[list[object], str]] = [
+        ([trie, "--group", "desk-01"], "has no group 'desk-01'; give one of its 8, such as 'desk-001'"),
+        ([trie, "--trajectory", "desk-001/0/turn-99"], "such as 'desk-001/0/turn-"),
+        ([tokens, "--trajectory", "tokens.jsonl:0"], "give one of its 32, such as 'tokens.jsonl:"),
+        ([packed, "--trajectory", "desk-001/0/turn-99"], "such as 'desk-001/0/turn-"),
+        ([packed, "--row", rows], f"has no row {rows}; its rows are 0 to {rows - 1}"),
+        ([packed, "--row", -1], "has no row -1"),
+        ([packed, "--group", "desk-001"], "is packed; give --row or --trajectory, or --group with its trie"),
+        ([trie, "--row", 0], "is not packed; give --row with a packed directory"),
+        ([tokens, "--text"], "no tokenizer is known, and text needs one; give --tokenizer"),
+        ([SAMPLES / "chat.jsonl"], "holds text, not token ids; give a tokenizer"),
+        ([tmp_path / "nowhere"], "nowhere"),
+    ]
+    for arguments, message in cases:
+        done = treepack("show", *arguments)
+        assert (done.status, done.out, done.err.count("\n")) == (1, "", 1), arguments
+        assert message in done.err
+    assert treepack("show", trie, "--group", "a", "--row", 1).status == 2
+
+
+def test_text_of_a_directory_takes_the_tokenizer_it_was_made_with(treepack: Run, tmp_path: Path) -> None:
+    trie, packed = built(treepack, tmp_path)
+    another = byte_tokenizer.save(tmp_path / "another", byte_tokenizer.PLAIN)
+    for path in (trie, packed):
+        assert "<|im_start|>system" in treepack("show", path, "--text").out
+        other = treepack("show", path, "--text", "--tokenizer", another)
+        assert (other.status, "is another tokenizer than" in other.err) == (1, True)
+    manifest = json.loads((trie / "manifest.json").read_text())
+    manifest["tokenizer"]["name"] = str(tmp_path / "moved")
+    (trie / "manifest.json").write_text(json.dumps(manifest))
+    assert "is not there; give it with --tokenizer" in treepack("show", trie, "--text").err
+    assert treepack("show", trie, "--text", "--tokenizer", TOKENIZER).status == 0
+
+
+def test_without_a_choice_the_group_of_highest_overlap_is_shown_and_the_others_are_listed(treepack: Run) -> None:
+    out = treepack("show", SAMPLES / "tokens.jsonl").out
+    assert out.startswith("group_id estimate-2 ")
+    listed = re.findall(r"^ *([\d.]+) %  .*  (\S+)$", out, re.MULTILINE)
+    assert sorted(name for _, name in listed) == [f"estimate-{i}" for i in range(4)]
+    assert [float(por) for por, _ in listed] == sorted((float(por) for por, _ in listed), reverse=True)
+
+
+def test_token_ids_are_shown_without_torch_and_transformers() -> None:
+    script = (
+        "import sys\nfrom treepack_cli import commands\n"
+        f"commands(['show', {str(SAMPLES / 'tokens.jsonl')!r}], standalone_mode=False)\n"
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("group_id estimate-2 ")
+    assert done.stdout.splitlines()[-1] == "{'numpy'}"
+
+
+def test_a_conversation_names_all_of_its_samples(treepack: Run) -> None:
+    chat = (SAMPLES / "chat.jsonl", "--tokenizer", TOKENIZER)
+    out = treepack("show", *chat, "--trajectory", "desk-005/3").out
+    assert re.findall(r"trajectory_id (\S+)", out) == [f"desk-005/3/part-{i}" for i in range(3)]
+    samples = treepack("show", *chat, "--trajectory", "desk-005/3", "--json").json["samples"]
+    assert isinstance(samples, list)
+    assert [sample["trajectory_id"] for sample in samples] == [f"desk-005/3/part-{i}" for i in range(3)]
+
+
+def test_reused_tokens_of_an_augmented_query_are_not_marked(treepack: Run, tmp_path: Path) -> None:
+    record = {"id": "q", "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "metadata": {"untrained_prefix": 4}}
+    path = tmp_path / "tokens.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    out = treepack("show", path, "--trajectory", "q").out
+    assert '"untrained_prefix": 4' in out
+    assert out.endswith("\n0    1 2 3 4\n   + (turn 1: 1 token)\n4  + 5\n")
+
+
+def test_json_holds_every_token_and_what_is_trained(treepack: Run, tmp_path: Path) -> None:
+    trie, packed = built(treepack, tmp_path)
+    for arguments in (
+        [trie, "--group", "desk-003"],
+        [packed, "--row", 1],
+        [packed, "--trajectory", "desk-003/1/turn-2"],
+    ):
+        found: dict[str, Any] = treepack("show", *arguments, "--text", "--json").json
+        segments = [segment for node in found["nodes"] for segment in node["segments"]]
+        count = sum(len(segment["input_ids"]) for segment in segments)
+        assert count == found.get("tokens_tree", found.get("num_tokens"))
+        trained = sum(len(segment["input_ids"]) for segment in segments if segment["loss_weight"])
+        assert 0 < trained == found.get("tokens_trained", trained)
+        assert any(segment["text"].startswith("<|im_start|>system") for segment in segments)
+
+
+def transcripts() -> list[tuple[str, str]]:
+    """The commands of the page and what it says they print."""
+    page = (ROOT / "docs" / "show.md").read_text()
+    blocks = re.findall(r"^```text\n(\$ .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    found = [re.split(r"^\$ ", block, flags=re.MULTILINE)[1:] for block in blocks]
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for block in found for part in block]
+
+
+def test_the_page_shows_what_the_commands_print(treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sample_data").symlink_to(SAMPLES)
+    monkeypatch.chdir(tmp_path)
+    shown_ones = [command for command, expected in transcripts() if expected]
+    for command, expected in transcripts():
+        line, _, cut = command.partition(" | head -n ")
+        done = treepack(*shlex.split(line)[1:])
+        assert done.status == 0, done.err
+        if expected:
+            assert "\n".join(done.out.split("\n")[: int(cut) if cut else None]).rstrip("\n") + "\n" == expected, command
+    assert len(shown_ones) >= 3
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / "show.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(program, {})
+    expected = treepack("show", "trie", "--group", "estimate-3").out
+    assert [line.rstrip() for line in printed.getvalue().splitlines()] == expected.splitlines()

@@ -1,0 +1,88 @@
+"""Tokens as text: whole characters wherever a run begins, rows that fit, and nothing that could drive a terminal."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from support import byte_tokenizer
+from treepack.analysis.show.decoding import Decoder
+from treepack.analysis.show.wrapping import Chunk, escaped, printable, wrap
+from treepack.ingest.tokenization import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(byte_tokenizer.save(tmp_path_factory.mktemp("tokenizer"), byte_tokenizer.PLAIN))
+
+
+@pytest.mark.parametrize("text", ["", "plain words", "\u4f60\u597d, \U0001f6b2 e\u0301!", "\u20ac" * 9])
+def test_characters_split_over_tokens_are_whole_wherever_a_run_begins(tokenizer: Any, text: str) -> None:
+    decoder = Decoder(tokenizer)
+    ids = tokenizer.encode(f"<|im_start|>{text}", add_special_tokens=False)
+    for cut in range(1, len(ids) + 1):
+        first = "".join(piece.text for piece in decoder.pieces(ids[:cut], []))
+        second = "".join(piece.text for piece in decoder.pieces(ids[cut:], ids[:cut]))
+        assert first.rstrip("\ufffd") + second == f"<|im_start|>{text}"
+
+
+def test_blanks_that_belong_to_words_are_kept_behind_special_tokens() -> None:
+    """Such tokenizers write the blank into the word, and their decoder strips the first one of a text."""
+    words = ["<s>", "<unk>", "\u2581Hi", "\u2581you", *(f"<0x{byte:02X}>" for byte in range(256))]
+    bpe = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    bpe.decoder = decoders.Sequence(steps)
+    decoder = Decoder(PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>"))
+    euro = [4 + byte for byte in "\u20ac".encode()]
+    assert [(piece.index, piece.text) for piece in decoder.pieces([0, 2, *euro, 3], [])] == [
+        (0, "<s>"),
+        (1, " Hi"),
+        (4, "\u20ac"),
+        (5, " you"),
+    ]
+    assert [piece.text for piece in decoder.pieces([2, 3], [])] == ["Hi", " you"]
+    assert [piece.text for piece in decoder.pieces([3], [0, 2])] == [" you"]
+
+
+def test_ids_without_text_are_named(tokenizer: Any) -> None:
+    pieces = list(Decoder(tokenizer).pieces([70, 99_999, 71], []))
+    assert [piece.unknown for piece in pieces] == [False, True, False]
+    assert "99999" in pieces[1].text
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_rest_back(tokenizer: Any) -> None:
+    lone = tokenizer.encode("\u4f60", add_special_tokens=False)[0]
+    pieces = list(Decoder(tokenizer).pieces([lone] * 1000, []))
+    assert len(pieces) > 50
+    assert set("".join(piece.text for piece in pieces)) == {"\ufffd"}
+
+
+@given(st.lists(st.text(max_size=12), max_size=8), st.integers(24, 60))
+def test_wrapped_text_is_printable_whole_and_no_wider_than_asked(parts: list[str], width: int) -> None:
+    rows = list(wrap([Chunk(i, part) for i, part in enumerate(parts)], width=width, trained=True))
+    joined = "".join(span.text for row in rows for span in row.spans)
+    expected = printable("".join(parts))
+    assert joined.isprintable()
+    assert joined == (expected[:-1] + "\\x20" if expected.endswith(" ") else expected)
+    assert all(sum(len(span.text) for span in row.spans) <= width + 4 for row in rows if joined.isascii())
+    assert sum(row.place is not None for row in rows) == len("".join(parts).removesuffix("\n").split("\n")) * (
+        "".join(parts) != ""
+    )
+
+
+def test_wide_characters_take_two_columns_and_combining_ones_none() -> None:
+    wide = wrap([Chunk(0, "\u4f60" * 40)], width=20, trained=False)
+    assert [len(row.spans[0].text) for row in wide] == [10, 10, 10, 10]
+    combined = list(wrap([Chunk(0, "e\u0301" * 40)], width=20, trained=False))
+    assert [row.spans[0].text for row in combined] == ["e\u0301" * 20] * 2
+
+
+@pytest.mark.parametrize("character", ["\x1b", "\x07", "\x9b", "\u202e", "\u200d", "\r", "\x7f", "\u2028", "\ud800"])
+def test_what_could_drive_a_terminal_is_escaped(character: str) -> None:
+    assert re.fullmatch(r"\\(r|x[0-9a-f]{2}|u[0-9a-f]{4})", escaped(character))

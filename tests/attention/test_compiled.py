@@ -1,0 +1,51 @@
+"""The kernels of tree attention, compiled for GPUs that are not there: what fits, and run as they are meant to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.ahead_of_time import Report, read
+from support.paths import ROOT
+
+triton = pytest.importorskip("triton")
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton comes without ptxas")
+
+
+def compiled(table: str, dtype: str, capability: int, *widths: int) -> list[Report]:
+    """Reports on all passes and head dimensions, from a process that is not under the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "tests/support/ahead_of_time.py", table, dtype, str(capability), *map(str, widths)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    reports = read(done.stdout)
+    assert len(reports) == 3 * len(widths)
+    return reports
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("fp16", 64)])
+def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(dtype: str, width: int) -> None:
+    for report in compiled("hopper", dtype, 90, width):
+        assert report.wgmma > 0, report
+        assert not any("serialized" in remark for remark in report.remarks), report
+        assert report.spills <= 64, report
+        assert report.shared <= 227 << 10, report
+
+
+def test_the_portable_kernels_fit_small_gpus_and_hardly_spill() -> None:
+    for report in compiled("PORTABLE", "bf16", 80, 64, 128):
+        assert report.spills <= 32, report
+        assert report.shared <= 99 << 10, report
+
+
+def test_the_portable_kernels_fit_hopper() -> None:
+    for report in compiled("HOPPER", "bf16", 90, 128):
+        assert report.wgmma > 0, report
+        assert report.shared <= 227 << 10, report

@@ -1,0 +1,266 @@
+"""The Triton kernels against the float64 reference: output and every gradient, in Triton's interpreter without a GPU.
+
+Inputs and gradients are views into memory that is NaN all around, and what `torch.empty` gives is NaN: no kernel
+reads what is not the row's, and none leaves an element unwritten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from support.attention_trees import chain, comb, ends_of, random_tree, star
+from support.strategies import trees
+
+pytest.importorskip("triton")
+
+from support import interpreter  # noqa: F401
+from treepack.attention.autograd import triton_attention
+from treepack.attention.portable import forward as portable
+from treepack.attention.portable.forward import Config, Configs
+from treepack.attention.reference import reference_attention
+from treepack.attention.schedule import build_schedule
+from treepack.errors import TreepackError
+from treepack.pack.plan.problem import Tree
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDE = Config(128, 128, 8, 1)  # the fewest programs and steps, each of which costs the interpreter much the same
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        found: Tensor = empty(*args, **options)
+        return found.fill_(torch.nan) if found.is_floating_point() else found
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    if DEVICE == "cpu":
+        monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, Config(128, 64, 8, 1)))
+
+
+@dataclass
+class Inputs:
+    """What attention is called with, as leaves, and the gradient of its output."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+
+    def widened(self) -> Inputs:
+        q, k, v = (x.detach().double().requires_grad_() for x in (self.q, self.k, self.v))
+        return Inputs(q, k, v, self.do.double())
+
+
+def surrounded(x: Tensor) -> Tensor:
+    """`x` [B, H, T, D] as a view into a NaN buffer [B, T + 2, H + 1, D + 16]."""
+    batch, heads, length, width = x.shape
+    buffer = torch.full((batch, length + 2, heads + 1, width + 16), torch.nan, dtype=x.dtype, device=x.device)
+    view = buffer[:, 1:-1, 1:, :width].transpose(1, 2)
+    view.copy_(x)
+    return view
+
+
+def make_inputs(
+    end: Tensor, *, heads: int = 2, kv_heads: int = 1, width: int = 16, dtype: torch.dtype = torch.float32
+) -> Inputs:
+    generator = torch.Generator().manual_seed(width)
+    made = []
+    for count in (heads, kv_heads, kv_heads, heads):
+        x = torch.randn(len(end), count, end.shape[1], width, generator=generator).to(DEVICE, dtype)
+        made.append(surrounded(x))
+    q, k, v, do = made
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do)
+
+
+def run(inputs: Inputs, end: Tensor, scale: float | None = None) -> list[Tensor]:
+    """Output and gradients of the kernels."""
+    schedule = build_schedule(end.to(DEVICE))
+    out = triton_attention(inputs.q, inputs.k, inputs.v, schedule, scale=scale)
+    return [out.detach(), *torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.do)]
+
+
+def expect(inputs: Inputs, end: Tensor, scale: float | None = None) -> list[Tensor]:
+    """Output and gradients of the reference in float64."""
+    wide = inputs.widened()
+    out = reference_attention(wide.q, wide.k, wide.v, end.to(DEVICE), scale=scale)
+    return [out.detach(), *torch.autograd.grad(out, (wide.q, wide.k, wide.v), wide.do)]
+
+
+def check(inputs: Inputs, end: Tensor, *, tolerance: float = 1e-5, scale: float | None = None) -> None:
+    found, expected = run(inputs, end, scale), expect(inputs, end, scale)
+    for ours, theirs, like in zip(found, expected, (inputs.q, inputs.q, inputs.k, inputs.v), strict=True):
+        assert ours.dtype == like.dtype
+        assert ours.shape == like.shape
+        assert ours.isfinite().all()
+        # In a row of lone tokens the gradients of q and k are differences that cancel, so they have a yardstick.
+        yardstick = max(float(theirs.norm()), float(inputs.do.double().norm()) * 1e-2)
+        assert float((ours.double() - theirs).norm()) <= tolerance * yardstick
+
+
+@pytest.mark.parametrize("width", [8, 48, 64, 80, 96, 128, 256])
+def test_every_head_dimension(width: int) -> None:
+    end = ends_of((20, -1), (15, 0), (14, 0), (11, 2), (10, -1))
+    check(make_inputs(end, width=width), end)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
+@pytest.mark.parametrize("width", [64, 96])
+def test_half_precision_is_as_exact_as_its_rounding(dtype: torch.dtype, tolerance: float, width: int) -> None:
+    end = comb(20, 15, 3)
+    check(make_inputs(end, width=width, dtype=dtype), end, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(("block", "tile"), [(32, 64), (64, 32), (64, 128), (128, 32), (128, 64)])
+def test_every_size_of_block_and_tile(monkeypatch: pytest.MonkeyPatch, block: int, tile: int) -> None:
+    config = Config(block, tile, 4, 1)
+    monkeypatch.setitem(portable.FLOAT32, 64, Configs(config, config, Config(block, min(tile, 64), 4, 1)))
+    end = random_tree(150, seed=3)
+    check(make_inputs(end), end)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (4, 1)])
+def test_grouped_heads_and_batches(heads: int, kv_heads: int) -> None:
+    end = torch.cat([random_tree(150, seed=0), comb(30, 20, 6), torch.arange(1, 151)[None].int()])
+    check(make_inputs(end, heads=heads, kv_heads=kv_heads), end)
+
+
+def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "CACHE_BYTES", 1)
+    end = random_tree(140, seed=4)
+    check(make_inputs(end, heads=6, kv_heads=3), end)
+
+
+@pytest.mark.parametrize("length", [1, 33, 127, 129, 256])
+def test_rows_of_any_length(length: int) -> None:
+    end = random_tree(length, seed=length)
+    check(make_inputs(end), end)
+
+
+@pytest.mark.parametrize("length", [1, 130])
+def test_a_row_of_padding_gives_back_its_values(length: int) -> None:
+    end = torch.arange(1, length + 1)[None]
+    inputs = make_inputs(end)
+    out, _, _, dv = run(inputs, end)
+    assert torch.equal(out, inputs.v.detach().expand_as(out))
+    torch.testing.assert_close(dv, inputs.do.sum(1, keepdim=True))
+    check(inputs, end)
+
+
+def test_branches_at_every_offset_are_exact_one_by_one() -> None:
+    # Branches of 33 tokens: 128 of them start at 128 different offsets modulo 128.
+    end = star(1, 128, 33)
+    inputs = make_inputs(end, heads=1)
+    assert len({(1 + 33 * i) % 128 for i in range(128)}) == 128
+    for ours, theirs in zip(run(inputs, end), expect(inputs, end), strict=True):
+        error = (ours.double() - theirs)[0, 0, 1:].unflatten(0, (128, 33)).norm(dim=(1, 2))  # type: ignore[no-untyped-call]
+        size = theirs[0, 0, 1:].unflatten(0, (128, 33)).norm(dim=(1, 2))  # type: ignore[no-untyped-call]
+        assert bool((error <= 1e-5 * size).all())
+
+
+@pytest.mark.parametrize(
+    "end",
+    [star(128, 2, 128), star(64, 4, 64), star(96, 3, 32), chain(256), ends_of((32, -1), (128, 0), (96, 0), (128, -1))],
+)
+def test_intervals_that_end_at_the_edges_of_blocks(end: Tensor) -> None:
+    check(make_inputs(end, heads=1), end)
+
+
+def test_branches_of_one_token() -> None:
+    end = star(70, 1500, 1)
+    check(make_inputs(end, heads=1), end)
+
+
+def test_a_long_trunk_between_short_branches() -> None:
+    end = ends_of((100, -1), (9, 0), (60, 0), (17, 2), (70, 2), (40, 4), (90, 4), (5, 6), (130, 6))
+    check(make_inputs(end), end)
+
+
+def test_a_given_scale() -> None:
+    end = random_tree(100, seed=5)
+    check(make_inputs(end), end, scale=0.7)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    end = random_tree(100, seed=6)
+    check(make_inputs(end), end, scale=40.0, tolerance=1e-4)
+
+
+@given(trees(max_leaves=8, max_size=30))
+@settings(max_examples=8)
+def test_any_tree_as_planners_make_them(tree: Tree) -> None:
+    starts = np.append(0, tree.size.cumsum())
+    end = torch.from_numpy(starts[tree.end].repeat(tree.size))[None]
+    assume(end.numel() > 32)
+    check(make_inputs(end, heads=2, width=40), end)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_ten_thousand_give_numbers_in_half_precision(dtype: torch.dtype) -> None:
+    end = comb(20, 15, 3)
+    inputs = make_inputs(end, dtype=dtype)
+    inputs.q = (inputs.q.detach() * 100).requires_grad_()
+    expected = expect(inputs, end, scale=20.0)
+    assert (inputs.q @ inputs.k.mT).detach().abs().max() * 20 > 1e4
+    found = run(inputs, end, scale=20.0)
+    assert all(x.isfinite().all() for x in found)
+    assert float((found[0].double() - expected[0]).norm()) <= 2**-7 * float(expected[0].norm())
+
+
+def test_two_runs_agree_in_every_bit() -> None:
+    end = random_tree(200, seed=7)
+    inputs = make_inputs(end)
+    for first, second in zip(run(inputs, end), run(inputs, end), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_the_output_lies_token_by_token() -> None:
+    end = random_tree(20, seed=8)
+    for x in run(make_inputs(end), end):
+        assert x.transpose(1, 2).is_contiguous()
+
+
+def test_under_checkpointing_without_gradients_and_from_a_sum() -> None:
+    end = random_tree(60, seed=9)
+    inputs, schedule = make_inputs(end), build_schedule(end.to(DEVICE))
+    leaves = inputs.q, inputs.k, inputs.v
+    with torch.no_grad():
+        silent = triton_attention(*leaves, schedule)
+    plain = triton_attention(*leaves, schedule)
+    again = checkpoint(triton_attention, *leaves, schedule, use_reentrant=False)
+    assert isinstance(again, Tensor)
+    assert torch.equal(plain, again)
+    assert torch.equal(plain.detach(), silent)
+    for ours, theirs in zip(
+        torch.autograd.grad(again.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_rows_that_are_not_dense_are_copied() -> None:
+    end = random_tree(40, seed=10)
+    inputs = make_inputs(end)
+    inputs.k = inputs.k.detach().mT.contiguous().mT.requires_grad_()
+    inputs.do = inputs.do.mT.contiguous().mT
+    check(inputs, end)
+
+
+def test_a_scale_or_schedule_that_does_not_fit_is_refused() -> None:
+    end = random_tree(40, seed=11)
+    inputs, schedule = make_inputs(end), build_schedule(end.to(DEVICE))
+    for scale in (0.0, -1.0, float(np.nan)):
+        with pytest.raises(TreepackError, match="positive"):
+            triton_attention(inputs.q, inputs.k, inputs.v, schedule, scale=scale)
+    with pytest.raises(TreepackError, match="schedule of these rows"):
+        triton_attention(inputs.q[:, :, 1:], inputs.k[:, :, 1:], inputs.v[:, :, 1:], schedule)
+    with pytest.raises(TreepackError, match="schedule of these rows"):
+        triton_attention(inputs.q, inputs.k, inputs.v, schedule.to("meta"))

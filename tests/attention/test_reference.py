@@ -1,0 +1,198 @@
+"""Tree attention: the dense twin against parent chasing, flex against the twin, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from support.attention_trees import comb, random_tree
+from support.oracle import visible
+from support.oracle_model import Sample, make_row, sample_sets, tiny_model
+from treepack.attention import build_block_mask, flex_attention, reference_attention, register, visible_pairs
+from treepack.attention.flex import BLOCK
+from treepack.attention.interface import check_request
+from treepack.errors import TreepackError
+
+
+def random_inputs(length: int, *, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(1, heads, length, 8), (1, kv_heads, length, 8), (1, kv_heads, length, 6)]
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def dense_from_blocks(mask: Any) -> tuple[Tensor, Tensor]:
+    """The blocks computed in full and under the mask, as bool [queries, keys], from the lists that a kernel reads."""
+    shape = mask.kv_indices.shape[-2:]
+    full, partial = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    for into, counts, indices in (
+        (partial, mask.kv_num_blocks, mask.kv_indices),
+        (full, mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
+        for query in range(shape[0]):
+            into[query, indices[0, 0, query, : counts[0, 0, query]].long()] = True
+    return full, partial
+
+
+@given(sample_sets())
+@settings(max_examples=50, derandomize=True, deadline=None)
+def test_a_token_sees_itself_and_its_ancestors(samples: list[Sample]) -> None:
+    row = make_row(samples)
+    seen = visible_pairs(torch.from_numpy(row.subtree_end)[None])[0]
+    for q in range(len(row.parent)):
+        assert set(seen[q].nonzero().flatten().tolist()) == visible(row.parent.tolist(), q)
+
+
+@given(st.integers(1, 700), st.integers(0, 10**6))
+@settings(max_examples=60, derandomize=True, deadline=None)
+def test_block_lists_cover_every_visible_pair_and_full_blocks_nothing_else(length: int, seed: int) -> None:
+    for query_block in (BLOCK, 2 * BLOCK):
+        check_blocks(random_tree(length, seed), query_block)
+
+
+@pytest.mark.parametrize("offset", range(0, BLOCK))
+def test_block_lists_are_exact_for_branches_at_every_offset(offset: int) -> None:
+    check_blocks(comb(1 + offset, 129, 3), BLOCK)
+
+
+def check_blocks(end: Tensor, query_block: int) -> None:
+    length, mask = end.shape[-1], build_block_mask(end, query_block=query_block)
+    full, partial = dense_from_blocks(mask)
+    assert not (full & partial).any()
+    total = mask.seq_lengths[0]
+    assert total % query_block == 0
+    assert length <= total < length + query_block
+    padded = torch.cat([end, torch.arange(length + 1, total + 1, dtype=torch.int32)[None]], dim=1)
+    blocks = visible_pairs(padded)[0].reshape(total // query_block, query_block, total // BLOCK, BLOCK)
+    seen = blocks.transpose(1, 2).flatten(2)
+    assert torch.equal(full | partial, seen.any(-1)), "exactly the blocks with a visible pair are listed"
+    assert seen[full].all(), "a full block is computed without a mask"
+    assert torch.equal(full, seen.all(-1)), "no block is masked needlessly"
+    index = torch.arange(total)
+    pairs = mask.mask_mod(torch.tensor(0), torch.tensor(0), index[:, None], index)
+    assert torch.equal(pairs, visible_pairs(padded)[0])
+    transposed = dense_of_columns(mask)
+    assert torch.equal(transposed[0], full)
+    assert torch.equal(transposed[1], partial)
+
+
+def dense_of_columns(mask: Any) -> tuple[Tensor, Tensor]:
+    """`dense_from_blocks` from the lists of query blocks that the backward kernel reads."""
+    keys, queries = mask.q_indices.shape[-2:]
+    found = []
+    for counts, indices in ((mask.full_q_num_blocks, mask.full_q_indices), (mask.q_num_blocks, mask.q_indices)):
+        dense = torch.zeros(queries, keys, dtype=torch.bool)
+        for key in range(keys):
+            dense[indices[0, 0, key, : counts[0, 0, key]].long(), key] = True
+        found.append(dense)
+    return found[0], found[1]
+
+
+@given(sample_sets())
+@settings(max_examples=20, derandomize=True, deadline=None)
+def test_reference_is_attention_over_ancestors(samples: list[Sample]) -> None:
+    row = make_row(samples)
+    q, k, v = random_inputs(len(row.parent))
+    found = reference_attention(q, k, v, torch.from_numpy(row.subtree_end)[None], scale=0.3)
+    for token in range(len(row.parent)):
+        seen = sorted(visible(row.parent.tolist(), token))
+        for head in range(4):
+            scores = k[0, head // 2, seen] @ q[0, head, token] * 0.3
+            torch.testing.assert_close(found[0, head, token], scores.softmax(0) @ v[0, head // 2, seen])
+
+
+@pytest.mark.parametrize("queries", [1, 7, 64])
+def test_reference_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    end, (q, k, v) = random_tree(150, seed=2), random_inputs(150)
+    results = []
+    for size in (150, queries):
+        monkeypatch.setattr("treepack.attention.reference.QUERIES", size)
+        found = reference_attention(q, k, v, end)
+        results.append((found, *torch.autograd.grad(found.square().sum(), (q, k, v))))
+    for whole, blocks in zip(*results, strict=True):
+        torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 17, 128, 129, 300])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_flex_is_the_reference_in_output_and_every_gradient(length: int, scale: float | None) -> None:
+    end = random_tree(length, seed=length)
+    inputs = random_inputs(length)
+    weight = torch.randn(1, 4, length, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = reference_attention(*inputs, end, scale=scale)
+    found = flex_attention(*inputs, end, scale=scale, block_mask=build_block_mask(end))
+    pairs = zip(
+        (found, *torch.autograd.grad((found * weight).sum(), inputs)),
+        (expected, *torch.autograd.grad((expected * weight).sum(), inputs)),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert (ours - theirs).norm() <= 1e-12 * max(theirs.norm(), 1e-3)
+
+
+def test_bfloat16_inputs_are_computed_in_float32() -> None:
+    end = random_tree(60, seed=0)
+    rounded = [x.detach().bfloat16() for x in random_inputs(60)]
+    q, k, v = rounded
+    exact = reference_attention(q.double(), k.double(), v.double(), end)
+    found = reference_attention(q, k, v, end)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("attend", [reference_attention, flex_attention])
+def test_shapes_that_do_not_fit_are_refused(attend: Any) -> None:
+    q, k, v = random_inputs(12)
+    end = torch.full((1, 12), 12)
+    with pytest.raises(TreepackError, match="one per token"):
+        attend(q, k, v, end[:, :11])
+    with pytest.raises(TreepackError, match="without a cache"):
+        attend(q[:, :, :3], k, v, end[:, :3])
+    with pytest.raises(TreepackError, match="no multiple"):
+        attend(q[:, :3], k, v, end)
+
+
+def test_a_block_mask_of_another_row_is_refused() -> None:
+    with pytest.raises(TreepackError, match="block mask of this row"):
+        flex_attention(*random_inputs(12), torch.full((1, 12), 12), block_mask=build_block_mask(torch.ones(1, 200)))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"subtree_end": None}, "subtree_end is missing"),
+    ({"dropout": 0.1}, "dropout is 0.1"),
+    ({"sliding_window": 11}, "sliding window of 11"),
+    ({"softcap": 30.0}, "asks for softcap"),
+    ({"s_aux": torch.zeros(4)}, "asks for s_aux"),
+    ({"position_bias": torch.zeros(1)}, "asks for position_bias"),
+    ({"head_mask": torch.ones(4)}, "asks for head_mask"),
+    ({"is_causal": False}, "not causal"),
+    ({"output_attentions": True}, "asks for output_attentions"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_is_not_plain_softmax_attention_is_refused(options: dict[str, Any], message: str) -> None:
+    query, base = torch.zeros(1, 4, 12, 8), {"subtree_end": torch.full((1, 12), 12), "scaling": 0.1}
+    check_request(nn.Identity(), query, None, {**base, "sliding_window": 12, "softcap": None, "position_ids": query})
+    with pytest.raises(TreepackError, match=message):
+        check_request(nn.Identity(), query, None, {**base, **options})
+
+
+@pytest.mark.parametrize("attention", ["treepack_reference", "treepack_flex", "treepack_auto"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt_neox", "gpt2"])
+def test_models_refuse_a_row_without_subtree_end_and_a_mask(kind: str, attention: str) -> None:
+    register()
+    register()
+    model = tiny_model(kind, attention=attention)
+    ids, end = torch.arange(5)[None], torch.full((1, 5), 5)
+    with pytest.raises(TreepackError, match="subtree_end is missing"):
+        model(input_ids=ids, use_cache=False)
+    for mask in (torch.tensor([[0, 1, 1, 1, 1]]), torch.zeros(1, 1, 5, 5)):
+        with pytest.raises(TreepackError, match="mask is given"):
+            model(input_ids=ids, attention_mask=mask, subtree_end=end, use_cache=False)
+    assert model(input_ids=ids, subtree_end=end, use_cache=False).logits.isfinite().all()

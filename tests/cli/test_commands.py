@@ -1,0 +1,386 @@
+"""The command line through its installed entry point: results, refusals, exit status, and what is never imported."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from support.command_line import Run
+from support.paths import SAMPLE_DATA
+from support.written_rollouts import write_rollouts
+from treepack.pack.plan import problem
+from treepack.pack.plan.planning import EFFORTS, FOREST_METHODS, GROUPS, METHODS
+from treepack.pack.rows import NORMALIZE, SEMANTICS, TOO_LONG
+
+SAMPLES = SAMPLE_DATA
+TREEPACK = Path(sys.executable).parent / "treepack"
+KEYS = {"kind", "num_trajectories", "num_groups", "num_trees", "num_nodes", "tokens_flat", "tokens_tree", "por"}
+PACKED_KEYS = {
+    "capacity",
+    "num_rows",
+    "tokens_packed",
+    "err",
+    "token_ratio",
+    "fill",
+    "lower_bound",
+    "gap",
+    "pairs_max_over_mean",
+}
+
+
+@pytest.fixture
+def trie(treepack: Run, tmp_path: Path) -> Path:
+    out = tmp_path / "trie"
+    assert treepack("build-trie", write_rollouts(tmp_path / "rollouts.jsonl"), "--out", out).status == 0
+    return out
+
+
+@pytest.fixture
+def packed(treepack: Run, trie: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "packed"
+    assert treepack("pack", trie, "--capacity", 12, "--out", out).status == 0
+    return out
+
+
+def imported_by(*commands: Sequence[str | Path]) -> set[str]:
+    """Top-level modules that commands, run one after the other in a fresh process, have imported when they end."""
+    script = (
+        "import sys\nfrom treepack_cli import main\n"
+        f"for arguments in {[[str(word) for word in command] for command in commands]!r}:\n"
+        "    sys.argv = ['treepack', *arguments]\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as stop:\n        assert not stop.code, arguments\n"
+        "print('MODULES', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("MODULES")[2].split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = {"torch", "transformers", "numpy", "pyarrow", "polars", "ortools", "tqdm"}
+    assert imported_by(["--help"]) & heavy == set()
+
+
+def test_help_of_each_command_imports_no_torch() -> None:
+    commands = import_module("treepack_cli").commands.commands
+    assert commands.keys() >= {"build-trie", "pack", "stats", "train"}
+    assert "torch" not in imported_by(*([name, "--help"] for name in commands))
+
+
+def test_the_data_half_imports_no_torch(trie: Path, packed: Path, tmp_path: Path) -> None:
+    rollouts = write_rollouts(tmp_path / "more.jsonl")
+    imported = imported_by(
+        ("build-trie", rollouts, "--out", tmp_path / "again"),
+        ("pack", trie, "--capacity", "12", "--out", tmp_path / "again-packed"),
+        ("stats", packed, "--check"),
+        ("stats", rollouts),
+    )
+    assert imported & {"torch", "transformers"} == set()
+    assert "pyarrow" in imported
+
+
+def test_summary_of_build_trie(treepack: Run, tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "rollouts.jsonl")
+    with path.open("a") as file:
+        file.write('{"input_ids": [], "loss_mask": []}\n{"input_ids": [1, 2], "loss_mask": [0, 0]}\n')
+    result = treepack("build-trie", path, "--out", tmp_path / "trie")
+    lines = dict(line.split("  ", 1) for line in result.out.splitlines())
+    values = {name.strip(): value.strip() for name, value in lines.items()}
+    assert values["trajectories"] == "6"
+    assert values["skipped: empty trajectory"] == "1"
+    assert values["skipped: no trained token"] == "1"
+    assert (values["N_flat"], values["N_tree"], values["POR"]) == ("30", "15", "50.0 %")
+
+
+def test_results_go_to_stdout_and_notes_stay_away_without_a_terminal(treepack: Run, tmp_path: Path) -> None:
+    result = treepack("build-trie", write_rollouts(tmp_path / "r.jsonl"), "--out", tmp_path / "trie")
+    assert (result.status, result.err) == (0, "")
+
+
+def test_stats_of_rollouts_trie_and_packed(treepack: Run, trie: Path, packed: Path, tmp_path: Path) -> None:
+    raw, built, rows = (treepack("stats", path, "--json").json for path in (tmp_path / "rollouts.jsonl", trie, packed))
+    assert [raw["kind"], built["kind"], rows["kind"]] == ["trajectories", "trie", "packed"]
+    assert raw | {"kind": ""} == built | {"kind": ""}
+    assert raw.keys() >= KEYS
+    assert rows.keys() >= KEYS | PACKED_KEYS
+
+
+def test_stats_predicts_what_pack_does(treepack: Run, trie: Path, packed: Path) -> None:
+    predicted = treepack("stats", trie, "--capacity", "12,100", "--json").json["predicted"]
+    done = treepack("stats", packed, "--json").json
+    assert isinstance(predicted, list)
+    assert {key: predicted[0][key] for key in PACKED_KEYS} == {key: done[key] for key in PACKED_KEYS}
+    assert predicted[1]["num_rows"] == 1
+
+
+def test_stats_prints_tables(treepack: Run, trie: Path) -> None:
+    out = treepack("stats", trie, "--capacity", "12").out
+    assert "por" in out
+    assert "50.0 %" in out
+    assert "0-256" in out
+
+
+def test_check_passes_and_compares_with_the_trie(treepack: Run, packed: Path) -> None:
+    checked = treepack("stats", packed, "--check", "--json").json["checked"]
+    counts = {"num_rows": 2, "tokens_packed": 18, "num_trajectories": 6, "tokens_flat": 30}
+    assert checked == counts | {"against_trie": True}
+
+
+def test_check_says_when_there_is_no_trie(treepack: Run, trie: Path, packed: Path) -> None:
+    trie.rename(trie.with_name("moved"))
+    assert "not compared with a trie" in treepack("stats", packed, "--check").out
+    result = treepack("stats", packed, "--check", "--trie", trie.with_name("moved"))
+    assert "not compared" not in result.out
+
+
+def test_check_refuses_another_trie(treepack: Run, packed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    treepack("build-trie", write_rollouts(tmp_path / "fewer.jsonl", num=2), "--out", other)
+    result = treepack("stats", packed, "--check", "--trie", other)
+    assert result.status == 1
+    assert "is not the trie that" in result.err
+
+
+@pytest.mark.parametrize("which", ["trie", "packed"])
+def test_check_notices_altered_files(treepack: Run, trie: Path, packed: Path, which: str) -> None:
+    directory = {"trie": trie, "packed": packed}[which]
+    path = sorted(directory.glob("*.parquet"))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+    result = treepack("stats", directory, "--check")
+    assert result.status == 1
+    assert f"{path.name}: was altered since it was written" in result.err
+
+
+def test_an_error_is_one_sentence_and_status_1(treepack: Run, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"input_ids": [1, 2], "loss_mask": [0, 1]}\n{"input_ids": [1, \n')
+    result = treepack("build-trie", path, "--out", tmp_path / "trie")
+    assert result.status == 1
+    assert result.out == ""
+    assert len(result.err.splitlines()) == 1
+    assert "bad.jsonl:2: malformed JSON" in result.err
+    assert not (tmp_path / "trie").exists()
+
+
+def test_sequences_packed_without_sharing_are_checked_as_such(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    out = tmp_path / "flat"
+    assert treepack("pack", trie, "--capacity", 12, "--method", "sequence", "--out", out).status == 0
+    report = treepack("stats", out, "--check", "--json").json
+    assert [report[name] for name in ("tokens_packed", "tokens_flat", "tokens_tree")] == [30, 30, 15]
+    checked = {"num_rows": 3, "tokens_packed": 30, "num_trajectories": 6, "tokens_flat": 30}
+    assert report["checked"] == checked | {"against_trie": True}
+    predicted = treepack("stats", trie, "--capacity", 12, "--method", "sequence", "--json").json["predicted"]
+    assert predicted == [{name: report[name] for name in PACKED_KEYS} | {"num_too_long": 0}]
+
+
+def test_what_shares_no_token_cannot_count_shared_ones_once(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    options = ("--method", "sequence", "--semantics", "once")
+    refused = treepack("pack", trie, "--capacity", 12, *options, "--out", tmp_path / "flat")
+    assert refused.status == 2
+    assert "--method sequence shares no token" in refused.err
+
+
+def test_choices_are_those_of_the_library() -> None:
+    commands = import_module("treepack_cli").commands.commands
+    planning = import_module("treepack_cli.planning")
+
+    def choices(command: str, option: str) -> list[str]:
+        (found,) = (p for p in commands[command].params if f"--{option}" in p.opts)
+        return list(found.type.choices)
+
+    assert (planning.MOST_TOKENS, planning.MOST_COUNTED) == (problem.MOST_TOKENS, problem.MOST_COUNTED)
+    assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS, GROUPS]
+    assert choices("stats", "effort") == choices("pack", "effort") == list(EFFORTS)
+    assert choices("pack", "too-long") == list(TOO_LONG)
+    assert choices("pack", "semantics") == list(SEMANTICS)
+    assert choices("pack", "normalize") == list(NORMALIZE)
+
+
+@pytest.mark.parametrize("which", ["trie", "packed"])
+def test_parts_of_an_unfinished_directory_are_not_read_as_rollouts(
+    treepack: Run, trie: Path, packed: Path, which: str, tmp_path: Path
+) -> None:
+    directory = {"trie": trie, "packed": packed}[which]
+    (directory / "manifest.json").unlink()
+    for command in (("stats", directory), ("build-trie", directory, "--out", tmp_path / "new", "--train-all")):
+        result = treepack(*command)
+        assert result.status == 1
+        assert "is a part of a trie or packed directory" in result.err
+
+
+def test_wrong_usage_is_status_2(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    assert treepack("pack", trie, "--out", tmp_path / "p").status == 2
+    assert treepack("pack", trie, "--capacity", 0, "--out", tmp_path / "p").status == 2
+    assert treepack("stats", trie, "--capacity", "8192,x").status == 2
+    for options in (("--time-limit", "nan"), ("--pairs-budget", 10**30), ("--capacity", 2**31)):
+        assert treepack("pack", trie, "--capacity", 12, *options, "--out", tmp_path / "p").status == 2
+    assert treepack("stats", trie, "--capacity", 2**31).status == 2
+
+
+def test_existing_output_is_refused_unless_overwritten(treepack: Run, trie: Path, packed: Path, tmp_path: Path) -> None:
+    rollouts = tmp_path / "rollouts.jsonl"
+    before = (trie / "manifest.json").read_bytes()
+    for arguments in (("build-trie", rollouts, "--out", trie), ("pack", trie, "--capacity", 12, "--out", packed)):
+        refused = treepack(*arguments)
+        assert refused.status == 1
+        assert "exists; choose another --out or give --overwrite" in refused.err
+    assert (trie / "manifest.json").read_bytes() == before
+    assert treepack("build-trie", rollouts, "--out", trie, "--overwrite").status == 0
+
+
+def test_overwrite_spares_what_is_not_ours(treepack: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("train.json", "manifest.json"):
+        (data / name).write_text('{"input_ids": [1, 2], "loss_mask": [0, 1]}')
+    result = treepack("build-trie", data, "--out", data, "--overwrite")
+    assert result.status == 1
+    assert "was not written by treepack" in result.err
+    assert len(list(data.iterdir())) == 2
+
+
+def test_overwrite_spares_the_input(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    before = (trie / "manifest.json").read_bytes()
+    result = treepack("pack", trie, "--capacity", 12, "--out", trie, "--overwrite")
+    assert result.status == 1
+    assert f"{trie} holds the input {trie}, which --overwrite would remove" in result.err
+    inside = write_rollouts(trie / "rollouts.jsonl")
+    assert treepack("build-trie", inside, "--out", trie, "--overwrite").status == 1
+    assert (trie / "manifest.json").read_bytes() == before
+
+
+def test_overwrite_through_a_link_replaces_what_it_points_to(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(trie)
+    fewer = write_rollouts(tmp_path / "fewer.jsonl", num=2)
+    assert treepack("build-trie", fewer, "--out", link, "--overwrite").status == 0
+    assert link.is_symlink()
+    assert treepack("stats", trie, "--json").json["num_trajectories"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"rollouts.jsonl", "fewer.jsonl", "trie", "link"}
+
+
+def entries(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Paths of all entries of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path for key, inner in items for path in [(*prefix, key), *entries(inner, (*prefix, key))]]
+
+
+@pytest.mark.parametrize("which", ["trie", "packed"])
+def test_a_damaged_manifest_is_one_sentence_whatever_the_damage(
+    treepack: Run, trie: Path, packed: Path, which: str
+) -> None:
+    directory = {"trie": trie, "packed": packed}[which]
+    path = directory / "manifest.json"
+    good = path.read_text()
+    damages: list[object] = ["delete", None, 5, "x", [], {}]
+    for place in entries(json.loads(good)):
+        for damage in damages:
+            manifest = json.loads(good)
+            holder = manifest
+            for key in place[:-1]:
+                holder = holder[key]
+            if damage == "delete":
+                del holder[place[-1]]
+            else:
+                holder[place[-1]] = damage
+            path.write_text(json.dumps(manifest))
+            result = treepack("stats", directory, "--check", "--json")
+            if result.status:
+                assert (result.status, len(result.err.splitlines())) == (1, 1), (place, damage, result.err)
+            else:
+                json.loads(result.out)
+    path.write_text(good)
+    assert treepack("stats", directory, "--check").status == 0
+
+
+def test_a_missing_trie_for_the_check_is_one_sentence(treepack: Run, packed: Path, tmp_path: Path) -> None:
+    for other in (tmp_path / "nowhere", tmp_path / "rollouts.jsonl"):
+        result = treepack("stats", packed, "--check", "--trie", other)
+        assert (result.status, len(result.err.splitlines())) == (1, 1)
+
+
+def test_too_long(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    refused = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "a")
+    assert refused.status == 1
+    assert "trajectory r0 has 5 tokens, capacity is 4 (6 such in all)" in refused.err
+    cut = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "b", "--too-long", "truncate")
+    assert "truncated to the capacity" in cut.out
+    dropped = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "c", "--too-long", "drop")
+    assert dropped.status == 1
+    assert "no trajectory fits the capacity of 4" in dropped.err
+    assert treepack("stats", tmp_path / "b", "--check").status == 0
+
+
+def test_standard_input(tmp_path: Path) -> None:
+    data = write_rollouts(tmp_path / "r.jsonl").read_bytes()
+    command: list[str | Path] = [TREEPACK, "build-trie", "-", "--out", tmp_path / "trie"]
+    done = subprocess.run(command, input=data, capture_output=True, check=True)
+    assert b"POR" in done.stdout
+
+
+def test_same_input_same_bytes_whatever_the_order(treepack: Run, tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "rollouts.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    for name in ("a", "b"):
+        treepack("build-trie", path, "--out", tmp_path / name)
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b"))
+    assert first == second
+    halves = [tmp_path / "x.jsonl", tmp_path / "y.jsonl"]
+    halves[0].write_text("".join(lines[:3]))
+    halves[1].write_text("".join(lines[3:]))
+    for name, order in (("c", halves), ("d", halves[::-1])):
+        treepack("build-trie", *order, "--out", tmp_path / name)
+    third, fourth = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("c", "d"))
+    assert third == fourth
+    assert first["nodes-00000.parquet"] == third["nodes-00000.parquet"]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(treepack: Run, trie: Path, tmp_path: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+    command: list[str | Path] = ["pack", trie, "--capacity", "12", "--out", tmp_path / "packed"]
+    failed = subprocess.run([TREEPACK, *command], preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "packed: cannot be written" in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"rollouts.jsonl", "trie"}
+    assert treepack(*command).status == 0
+
+
+def test_chat_of_the_sample_data(treepack: Run, tmp_path: Path) -> None:
+    arguments = (SAMPLES / "chat.jsonl", "--tokenizer", SAMPLES / "tokenizer")
+    whole = treepack("stats", *arguments, "--json").json
+    turns = treepack("stats", *arguments, "--json", "--expand", "turns").json
+    assert whole["num_groups"] == turns["num_groups"] == 8
+    assert isinstance(whole["por"], float)
+    assert isinstance(turns["por"], float)
+    assert 0.3 < whole["por"] < turns["por"] > 0.9
+
+
+def test_search_tree_of_the_sample_data(treepack: Run) -> None:
+    arguments = (SAMPLES / "search_tree.json", "--tokenizer", SAMPLES / "tokenizer", "--json")
+    assert treepack("stats", *arguments).json["num_trajectories"] == 10
+
+
+def test_tokens_of_the_sample_data_carry_terms(treepack: Run, tmp_path: Path) -> None:
+    assert treepack("build-trie", SAMPLES / "tokens.jsonl", "--out", tmp_path / "t").status == 0
+    assert treepack("pack", tmp_path / "t", "--capacity", 4096, "--out", tmp_path / "p").status == 0
+    assert treepack("stats", tmp_path / "p", "--check").status == 0
+
+
+def test_text_without_a_tokenizer_is_refused(treepack: Run, tmp_path: Path) -> None:
+    result = treepack("build-trie", SAMPLES / "chat.jsonl", "--out", tmp_path / "t")
+    assert result.status == 1
+    assert "give a tokenizer" in result.err

@@ -1,0 +1,319 @@
+"""Conversations: what is normalised, what is trained, and what is refused in which words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.formats import chat
+from treepack.ingest.readers.registry import READERS, ReadOptions, Record, detect_format, read_trajectories, read_with
+from treepack.trajectory import Chat, Skipped, Text, Trajectory
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def read(value: dict[str, Any]) -> Trajectory:
+    (found,) = chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
+    assert isinstance(found, Trajectory)
+    return found
+
+
+def content(value: dict[str, Any]) -> Chat:
+    found = read(value).content
+    assert isinstance(found, Chat)
+    return found
+
+
+def second(message: dict[str, Any]) -> dict[str, Any]:
+    return content({"messages": [USER, message]}).messages[1]
+
+
+def refusal(value: dict[str, Any]) -> str:
+    with pytest.raises(TreepackError) as caught:
+        read(value)
+    where, _, message = str(caught.value).partition(": ")
+    assert where == "rollouts.jsonl:17"
+    return message
+
+
+def test_every_assistant_message_is_trained_and_no_other() -> None:
+    messages = [{"role": "system", "content": "S"}, USER, ASSISTANT, {"role": "tool", "content": "T"}, ASSISTANT]
+    found = content({"messages": messages})
+    assert found.messages == messages
+    assert found.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_messages_carry_their_own_weight() -> None:
+    given: list[dict[str, Any]] = [
+        {"loss": False},
+        {"trainable": False},
+        {"weight": 0.5},
+        {"loss": True, "weight": 2},
+        {"loss": None},
+        {"weight": 0.5, "loss_scale": 3},
+    ]
+    found = content({"messages": [USER, *(ASSISTANT | extra for extra in given)]})
+    assert found.message_weights == [0.0, 0.0, 0.0, 0.5, 2.0, 1.0, 1.5]
+    assert all(message.keys() == ASSISTANT.keys() for message in found.messages)
+    marked = read({"messages": [USER | {"loss": True}, ASSISTANT]})
+    assert marked.notes == ("role 'user' marked as trained, not trained",)
+
+
+def test_a_record_with_images_is_skipped() -> None:
+    value = {"messages": [USER, ASSISTANT], "images": ["1.jpg"]}
+    found = list(chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
+    assert found == [Skipped("rollouts.jsonl:17", "images, audio and video are not read")]
+
+
+def test_only_the_completion_of_a_prompt_is_trained() -> None:
+    found = content({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT, USER, ASSISTANT]})
+    assert found.message_weights == [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_prompt_and_completion_of_text_stay_text() -> None:
+    found = read({"prompt": "a", "completion": "b", "reward": 1, "tools": []})
+    assert (found.content, found.reward) == (Text("a", "b"), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"content": None}, {"content": ""}),
+        ({}, {"content": ""}),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"content": "ab"}),
+        ({"content": [], "reasoning": "r"}, {"content": "", "reasoning_content": "r"}),
+        ({"content": "a", "reasoning_content": "r", "reasoning": "q"}, {"content": "a", "reasoning_content": "r"}),
+        ({"content": "a", "tool_calls": None, "name": None}, {"content": "a"}),
+        ({"tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
+        (
+            {"tool_calls": [{"id": "c1", "name": "f", "arguments": '{"x": 1}'}]},
+            {"content": "", "tool_calls": [CALL]},
+        ),
+        (
+            {"function_call": {"name": "f", "arguments": {"x": 1}}},
+            {
+                "content": "",
+                "tool_calls": [
+                    {"id": "call00100", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+                ],
+            },
+        ),
+    ],
+)
+def test_an_assistant_message_is_brought_to_one_form(message: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert second({"role": "assistant"} | message) == {"role": "assistant"} | expected
+
+
+def test_other_roles_are_brought_to_one_form() -> None:
+    messages = [
+        {"role": "developer", "content": "D"},
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "R", "timestamp": 3},
+    ]
+    found = read({"messages": messages})
+    assert isinstance(found.content, Chat)
+    assert found.content.messages[0] == {"role": "system", "content": "D"}
+    result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call00100"}
+    assert found.content.messages[2] == result
+    assert found.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
+
+
+def test_tools_may_be_json_text() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given: Any
+    for given in (tools, json.dumps(tools)):
+        assert content({"messages": [USER, ASSISTANT], "tools": given}).tools == tools
+    for given in (None, [], "", "[]"):
+        assert content({"messages": [USER, ASSISTANT], "tools": given}).tools is None
+
+
+def test_variables_of_the_chat_template_are_kept() -> None:
+    variables = {"enable_thinking": False}
+    for value in ({"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}):
+        found = read(value | {"chat_template_kwargs": variables})
+        assert isinstance(found.content, Chat)
+        assert (found.content.chat_template_kwargs, found.metadata, found.notes) == (variables, {}, ())
+        assert content(value | {"chat_template_kwargs": {}}).chat_template_kwargs is None
+
+
+def test_the_fields_of_every_format_are_read() -> None:
+    value = {"messages": [USER, ASSISTANT], "id": "a", "uid": "g", "step": 2, "weight": 3, "score": 0.5, "env": "e"}
+    found = read(value)
+    assert (found.trajectory_id, found.group_id, found.step, found.weight, found.reward) == ("a", "g", 2, 3.0, 0.5)
+    assert found.metadata == {"env": "e"}
+
+
+EXPECTED = "expected system, user, assistant or tool"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "assistent", "content": ""}, f"turn 3 has role 'assistent'; {EXPECTED}"),
+        ({"content": ""}, f"turn 3 has no role; {EXPECTED}"),
+        ({"role": 3}, f"turn 3 has role 3; {EXPECTED}"),
+        ({"role": "x" * 99}, f"turn 3 has role '{'x' * 37}...'; {EXPECTED}"),
+        ({"role": nested(1015)}, f"turn 3 has role nested too deeply to be shown; {EXPECTED}"),
+        ("text", 'turn 3 is "text"; expected an object with role and content'),
+        (USER | {"content": 3}, "turn 3 has the content 3; expected text or a list of text parts"),
+        (USER | {"tool_calls": [CALL]}, "turn 3 has role 'user' and tool calls; only the assistant can call a tool"),
+        (
+            ASSISTANT | {"tool_calls": [{"id": "c"}]},
+            'turn 3 has the tool call {"id": "c"}; expected a name and arguments',
+        ),
+        (ASSISTANT | {"tool_calls": ["f"]}, 'turn 3 has the tool calls ["f"]; expected a list of objects'),
+        (
+            ASSISTANT | {"tool_calls": [{"name": "f", "arguments": 3}]},
+            "turn 3 calls f with 3; expected an object or JSON text",
+        ),
+        (ASSISTANT | {"reasoning": ["r"]}, 'turn 3 has the reasoning ["r"]; expected text'),
+        (ASSISTANT | {"loss": 1}, "turn 3 has loss 1; expected true or false"),
+        (ASSISTANT | {"trainable": "no"}, 'turn 3 has trainable "no"; expected true or false'),
+        (ASSISTANT | {"weight": -1}, "turn 3 has weight -1; expected 0 or a number in [1e-12, 1e+12]"),
+        (ASSISTANT | {"weight": 1e-320}, "turn 3 has weight 1e-320; expected 0 or a number in [1e-12, 1e+12]"),
+        (
+            ASSISTANT | {"tool_calls": 1, "function_call": {"name": "f", "arguments": "{}"}},
+            "turn 3 has the tool calls 1; expected a list of objects",
+        ),
+        (
+            ASSISTANT | {"tool_calls": [{"name": "f", "arguments": nested(1000)}]},
+            "turn 3 calls f with arguments nested more than 100 deep; expected an object in JSON",
+        ),
+        (
+            ASSISTANT | {"tool_calls": [CALL | {"id": [1]}]},
+            "turn 3 has the id [1]; expected text or an integer",
+        ),
+        (
+            {"role": "tool", "tool_call_id": {}},
+            "turn 3 has the tool_call_id {}; expected text or an integer",
+        ),
+    ],
+)
+def test_a_bad_message_is_refused_in_one_sentence(message: Any, expected: str) -> None:
+    assert refusal({"messages": [USER, ASSISTANT, message]}) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"x": 1}, "has no messages; expected messages, or prompt and completion"),
+        ({"prompt": "a"}, "has no messages; expected messages, or prompt and completion"),
+        ({"messages": "a"}, "messages is not a list; expected a list of messages"),
+        (
+            {"prompt": "a", "completion": [ASSISTANT]},
+            "one of prompt and completion is text; expected both as text or both as messages",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": "[1"},
+            "tools is not JSON (Expecting ',' delimiter: line 1 column 3 (char 2)); expected a list of schemas",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": [1]},
+            "tools is [1]; expected a list of schemas or one as JSON text",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": [nested(1000)]},
+            "tools is nested more than 100 deep; expected schemas in JSON",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "chat_template_kwargs": ["enable_thinking"]},
+            'chat_template_kwargs is ["enable_thinking"]; expected an object of the template\'s variables',
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"a": 1, "tools": []}},
+            "chat_template_kwargs sets tools, which is not its to set; drop it there",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "chat_template_kwargs": nested(1000)},
+            "chat_template_kwargs is nested more than 100 deep; expected an object in JSON",
+        ),
+    ],
+)
+def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected: str) -> None:
+    assert refusal(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({"messages": [USER]}, "chat"),
+        ({"prompt": "a", "completion": "b"}, "chat"),
+        ({"messages": [USER], "input_ids": [1]}, "tokens"),
+        ({"tokens": ["a"], "messages": [USER]}, "chat"),
+        ({"prompt_ids": [1], "response_ids": []}, "tokens"),
+        ({"task_id": 1, "traj": [USER]}, "tau-bench"),
+        ({"history": [USER], "trajectory": [], "info": {}}, "swe-agent"),
+        ({"tree": {"tree": {}}, "answer_generation": {}}, "toolbench"),
+    ],
+)
+def test_the_format_is_told_from_the_fields(value: dict[str, Any], name: str) -> None:
+    assert detect_format(Record("r:1", "r", value)) == name
+
+
+@pytest.mark.parametrize("name", ["messages", "prompt"])
+def test_a_conversation_with_an_image_is_skipped_and_the_file_is_read_on(name: str, tmp_path: Any) -> None:
+    image = USER | {"content": [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {"url": "x"}}]}
+    seen = {name: [image, ASSISTANT]} if name == "messages" else {name: [image], "completion": [ASSISTANT]}
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(seen) + "\n" + json.dumps({"messages": [USER, ASSISTANT]}))
+    skipped, found = read_trajectories([path])
+    assert isinstance(skipped, Skipped)
+    assert skipped.reason == "images, audio and video are not read"
+    assert isinstance(found, Trajectory)
+
+
+def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"x": 1, "y": 2}')
+    with pytest.raises(TreepackError) as caught:
+        list(read_trajectories([path]))
+    expected = f"{path}:1: not recognised, with the fields x, y; see the formats that 'treepack formats' lists"
+    assert str(caught.value) == expected
+    with pytest.raises(TreepackError) as caught:
+        list(read_trajectories([path], format="yaml"))
+    assert str(caught.value) == "format 'yaml' is not known; expected auto or one that 'treepack formats' lists"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tokens", "has the fields x; expected input_ids, or prompt_ids and response_ids"),
+        ("chat", "has no messages; expected messages, or prompt and completion"),
+        ("tau-bench", "has no task_id or no traj; expected a record of tau-bench"),
+        ("swe-agent", "has no history, trajectory or info; expected a file of SWE-agent"),
+        ("toolbench", "has no tree.tree or no answer_generation; expected a file of ToolBench"),
+    ],
+)
+def test_a_record_without_the_fields_of_its_format_is_refused(name: str, expected: str) -> None:
+    with pytest.raises(TreepackError) as caught:
+        list(read_with(READERS[name], iter([Record("r:2", "r", {"x": 1})]), ReadOptions()))
+    assert str(caught.value) == f"r:2: {expected}"
+
+
+def test_a_record_of_many_or_long_fields_is_refused_in_one_short_sentence(tmp_path: Any) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps({f"board\n{number} {'_' * 99}": 1 for number in range(1020)}))
+    with pytest.raises(TreepackError) as refused:
+        list(read_trajectories([path]))
+    said = str(refused.value)
+    assert ("board 19 ___" in said, "and 1,000 more;" in said, "\n" in said) == (True, True, False)
+    assert len(said) < 1500
+
+
+def test_each_file_has_its_own_format(tmp_path: Any) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [USER, ASSISTANT]}))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"input_ids": [1, 2], "loss_mask": [0, 1]}))
+    kinds = [type(item.content).__name__ for item in read_trajectories([tmp_path]) if isinstance(item, Trajectory)]
+    assert kinds == ["Chat", "Tokens"]

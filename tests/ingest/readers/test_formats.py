@@ -1,0 +1,155 @@
+"""Every format: its sample under tests/rollouts is recognised, read whole, and keeps what its `ABOUT` says.
+
+A sample is made up from the format's description, one file or folder called after the format. What a reader makes of
+particular fields is tested beside its own kind (test_readers_*.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.byte_tokenizer import PLAIN as TEMPLATE
+from support.byte_tokenizer import save
+from support.command_line import Run
+from support.paths import ROLLOUTS
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
+from treepack.ingest.readers.inputs import list_inputs
+from treepack.ingest.readers.records import read_records
+from treepack.ingest.readers.registry import READERS, detect_format, read_trajectories
+from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+SAMPLES = ROLLOUTS
+GENERAL = ("tokens", "chat")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(save(tmp_path_factory.mktemp("tokenizer"), TEMPLATE))
+
+
+def sample(name: str) -> Path:
+    (path,) = [each for each in SAMPLES.iterdir() if each.name.partition(".")[0] == name]
+    return path
+
+
+def read(name: str, **options: Any) -> list[Trajectory]:
+    items = list(read_trajectories([sample(name)], shapes=True, **options))
+    return [item for item in items if isinstance(item, Trajectory)]
+
+
+def fields_of(value: Any) -> Iterator[str]:
+    """Every name in `value`, nested ones as `outer.inner`; lists are looked through."""
+    if isinstance(value, dict):
+        for name, held in value.items():
+            yield name
+            yield from (f"{name}.{inner}" for inner in fields_of(held))
+    elif isinstance(value, list):
+        for held in value:
+            yield from fields_of(held)
+
+
+def test_every_sample_is_of_a_format_and_every_format_has_a_sample() -> None:
+    assert {each.name.partition(".")[0] for each in SAMPLES.iterdir()} == set(READERS)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_format_is_recognised_by_its_own_reader_only(name: str) -> None:
+    files, _, _ = list_inputs([sample(name)])
+    for path in files:
+        first = next(read_records(path))
+        assert detect_format(first) == name
+        others = {other for other, reader in READERS.items() if reader.matches(first.value)}
+        assert others <= {name, *GENERAL}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_auto_reads_what_the_named_format_reads_and_reads_it_again(name: str) -> None:
+    whole = read(name)
+    assert len(whole) > 0
+    assert repr(read(name, format=name)) == repr(whole) == repr(read(name))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_format_keeps_what_it_says(name: str) -> None:
+    found = read(name)
+    about = READERS[name].ABOUT
+    assert about.keeps <= set(KEEPS)
+    contents = [each.content for each in found]
+    kept = set()
+    if any(isinstance(content, Tokens) for content in contents):
+        kept.add(TOKEN_IDS)
+    if any(isinstance(content, Tokens) and content.sampling_logprobs is not None for content in contents):
+        kept.add(LOGPROBS)
+    if any(each.reward is not None for each in found):
+        kept.add(REWARDS)
+    groups = [each.group_id for each in found]
+    if all(group is not None for group in groups):
+        kept.add(LINEAGE)
+    chats = [content for content in contents if isinstance(content, Chat)]
+    unlike_roles = any(
+        weight != float(message["role"] == "assistant")
+        for content in chats
+        for message, weight in zip(content.messages, content.message_weights, strict=True)
+    )
+    if unlike_roles or any(isinstance(content, Tokens) for content in contents):
+        kept.add(MASKS)
+    assert about.keeps <= kept
+    assert kept - {MASKS, LINEAGE, TOKEN_IDS} <= about.keeps
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_fields_that_a_format_uses_are_in_its_sample(name: str) -> None:
+    files, _, _ = list_inputs([sample(name)])
+    there = {field for path in files for record in read_records(path) for field in fields_of(record.value)}
+    missing = [field for field in READERS[name].ABOUT.used if field not in there]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_sample_can_be_tokenised_and_every_trajectory_trains_something(name: str, tokenizer: Any) -> None:
+    done = list(tokenize(read(name), tokenizer=tokenizer))
+    assert [item.reason for item in done if isinstance(item, Skipped)] == []
+    for item in done:
+        assert isinstance(item, Trajectory)
+        assert isinstance(item.content, Tokens)
+        assert item.content.num_trained > 0
+
+
+def refusal(path: Path, name: str) -> str | None:
+    try:
+        list(read_trajectories([path], format=name, shapes=True))
+    except TreepackError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_record_of_the_right_shape_and_wrong_kinds_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+    """No reader lets a foreign error escape: each field of the first record replaced by a number, then by text."""
+    files, _, _ = list_inputs([sample(name)])
+    records = [record.value for record in read_records(files[0])]
+    for field in records[0]:
+        for wrong in (7, "x", [7], {"x": 7}, None):
+            path = tmp_path / Path(files[0]).name
+            path.write_text("\n".join(json.dumps(each) for each in [records[0] | {field: wrong}, *records[1:]]))
+            said = refusal(path, name)
+            assert said is None or re.fullmatch(r"[^\n]+[;,] [^\n]+", said)
+
+
+def test_the_command_lists_every_format_with_what_it_keeps(treepack: Run) -> None:
+    listed: dict[str, Any] = json.loads(treepack("formats", "--json").out)
+    assert list(listed) == list(READERS)
+    assert {name: set(each["keeps"]) for name, each in listed.items()} == {
+        name: set(reader.ABOUT.keeps) for name, reader in READERS.items()
+    }
+    lines = treepack("formats").out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(READERS)
+    assert "task_id, trial, reward" in treepack("formats", "tau-bench").out

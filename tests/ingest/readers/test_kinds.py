@@ -1,0 +1,73 @@
+"""Every reader, given its sample with a value of another kind somewhere in it: read, or refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.paths import ROLLOUTS
+from treepack.errors import TreepackError
+from treepack.ingest.readers.inputs import list_inputs
+from treepack.ingest.readers.records import read_records
+from treepack.ingest.readers.registry import READERS, ReadOptions, Record, read_with
+from treepack.trajectory import Skipped, Trajectory
+
+SAMPLES = ROLLOUTS
+KINDS = [7, -1.5, "x", "", None, True, [], {}, [7], ["x"], [None], {"x": 7}, [[]]]
+Place = tuple[str | int, ...]
+
+
+@cache
+def files(name: str) -> list[list[Record]]:
+    """The records of each file of the sample of format `name`."""
+    (sample,) = [each for each in SAMPLES.iterdir() if each.name.partition(".")[0] == name]
+    return [list(read_records(path)) for path in list_inputs([sample])[0]]
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Where in `value` there are values, other than in lists of numbers but for their first."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, held in inner:
+        if key == 0 or not isinstance(held, int | float):
+            yield (*place, key)
+            yield from places(held, (*place, key))
+
+
+def replaced(value: Any, place: Place, other: Any) -> Any:
+    """A copy of `value` with `other` at `place`."""
+    changed = copy.deepcopy(value)
+    holder = changed
+    for key in place[:-1]:
+        holder = holder[key]
+    holder[place[-1]] = copy.deepcopy(other)
+    return changed
+
+
+def reading(name: str, records: list[Record]) -> str | None:
+    """Why `records` are refused by the reader of format `name`; None if they are read."""
+    try:
+        found = list(read_with(READERS[name], iter(records), ReadOptions(shapes=True)))
+    except TreepackError as error:
+        return str(error)
+    assert all(isinstance(each, Trajectory | Skipped) for each in found)
+    return None
+
+
+@pytest.mark.parametrize("name", READERS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_value_of_another_kind_is_read_or_refused_in_one_sentence(name: str, data: st.DataObject) -> None:
+    records = data.draw(st.sampled_from(files(name)))
+    number = data.draw(st.integers(0, len(records) - 1))
+    place = data.draw(st.sampled_from(list(places(records[number].value))))
+    value = replaced(records[number].value, place, data.draw(st.sampled_from(KINDS)))
+    changed = [*records[:number], Record(records[number].source, records[number].path, value), *records[number + 1 :]]
+    said = reading(name, changed)
+    assert said is None or re.fullmatch(r"[^\n]+[;,] [^\n]+", said)

@@ -1,0 +1,131 @@
+"""slime: samples as JSON and as files of torch."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from support.token_rollouts import Rollout, back, rollouts
+from treepack.errors import TreepackError
+from treepack.ingest.readers.formats import slime
+from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
+from treepack.ingest.readers.torch_files import read_torch
+from treepack.trajectory import Chat, Skipped, Text, Trajectory
+
+SAMPLE: dict[str, Any] = {
+    "group_index": 4,
+    "index": 9,
+    "tokens": [5, 6, 7, 8],
+    "response_length": 2,
+    "loss_mask": None,
+    "status": "completed",
+}
+
+
+def read(value: dict[str, Any], **options: Any) -> list[Trajectory | Skipped]:
+    return list(slime.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options)))
+
+
+def only(value: dict[str, Any], **options: Any) -> Trajectory:
+    (found,) = read(value, **options)
+    assert isinstance(found, Trajectory)
+    return found
+
+
+@given(rollouts())
+def test_a_sample_comes_back(rollout: Rollout) -> None:
+    value = SAMPLE | {
+        "tokens": rollout.ids,
+        "response_length": len(rollout.response),
+        "loss_mask": rollout.mask,
+        "rollout_log_probs": rollout.logprobs,
+        "reward": rollout.reward,
+    }
+    found = only(value)
+    assert back(found) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
+    assert (found.trajectory_id, found.group_id, found.notes) == ("9", "4", ())
+
+
+def test_a_sample_without_a_mask_trains_its_response() -> None:
+    assert back(only(SAMPLE)) == ([5, 6, 7, 8], [2, 3], None, None)
+
+
+def test_the_reward_key_picks_the_reward_out_of_several() -> None:
+    sample = SAMPLE | {"reward": {"acc": 1.0, "format": 0.25}}
+    assert only(sample, reward_key="format").reward == 0.25
+    with pytest.raises(TreepackError, match="name one as the reward key"):
+        read(sample)
+
+
+def test_what_the_sampler_removed_or_did_not_finish_is_skipped() -> None:
+    assert read(SAMPLE | {"remove_sample": True}) == [Skipped("r.jsonl:1", "removed by the sampler")]
+    assert read(SAMPLE | {"status": "aborted"}) == [Skipped("r.jsonl:1", "sampling aborted")]
+    assert read(SAMPLE | {"status": "pending"}) == [Skipped("r.jsonl:1", "sampling pending")]
+    assert only(SAMPLE | {"status": "truncated"}).metadata["status"] == "truncated"
+
+
+def test_samples_of_one_rollout_have_names_of_their_own() -> None:
+    found = read({"rollout_id": 3, "samples": [SAMPLE, SAMPLE | {"rollout_id": 8}, SAMPLE | {"rollout_id": 8}]})
+    names = [item.trajectory_id for item in found if isinstance(item, Trajectory)]
+    assert names == ["9", "8/r.jsonl:1[1]", "8/r.jsonl:1[2]"]
+    assert {item.step for item in found if isinstance(item, Trajectory)} == {3}
+
+
+def test_a_sample_without_tokens_is_read_as_text() -> None:
+    sample = SAMPLE | {"tokens": [], "response_length": 0, "response": "4"}
+    assert only(sample | {"prompt": "2+2="}).content == Text("2+2=", "4")
+    content = only(sample | {"prompt": [{"role": "user", "content": "2+2?"}]}).content
+    assert isinstance(content, Chat)
+    assert content.message_weights == [0.0, 1.0]
+    assert read(sample | {"response": ""}) == [Skipped("r.jsonl:1", "empty response")]
+
+
+def test_a_file_of_torch_reads_like_the_json_that_holds_the_same(tmp_path: Path) -> None:
+    sample = SAMPLE | {"rollout_log_probs": [-0.5, -0.25], "rollout_routed_experts": np.zeros((3, 2), np.int32)}
+    tensors = sample | {"tokens": torch.tensor(SAMPLE["tokens"]), "loss_mask": torch.ones(2, dtype=torch.int32)}
+    (tmp_path / "dumps").mkdir()
+    torch.save({"rollout_id": 3, "samples": [sample, tensors]}, tmp_path / "dumps" / "3.pt")
+    found = [item for item in read_trajectories([tmp_path / "dumps"]) if isinstance(item, Trajectory)]
+    assert [back(item) for item in found] == [([5, 6, 7, 8], [2, 3], [-0.5, -0.25], None)] * 2
+    assert [(item.step, item.source.rpartition("/")[2]) for item in found] == [(3, "3.pt[0]"), (3, "3.pt[1]")]
+
+
+class Foreign:
+    """What a safe load must refuse."""
+
+
+def test_a_file_of_torch_that_holds_code_is_refused() -> None:
+    stream = io.BytesIO()
+    torch.save({"samples": [Foreign()]}, stream)
+    with pytest.raises(TreepackError, match=r"^r.pt: not a file of tensors and plain values .*; write its rollouts"):
+        read_torch(stream.getvalue(), "r.pt")
+
+
+def test_checkpoints_in_a_folder_of_rollouts_are_counted_and_passed_over(tmp_path: Path) -> None:
+    torch.save({"samples": [SAMPLE]}, tmp_path / "3.pt")
+    torch.save({"model": Foreign()}, tmp_path / "checkpoint.pt")
+    torch.save([torch.ones(2)], tmp_path / "optimizer.pt")
+    found = list(read_trajectories([tmp_path]))
+    assert [back(item) for item in found if isinstance(item, Trajectory)] == [([5, 6, 7, 8], [2, 3], None, None)]
+    skipped = [(Path(item.source).name, item.reason) for item in found if isinstance(item, Skipped)]
+    assert skipped == [("checkpoint.pt", "file of no known format"), ("optimizer.pt", "file of no known format")]
+
+
+def test_without_torch_its_files_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(TreepackError, match="is a file of PyTorch, which is not installed; install"):
+        read_torch(b"PK\x03\x04", "r.pt")
+
+
+def test_numbers_of_half_precision_are_widened() -> None:
+    stream = io.BytesIO()
+    torch.save({"a": torch.tensor([0.5], dtype=torch.bfloat16), "b": (np.float32(2), torch.tensor(3))}, stream)
+    value = read_torch(stream.getvalue(), "r.pt")
+    assert (value["a"].dtype, value["a"].tolist(), value["b"]) == (np.float32, [0.5], [2.0, 3])

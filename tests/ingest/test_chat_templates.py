@@ -1,0 +1,277 @@
+"""Chat templates: what they print of tool calls, which part of it is trained, and which templates are refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.byte_tokenizer import PLAIN, save
+from treepack.errors import TreepackError
+from treepack.ingest.readers.registry import read_trajectories
+from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.trajectory import Chat, Tokens, Trajectory
+
+
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(save(tmp_path_factory.mktemp("bare"), None))
+
+
+def with_template(tokenizer: Any, template: Any) -> Any:
+    changed = copy.deepcopy(tokenizer)
+    changed.chat_template = template
+    return changed
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def chat(messages: list[dict[str, Any]], **more: Any) -> Trajectory:
+    weights = [float(message["role"] == "assistant") for message in messages]
+    return Trajectory("t", "r.jsonl:1", Chat(messages, weights, **more))
+
+
+def samples(item: Trajectory, tokenizer: Any, **options: Any) -> list[Trajectory]:
+    found = list(tokenize([item], tokenizer=tokenizer, **options))
+    assert all(isinstance(one, Trajectory) for one in found)
+    return found  # type: ignore[return-value]
+
+
+def trained_texts(item: Trajectory, tokenizer: Any) -> list[str]:
+    assert isinstance(item.content, Tokens)
+    spans = zip(item.content.starts.tolist(), item.content.ends.tolist(), strict=True)
+    return [tokenizer.decode(item.content.tokens[start:end]) for start, end in spans]
+
+
+def text(item: Trajectory, tokenizer: Any) -> str:
+    assert isinstance(item.content, Tokens)
+    return str(tokenizer.decode(item.content.tokens))
+
+
+def refusal(item: Trajectory, tokenizer: Any) -> str:
+    with pytest.raises(TreepackError) as caught:
+        samples(item, tokenizer)
+    return str(caught.value)
+
+
+START = "{% for message in messages %}<|im_start|>{{ message.content }}{% for call in message.tool_calls or [] %}"
+END = "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def calling(arguments: Any, **more: Any) -> Trajectory:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return chat([user("Q"), assistant("", tool_calls=[call])], **more)
+
+
+@pytest.mark.parametrize(
+    ("rendering", "expected"),
+    [
+        ("{{ call.function.arguments }}", '{"a": "é"}'),
+        ("{{ call.function.arguments | tojson }}", '{"a": "é"}'),
+        ("{{ '' + call.function.arguments }}", '{"a": "é"}'),
+        ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", "a=é"),
+    ],
+)
+@pytest.mark.parametrize("given_arguments", ['{"a": "é"}', {"a": "é"}])
+def test_tool_call_arguments_take_the_form_that_the_template_renders(
+    bare: Any, rendering: str, expected: str, given_arguments: Any
+) -> None:
+    tokenizer = with_template(bare, START + rendering + END)
+    (found,) = samples(calling(given_arguments), tokenizer)
+    assert trained_texts(found, tokenizer) == [expected + "<|im_end|>"]
+
+
+def insists(condition: str) -> str:
+    return "{% if not (" + condition + ") %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "tools",
+        "not tools or tools[0].function.name == 'f' or messages[0].role == 'system'",
+        "messages[0].role != 'system'",
+        "messages[0].role == 'system' or messages[0].content == 'Q'",
+        "messages | map(attribute='tool_calls', default=[]) | map('length') | sum < 1 or messages[-1].role != 'user'",
+        "not messages[-1].tool_calls or messages[-1].content == '' and messages[-1].tool_calls[0].id | length == 9",
+        "not messages[-1].tool_calls or messages[-1].tool_calls[0].function.name == 'f'",
+    ],
+)
+@pytest.mark.parametrize("rendering", ["{{ call.function.arguments }}", "{{ call.function.arguments | tojson }}"])
+@pytest.mark.parametrize("given_arguments", ['{"a": "é"}', {"a": "é"}])
+def test_arguments_are_never_printed_twice_encoded_whatever_a_template_insists_on(
+    bare: Any, condition: str, rendering: str, given_arguments: Any
+) -> None:
+    tokenizer = with_template(bare, insists(condition) + START + rendering + END)
+    (found,) = samples(calling(given_arguments, tools=TOOLS), tokenizer)
+    assert trained_texts(found, tokenizer) == ['{"a": "é"}<|im_end|>']
+
+
+def test_a_call_without_an_id_gets_one_that_every_template_takes(bare: Any, tmp_path: Path) -> None:
+    condition = "not messages[-1].tool_calls or messages[-1].tool_calls[0].id | length == 9"
+    tokenizer = with_template(
+        bare, insists(condition) + START + "{{ call.function.name }}{{ call.function.arguments }}" + END
+    )
+    path = tmp_path / "r.jsonl"
+    call = {"name": "f", "arguments": {"a": 1}}
+    path.write_text(json.dumps({"messages": [user("Q"), assistant("", tool_calls=[call])]}))
+    (found,) = tokenize(read_trajectories([path]), tokenizer=tokenizer)
+    assert isinstance(found, Trajectory)
+    assert trained_texts(found, tokenizer) == ['f{"a": 1}<|im_end|>']
+
+
+def test_each_of_several_templates_is_probed(bare: Any) -> None:
+    templates = {
+        "default": START + "{{ call.function.arguments }}" + END,
+        "tool_use": START + "{{ call.function.arguments | tojson }}" + END,
+    }
+    tokenizer = with_template(bare, templates)
+    for tools in (None, TOOLS):
+        for given_arguments in ('{"a": 1}', {"a": 1}):
+            (found,) = samples(calling(given_arguments, tools=tools), tokenizer)
+            assert trained_texts(found, tokenizer) == ['{"a": 1}<|im_end|>']
+
+
+def test_a_template_that_prints_no_tool_call_is_refused_only_if_there_is_one(bare: Any) -> None:
+    silent = with_template(bare, START + END)
+    samples(chat([user("Q"), assistant("A")]), silent)
+    sentence = "r.jsonl:1: the chat template prints the arguments of no tool call{}; "
+    sentence += "use another template, or take the tool calls out"
+    assert refusal(calling("{}"), silent) == sentence.format("")
+    strict = with_template(bare, START + "{{ raise_exception('no calls') }}" + END)
+    assert refusal(calling("{}"), strict) == sentence.format(" (no calls)")
+
+
+def test_arguments_nested_too_deeply_to_be_parsed_stay_text(bare: Any) -> None:
+    tokenizer = with_template(bare, START + "{{ call.function.arguments | tojson }}" + END)
+    deep = "[" * 5000 + "]" * 5000
+    (found,) = samples(calling(deep), tokenizer)
+    assert trained_texts(found, tokenizer) == [json.dumps(deep) + "<|im_end|>"]
+
+
+def test_a_tokenizer_without_a_default_template_is_refused(bare: Any) -> None:
+    tokenizer = with_template(bare, {"rag": PLAIN, "tool_use": PLAIN})
+    expected = f"{bare.name_or_path}: none of the chat templates rag, tool_use is named default; name one so"
+    for tools in (None, TOOLS):
+        assert refusal(chat([user("Q"), assistant("A")], tools=tools), tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("1 // 0", "ZeroDivisionError: integer division or modulo by zero"),
+        ("'%(a)s' % {}", "KeyError: 'a'"),
+        ("'{}'.format()", "IndexError: tuple index out of range"),
+        ("10.0 ** 1000", "OverflowError: (34, 'Numerical result out of range')"),
+        ("missing.field", "'missing' is undefined"),
+    ],
+)
+def test_whatever_a_template_raises_is_one_sentence(bare: Any, expression: str, reason: str) -> None:
+    tokenizer = with_template(bare, "{{ " + expression + " }}")
+    assert refusal(chat([user("Q"), assistant("A")]), tokenizer) == (
+        f"r.jsonl:1: turn 2: the chat template refuses the messages ({reason}); mend them or use another template"
+    )
+
+
+def test_a_template_that_never_ends_is_one_sentence(bare: Any) -> None:
+    tokenizer = with_template(bare, "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}")
+    assert "refuses the messages (RecursionError: " in refusal(chat([user("Q"), assistant("A")]), tokenizer)
+
+
+def test_variables_of_the_template_come_from_the_record(bare: Any, tmp_path: Path) -> None:
+    no = "{% if enable_thinking is false %}<no>{% endif %}"
+    answer = "{% if m.role == 'assistant' %}" + no + "{% endif %}{{ m.content }}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>" + no + "{% endif %}"
+    tokenizer = with_template(bare, "{% for m in messages %}<|im_start|>" + answer + "<|im_end|>{% endfor %}" + prompt)
+    value: dict[str, Any] = {"messages": [user("Q"), assistant("A")]}
+    lines = [value, value | {"chat_template_kwargs": {"enable_thinking": False}}]
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plain, without = tokenize(read_trajectories([path]), tokenizer=tokenizer)
+    assert isinstance(plain, Trajectory)
+    assert isinstance(without, Trajectory)
+    assert text(plain, tokenizer) == "<|im_start|>Q<|im_end|><|im_start|>A<|im_end|>"
+    assert text(without, tokenizer) == "<|im_start|>Q<|im_end|><|im_start|><no>A<|im_end|>"
+    assert trained_texts(without, tokenizer) == ["A<|im_end|>"]
+    assert plain.group_id != without.group_id
+
+
+def test_a_template_that_prints_the_date_is_noted(bare: Any) -> None:
+    dated = with_template(bare, "{{ strftime_now('%d %B %Y') }}" + START + END)
+    item = chat([user("Q"), assistant("A")])
+    assert samples(item, dated)[0].notes == ("the chat template prints today's date",)
+    assert samples(item, with_template(bare, START + END))[0].notes == ()
+
+
+@pytest.mark.parametrize("expand", ["trajectory", "turns"])
+def test_a_beginning_token_of_the_template_is_there_once(bare: Any, expand: str) -> None:
+    tokenizer = with_template(bare, "{{ bos_token }}" + START + END)
+    tokenizer.bos_token = "<|endoftext|>"
+    found = samples(chat([user("Q"), assistant("A"), user("R"), assistant("B")]), tokenizer, expand=expand)
+    for sample in found:
+        assert text(sample, tokenizer).startswith("<|endoftext|><|im_start|>Q")
+        assert text(sample, tokenizer).count("<|endoftext|>") == 1
+    assert [part for sample in found for part in trained_texts(sample, tokenizer)] == ["A<|im_end|>", "B<|im_end|>"]
+
+
+def test_the_trained_part_ends_with_the_end_of_turn_or_else_with_the_text(bare: Any) -> None:
+    for end, expected in (("<|im_end|> \n", "A<|im_end|>"), ("\n", "A\n"), ("<|im_end|>.", "A<|im_end|>.")):
+        tokenizer = copy.deepcopy(bare)
+        tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}" + end.replace("\n", "{{ '\n' }}")
+        tokenizer.chat_template += "{% endfor %}{% if add_generation_prompt %}[{% endif %}"
+        (found,) = samples(chat([user("Q"), assistant("A")]), tokenizer)
+        assert trained_texts(found, tokenizer) == [expected]
+
+
+def test_several_marks_in_a_turn_are_several_spans(bare: Any) -> None:
+    tokenizer = copy.deepcopy(bare)
+    mark = "{% generation %}{{ m.content }}{% endgeneration %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}[" + mark + "|" + mark + "]"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    (found,) = samples(chat([user("Q"), assistant("A"), user("R"), assistant("B")]), tokenizer)
+    assert trained_texts(found, tokenizer) == ["A", "A", "B", "B"]
+    assert text(found, tokenizer) == "Q[A|A]R[B|B"
+
+
+REFUSES = "{{ raise_exception('no system') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (REFUSES, "the chat template refuses the messages (no system); mend them or use another template"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+            "the chat template does not continue its own generation prompt; "
+            "use one that does, or one with {% generation %} marks",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% if m.role == 'x' %}{% generation %}{% endgeneration %}"
+            "{% endif %}{% endfor %}",
+            "the chat template puts no generation mark on it; mark every assistant turn",
+        ),
+        (
+            "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+            "{% endfor %}",
+            "the chat template has 2 generation marks for 1 assistant turns; mark each turn once",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_trained_on_is_refused(bare: Any, template: str, expected: str) -> None:
+    tokenizer = copy.deepcopy(bare)
+    tokenizer.chat_template = template
+    with pytest.raises(TreepackError) as caught:
+        samples(chat([user("Q"), assistant("A")]), tokenizer)
+    assert str(caught.value) == f"r.jsonl:1: turn 2: {expected}"

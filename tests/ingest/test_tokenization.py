@@ -1,0 +1,287 @@
+"""Tokenisation: trained spans are exactly what the model generated, after exactly the prompt that it saw."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support.byte_tokenizer import MARKED, PLAIN, STRIPPING, save
+from support.paths import REAL
+from treepack.errors import TreepackError
+from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.trajectory import Chat, Int64, Skipped, Text, Tokens, Trajectory, derived_group, positions
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.fixture(scope="session")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    templates = {"stripping": STRIPPING, "marked": MARKED, "plain": PLAIN, "none": None}
+    return {name: save(folder / name, template) for name, template in templates.items()}
+
+
+@pytest.fixture(scope="session")
+def tokenizers(names: dict[str, str]) -> dict[str, Any]:
+    return {name: load_tokenizer(path) for name, path in names.items()}
+
+
+def chat(messages: list[dict[str, Any]], **more: Any) -> Trajectory:
+    weights = more.pop("weights", [float(message["role"] == "assistant") for message in messages])
+    return Trajectory("t", "r.jsonl:1", Chat(messages, weights, more.pop("tools", None)), **more)
+
+
+def samples(item: Trajectory, tokenizer: Any, **options: Any) -> list[Trajectory]:
+    found = list(tokenize([item], tokenizer=tokenizer, **options))
+    assert all(isinstance(one, Trajectory) for one in found)
+    return found  # type: ignore[return-value]
+
+
+def tokens(item: Trajectory) -> Tokens:
+    assert isinstance(item.content, Tokens)
+    return item.content
+
+
+def trained_of(item: Trajectory) -> Int64:
+    return positions(tokens(item).starts, tokens(item).ends)
+
+
+def trained_texts(item: Trajectory, tokenizer: Any) -> list[str]:
+    content = tokens(item)
+    spans = zip(content.starts.tolist(), content.ends.tolist(), strict=True)
+    return [tokenizer.decode(content.tokens[start:end]) for start, end in spans]
+
+
+def text(item: Trajectory, tokenizer: Any) -> str:
+    return str(tokenizer.decode(tokens(item).tokens))
+
+
+def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, return_dict=False)
+    return list(found)
+
+
+words = st.text(st.sampled_from("ab \n.<|>é\u2028日"), max_size=8)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": draw(words)}] if draw(st.booleans()) else []
+    messages.append(user(draw(words)))
+    for _ in range(draw(st.integers(1, 5))):
+        kind = draw(st.sampled_from(["assistant", "assistant", "user", "tool"]))
+        message: dict[str, Any] = {"role": kind, "content": draw(words)}
+        if kind == "assistant" and draw(st.booleans()):
+            message["reasoning_content"] = draw(words)
+        if kind == "assistant" and draw(st.booleans()):
+            arguments = draw(st.sampled_from(['{"x": 1}', "{}", "not json"]))
+            call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            message["tool_calls"] = [call]
+        messages.append(message)
+    return [*messages, assistant(draw(words))]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(conversations(), st.sampled_from(["stripping", "marked", "plain"]), st.booleans())
+def test_every_turn_follows_the_prompt_that_its_sampler_saw(
+    tokenizers: dict[str, Any], messages: list[dict[str, Any]], name: str, with_tools: bool
+) -> None:
+    tokenizer = tokenizers[name]
+    tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else None
+    given_messages = copy.deepcopy(messages)
+    found = samples(chat(messages, tools=tools), tokenizer, expand="turns")
+    at = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    assert len(found) == len(at)
+    for sample, k in zip(found, at, strict=True):
+        content = tokens(sample)
+        (start,), (end,) = content.starts.tolist(), content.ends.tolist()
+        assert content.tokens[:start].tolist() == prompt_ids(tokenizer, messages[:k], tools)
+        rendered = tokenizer.apply_chat_template(messages[: k + 1], tools=tools, tokenize=False)
+        assert text(sample, tokenizer) == rendered.removesuffix("\n")
+        assert end == len(content.tokens)
+    assert messages == given_messages
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(conversations(), st.sampled_from(["stripping", "marked", "plain"]))
+def test_both_expansions_train_the_same_text_once(
+    tokenizers: dict[str, Any], messages: list[dict[str, Any]], name: str
+) -> None:
+    tokenizer = tokenizers[name]
+    turns = samples(chat(messages), tokenizer, expand="turns")
+    whole = samples(chat(messages), tokenizer)
+    of_turns = [part for sample in turns for part in trained_texts(sample, tokenizer)]
+    assert [part for sample in whole for part in trained_texts(sample, tokenizer)] == of_turns
+    if name == "plain":
+        assert len(whole) == 1
+        last = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert text(whole[0], tokenizer) == last.removesuffix("\n")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@given(conversations())
+def test_marks_and_differences_agree(tokenizers: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    for expand in ("turns", "trajectory"):
+        marked = samples(chat(messages), tokenizers["marked"], expand=expand)
+        plain = samples(chat(messages), tokenizers["stripping"], expand=expand)
+        for one, other in zip(marked, plain, strict=True):
+            assert one.trajectory_id == other.trajectory_id
+            np.testing.assert_array_equal(tokens(one).tokens, tokens(other).tokens)
+            np.testing.assert_array_equal(trained_of(one), trained_of(other))
+
+
+THINKING = [
+    user("Q1"),
+    assistant("A1", reasoning_content="r1"),
+    {"role": "tool", "content": "T1"},
+    assistant("A2", reasoning_content="r2"),
+    user("Q2"),
+    assistant("A3", reasoning_content="r3"),
+]
+
+
+def test_a_sample_ends_where_the_template_rewrites_earlier_turns(tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["stripping"]
+    first, second = samples(chat(THINKING, group_id="g"), tokenizer)
+    assert (first.trajectory_id, second.trajectory_id) == ("t/part-0", "t/part-1")
+    assert (first.group_id, second.group_id) == ("g", "g")
+    think = "<think>\n{}\n</think>\n\n{}<|im_end|>"
+    assert trained_texts(first, tokenizer) == [think.format("r1", "A1"), think.format("r2", "A2")]
+    assert trained_texts(second, tokenizer) == [think.format("r3", "A3")]
+    assert "r1" not in text(second, tokenizer)
+    assert (first.notes, second.notes) == (("split where the template rewrites earlier turns",), ())
+    (kept,) = samples(chat(THINKING), tokenizers["plain"])
+    assert (kept.trajectory_id, kept.notes, len(tokens(kept).starts)) == ("t", (), 3)
+
+
+def test_turns_are_named_by_assistant_message_and_keep_what_is_known(tokenizers: dict[str, Any]) -> None:
+    item = chat(THINKING, weights=[0, 0, 0, 0.5, 0, 2], step=4, reward=1.0, advantage=-1.0, weight=3.0)
+    found = samples(item, tokenizers["stripping"], expand="turns")
+    assert [one.trajectory_id for one in found] == ["t/turn-1", "t/turn-2"]
+    assert [tokens(one).span_weights.tolist() for one in found] == [[0.5], [2.0]]
+    for one in found:
+        assert (one.step, one.reward, one.advantage, one.weight) == (4, 1.0, -1.0, 3.0)
+        assert one.group_id == found[0].group_id
+
+
+def test_messages_behind_the_last_turn_stay_unless_they_rewrite_it(tokenizers: dict[str, Any]) -> None:
+    trailing = [*THINKING[:2], {"role": "tool", "content": "T"}]
+    (kept,) = samples(chat(trailing), tokenizers["stripping"])
+    assert text(kept, tokenizers["stripping"]).endswith("A1<|im_end|>\n<|im_start|>tool\nT<|im_end|>\n")
+    assert len(trained_texts(kept, tokenizers["stripping"])) == 1
+    (cut,) = samples(chat(THINKING[:5]), tokenizers["stripping"])
+    assert text(cut, tokenizers["stripping"]).endswith("A2<|im_end|>")
+    expected = "messages behind the last trained turn left out, because the template rewrites earlier turns"
+    assert cut.notes == (expected,)
+
+
+def test_groups_come_from_the_prompt_where_the_file_names_none(tokenizers: dict[str, Any]) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    one, same, other, tooled = (
+        samples(item, tokenizers["plain"])[0].group_id
+        for item in (
+            chat([user("Q"), assistant("a")]),
+            chat([user("Q"), assistant("b"), user("c"), assistant("d")]),
+            chat([user("R"), assistant("a")]),
+            chat([user("Q"), assistant("a")], tools=tools),
+        )
+    )
+    assert one == same
+    assert len({one, other, tooled}) == 3
+    assert samples(chat([user("Q"), assistant("a")]), tokenizers["plain"], tools=tools)[0].group_id == tooled
+    ids = np.arange(4, dtype=np.int32)
+    span = (np.array([2], np.int32), np.array([3], np.int32), np.ones(1))
+    (found,) = samples(Trajectory("t", "s", Tokens(ids, *span)), None)
+    assert found.group_id == derived_group(b"\x00\x00\x00\x00\x01\x00\x00\x00")
+    assert (found.group_id or "").startswith("prompt-")
+
+
+def test_text_is_prompt_completion_and_the_end_token_once(tokenizers: dict[str, Any]) -> None:
+    tokenizer = tokenizers["none"]
+    for completion in ("over the lazy dog.", "over the lazy dog.<|endoftext|>"):
+        (found,) = samples(Trajectory("t", "s", Text("The quick ", completion)), tokenizer)
+        assert text(found, tokenizer) == "The quick over the lazy dog.<|endoftext|>"
+        assert trained_texts(found, tokenizer) == ["over the lazy dog.<|endoftext|>"]
+    (found,) = samples(Trajectory("t", "s", Text("", "fox")), tokenizer)
+    assert tokens(found).starts.tolist() == [1]
+    assert found.notes == ("the first token is not trained, because no token predicts it",)
+
+
+def test_what_cannot_be_trained_on_is_skipped(tokenizers: dict[str, Any]) -> None:
+    items: list[Trajectory | Skipped] = [chat([])]
+    items += [chat([user("Q")]), chat([user("Q"), assistant("A")], weights=[0.0, 0.0]), Skipped("s", "r")]
+    reasons = [item.reason for item in tokenize(items, tokenizer=tokenizers["plain"]) if isinstance(item, Skipped)]
+    assert reasons == ["empty trajectory", "no trained token", "no trained token", "r"]
+
+
+def test_text_needs_a_tokenizer_and_a_conversation_a_template(
+    tokenizers: dict[str, Any], names: dict[str, str]
+) -> None:
+    item = chat([user("Q"), assistant("A")])
+    with pytest.raises(TreepackError) as caught:
+        samples(item, None)
+    assert str(caught.value) == "r.jsonl:1: holds text, not token ids; give a tokenizer"
+    with pytest.raises(TreepackError) as caught:
+        samples(item, tokenizers["none"])
+    expected = f"{names['none']}: the tokenizer has no chat template; give one that has, or give token ids"
+    assert str(caught.value) == expected
+    with pytest.raises(TreepackError) as caught:
+        samples(item, None, expand="steps")
+    assert str(caught.value) == "expand is 'steps'; expected trajectory or turns"
+
+
+def test_several_workers_give_what_one_gives(names: dict[str, str]) -> None:
+    items: list[Trajectory | Skipped] = [chat([user(str(i)), assistant("fox " * i)]) for i in range(40)]
+    items.insert(20, Skipped("s", "r"))
+    one, two = (list(tokenize(items, tokenizer=names["plain"], workers=workers)) for workers in (1, 2))
+    assert len(one) == len(two) == 41
+    for first, second in zip(one, two, strict=True):
+        if isinstance(first, Skipped):
+            assert first == second
+        else:
+            assert isinstance(second, Trajectory)
+            assert (first.group_id, first.source) == (second.group_id, second.source)
+            np.testing.assert_array_equal(tokens(first).tokens, tokens(second).tokens)
+
+
+def test_an_error_in_a_worker_is_the_error_here(names: dict[str, str]) -> None:
+    with pytest.raises(TreepackError, match="the tokenizer has no chat template"):
+        list(tokenize([chat([user("Q"), assistant("A")])], tokenizer=names["none"], workers=2))
+
+
+@pytest.mark.parametrize(
+    "name", ["tau-bench-airline/gpt-4o-airline.json.gz", "swe-agent-lite/cost_2_1", "toolbench-dfsdt"]
+)
+def test_real_rollouts_are_tokenised(tokenizers: dict[str, Any], name: str) -> None:
+    from treepack.ingest.readers.registry import read_trajectories
+
+    path = REAL / name
+    if not path.exists():
+        pytest.skip(f"no real rollouts at {path}")
+    read = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)][:20]
+    tokenizer = tokenizers["plain"]
+    for item, found in zip(read, tokenize(read, tokenizer=tokenizer), strict=True):
+        assert isinstance(found, Trajectory)
+        assert isinstance(item.content, Chat)
+        messages = zip(item.content.messages, item.content.message_weights, strict=True)
+        answers = [message for message, weight in messages if weight]
+        parts = trained_texts(found, tokenizer)
+        assert len(parts) == len(answers)
+        for part, message in zip(parts, answers, strict=True):
+            assert part.startswith(message["content"])
+            assert part.endswith("<|im_end|>")
+            for call in message.get("tool_calls", []):
+                assert call["function"]["arguments"] in part
+        assert json.dumps(found.metadata)

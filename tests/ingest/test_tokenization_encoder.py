@@ -1,0 +1,82 @@
+"""The encoder and the tokenizer behind it: splitting and remembering never change an id."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
+
+from support.byte_tokenizer import PLAIN, SPECIAL, save
+from treepack.errors import TreepackError
+from treepack.ingest import tokenization
+from treepack.ingest.tokenization import Encoder, fingerprint, load_tokenizer, tokenize
+from treepack.trajectory import Text, Trajectory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return load_tokenizer(save(tmp_path_factory.mktemp("plain"), PLAIN))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TreepackError, match=f"{tmp_path}: no tokenizer there"):
+        load_tokenizer(str(tmp_path))
+
+
+pieces = st.lists(st.sampled_from([*SPECIAL, "The quick ", "\n", " ", "é日", "<|im", "|>", "dog."]), max_size=8)
+
+
+@given(pieces)
+def test_the_encoder_gives_the_ids_of_the_tokenizer(tokenizer: Any, parts: list[str]) -> None:
+    encoder = Encoder(tokenizer)
+    joined = "".join(parts)
+    for _ in range(2):
+        expected = tokenizer(joined, add_special_tokens=False)["input_ids"]
+        assert encoder.encode(joined).tolist() == expected
+
+
+@pytest.mark.parametrize("quirk", ["lstrip", "normalized", "prefix"])
+def test_text_is_not_split_where_splitting_would_change_the_ids(tmp_path: Path, quirk: str) -> None:
+    flags = {} if quirk == "prefix" else {quirk: True}
+    special: list[Any] = [AddedToken(token, special=True, **({"normalized": False} | flags)) for token in SPECIAL]
+    prefix = normalizers.Prepend("_") if quirk == "prefix" else None
+    tokenizer = load_tokenizer(save(tmp_path, None, special, prefix))
+    encoder = Encoder(tokenizer)
+    for joined in ("dog \n<|im_end|>\n fox", "<|im_start|> a", "a<|im_end|>b"):
+        assert encoder.encode(joined).tolist() == tokenizer(joined, add_special_tokens=False)["input_ids"]
+
+
+def test_what_the_encoder_remembers_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenization, "CACHED_CHARACTERS", 20)
+    encoder = Encoder(tokenizer)
+    first = [encoder.encode(str(i) * 8).tolist() for i in range(5)]
+    assert [encoder.encode(str(i) * 8).tolist() for i in range(5)] == first
+    assert encoder._cached == sum(map(len, encoder._cache)) <= 20
+
+
+def test_a_fingerprint_tells_vocabularies_apart(tokenizer: Any, tmp_path: Path) -> None:
+    found = fingerprint(tokenizer)
+    assert (found["name"], found["vocab_size"]) == (tokenizer.name_or_path, len(tokenizer))
+    assert found["sha256"] == fingerprint(load_tokenizer(found["name"]))["sha256"]
+    other = load_tokenizer(save(tmp_path, None, [*SPECIAL, "<more>"]))
+    assert fingerprint(other)["sha256"] != found["sha256"]
+
+
+def test_importing_costs_no_transformers_and_long_text_gives_no_warning(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = "import sys, treepack.ingest.tokenization; sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    short = copy.deepcopy(tokenizer)
+    short.model_max_length = 4
+    with caplog.at_level(logging.WARNING):
+        list(tokenize([Trajectory("t", "s", Text("The quick brown fox", "jumps over"))], tokenizer=short))
+    assert caplog.records == []

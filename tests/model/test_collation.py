@@ -1,0 +1,140 @@
+"""Collated rows have the losses and gradients of the rows, through whatever wrapped the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from support.oracle_model import Sample, alone, gradients, make_row, sample_sets, tiny_model, worst_error, write_rows
+from support.strategies import make
+from treepack.attention import register
+from treepack.data.batch import empty_batch, make_batch
+from treepack.data.dataset import PackedDataset
+from treepack.errors import TreepackError
+from treepack.model.collation import batch_logprobs, batch_loss, collate
+from treepack.model.objectives import choose_objective, objective_loss
+
+SAMPLES = [
+    Sample((1, 2, 3, 4, 5), (0.0, 1.0, 0.0, 2.0, 1.0)),
+    Sample((1, 2, 6), (0.0, 1.0, 1.0)),
+    Sample((7, 8), (0.0, 0.5)),
+]
+
+
+def tree_model(kind: str = "qwen3") -> Any:
+    register()
+    return tiny_model(kind, attention="treepack_reference")
+
+
+class Wrapper(torch.nn.Module):
+    """As a trainer wraps models."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+def test_one_row_keeps_its_values_and_gets_a_batch_dimension() -> None:
+    row = make_batch(make_row(SAMPLES))
+    inputs = collate([row])
+    assert inputs.pop("row_id").tolist() == [row.row_id]
+    assert set(inputs) == {"input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight"}
+    for name, values in inputs.items():
+        assert values.dtype == getattr(row, name).dtype
+        assert torch.equal(values, getattr(row, name)[None])
+
+
+def test_shorter_rows_are_padded_as_rows_are() -> None:
+    long, short = make_row(SAMPLES), make_row(SAMPLES[2:], row_id=1)
+    inputs = collate([make_batch(long), make_batch(short)])
+    padded = make_batch(short, multiple=len(long.input_ids))
+    for name in ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight"):
+        assert torch.equal(inputs[name][1], getattr(padded, name))
+    assert inputs["subtree_end"].shape == (2, 8)
+
+
+@settings(max_examples=30)
+@given(first=sample_sets(), second=sample_sets())
+def test_the_loss_of_a_batch_is_that_of_every_trajectory_alone(first: list[Sample], second: list[Sample]) -> None:
+    expected, of_each = alone(tiny_model("qwen3"), [*first, *second])
+    model = tree_model()
+    rows = [make_batch(make_row(first)), empty_batch(3), make_batch(make_row(second))]
+    loss = batch_loss(Wrapper(model), collate(rows), chunk=5)
+    torch.autograd.backward(loss)
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-9, abs=1e-12)
+    assert worst_error(gradients(model), of_each) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2"])
+def test_models_of_other_kinds_have_the_same_gradients(kind: str) -> None:
+    _, of_each = alone(tiny_model(kind), SAMPLES)
+    model = tree_model(kind)
+    torch.autograd.backward(batch_loss(model, collate([make_batch(make_row(SAMPLES))])))
+    assert worst_error(gradients(model), of_each) < 1e-9
+
+
+def test_a_batch_of_padding_gives_every_parameter_a_gradient_of_zero() -> None:
+    model = tree_model("gpt_neox")
+    torch.autograd.backward(batch_loss(model, collate([empty_batch(4)])))
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_terms_of_several_rows_give_the_sum_of_their_objectives(tmp_path: Path) -> None:
+    trajectories = [
+        make("a", [1, 2, 3, 4], advantage=0.5, old_logprobs=[-1.0, -2.0, -3.0], group="x"),
+        make("b", [1, 2, 5], advantage=-1.0, old_logprobs=[-3.0, -4.0], group="y"),
+        make("c", [9, 8], advantage=2.0, old_logprobs=[-2.0], group="x"),
+    ]
+    dataset = PackedDataset(write_rows(tmp_path / "packed", trajectories, [0, 0, 1]), terms=True)
+    objective, model = choose_objective("gspo"), tree_model()
+    factors = torch.tensor([0.3, 0.5, 0.7], dtype=torch.float64)
+
+    def loss_of(rows: list[Any], own: torch.Tensor) -> torch.Tensor:
+        inputs = collate(rows)
+        return objective_loss(*batch_logprobs(model, inputs), inputs["terms"], own, objective)[0]
+
+    model.zero_grad()
+    separate = [loss_of([dataset[0]], factors[:2]), loss_of([dataset[1]], factors[2:])]
+    torch.autograd.backward(separate)
+    expected = gradients(model)
+    model.zero_grad()
+    without_terms = empty_batch(2)
+    together = loss_of([dataset[0], without_terms, empty_batch(9, terms=True), dataset[1]], factors)
+    torch.autograd.backward(together)
+    assert float(together.detach()) == pytest.approx(sum(float(each.detach()) for each in separate), rel=1e-12)
+    assert worst_error(gradients(model), expected) < 1e-9
+
+
+def test_a_term_column_that_a_row_lacks_is_left_out(tmp_path: Path) -> None:
+    trajectories = [make(name, [1, 2, 3], advantage=1.0, group=name) for name in "ab"]
+    dataset = PackedDataset(write_rows(tmp_path / "packed", trajectories, [0, 1]), terms=True)
+    first, second = dataset[0], dataset[1]
+    assert first.terms is not None
+    terms = collate([first, second])["terms"]
+    assert terms.group.tolist() == [0, 1]
+    assert terms.advantage.tolist() == [1.0] * 4
+    assert terms.old_logprob is None
+    lacking = replace(first, terms=replace(first.terms, advantage=None))
+    assert collate([lacking, second])["terms"].advantage is None
+
+
+def test_what_would_give_wrong_gradients_is_refused() -> None:
+    inputs = collate([make_batch(make_row(SAMPLES))])
+    with pytest.raises(TreepackError, match="attends through 'sdpa', which takes no notice of subtree_end"):
+        batch_loss(Wrapper(tiny_model("qwen3")), inputs)
+    with pytest.raises(TreepackError, match="no causal language model"):
+        batch_loss(torch.nn.Linear(2, 2), inputs)
+    model = tree_model()
+    model.set_output_embeddings(torch.nn.Sequential(model.get_output_embeddings()))
+    with pytest.raises(TreepackError, match="its output layer is a Sequential"):
+        batch_loss(model, inputs)
+    with pytest.raises(TreepackError, match="no row"):
+        collate([])

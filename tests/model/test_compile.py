@@ -1,0 +1,71 @@
+"""Compiled layers: attention stays outside the graph, lengths do not compile again, and the gradients agree."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.oracle_model import Sample, make_row, tiny_config
+from treepack.data.batch import make_batch
+from treepack.errors import TreepackError
+from treepack.model.layers import adapt_layers, compile_layers
+from treepack.model.load import LoadedModel, load_model, row_loss
+
+LENGTHS = (9, 17, 30, 41)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One entry for every graph that is traced; none is turned into machine code, which would take minutes."""
+    traced: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        traced.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    yield traced
+    torch._dynamo.reset()
+
+
+def losses_and_gradients(loaded: LoadedModel) -> list[Tensor]:
+    found: list[Tensor] = []
+    for length in LENGTHS:
+        samples = [
+            Sample(tuple(range(length)), (0.0, *[1.0] * (length - 1))),
+            Sample((*range(length - 3), 40, 41), (0.0, *[1.0] * (length - 2))),
+        ]
+        loss = row_loss(loaded, make_batch(make_row(samples)))
+        found += [loss.detach(), *torch.autograd.grad(loss, list(loaded.model.parameters()))]
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_agree_and_serve_every_length(tmp_path: Path, graphs: list[int], checkpointing: bool) -> None:
+    loaded = load_model(tiny_config(tmp_path / "config.json"), attention="reference", dtype=torch.float64, device="cpu")
+    loaded.model.train()
+    expected = losses_and_gradients(loaded)
+    adapt_layers(loaded.model, checkpointing=checkpointing, compiled=True)
+    found = losses_and_gradients(loaded)
+    assert graphs, "something was compiled"
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    traced = len(graphs)
+    again = losses_and_gradients(loaded)
+    assert len(graphs) == traced, "the same lengths need no other graph"
+    assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
+
+
+def test_a_model_without_marked_layers_is_refused() -> None:
+    class Bare(nn.Module):
+        base_model = nn.Linear(2, 2)
+
+    with pytest.raises(TreepackError, match=r"^Bare has no layers to compile"):
+        compile_layers(Bare())

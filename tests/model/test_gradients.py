@@ -1,0 +1,225 @@
+"""The promise: gradients of packed rows are those of every trajectory run alone.
+
+In float64, for every parameter, to a relative 1e-9. The oracle (`oracle_model.alone`) is the plain model of
+transformers with its own attention, one forward per trajectory; packed rows come from the whole pipeline: trie, plan,
+rows, attention, loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from support.oracle_model import (
+    CONFIGS,
+    VOCABULARY,
+    Sample,
+    alone,
+    make_row,
+    once,
+    sample_sets,
+    tiny_model,
+    worst_error,
+)
+from support.packed_gradients import TOLERANCE, assert_equal, gradients_of, packed, plain
+from treepack.attention import register
+from treepack.data.batch import Batch, make_batch
+from treepack.model.layers import checkpoint_layers
+from treepack.model.load import LoadedModel
+from treepack.pack.plan.planning import FOREST_METHODS, METHODS, Limits, packed_trie, plan_rows
+from treepack.pack.rows import pack_rows
+from treepack.trajectory import Tokens, Trajectory, spans_of_mask
+from treepack.trie.build import build_trie
+
+KINDS = sorted(CONFIGS)
+ATTENTIONS = ["reference", "flex"]
+
+
+@contextmanager
+def checkpointing(model: Any) -> Iterator[None]:
+    model.train()
+    checkpoint_layers(model)
+    assert sum(getattr(m, "gradient_checkpointing", False) for m in model.base_model.modules()) >= 2
+    yield
+    model.base_model.apply(_without_checkpoints)
+    model.eval()
+
+
+def _without_checkpoints(module: Any) -> None:
+    if getattr(module, "gradient_checkpointing", False):
+        module.gradient_checkpointing = False
+
+
+def as_trajectories(samples: Sequence[Sample], groups: Sequence[str]) -> list[Trajectory]:
+    found = []
+    for i, (sample, group) in enumerate(zip(samples, groups, strict=True)):
+        content = Tokens(np.array(sample.tokens, np.int32), *spans_of_mask(np.array(sample.weights)))
+        found.append(Trajectory(str(i), f"made:{i}", content, group))
+    return found
+
+
+def as_batches(
+    samples: Sequence[Sample],
+    *,
+    capacity: int | Limits,
+    groups: Sequence[str] | None = None,
+    multiple: int = 1,
+    method: str = "auto",
+    ranks: int = 1,
+    **options: str,
+) -> list[Batch]:
+    """`samples` through the whole pipeline."""
+    trie = build_trie(as_trajectories(samples, groups or ["g"] * len(samples)))
+    plan = plan_rows(trie, capacity=capacity, method=method, multiple_of=ranks)
+    return [make_batch(row, multiple=multiple) for row in pack_rows(packed_trie(trie, method), plan, **options)]
+
+
+def longest(samples: Sequence[Sample]) -> int:
+    return max(len(sample.tokens) for sample in samples)
+
+
+def trained(samples: Sequence[Sample]) -> bool:
+    return any(any(sample.weights) for sample in samples)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(samples=sample_sets(), room=st.integers(0, 20), semantics=st.sampled_from(["branch", "once"]), data=st.data())
+@settings(max_examples=25, derandomize=True, deadline=None)
+def test_packed_gradients_are_the_sum_over_trajectories(
+    kind: str, samples: list[Sample], room: int, semantics: str, data: st.DataObject
+) -> None:
+    assume(trained(samples))
+    multiple = data.draw(st.sampled_from([1, 16]))
+    batches = as_batches(samples, capacity=longest(samples) + room, multiple=multiple, semantics=semantics)
+    expected = alone(plain(kind), once(samples) if semantics == "once" else samples)
+    for attention in ATTENTIONS:
+        assert_equal(gradients_of(packed(kind, attention), batches, chunk=5), expected)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *FOREST_METHODS])
+@given(samples=sample_sets(), room=st.integers(0, 20), ranks=st.integers(1, 2))
+@settings(max_examples=10, derandomize=True, deadline=None)
+def test_no_method_changes_gradients(method: str, samples: list[Sample], room: int, ranks: int) -> None:
+    assume(trained(samples) and len(samples) >= ranks)
+    size = longest(samples)
+    pairs, terms = size * (size + 1) // 2 + 5 * room, size + room
+    batches = as_batches(samples, capacity=Limits(size + room, pairs, terms), method=method, ranks=ranks)
+    assert_equal(gradients_of(packed("qwen3", "reference"), batches), alone(plain("qwen3"), samples))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(samples=sample_sets())
+@settings(max_examples=5, derandomize=True, deadline=None)
+def test_gradient_checkpointing_changes_nothing(kind: str, samples: list[Sample]) -> None:
+    assume(trained(samples))
+    batches, expected = as_batches(samples, capacity=1000), alone(plain(kind), samples)
+    for attention in ATTENTIONS:
+        loaded = packed(kind, attention)
+        with checkpointing(loaded.model):
+            found = gradients_of(loaded, batches)
+        assert_equal(found, expected)
+
+
+def branches_at(offset: int) -> list[Sample]:
+    """A stem of `offset` tokens with branches of one token, of many, of branches, and a trajectory that ends there."""
+    ids = np.random.default_rng(offset).integers(3, VOCABULARY, 200).tolist()
+    stem = tuple(ids[:offset])
+    endings = [(), (0,), (1, *ids[100:105]), (1, *ids[100:103], 2), (1, *ids[100:103], 2), (2, *ids[150:170])]
+    found = [stem + ending for ending in endings if stem + ending]
+    return [Sample(tokens, (0.0, *[1.0] * (len(tokens) - 1))) for tokens in found]
+
+
+@pytest.mark.parametrize("offset", range(64))
+def test_branches_may_start_at_every_offset(offset: int) -> None:
+    samples = branches_at(offset)
+    batches, expected = as_batches(samples, capacity=1000), alone(plain("qwen3"), samples)
+    for attention in ATTENTIONS:
+        assert_equal(gradients_of(packed("qwen3", attention), batches), expected)
+
+
+def normalised(samples: Sequence[Sample], groups: Sequence[str], normalize: str) -> list[Sample]:
+    """Every weight over the sum of its trajectory, of its group, or as it is."""
+    sums = [sum(sample.weights) for sample in samples]
+    per_group = {g: sum(s for s, of in zip(sums, groups, strict=True) if of == g) for g in groups}
+    by = {"token": [1.0] * len(sums), "trajectory": sums, "group": [per_group[g] for g in groups]}[normalize]
+    return [
+        Sample(sample.tokens, tuple(own / total if own else 0.0 for own in sample.weights))
+        for sample, total in zip(samples, by, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("normalize", ["token", "trajectory", "group"])
+@given(samples=sample_sets(), data=st.data())
+@settings(max_examples=12, derandomize=True, deadline=None)
+def test_a_step_is_the_mean_of_its_normalisation(normalize: str, samples: list[Sample], data: st.DataObject) -> None:
+    assume(trained(samples))
+    groups = data.draw(st.lists(st.sampled_from("ab"), min_size=len(samples), max_size=len(samples)))
+    batches = as_batches(samples, capacity=longest(samples), groups=groups, normalize=normalize)
+    weighted = normalised(samples, groups, normalize)
+    denominator = sum(sum(sample.weights) for sample in weighted)
+    assert sum(batch.total_weight for batch in batches) == pytest.approx(denominator, rel=1e-12)
+    assert_equal(gradients_of(packed("llama", "reference"), batches), alone(plain("llama"), weighted))
+
+
+@given(samples=sample_sets(), cut=st.integers(1, 6))
+@settings(max_examples=12, derandomize=True, deadline=None)
+def test_any_partition_into_rows_gives_the_same_gradients(samples: list[Sample], cut: int) -> None:
+    assume(trained(samples))
+    rows = [make_row(part) for part in (samples[:cut], samples[cut:]) if part]
+    batches = [make_batch(row, multiple=8) for row in rows]
+    assert_equal(gradients_of(packed("gpt2", "reference"), batches), alone(plain("gpt2"), samples))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_optimiser_steps_stay_equal(kind: str) -> None:
+    register()
+    ours = LoadedModel(tiny_model(kind, attention="treepack_reference"), kind, "reference", ())
+    theirs = tiny_model(kind)
+    steps = [branches_at(7), branches_at(20)]
+    optimisers = [torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.1) for m in (ours.model, theirs)]
+    for samples in steps:
+        batches = as_batches(samples, capacity=longest(samples))
+        denominator = sum(batch.total_weight for batch in batches)
+        gradients_of(ours, batches)
+        alone(theirs, samples)
+        for model, optimiser in zip((ours.model, theirs), optimisers, strict=True):
+            for parameter in model.parameters():
+                parameter.grad /= denominator
+            optimiser.step()
+    weights = [dict(m.state_dict()) for m in (ours.model, theirs)]
+    start = tiny_model(kind).state_dict()
+    assert worst_error(*weights) <= TOLERANCE
+    assert worst_error(weights[0], start) > 1e-4, "the steps moved the weights"
+
+
+def causal(batch: Batch) -> Batch:
+    return replace(batch, subtree_end=torch.full_like(batch.subtree_end, len(batch.subtree_end)))
+
+
+def numbered(batch: Batch) -> Batch:
+    return replace(batch, position_ids=torch.arange(len(batch.position_ids)))
+
+
+def shifted(batch: Batch) -> Batch:
+    return replace(batch, parent=(torch.arange(len(batch.parent)) - 1).clamp(min=0))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_mask_position_or_parent_does_not_pass(kind: str, attention: str) -> None:
+    samples = branches_at(9)
+    batches = as_batches(samples, capacity=1000)
+    expected = alone(plain(kind), samples)
+    loaded = packed(kind, attention)
+    assert_equal(gradients_of(loaded, batches), expected)
+    for damage in (causal, numbered, shifted):
+        found = gradients_of(loaded, [damage(batch) for batch in batches])
+        assert worst_error(found[1], expected[1]) > 1e-3, damage.__name__

@@ -1,0 +1,246 @@
+"""Models that can be trained exactly load; all others are refused by name, and by the probe where nobody named them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support import interpreter  # noqa: F401
+from support.oracle_model import CONFIGS, VOCABULARY, Sample, make_row, tiny_config, tiny_model
+from treepack.attention import register
+from treepack.data.batch import make_batch
+from treepack.errors import TreepackError
+from treepack.model.load import LoadedModel, check_fits, hidden_states, load_model
+from treepack.model.probe import probe
+
+SAMPLES = [Sample((1, 2, 3), (0.0, 1.0, 1.0)), Sample((1, 2, 4, 5), (0.0, 0.0, 1.0, 1.0))]
+MANIFEST: dict[str, Any] = {"max_token_id": VOCABULARY - 1, "capacity": 64, "tokenizer": None}
+
+
+@pytest.mark.parametrize("attention", ["reference", "flex", "triton"])
+@pytest.mark.parametrize("kind", sorted(CONFIGS))
+def test_a_config_file_gives_seeded_weights_and_every_branch_its_own_states(
+    tmp_path: Path, kind: str, attention: str
+) -> None:
+    path = tiny_config(tmp_path / "config.json", kind)
+    loaded = load_model(path, attention=attention, seed=3)
+    again, other = load_model(path, seed=3), load_model(path, seed=4)
+    weights = [m.model.get_input_embeddings().weight for m in (loaded, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    states = hidden_states(loaded, make_batch(make_row(SAMPLES), multiple=8))
+    loaded.model.set_attn_implementation("sdpa")
+    alone = loaded.model.base_model(input_ids=torch.tensor([[1, 2, 4, 5]]))[0][0]
+    torch.testing.assert_close(states[[0, 1, 3, 4]], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_a_saved_directory_loads_with_its_weights(tmp_path: Path) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.attention == "reference"
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], weight)
+
+
+def test_random_weights_leave_the_callers_random_state_alone(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    load_model(tiny_config(tmp_path / "config.json"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_is_set_to_zero_and_said(tmp_path: Path) -> None:
+    path = tiny_config(tmp_path / "config.json", "gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.0)
+    loaded = load_model(path)
+    assert [note.split()[0] for note in loaded.notes if "first" not in note] == ["attn_pdrop", "resid_pdrop"]
+    whole = load_model(tiny_config(tmp_path / "whole.json", attention_dropout=1))
+    assert whole.model.config.attention_dropout == 0
+    assert all(m.p == 0 for m in loaded.model.transformer.modules() if isinstance(m, nn.Dropout))
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 4}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_next", {**GROUPED, "num_hidden_layers": 4}, "layer 0 is 'linear_attention'"),
+    ("gemma2", GROUPED, "attn_logit_softcapping is 50.0"),
+    ("gemma3_text", {**GROUPED, "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+    ("gpt_oss", {**GROUPED, "num_local_experts": 2, "sliding_window": 4096}, "asks for s_aux"),
+    ("llama4_text", {**GROUPED, "intermediate_size_mlp": 24, "num_local_experts": 2}, "'chunked_attention'"),
+    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is 'linear_attention'"),
+    ("cohere", {**SMALL, "logit_scale": 0.06}, "logits are not its output layer"),
+    ("granite", {**SMALL, "logits_scaling": 8.0}, "logits are not its output layer"),
+    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask is given|does not hand attention"),
+    ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "does not hand attention"),
+    ("bert", SMALL, "not causal|tree attention|alone"),
+    ("no_such_model", {}, "cannot load"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), REFUSED, ids=[kind for kind, *_ in REFUSED])
+def test_models_that_cannot_be_trained_exactly_are_refused_in_a_sentence(
+    tmp_path: Path, kind: str, fields: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": kind, "vocab_size": VOCABULARY, "pad_token_id": None, **fields}))
+    with pytest.raises(TreepackError, match=message) as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("window", "advice"), [(300, "--capacity 256$"), (90, "--capacity 90 and use .* reference")])
+def test_flex_pads_rows_and_the_advice_on_windows_knows(window: int, advice: str) -> None:
+    model = replace(loaded("llama", sliding_window=window), attention="flex")
+    with pytest.raises(TreepackError, match=advice):
+        check_fits(model, {**MANIFEST, "capacity": 1000}, max_position=5)
+
+
+@pytest.mark.parametrize("text", ["[1]", '"x"', "{}", '{"model_type": 3}'])
+def test_a_config_without_a_model_type_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(text)
+    with pytest.raises(TreepackError, match=r"list\.json: holds no model_type; expected"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "big"},
+        {"num_key_value_heads": 3},
+        {"pad_token_id": 99},
+        {"rope_parameters": "x"},
+        {"head_dim": 3},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_whatever_a_models_code_raises_is_one_short_sentence(tmp_path: Path, fields: dict[str, Any]) -> None:
+    path = tiny_config(tmp_path / "config.json", **fields)
+    with pytest.raises(TreepackError, match=r"config\.json") as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500 + len(str(path))
+
+
+@pytest.mark.parametrize("damage", ["missing", "mismatched"])
+def test_a_checkpoint_without_all_its_weights_is_refused(tmp_path: Path, damage: str) -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    weights = model.state_dict()
+    norm = weights.pop("model.norm.weight")
+    if damage == "mismatched":
+        weights["model.norm.weight"] = norm[:3].clone()
+    model.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(TreepackError, match=rf"model\.norm\.weight is {damage} in its weights"):
+        load_model(tmp_path)
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    load_model(tiny_config(tmp_path / "tied.json", tie_word_embeddings=True)).model.save_pretrained(tmp_path / "out")
+    assert load_model(tmp_path / "out").model.config.tie_word_embeddings
+
+
+def test_positions_beyond_a_table_are_refused(tmp_path: Path) -> None:
+    fields = {"n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 24, "n_positions": 20}
+    path = tmp_path / "ctrl.json"
+    path.write_text(json.dumps({"model_type": "ctrl", "vocab_size": VOCABULARY, **fields}))
+    tokens = tuple(range(30))
+    row = make_batch(make_row([Sample(tokens, (0.0,) + (1.0,) * 29)], row_id=7))
+    with pytest.raises(TreepackError, match="cannot run row 7, whose positions reach 29"):
+        hidden_states(load_model(path), row)
+
+
+def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for source in (tmp_path, broken, tmp_path / "missing.json"):
+        with pytest.raises(TreepackError, match="cannot load"):
+            load_model(source)
+
+
+class Smear(nn.Module):
+    """Mixes each token with the one before it in the row, as a convolution does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed: Tensor = self.inner(hidden + 0.1 * hidden.roll(1, dims=1))
+        return mixed
+
+
+def test_the_probe_finds_tokens_that_mix_outside_attention() -> None:
+    register()
+    model = tiny_model("qwen3", attention="treepack_reference")
+    probe(model, source="m")
+    model.model.layers[1].mlp = Smear(model.model.layers[1].mlp)
+    with pytest.raises(TreepackError, match="a branch in a tree gets other hidden states"):
+        probe(model, source="m")
+    assert model.config._attn_implementation == "treepack_reference"
+
+
+def test_the_probe_finds_a_layer_that_attends_twice() -> None:
+    register()
+    model = tiny_model("qwen3", attention="treepack_reference")
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    with pytest.raises(TreepackError, match="2 layers call attention 2 times, from 1 modules"):
+        probe(model, source="m")
+
+
+def loaded(kind: str, **fields: Any) -> LoadedModel:
+    register()
+    model = tiny_model(kind)
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return LoadedModel(model, kind, "reference", ())
+
+
+def test_data_that_suits_the_model_is_accepted() -> None:
+    check_fits(loaded("qwen3"), MANIFEST, max_position=10**6)
+    check_fits(loaded("gpt2"), MANIFEST, max_position=255)
+    check_fits(loaded("llama", sliding_window=128), MANIFEST, max_position=5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "entries", "message"),
+    [
+        ("qwen3", {}, {"max_token_id": VOCABULARY}, "the token id 50 and the vocabulary ends at 49"),
+        ("gpt2", {}, {}, "positions up to 256 and the model's end at 255"),
+        ("llama", {"sliding_window": 63}, {}, "sliding window of 63 .* pack with --capacity 63$"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic"}, "max_position_embeddings": 100},
+            {},
+            "dynamic rotary frequencies",
+        ),
+    ],
+)
+def test_data_that_does_not_suit_the_model_is_refused(
+    kind: str, fields: dict[str, Any], entries: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TreepackError, match=message):
+        check_fits(loaded(kind, **fields), {**MANIFEST, **entries}, max_position=256)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    from treepack.ingest.tokenization import fingerprint
+
+    tokenizers = [
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")))
+        for words in ({"a": 0, "b": 1}, {"a": 1, "b": 0})
+    ]
+    model = tiny_model("qwen3", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    tokenizers[0].save_pretrained(tmp_path)
+    ready = load_model(tmp_path)
+    check_fits(ready, {**MANIFEST, "tokenizer": fingerprint(tokenizers[0])}, max_position=1)
+    with pytest.raises(TreepackError, match="its tokenizer is not the one that made the data"):
+        check_fits(ready, {**MANIFEST, "tokenizer": fingerprint(tokenizers[1])}, max_position=1)

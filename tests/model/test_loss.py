@@ -1,0 +1,160 @@
+"""Loss, log-probabilities and entropies against their definitions; the logits of a row never exist at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from support.oracle_model import VOCABULARY, Sample, make_row, sample_sets
+from treepack.data.batch import make_batch
+from treepack.model.loss import tree_logprobs, weighted_nll
+
+HIDDEN = 8
+
+
+def random_head(length: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(length, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)]
+    hidden, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes)
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+
+
+@given(sample_sets())
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_it_is_the_weighted_sum_over_targets_for_any_chunk(samples: list[Sample]) -> None:
+    batch = make_batch(make_row(samples), multiple=8)
+    inputs = random_head(len(batch.input_ids))
+    hidden, weight, bias = inputs
+    expected = hidden.sum() * 0
+    for j, own in enumerate(batch.loss_weight.tolist()):
+        if own:
+            logits = weight @ hidden[batch.parent[j]] + bias
+            expected = expected + own * cross_entropy(logits, batch.input_ids[j])
+    reference = torch.autograd.grad(expected, inputs, allow_unused=True, materialize_grads=True)
+    for chunk in (1, 3, 2048):
+        found = weighted_nll(hidden, weight, batch.targets, bias=bias, chunk=chunk)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        grads = torch.autograd.grad(found, inputs, allow_unused=True, materialize_grads=True)
+        for ours, theirs in zip(grads, reference, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_tokens_of_all_branches_are_predicted_from_one_hidden_state() -> None:
+    batch = make_batch(make_row([Sample((1, 2), (0.0, 1.0)), Sample((1, 3), (0.0, 2.0))]))
+    hidden, weight, _ = random_head(3)
+    found = weighted_nll(hidden, weight, batch.targets)
+    logs = (weight @ hidden[0]).log_softmax(0)
+    torch.testing.assert_close(found, -logs[2] - 2 * logs[3])
+
+
+def test_a_row_without_targets_costs_nothing_and_keeps_its_graph() -> None:
+    batch = make_batch(make_row([Sample((1, 2), (0.0, 0.0))]))
+    hidden, weight, _ = random_head(2)
+    found = weighted_nll(hidden, weight, batch.targets)
+    assert found.item() == 0
+    assert torch.equal(torch.autograd.grad(found, hidden)[0], torch.zeros_like(hidden))
+
+
+def test_weight_at_a_root_is_an_error_and_not_the_last_token() -> None:
+    targets = (torch.tensor([1, 2]), torch.tensor([-1, 0]), torch.tensor([1.0, 1.0]))
+    hidden, weight, _ = random_head(2)
+    with pytest.raises((IndexError, RuntimeError)):
+        weighted_nll(hidden, weight, targets)
+
+
+def test_bfloat16_hidden_states_get_a_float32_softmax() -> None:
+    batch = make_batch(make_row([Sample(tuple(range(30)), (0.0, *[1.0] * 29))]))
+    hidden, weight, _ = (x.detach() for x in random_head(30, dtype=torch.bfloat16))
+    logits = (hidden @ weight.T)[:-1].float()
+    expected = cross_entropy(logits, batch.input_ids[1:], reduction="sum").double()
+    torch.testing.assert_close(weighted_nll(hidden, weight, batch.targets), expected, rtol=1e-6, atol=0)
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the most elements of any tensor that an operation under it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return out
+
+
+@pytest.mark.parametrize("chunk", [16, 10_000])
+def test_no_logits_beyond_a_chunk_exist_in_forward_or_backward(chunk: int) -> None:
+    length = 400
+    tokens = tuple(i % VOCABULARY for i in range(length))
+    batch = make_batch(make_row([Sample(tokens, (0.0, *[1.0] * (length - 1)))]))
+    hidden, weight, _ = random_head(length)
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), LargestTensor() as largest:
+        torch.autograd.backward(weighted_nll(hidden, weight, batch.targets, chunk=chunk))
+    whole = (length - 1) * VOCABULARY
+    if chunk < length:
+        assert largest.numel <= max(chunk * VOCABULARY, length * HIDDEN) < whole
+        assert max(saved) < whole
+    else:
+        assert largest.numel == whole, "the measurement sees the logits where they do exist"
+
+
+@given(sample_sets())
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_logprobs_and_entropies_are_those_of_the_softmax_for_any_chunk(samples: list[Sample]) -> None:
+    batch = make_batch(make_row(samples), multiple=8)
+    inputs = random_head(len(batch.input_ids))
+    hidden, weight, bias = inputs
+    tokens = batch.loss_weight.nonzero().squeeze(-1)
+    logs = (hidden[batch.parent[tokens]] @ weight.T + bias).log_softmax(-1)
+    expected = (logs[range(len(tokens)), batch.input_ids[tokens]], -(logs.exp() * logs).sum(-1))
+    factors = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
+    for chunk in (1, 3, 2048):
+        found = tree_logprobs(hidden, weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
+        for wanted in ([0], [1], [0, 1]):  # gradients of either alone, and of both
+            grads = []
+            for values in (found, expected):
+                total = hidden.sum() * 0
+                for i in wanted:
+                    torch.testing.assert_close(found[i], expected[i], rtol=1e-12, atol=1e-12)
+                    total = total + (values[i] * factors).sum() * (i + 1)
+                grads.append(
+                    torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True, retain_graph=True)
+                )
+            for ours, theirs in zip(*grads, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_no_chosen_token_gives_nothing_and_keeps_the_graph() -> None:
+    batch = make_batch(make_row([Sample((1, 2), (0.0, 0.0))]))
+    hidden, weight, _ = random_head(2)
+    none = torch.zeros(0, dtype=torch.int64)
+    logprobs, entropies = tree_logprobs(hidden, weight, none, batch.input_ids, batch.parent)
+    assert (logprobs.shape, entropies.shape) == ((0,), (0,))
+    assert torch.equal(torch.autograd.grad(logprobs.sum(), hidden)[0], torch.zeros_like(hidden))
+
+
+def test_logprobs_of_a_chunk_are_the_only_ones_whose_logits_exist() -> None:
+    length, chunk = 400, 16
+    tokens = tuple(i % VOCABULARY for i in range(length))
+    batch = make_batch(make_row([Sample(tokens, (0.0, *[1.0] * (length - 1)))]))
+    hidden, weight, _ = random_head(length)
+    chosen = torch.arange(1, length)
+    with LargestTensor() as largest:
+        found = tree_logprobs(hidden, weight, chosen, batch.input_ids, batch.parent, chunk=chunk)
+        torch.autograd.backward(torch.stack(found).sum())
+    assert largest.numel <= max(chunk * VOCABULARY, length * HIDDEN)

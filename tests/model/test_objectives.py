@@ -1,0 +1,280 @@
+"""Objectives over terms are those of trajectories run alone, however the trajectories are packed into rows.
+
+In float64, loss and gradient of every parameter to a relative 1e-9, on trees whose trajectories share prefixes and
+differ there in advantages, masks, weights and old log-probabilities (`oracle_objectives.step_loss`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from support.oracle_model import gradients, worst_error, write_rows
+from support.oracle_objectives import Rollout, gspo_of_sequences, step_loss
+from support.packed_objectives import COLUMNS, as_trajectories, opened, packed_model, plain, rollouts
+from treepack.data.batch import Terms
+from treepack.data.dataset import PackedDataset
+from treepack.errors import TreepackError
+from treepack.model.denominators import check_columns, step_factors, trajectory_table
+from treepack.model.load import LoadedModel, row_logprobs
+from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss, preference_pairs
+
+TOLERANCE = 1e-9
+
+
+def step_of(
+    loaded: LoadedModel, dataset: PackedDataset, objective: Objective, *, chunk: int = 3
+) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    """Loss, gradients and means of one optimiser step over all rows, a backward pass for each."""
+    check_columns(dataset, objective)
+    every = list(range(len(dataset)))[::-1]
+    factors = step_factors(trajectory_table(dataset, objective), every, objective)
+    loaded.model.zero_grad()
+    total, sums = 0.0, dict[str, float]()
+    for row, own in zip(every, factors, strict=True):
+        batch = dataset[row]
+        assert batch.terms is not None
+        logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=5)
+        loss, parts = objective_loss(logprobs, entropies, batch.terms, torch.from_numpy(own), objective, chunk=chunk)
+        torch.autograd.backward(loss)
+        total += loss.item()
+        sums = {name: sums.get(name, 0.0) + float(value) for name, value in parts.items()}
+    weight = sums.pop("weight")
+    return total, gradients(loaded.model), {name: value / weight for name, value in sums.items()}
+
+
+def expected_of(model: Any, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.autograd.backward(loss)
+    return loss.item(), gradients(model)
+
+
+CASES: list[dict[str, Any]] = [
+    {"name": "ppo"},
+    {"name": "ppo", "dual_clip": 1.3, "denominator": "group"},
+    {"name": "grpo"},
+    {"name": "grpo", "kl": 0.3, "kl_estimator": "k1", "clip_low": 0.1, "clip_high": 0.4},
+    {"name": "grpo", "kl": 0.3, "kl_estimator": "k2", "denominator": "group"},
+    {"name": "grpo", "kl": 0.3, "entropy": 0.2, "importance_cap": 1.1},
+    {"name": "dapo"},
+    {"name": "dr_grpo", "response_length": 7},
+    {"name": "gspo", "clip_low": 0.03, "clip_high": 0.04},
+    {"name": "gspo", "clip_low": 0.03, "clip_high": 0.04, "denominator": "token", "kl": 0.1, "importance_cap": 0.9},
+    {"name": "cispo", "clip_low": 0.2, "clip_high": 0.1},
+    {"name": "cispo", "clip_low": 0.3, "entropy": 0.1, "denominator": "trajectory"},
+    {"name": "dpo", "beta": 0.7},
+]
+
+
+def packings(given: Sequence[Rollout], objective: Objective) -> list[list[int]]:
+    """Rows of each rollout: all in one, by group, and where pairs need not meet each alone and in three mixed rows."""
+    by_group = [["a", "b"].index(rollout.group) for rollout in given]
+    free = [list(range(len(given))), [i * i % 3 % 2 + (i > 6) for i in range(len(given))]]
+    return [[0] * len(given), by_group, *([] if objective.loss == "dpo" else free)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
+    objective = choose_objective(**case)
+    given = rollouts(kind)
+    loss, wanted = expected_of(plain(kind), step_loss(plain(kind), given, objective))
+    for i, rows in enumerate(packings(given, objective)):
+        dataset = opened(tmp_path / str(i), given, rows)
+        found, grads, means = step_of(packed_model(kind), dataset, objective)
+        assert found == pytest.approx(loss, rel=TOLERANCE)
+        assert worst_error(grads, wanted) <= TOLERANCE
+        if objective.loss != "dpo":
+            assert 0 < means["clip_fraction_low"] < 1
+            assert 0 < means["clip_fraction_high"] < 1
+            assert ("kl" in means) == (objective.kl > 0)
+        if objective.importance_cap is not None:
+            assert 0 < means["truncated"] < 1
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "sft"])
+def test_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
+    objective = choose_objective(name)
+    given = rollouts(seed=seed, count=7 + seed)
+    loss, wanted = expected_of(plain("qwen3"), step_loss(plain("qwen3"), given, objective))
+    for i, rows in enumerate(packings(given, objective)):
+        found, grads, _ = step_of(packed_model("qwen3"), opened(tmp_path / str(i), given, rows), objective)
+        assert found == pytest.approx(loss, rel=TOLERANCE)
+        assert worst_error(grads, wanted) <= TOLERANCE
+
+
+def test_the_cases_share_tokens_between_trajectories_that_differ_there(tmp_path: Path) -> None:
+    for seed in range(5):
+        terms = opened(tmp_path / str(seed), rollouts(seed=seed), [0] * 10)[0].terms
+        assert terms is not None
+        assert len(terms.index) > 1.5 * len(terms.tokens)
+        for column in (terms.advantage, terms.old_logprob):
+            assert column is not None
+            assert len({*zip(terms.index.tolist(), column.tolist(), strict=True)}) == len(terms.index)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+def test_without_old_logprobs_ratios_are_one_and_gradients_flow(tmp_path: Path, name: str) -> None:
+    objective = choose_objective(name)
+    given = rollouts()
+    loss, wanted = expected_of(plain("qwen3"), step_loss(plain("qwen3"), given, objective, has_old=False))
+    dataset = opened(tmp_path / "packed", given, [i % 3 for i in range(len(given))], without=["old_logprobs"])
+    found, grads, means = step_of(packed_model("qwen3"), dataset, objective)
+    assert found == pytest.approx(loss, rel=TOLERANCE)
+    assert worst_error(grads, wanted) <= TOLERANCE
+    assert (means["ratio"], means["old_kl"]) == (1.0, 0.0)
+
+
+def test_gspo_of_one_advantage_per_sequence_is_the_sequence_formula(tmp_path: Path) -> None:
+    given = [
+        replace(r, weights=[float(w > 0) for w in r.weights], advantages=[r.advantages[0]] * len(r.tokens))
+        for r in rollouts()
+    ]
+    objective = choose_objective("gspo", clip_low=0.05, clip_high=0.05)
+    loss, wanted = expected_of(plain("qwen3"), gspo_of_sequences(plain("qwen3"), given, objective))
+    found, grads, _ = step_of(packed_model("qwen3"), opened(tmp_path / "packed", given, [0] * 10), objective)
+    assert found == pytest.approx(loss, rel=TOLERANCE)
+    assert worst_error(grads, wanted) <= TOLERANCE
+
+
+def many_terms(num_tokens: int, copies: int) -> Terms:
+    """Terms of `copies` trajectories through every token."""
+    rng = np.random.default_rng(0)
+    num = num_tokens * copies
+
+    def values() -> Tensor:
+        return torch.from_numpy(rng.normal(size=num))
+
+    return Terms(
+        tokens=torch.arange(1, num_tokens + 1),
+        index=torch.arange(num_tokens, dtype=torch.int32).repeat(copies),
+        trajectory=torch.arange(copies, dtype=torch.int32).repeat_interleave(num_tokens),
+        weight=torch.ones(num, dtype=torch.float64),
+        advantage=values(),
+        sampling_logprob=values(),
+        old_logprob=values(),
+        ref_logprob=values(),
+        group=torch.zeros(copies, dtype=torch.int32),
+        reward=torch.arange(copies, dtype=torch.float64),
+    )
+
+
+class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Most elements of a tensor with memory of its own that an operation under it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
+        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given]
+        self.numel = max([self.numel, *(x.numel() for x in made)])
+        return out
+
+
+@pytest.mark.parametrize("chunk", [100, 10_000])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "sft"])
+def test_ten_times_more_terms_than_tokens_make_no_tensor_beyond_a_chunk(name: str, chunk: int) -> None:
+    num_tokens, copies = 300, 10
+    terms = many_terms(num_tokens, copies)
+    objective = choose_objective(name)
+    logprobs, entropies = (torch.randn(num_tokens, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    factors = torch.ones(copies, dtype=torch.float64)
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not any(tensor.untyped_storage().data_ptr() == c.untyped_storage().data_ptr() for c in vars(terms).values()):
+            saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Created() as created:
+        loss, _ = objective_loss(logprobs, entropies, terms, factors, objective, chunk=chunk)
+        torch.autograd.backward(loss)
+    most = num_tokens * copies if chunk > num_tokens * copies else num_tokens
+    assert max(created.numel, *saved) <= 2 * most
+    if chunk > num_tokens * copies:
+        assert created.numel >= most, "the measurement sees whole columns where they do exist"
+
+
+def test_pairs_are_all_of_a_group_with_different_rewards() -> None:
+    group, reward = torch.tensor([0, 0, 0, 1, 1, 2, 0]), torch.tensor([1.0, 0.0, 1.0, 3.0, float("nan"), 9.0, -1.0])
+    chosen, rejected = preference_pairs(group, reward, torch.tensor([True] * 6 + [False]))
+    assert list(zip(chosen.tolist(), rejected.tolist(), strict=True)) == [(0, 1), (2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "options", "message"),
+    [
+        (
+            "grpo",
+            ["advantages"],
+            {},
+            "has no term_advantage, which the loss grpo needs; give every rollout an advantage",
+        ),
+        ("ppo", ["ref_logprobs"], {"kl": 0.1}, "has no term_ref_logprob.*treepack logprobs --column ref"),
+        ("dpo", ["ref_logprobs"], {}, "has no term_ref_logprob.*treepack logprobs --column ref"),
+        ("dpo", ["reward"], {}, "has no trajectory_rewards.*give every rollout a reward"),
+        ("gspo", ["sampling_logprobs"], {"importance_cap": 2.0}, "has no term_sampling_logprob.*sampler's"),
+        ("ppo", [*COLUMNS, "reward"], {}, "has no term_token, which the loss ppo needs; give the rollouts"),
+    ],
+)
+def test_missing_columns_are_refused(
+    tmp_path: Path, name: str, without: list[str], options: dict[str, Any], message: str
+) -> None:
+    dataset = opened(tmp_path / "packed", rollouts(), [0] * 10, without=without)
+    with pytest.raises(TreepackError, match=message):
+        check_columns(dataset, choose_objective(name, **options))
+
+
+@pytest.mark.parametrize("column", ["advantages", "old_logprobs"])
+def test_values_that_only_some_trajectories_have_are_refused(tmp_path: Path, column: str) -> None:
+    some, others = as_trajectories(rollouts()[:5]), as_trajectories(rollouts(), without=[column])[5:]
+    dataset = PackedDataset(write_rows(tmp_path / "packed", [*some, *others], [0] * 5 + [1] * 5), terms=True)
+    with pytest.raises(TreepackError, match=rf"row 1 has no term_{column.removesuffix('s')} for some trajectories"):
+        check_columns(dataset, choose_objective("ppo"))
+
+
+def test_dpo_refuses_split_pairs_and_data_without_pairs(tmp_path: Path) -> None:
+    objective = choose_objective("dpo")
+    split = opened(tmp_path / "split", rollouts(), [0] * 9 + [1])
+    with pytest.raises(TreepackError, match="rows 0 and 1 share the group b, whose pairs dpo compares within a row"):
+        trajectory_table(split, objective)
+    equal = [replace(rollout, reward=1.0) for rollout in rollouts()]
+    with pytest.raises(TreepackError, match="no two trajectories of a group have different rewards"):
+        trajectory_table(opened(tmp_path / "equal", equal, [0] * 9 + [1]), objective)
+
+
+def test_weights_that_were_normalised_are_not_normalised_again(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), [0] * 10, normalize="trajectory")
+    check_columns(PackedDataset(path), choose_objective("ppo"))
+    with pytest.raises(TreepackError, match="packed with --normalize trajectory"):
+        check_columns(PackedDataset(path), choose_objective("grpo"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rlhf", {}, "loss is 'rlhf'; expected one of sft, ppo, grpo, dapo"),
+        ("sft", {"kl": 0.1}, "kl is no option of the loss sft; it has no options"),
+        ("dpo", {"clip_low": 0.1}, "clip_low is no option of the loss dpo; it has beta"),
+        ("cispo", {"dual_clip": 3.0}, "dual_clip is no option of the loss cispo"),
+        ("grpo", {"dual_clip": 0.5}, "dual_clip is 0.5; expected a finite number of at least 1"),
+        ("grpo", {"kl": -1.0}, "kl is -1.0; expected"),
+        ("grpo", {"denominator": "mean"}, "denominator is 'mean'; expected one of token, trajectory, group, global"),
+    ],
+)
+def test_options_without_meaning_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TreepackError, match=message):
+        choose_objective(name, **options)

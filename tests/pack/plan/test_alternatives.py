@@ -1,0 +1,92 @@
+"""The default method against the quick ones: never more tokens, nor more rows at equal tokens, for whole forests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support import strategies
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.pack.plan.alternatives import finished_best
+from treepack.pack.plan.fill import merge_rows
+from treepack.pack.plan.planning import METHODS, Limits, Plan, Search, check_plan, plan_rows
+from treepack.pack.plan.problem import forest_of
+from treepack.pack.plan.unions import row_sizes
+from treepack.pack.plan.workers import plan_trees
+from treepack.trajectory import Int64, Trajectory
+from treepack.trie.build import Trie, build_trie
+
+
+def cost(trie: Trie, plan: Plan) -> tuple[int, int]:
+    totals = check_plan(trie, plan)
+    return totals.tokens_packed, totals.num_rows
+
+
+def stars(seed: int, *, steps: int = 1) -> Trie:
+    """Twelve prompts with 6 answers each; some prompts are a token, so that many plans have as few tokens."""
+    rng = np.random.default_rng(seed)
+    return build_trie(
+        [
+            make(f"t{i}-{j}", [*[i] * int(1 + i % 3), 50 + j, *[7] * int(rng.integers(0, 9))], step=i % steps)
+            for i in range(12)
+            for j in range(6)
+        ]
+    )
+
+
+@settings(max_examples=100)
+@given(
+    given_ones=strategies.trajectories(max_count=10),
+    capacity=st.integers(9, 24),
+    budgets=st.tuples(st.none() | st.integers(45, 90), st.none() | st.integers(8, 20)),
+    multiple_of=st.sampled_from([1, 1, 2, 3]),
+)
+def test_auto_is_never_worse_than_a_quick_method(
+    given_ones: list[Trajectory], capacity: int, budgets: tuple[int | None, int | None], multiple_of: int
+) -> None:
+    trie, limits = build_trie(given_ones), Limits(capacity, *budgets)
+    found = {}
+    for method in ("auto", "contiguous", "heuristic"):
+        try:
+            found[method] = cost(trie, plan_rows(trie, capacity=limits, method=method, multiple_of=multiple_of))
+        except TreepackError as error:
+            assert "too few for" in str(error)  # noqa: PT017
+    if "auto" in found:
+        assert found["auto"] == min(found.values())
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_pieces_that_merge_badly_are_exchanged(steps: int) -> None:
+    exchanged = 0
+    for seed in range(40):
+        trie, limits = stars(seed, steps=steps), Limits(20)
+        auto = plan_rows(trie, capacity=limits)
+        quick = [plan_rows(trie, capacity=limits, method=method) for method in ("contiguous", "heuristic")]
+        assert cost(trie, auto) <= min(cost(trie, plan) for plan in quick)
+        forest = forest_of(trie)
+        rows, _ = plan_trees(forest, limits, METHODS["auto"], Search())
+        exchanged += merged(trie, rows[forest.leaf_of], limits).max() + 1 > auto.num_rows
+    assert exchanged
+
+
+def merged(trie: Trie, pieces: Int64, limits: Limits) -> Int64:
+    steps = np.zeros(int(pieces.max()) + 1, np.int64)
+    steps[pieces] = trie.step_rank
+    return merge_rows(row_sizes(trie, pieces, len(steps)), steps, limits)[pieces]
+
+
+def test_nothing_is_tried_where_nothing_can_be_better() -> None:
+    trie = stars(0)
+    limits, calls = Limits(1000), []
+
+    def finish(pieces: Int64) -> Int64:
+        calls.append(pieces)
+        return merged(trie, pieces, limits)
+
+    alone = trie.tree_id[trie.end_node].astype(np.int64)
+    options = {"lower_bound": trie.tokens_tree, "multiple_of": 1}
+    row_of = finished_best(trie, forest_of(trie), limits, alone, finish, **options)
+    assert (len(calls), int(row_of.max())) == (1, 0)

@@ -1,0 +1,170 @@
+"""Rows put together and made even: limits hold, nothing is lost or repeated, no more rows than best fit decreasing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support import oracle, strategies
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.pack.plan import fill as merge
+from treepack.pack.plan.planning import Limits, Plan, check_plan, plan_rows
+from treepack.pack.plan.problem import path_pairs
+from treepack.pack.plan.unions import RowSizes, range_minima, row_sizes
+from treepack.trajectory import Int64, Tokens, Trajectory
+from treepack.trie.build import Trie, build_trie, sequences_of
+
+
+def pieces_of(tokens: list[int]) -> RowSizes:
+    values = np.array(tokens, np.int64)
+    return RowSizes(values, path_pairs(values), values // 2)
+
+
+def merged(tokens: list[int], limits: Limits) -> Int64:
+    return merge.merge_rows(pieces_of(tokens), np.zeros(len(tokens), np.int64), limits)
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=70), st.data())
+def test_range_minima_are_minima_of_ranges(values: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=9))
+    stop = [data.draw(st.integers(a + 1, len(values))) for a in start]
+    found = range_minima(np.array(values), np.array(start, np.int64), np.array(stop, np.int64))
+    assert found.tolist() == [min(values[a:b]) for a, b in zip(start, stop, strict=True)]
+
+
+@given(given_ones=strategies.trajectories(), data=st.data())
+def test_sizes_of_any_rows_are_those_of_unions(given_ones: list[Trajectory], data: st.DataObject) -> None:
+    trie = build_trie(given_ones)
+    row_of = np.array([data.draw(st.integers(0, 3)) for _ in given_ones])
+    sizes = row_sizes(trie, row_of, 4)
+    paths, trees = [tokens.tolist() for tokens in sequences_of(trie)], trie.tree_id[trie.end_node].tolist()
+    by_id = {t.trajectory_id: t.content for t in given_ones}
+    names = trie.trajectories["trajectory_id"].to_pylist()
+    for row in range(4):
+        members = np.flatnonzero(row_of == row).tolist()
+        union = {(trees[i], *paths[i][:n]) for i in members for n in range(1, len(paths[i]) + 1)}
+        contents = [content for i in members if isinstance(content := by_id[names[i]], Tokens)]
+        assert sizes.tokens[row] == len(union)
+        assert sizes.pairs[row] == sum(len(path) - 1 for path in union)
+        assert sizes.terms[row] == sum(content.num_trained for content in contents)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(30, 50))
+def test_merging_never_needs_more_rows_than_best_fit_decreasing(tokens: list[int], capacity: int) -> None:
+    row_of = merged(tokens, Limits(capacity))
+    assert np.bincount(row_of, tokens).max() <= capacity
+    assert np.bincount(row_of).min() > 0
+    assert row_of.max() + 1 <= oracle.best_fit_decreasing(tokens, capacity)
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    st.integers(30, 50),
+    st.none() | st.integers(465, 900),
+    st.none() | st.integers(15, 40),
+)
+def test_no_limit_is_exceeded(tokens: list[int], capacity: int, pairs: int | None, terms: int | None) -> None:
+    pieces, row_of = pieces_of(tokens), merged(tokens, Limits(capacity, pairs, terms))
+    for values, limit in ((pieces.tokens, capacity), (pieces.pairs, pairs), (pieces.terms, terms)):
+        assert limit is None or np.bincount(row_of, values).max() <= limit
+    assert np.bincount(row_of).min() > 0
+
+
+def test_rows_are_filled_where_best_fit_leaves_gaps() -> None:
+    # Best fit decreasing gives 46 + 35 + 19, 35 + 32 + 32 and two rows more; three rows of exactly 100 hold all.
+    tokens = [46, 35, 35, 32, 32, 33, 33, 19, 35]
+    assert sum(tokens) == 300
+    assert oracle.best_fit_decreasing(tokens, 100) == 4
+    assert merged(tokens, Limits(100)).max() + 1 == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_small_trees_fill_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(50, 2000, 2000).tolist()
+    rows = merged(tokens, Limits(8192)).max() + 1
+    assert sum(tokens) / (rows * 8192) > 0.99
+
+
+def by_steps(sizes: list[int]) -> Trie:
+    """Steps of `sizes[s]` trajectories that share two tokens and have 3 to 9."""
+    given_ones = [
+        make(f"t{s}-{i}", [7, 7, *[i] * (1 + i % 7)], step=s) for s, size in enumerate(sizes) for i in range(size)
+    ]
+    return build_trie(given_ones)
+
+
+@given(
+    given_ones=strategies.trajectories(max_count=12),
+    capacity=st.integers(9, 24),
+    multiple_of=st.integers(1, 4),
+    pairs=st.none() | st.integers(45, 90),
+    terms=st.none() | st.integers(8, 20),
+)
+def test_every_step_has_a_multiple_of_rows_within_all_limits(
+    given_ones: list[Trajectory], capacity: int, multiple_of: int, pairs: int | None, terms: int | None
+) -> None:
+    trie = build_trie(given_ones)
+    limits = Limits(capacity, pairs, terms)
+    try:
+        plan = plan_rows(trie, capacity=limits, multiple_of=multiple_of)
+    except TreepackError as error:
+        assert "too few for" in str(error)  # noqa: PT017
+        return
+    check_plan(trie, plan)
+    for step in range(int(trie.step_rank.max()) + 1):
+        assert len(np.unique(plan.row_of[trie.step_rank == step])) % multiple_of == 0
+
+
+@given(sizes=st.lists(st.integers(4, 12), min_size=1, max_size=3), multiple_of=st.integers(2, 4))
+def test_rows_of_a_step_come_with_the_most_pairs_first(sizes: list[int], multiple_of: int) -> None:
+    trie = by_steps(sizes)
+    plan = plan_rows(trie, capacity=14, multiple_of=multiple_of)
+    pairs = check_plan(trie, plan).row_pairs
+    steps = np.zeros(plan.num_rows, np.int64)
+    steps[plan.row_of] = trie.step_rank
+    assert (np.diff(steps) >= 0).all()
+    assert (np.diff(pairs)[np.diff(steps) == 0] <= 0).all()
+
+
+def test_merged_rows_come_apart_before_any_is_split() -> None:
+    trie = build_trie([make(f"t{i}", [i] * 4) for i in range(8)])
+    assert plan_rows(trie, capacity=16).num_rows == 2
+    plan = plan_rows(trie, capacity=16, multiple_of=4)
+    assert (plan.num_rows, check_plan(trie, plan).tokens_packed) == (4, trie.tokens_tree)
+
+
+def test_rows_are_split_where_it_repeats_the_fewest_tokens() -> None:
+    paths = [[1, 1, 1, 1, 2], [1, 1, 1, 1, 3], [1, 4, 4, 4], [1, 4, 4, 5]]
+    trie = build_trie([make(f"t{i}", path) for i, path in enumerate(paths)])
+    plan = plan_rows(trie, capacity=20, multiple_of=2)
+    rows = dict(zip(trie.trajectories["trajectory_id"].to_pylist(), plan.row_of.tolist(), strict=True))
+    assert rows["t0"] == rows["t1"] != rows["t2"] == rows["t3"]
+    assert check_plan(trie, plan).tokens_packed == trie.tokens_tree + 1
+
+
+def test_a_step_of_too_few_trajectories_is_one_sentence() -> None:
+    with pytest.raises(TreepackError, match=r"training step 1 has 3 trajectories, too few for 4 rows.*1 such steps"):
+        plan_rows(by_steps([4, 3]), capacity=20, multiple_of=4)
+
+
+@pytest.mark.parametrize("multiple_of", [8, 16])
+def test_rows_come_out_even(multiple_of: int) -> None:
+    rng = np.random.default_rng(0)
+    trie = build_trie([make(f"t{i}", [i, *range(int(rng.integers(5, 60)))]) for i in range(400)])
+    pairs = check_plan(trie, plan_rows(trie, capacity=256, multiple_of=multiple_of)).row_pairs
+    plain = check_plan(trie, plan_rows(trie, capacity=256)).row_pairs
+    assert pairs.max() / pairs.mean() < 1.1 < plain.max() / plain.mean()
+
+
+@pytest.mark.parametrize(("pairs", "terms"), [(20, None), (None, 4)])
+def test_the_checker_and_the_planner_refuse_what_exceeds_budgets(pairs: int | None, terms: int | None) -> None:
+    trie = build_trie([make("a", [1, 2, 3, 4]), make("b", [1, 2, 5, 6]), make("c", [9, 9, 9])])
+    over = "score pairs, over the budget of pairs, 20" if pairs else "loss terms, over the budget of terms, 4"
+    with pytest.raises(TreepackError, match=f"row 0 of the plan has .* {over}"):
+        check_plan(trie, Plan("mine", Limits(20, pairs, terms), np.zeros(3, np.int64)))
+    with pytest.raises(TreepackError, match=r"trajectory \w has .* \(2 such in all\)"):
+        plan_rows(trie, capacity=Limits(20, pairs and 9, terms and 2))

@@ -1,0 +1,143 @@
+"""First fit in order of arrival, and sequences that share nothing: as the obvious loop does it, and trainable."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support import strategies
+from support.strategies import make
+from treepack.data.dataset import PackedDataset
+from treepack.files.directory import finished_directory
+from treepack.pack import files as shards
+from treepack.pack.check import check_packed, check_trie
+from treepack.pack.plan.methods.online import arrival_order
+from treepack.pack.plan.planning import Limits, check_plan, plan_rows
+from treepack.pack.rows import Row, pack_rows, row_counts, row_totals
+from treepack.trajectory import Trajectory
+from treepack.trie.build import Trie, build_trie, sequences_of, unshared
+
+Prefix = tuple[int, ...]
+
+
+def loads(prefixes: Iterable[Prefix], trained: int) -> tuple[int, int, int]:
+    """Tokens, score pairs and loss terms of a row that holds `prefixes`, one for each of its tokens."""
+    found = set(prefixes)
+    return len(found), sum(map(len, found)), trained
+
+
+def naive_first_fit(trie: Trie, order: list[int], limits: Limits, *, share: bool) -> list[int]:
+    """Row of each trajectory, the rows numbered as they open; every row a set of prefixes."""
+    steps, row_of = trie.step_rank.tolist(), [-1] * trie.num_trajectories
+    prefixes = [{tuple(ids[: n + 1].tolist()) for n in range(len(ids))} for ids in sequences_of(trie)]
+    trained = [sum(span["end"] - span["start"] for span in spans) for spans in trie.trajectories["trained"].to_pylist()]
+    rows: list[tuple[int, set[Prefix], int]] = []
+    for i in order:
+        own = prefixes[i] if share else {(i, *prefix) for prefix in prefixes[i]}
+        for row, (step, held, terms) in enumerate(rows):
+            found = loads(held | own, terms + trained[i])
+            found = (found[0], found[1] - (0 if share else found[0]), found[2])
+            most = (limits.capacity, limits.pairs, limits.terms)
+            if step == steps[i] and all(
+                limit is None or load <= limit for load, limit in zip(found, most, strict=True)
+            ):
+                rows[row] = (step, held | own, terms + trained[i])
+                row_of[i] = row
+                break
+        else:
+            row_of[i] = len(rows)
+            rows.append((steps[i], own, trained[i]))
+    return row_of
+
+
+def grouped(row_of: Iterable[int]) -> set[tuple[int, ...]]:
+    """Which trajectories share a row, whatever the rows' numbers."""
+    rows: dict[int, list[int]] = {}
+    for i, row in enumerate(row_of):
+        rows.setdefault(row, []).append(i)
+    return {tuple(members) for members in rows.values()}
+
+
+def totals_of(rows: list[Row], capacity: int) -> dict[str, float]:
+    counted: Counter[str] = Counter()
+    for row in rows:
+        counted.update(row_counts(row))
+    return row_totals(counted, capacity=capacity)
+
+
+some_limits = st.builds(Limits, st.integers(9, 30), st.none() | st.integers(45, 120), st.none() | st.integers(8, 20))
+
+
+@given(given_ones=strategies.trajectories(max_count=12), limits=some_limits)
+def test_greedy_online_is_first_fit_of_unions_in_order_of_arrival(given_ones: list[Trajectory], limits: Limits) -> None:
+    trie = build_trie(given_ones)
+    plan = plan_rows(trie, capacity=limits, method="greedy-online")
+    naive = naive_first_fit(trie, arrival_order(trie).tolist(), limits, share=True)
+    assert grouped(plan.row_of.tolist()) == grouped(naive)
+
+
+@given(given_ones=strategies.trajectories(max_count=12), limits=some_limits)
+def test_sequence_is_first_fit_decreasing_of_whole_lengths(given_ones: list[Trajectory], limits: Limits) -> None:
+    trie = build_trie(given_ones)
+    lengths = trie.lengths.tolist()
+    order = sorted(arrival_order(trie).tolist(), key=lambda i: -lengths[i])
+    naive = naive_first_fit(trie, order, limits, share=False)
+    plan = plan_rows(trie, capacity=limits, method="sequence")
+    assert grouped(plan.row_of.tolist()) == grouped(naive)
+    check_plan(trie, plan)
+
+
+@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_rows_of_the_unshared_trie_hold_every_token_of_every_trajectory(
+    given_ones: list[Trajectory], capacity: int
+) -> None:
+    trie = unshared(build_trie(given_ones))
+    check_trie(trie)
+    plan = plan_rows(trie, capacity=capacity, method="sequence")
+    totals = check_plan(trie, plan)
+    assert plan.lower_bound == totals.tokens_packed == trie.tokens_flat == trie.tokens_tree
+    rows = list(pack_rows(trie, plan))
+    options = {"semantics": "branch", "normalize": "token"}
+    check_packed(rows, {"capacity": capacity, "options": options, "totals": totals_of(rows, capacity)}, trie)
+    assert all((row.scale == 1).all() for row in rows)
+
+
+@given(given_ones=strategies.trajectories())
+def test_a_trie_that_shares_nothing_can_be_built_or_taken_apart(given_ones: list[Trajectory]) -> None:
+    built, apart = build_trie(given_ones, share="none"), unshared(build_trie(given_ones))
+    assert built.trajectories.equals(apart.trajectories)
+    for name in ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node", "share"):
+        assert np.array_equal(getattr(built, name), getattr(apart, name))
+
+
+def test_numbers_in_sources_count_as_numbers() -> None:
+    sources = ["b.jsonl:1", "a-10.jsonl:2", "a-9.jsonl:10", "a-9.jsonl:9", "a-9.jsonl:9"]
+    ones = [make(f"t{i}", [i, 1]) for i in range(5)]
+    named = [Trajectory(t.trajectory_id, s, t.content, "g", None, 1.0) for t, s in zip(ones, sources, strict=True)]
+    trie = build_trie(named)
+    assert trie.trajectories.take(arrival_order(trie))["trajectory_id"].to_pylist() == ["t3", "t4", "t2", "t1", "t0"]
+
+
+def test_arrival_decides_and_not_the_order_of_the_trie() -> None:
+    trie = build_trie([make("t0", [9, 9, 9]), make("t1", [5, 5, 5, 5]), make("t2", [1, 1, 1])])
+    plan = plan_rows(trie, capacity=7, method="greedy-online")
+    rows = dict(zip(trie.trajectories["trajectory_id"].to_pylist(), plan.row_of.tolist(), strict=True))
+    assert rows["t0"] == rows["t1"] != rows["t2"]
+
+
+def test_flat_rows_are_a_dataset(tmp_path: Path) -> None:
+    ones = [make(f"t{i}", [1, 2, 3, i]) for i in range(10)]
+    trie = unshared(build_trie(ones))
+    options = {"semantics": "branch", "normalize": "token"}
+    with finished_directory(tmp_path / "packed", overwrite=False) as path:
+        rows = pack_rows(trie, plan_rows(trie, capacity=12, method="sequence"))
+        shards.write_packed(rows, path, {"options": options, "capacity": 12, "tokenizer": None})
+    batches = list(PackedDataset(tmp_path / "packed"))
+    assert [batch.num_tokens for batch in batches] == [12, 12, 12, 4]
+    held = [batch.input_ids[batch.trajectory_ends].tolist() for batch in batches]
+    assert sorted(token for row in held for token in row) == list(range(10))

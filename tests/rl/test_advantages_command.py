@@ -1,0 +1,147 @@
+"""`treepack advantages`: what it refuses, that pack and train take what it writes, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.command_line import Run
+from support.oracle_model import tiny_config
+from support.paths import ROOT
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.pack.files import read_trie
+from treepack.rl.advantages.estimate import ESTIMATORS, AdvantageOptions, estimate_advantages
+from treepack.rl.segments import segment_tree
+from treepack.trie.build import Trie, build_trie, trajectories_of
+
+PRINTED = """\
+trajectories                      4
+groups compared                   1
+groups rejected: rewards missing  1
+trajectories left out             2
+segments                          turn
+subgroups                         0
+advantages                        4, one per trained token
+advantage, mean                   0
+advantage, standard deviation     1
+advantage, smallest               -1
+advantage, median                 0
+advantage, largest                1
+advantage, zero                   0.0 %
+"""
+
+
+def rewarded(rewards: list[float | None], **fields: Any) -> Trie:
+    return build_trie([make(f"t{i}", [7, i, i], reward=reward, **fields) for i, reward in enumerate(rewards)])
+
+
+SINGLE = [make("a", [7, 1], reward=1.0, group="a"), make("b", [7, 2], reward=0.0, group="b")]
+BAD = [
+    (rewarded([0.0, 1.0]), {"estimator": "gae"}, "estimator is 'gae'; expected one of grpo, dr-grpo"),
+    (rewarded([0.0, 1.0]), {"estimator": "grpo", "without_root": True}, "without_root is an option of treepo; grpo"),
+    (rewarded([0.0, 1.0]), {"estimator": "grpo", "epsilon": -1.0}, "epsilon is -1.0; expected 0 or a small"),
+    (rewarded([0.0, 1.0]), {"estimator": "treepo", "min_depth": -1}, "min_depth is -1; expected 0 or a number"),
+    (rewarded([0.0, 1.0]), {"estimator": "treepo", "segment": "0"}, "segment is '0'; expected auto, recorded, turn"),
+    (rewarded([None, 1.0]), {"estimator": "grpo"}, r"no group is left to compare (rewards missing: 1); give the"),
+    (build_trie(SINGLE), {"estimator": "rloo"}, "no group is left to compare (a single trajectory: 2); give the"),
+    (rewarded([1e308, -1e308]), {"estimator": "grpo"}, "a reward of 1e+308 makes advantages overflow; give"),
+    (build_trie([*trajectories_of(rewarded([0.0, 1.0]))], share="none"), {"estimator": "treepo"}, "--share none"),
+    (rewarded([0.0, 1.0]), {"estimator": "treepo", "segment": "recorded"}, "no trajectory has 'segments' in its"),
+    *(
+        (rewarded([0.0, 1.0], metadata={"metadata": {"segments": wrong}}), {"estimator": "treepo"}, f"t0: {message}")
+        for wrong, message in (
+            ([1, 1], "'segments' does not ascend; expected the ascending token offsets"),
+            ([0, 1], "'segments' leaves 1 .. 2, the tokens after the first"),
+            ([3], "'segments' leaves 1 .. 2, the tokens after the first"),
+            ([True], "'segments' is no list of integers"),
+            ("1 2", "'segments' is no list of integers"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("trie", "options", "message"), BAD)
+def test_what_cannot_be_used_is_refused(trie: Trie, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TreepackError, match=re.escape(message)):
+        estimate_advantages(trie, AdvantageOptions(**options))
+
+
+def test_segments_of_some_trajectories_only_are_refused() -> None:
+    with_them = make("a", [7, 1, 1], reward=0.0, metadata={"segments": [1]})
+    with pytest.raises(TreepackError, match="made:b: its metadata has no 'segments' and that of other"):
+        estimate_advantages(build_trie([with_them, make("b", [7, 2, 2], reward=1.0)]), AdvantageOptions("treerl"))
+
+
+def test_the_command_writes_what_pack_and_train_take(treepack: Run, tmp_path: Path) -> None:
+    sample = (ROOT / "sample_data" / "tokens.jsonl").read_text().splitlines(keepends=True)
+    lines = [json.loads(line) for line in sample[:10]]
+    for line in lines:
+        line["response_ids"], line["response_mask"] = line["response_ids"][:40], line["response_mask"][:40]
+        line["rollout_log_probs"] = line["rollout_log_probs"][:40]
+        line["metadata"] = {"segments": [len(line["prompt_ids"]), len(line["prompt_ids"]) + 8]}
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
+    config = tiny_config(tmp_path / "tiny.json", vocab_size=1464, max_position_embeddings=2048)
+    for estimator in ("treepo", "treerl"):
+        out, packed = tmp_path / estimator, tmp_path / f"{estimator}-packed"
+        done = treepack("advantages", tmp_path / "trie", "--estimator", estimator, "--out", out)
+        assert (done.status, done.err) == (0, "")
+        assert treepack("stats", out, "--check").status == 0
+        assert treepack("pack", out, "--capacity", 1024, "--out", packed).status == 0
+        trained = treepack(
+            *("train", packed, "--model", config, "--loss", "grpo", "--steps", 2, "--device", "cpu"),
+            *("--out", tmp_path / f"{estimator}-trained"),
+        )
+        assert trained.status == 0, trained.err
+        losses = (tmp_path / f"{estimator}-trained" / "metrics.jsonl").read_text().splitlines()
+        assert [math.isfinite(json.loads(line)["loss"]) for line in losses] == [True, True]
+
+
+def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_path: Path) -> None:
+    rows = [("p", 1.0, 1), ("p", 0.0, 2), ("q", None, 3), ("q", 1.0, 4)]
+    text = "".join(
+        json.dumps(
+            {"id": f"r{last}", "group_id": group, "reward": reward, "input_ids": [5, 6, last], "loss_mask": [0, 1, 1]}
+        )
+        + "\n"
+        for group, reward, last in rows
+    )
+    (tmp_path / "rollouts.jsonl").write_text(text)
+    assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
+    given = ("advantages", tmp_path / "trie", "--estimator", "treerl", "--segment", "turn", "--out")
+    done = treepack(*given, tmp_path / "out")
+    assert (done.status, done.err) == (0, "")
+    assert done.out == PRINTED
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["advantages"]["estimator"], manifest["totals"]["num_trajectories"]) == ("treerl", 2)
+    again = treepack("advantages", tmp_path / "out", "--estimator", "grpo", "--out", tmp_path / "again")
+    assert again.err == f"note: the advantages that {tmp_path / 'out'} has are replaced\n"
+    assert read_trie(tmp_path / "again").trajectories["advantages"].null_count == 2
+    refused = treepack(*given, tmp_path / "out")
+    assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert treepack(*given, tmp_path / "twin").status == 0
+    files = [sorted((path.name, path.read_bytes()) for path in (tmp_path / name).iterdir()) for name in ("out", "twin")]
+    assert files[0] == files[1]
+    assert treepack("advantages", tmp_path / "none", "--estimator", "grpo", "--out", tmp_path / "new").status == 1
+
+
+def test_the_command_offers_the_estimators_of_the_library() -> None:
+    assert import_module("treepack_cli.advantages").ESTIMATORS == ESTIMATORS
+
+
+def test_segments_cut_at_different_places_are_different_segments() -> None:
+    trie = build_trie(
+        [make(f"t{i}", [1, 2, 3, 4, 5, 6, 7 + i], metadata={"segments": [2 + i, 5]}, reward=1.0) for i in range(2)]
+    )
+    tree = segment_tree(trie, np.arange(2), np.zeros(2, np.int64), segment="recorded")
+    first, second = (tree.node[tree.owner == i].tolist() for i in range(2))
+    assert first[0] == second[0] == 0, "one root"
+    assert set(first[1:]).isdisjoint(second[1:]), "the segments 2 .. 4 and 3 .. 4 end alike and are two"

@@ -1,0 +1,1 @@
+"""Oracles (slow, obvious twins), hypothesis strategies and helpers of the tests."""

@@ -1,0 +1,37 @@
+"""Fresh processes that start in no time: a server that has the slow imports behind it forks each of them.
+
+To import torch and transformers takes seconds of a core, which the server spends once for all the tests of a process.
+
+PROCESSES    multiprocessing's context of that server
+run_command  the command line, as the function of such a process
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    [
+        "treepack.train.loop",
+        "treepack.pack.rows",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "transformers.models.qwen3.modeling_qwen3",
+        "hypothesis.strategies",  # what the modules of the tests import takes as long as a test
+        "pytest",
+    ]
+)
+
+
+def run_command(arguments: list[str], folder: Path) -> None:
+    """Run `treepack` with `arguments`; what it writes goes to the files `stdout` and `stderr` of `folder`."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    sys.argv = ["treepack", *arguments]
+    (entry,) = entry_points(group="console_scripts", name="treepack")
+    entry.load()()

@@ -1,0 +1,105 @@
+"""What each process of a test of several ranks does: `train_over` trains every case, all ranks together.
+
+Processes meet through a file, so no port is needed; they are started once for many cases.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
+
+from support.fresh_processes import PROCESSES
+from treepack.model.objectives import Objective, choose_objective
+from treepack.train.loop import train
+from treepack.train.options import TrainOptions
+from treepack.train.ranks import Ranks, join_ranks
+from treepack.train.run import open_run
+
+CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run in the directory `out`, by default one named after it; `changes` are to the options `CPU`.
+
+    It is resumed if it can be, and told to stop after the step `until`.
+    """
+
+    name: str
+    packed: Path
+    model: Path
+    changes: dict[str, Any]
+    loss: str = "sft"
+    out: Path | None = None
+    until: int | None = None
+
+
+def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
+    """Train each case over `size` ranks, 0 for this process without a group, into folder/size.
+
+    Returns:
+        for each name: `out`, `records` of the steps with the number of `graphs` compiled so far, full `gradients` of
+        the last step, `notes`.
+    """
+    out = folder / str(size)
+    out.mkdir(exist_ok=True)
+    (out / "meeting").unlink(missing_ok=True)
+    if size:
+        multiprocessing.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+            _process, (size, out, cases), nprocs=size, start_method=PROCESSES.get_start_method()
+        )
+    else:
+        for case in cases:
+            _train(Ranks(), case, out / case.name)
+    return {case.name: torch.load(out / f"{case.name}.pt", weights_only=False) for case in cases}
+
+
+@contextmanager
+def counted_graphs() -> Iterator[list[int]]:
+    """One entry for every graph that torch.compile traces; none is turned into machine code, which takes long."""
+    traced: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        traced.append(len(graph.graph.nodes))
+        return graph.forward
+
+    original = torch.compile
+    torch.compile = functools.partial(original, backend=backend)
+    try:
+        yield traced
+    finally:
+        torch.compile = original
+
+
+def _process(rank: int, size: int, out: Path, cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(out / "meeting"), size)  # type: ignore[attr-defined]
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ranks = join_ranks(torch.device("cpu"))
+    for case in cases:
+        _train(ranks, case, out / case.name)
+    distributed.destroy_process_group()
+
+
+def _train(ranks: Ranks, case: Case, out: Path) -> None:
+    objective = Objective() if case.loss == "sft" else choose_objective(case.loss)
+    with counted_graphs() as graphs:
+        run = open_run(case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks)
+        records: list[dict[str, Any]] = []
+        steps = train(run, case.out or out, resume=True, stop=lambda: len(records) + 1 == case.until)
+        for metrics in steps:
+            records.append({**metrics.as_record(), "graphs": len(graphs)})
+    gradients = {}
+    for name, parameter in run.loaded.model.named_parameters():
+        gradient: Any = parameter.grad
+        gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    if ranks.leads:
+        found = {"out": case.out or out, "records": records, "gradients": gradients, "notes": run.notes}
+        torch.save(found, out.with_suffix(".pt"))

@@ -1,0 +1,382 @@
+"""Checkpoints: a run that goes on is the run that never stopped, and nothing that dies costs more than a save."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from support.checkpoint_processes import (
+    filled,
+    in_processes,
+    one_rank_without_space,
+    ranks_that_look,
+    reshard,
+    save_forever,
+    save_in_little_space,
+    save_new,
+    save_until,
+    snapshot,
+    start,
+    tiny,
+    train,
+    update,
+)
+from treepack.errors import TreepackError
+from treepack.train.checkpoint import Checkpoints, Found, latest, restore
+
+
+def save(directory: Path, *steps: int, keep: int = 2) -> Path:
+    """Checkpoints of `steps` whose weights are all the step."""
+    checkpoints = Checkpoints(directory, keep=keep)
+    for step in steps:
+        checkpoints.save(step, *filled(step), {"step": step})
+    checkpoints.close()
+    return directory / f"step-{steps[-1]:08d}"
+
+
+def found_in(directory: Path) -> Found:
+    """The latest checkpoint, once it is restored and every weight is seen to be its step."""
+    found, _ = latest(directory)
+    assert found is not None
+    model, optimiser = filled(-1)
+    assert restore(found, model, optimiser) == {"step": found.step}
+    assert all(bool((parameter == found.step).all()) for parameter in model.parameters())
+    return found
+
+
+def left_over(directory: Path) -> list[str]:
+    """Names in `directory` that are no checkpoint's."""
+    return [path.name for path in directory.iterdir() if path.name.startswith(".") or "replaced" in path.name]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two snapshots are equal bit for bit."""
+    if isinstance(first, torch.Tensor):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def test_a_run_that_goes_on_in_a_fresh_process_ends_bit_for_bit_as_one_that_never_stopped(tmp_path: Path) -> None:
+    for name, arguments in (("whole", (5, 9)), ("parts", (2, 2)), ("parts", (5, 9))):
+        in_processes(1, tmp_path, train, tmp_path / name, tmp_path / f"{name}.pt", *arguments, False)
+    whole, parts = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt")
+    assert all(f"model.norm.weight.{key}" in whole[1] for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert same(whole, parts)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_run_saved_before_its_first_update_goes_on_as_one_that_never_stopped(tmp_path: Path, tied: bool) -> None:
+    in_processes(1, tmp_path, train, tmp_path / "whole", tmp_path / "whole.pt", 2, 9, tied)
+    in_processes(1, tmp_path, save_new, tmp_path / "parts", tied)
+    in_processes(1, tmp_path, train, tmp_path / "parts", tmp_path / "parts.pt", 2, 9, tied)
+    assert same(torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt"))
+
+
+def test_a_checkpoint_without_optimiser_state_takes_it_from_an_optimiser_that_has_some(tmp_path: Path) -> None:
+    save_new(tmp_path, False)
+    model, optimiser = tiny()
+    update(model, optimiser)
+    found, _ = latest(tmp_path)
+    assert found is not None
+    restore(found, model, optimiser)
+    assert not optimiser.state
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (2, 2)])
+def test_any_number_of_ranks_restores_what_any_other_number_saved(tmp_path: Path, before: int, after: int) -> None:
+    in_processes(before, tmp_path, train, tmp_path / "run", tmp_path / "before.pt", 2, 2, False)
+    in_processes(after, tmp_path, reshard, tmp_path / "run", tmp_path / "after.pt")
+    saved, restored = torch.load(tmp_path / "before.pt"), torch.load(tmp_path / "after.pt")
+    assert len(saved[1]) == 3 * len(saved[0])
+    assert same(saved, restored)
+
+
+def test_ranks_that_go_on_end_bit_for_bit_as_ranks_that_never_stopped(tmp_path: Path) -> None:
+    for name, arguments in (("whole", (4, 9)), ("parts", (2, 2)), ("parts", (4, 9))):
+        in_processes(2, tmp_path, train, tmp_path / name, tmp_path / f"{name}.pt", *arguments, True)
+    assert same(torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt"))
+
+
+def test_a_full_disk_of_one_rank_is_told_to_all_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    in_processes(2, tmp_path, one_rank_without_space, tmp_path / "run", 2)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]
+
+
+def test_ranks_share_the_verification_and_agree(tmp_path: Path) -> None:
+    in_processes(2, tmp_path, train, tmp_path / "run", tmp_path / "a.pt", 1, 1, False)
+    in_processes(2, tmp_path, train, tmp_path / "run", tmp_path / "a.pt", 2, 2, False)
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        file = tmp_path / "run" / "step-00000002" / name
+        written = file.read_bytes()
+        file.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+        note = f"run/step-00000002 is damaged ({name} was altered); step-00000001 is used"
+        in_processes(2, tmp_path, ranks_that_look, tmp_path / "run", note)
+        file.write_bytes(written)
+
+
+def test_save_returns_before_the_disk_does_and_what_changes_then_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, fsync = threading.Event(), os.fsync
+
+    def wait_for_disk(descriptor: int) -> None:
+        assert free.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", wait_for_disk)
+    checkpoints = Checkpoints(tmp_path)
+    model, optimiser = filled(0)
+    for step in (1, 2):
+        free.clear()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, step)
+        checkpoints.save(step, model, optimiser, {"step": step})
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, -1)
+        assert not (tmp_path / f"step-{step:08d}").exists()
+        free.set()
+        checkpoints.wait()
+        assert found_in(tmp_path).step == step
+    checkpoints.close()
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, 4, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (2, 3, 4)]
+    save(tmp_path, 5, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_that_stay(tmp_path: Path) -> None:
+    (save(tmp_path, 1, 2) / "__0_0.distcp").unlink()
+    save(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_checkpoints_later_than_the_one_written_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 7, 8)
+    save(tmp_path, 1, 2, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (2, 7, 8)]
+
+
+def test_a_step_saved_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -> None:
+    (save(tmp_path, 1, 2) / ".metadata").unlink()
+    save(tmp_path, 2)
+    assert found_in(tmp_path).step == 2
+    assert left_over(tmp_path) == []
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def _alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _record(**fields: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "reason"),
+    [
+        ("__0_0.distcp", _cut, "__0_0.distcp is truncated"),
+        ("__0_0.distcp", _lengthen, "__0_0.distcp is longer than it was"),
+        ("__0_0.distcp", _alter, "__0_0.distcp was altered"),
+        (".metadata", Path.unlink, ".metadata is missing"),
+        ("checkpoint.json", Path.unlink, "checkpoint.json is missing"),
+        ("checkpoint.json", _cut, "checkpoint.json cannot be read: "),
+        ("checkpoint.json", _record(position={"step": 7}), "checkpoint.json was altered"),
+        ("checkpoint.json", _record(format="other"), "checkpoint.json is not of the format treepack-checkpoint"),
+        ("checkpoint.json", _record(version=2), "checkpoint.json has version 2 where this treepack reads version 1"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_with_a_note(
+    tmp_path: Path, name: str, harm: Callable[[Path], None], reason: str
+) -> None:
+    directory = tmp_path / "checkpoints"
+    path = save(directory, 10, 20) / name
+    if harm is _cut and name == "checkpoint.json":
+        _cut(path)  # the last byte is only the end of the line
+    harm(path)
+    found, notes = latest(directory)
+    assert (found_in(directory), found_in(directory).step) == (found, 10)
+    (note,) = notes
+    assert note.startswith(f"checkpoints/step-00000020 is damaged ({reason}")
+    assert note.endswith("; step-00000010 is used")
+
+
+def test_a_directory_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
+    Checkpoints(tmp_path / "empty").close()
+    assert latest(tmp_path / "empty") == latest(tmp_path / "absent") == (None, ())
+
+
+def test_checkpoints_that_are_all_damaged_are_refused_and_not_taken_for_none(tmp_path: Path) -> None:
+    for path in (save(tmp_path, 1, 2), tmp_path / "step-00000001"):
+        _cut(path / "__0_0.distcp")
+    with pytest.raises(TreepackError, match=r"step-00000002 is damaged .* and .*step-00000001 is damaged"):
+        latest(tmp_path)
+
+
+def _refused(directory: Path, saved: tuple[Any, Any], given: tuple[Any, Any]) -> str:
+    checkpoints = Checkpoints(directory)
+    checkpoints.save(1, *saved, {})
+    checkpoints.close()
+    found, _ = latest(directory)
+    assert found is not None
+    before = {name: value.clone() for name, value in given[0].state_dict().items()}
+    with pytest.raises(TreepackError) as refusal:
+        restore(found, *given)
+    assert same(before, dict(given[0].state_dict()))
+    return str(refusal.value)
+
+
+def test_a_model_with_other_parameters_is_refused_by_the_name_of_one(tmp_path: Path) -> None:
+    more, fewer = tiny(num_hidden_layers=3), tiny(num_hidden_layers=1)
+    assert "the checkpoint has no model.layers.2." in _refused(tmp_path / "more", tiny(), more)
+    assert "the model has no model.layers.1." in _refused(tmp_path / "fewer", tiny(), fewer)
+    wide = _refused(tmp_path / "wide", tiny(), tiny(intermediate_size=32))
+    assert "mlp.gate_proj.weight is torch.float32 of shape (24, 16) in the checkpoint and torch.float32 of" in wide
+    rounded = tiny()
+    rounded[0].bfloat16()
+    assert "torch.bfloat16 of shape" in _refused(tmp_path / "rounded", tiny(), rounded)
+
+
+def test_an_optimiser_that_groups_its_parameters_otherwise_is_refused(tmp_path: Path) -> None:
+    model, _ = tiny()
+    assert "holds 2 groups" in _refused(tmp_path / "one", tiny(), (model, torch.optim.AdamW(model.parameters())))
+    first, *others = model.parameters()
+    split = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+    assert " is in another group of the optimiser" in _refused(tmp_path / "two", tiny(), (model, split))
+
+
+def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+    model, optimiser = tiny(tied=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    untied = _refused(tmp_path, (model, optimiser), tiny())
+    assert "has no lm_head.weight" in untied
+    saved = FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
+    assert "model.model.embed_tokens.weight" in saved
+    assert "model.lm_head.weight" not in saved
+
+
+def test_the_options_of_the_groups_come_back(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    model, optimiser = tiny()
+    optimiser.param_groups[1]["lr"] = 0.25
+    checkpoints.save(1, model, optimiser, {})
+    checkpoints.close()
+    other, found = tiny(), latest(tmp_path)[0]
+    assert found is not None
+    restore(found, *other)
+    assert [group["lr"] for group in other[1].param_groups] == [1e-2, 0.25]
+    snapshot(tmp_path / "a", model, optimiser)
+    snapshot(tmp_path / "b", *other)
+    assert same(torch.load(tmp_path / "a"), torch.load(tmp_path / "b"))
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TreepackError, match=r"cannot hold checkpoints \(Not a directory\); choose another directory$"):
+        Checkpoints(tmp_path / "file" / "checkpoints")
+
+
+def test_a_save_that_failed_is_told_at_the_next_one_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run")
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").write_text("")
+    checkpoints.save(1, *filled(1), {})
+    with pytest.raises(TreepackError, match=r"^[^\n]*step-00000001: the checkpoint could not be written[^\n]*$"):
+        checkpoints.save(2, *filled(2), {})
+    (tmp_path / "run").unlink()
+    (tmp_path / "run").mkdir()
+    checkpoints.save(3, *filled(3), {"step": 3})
+    checkpoints.close()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000003"]
+    assert found_in(tmp_path / "run").step == 3
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 5000, 20000])
+def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path, num_bytes: int) -> None:
+    run = tmp_path / "run"
+    save(run, 1)
+    in_processes(1, tmp_path, save_in_little_space, run, num_bytes)
+    assert [path.name for path in run.iterdir()] == ["step-00000001"]
+    assert found_in(run).step == 1
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_killed_at_any_change_of_the_disk_has_the_checkpoint_before_or_the_new_one(
+    tmp_path: Path, again: bool
+) -> None:
+    outcomes, reached = [], []
+    for event in range(100):
+        run = tmp_path / str(event)
+        save(run, 1, 2, 3) if again else save(run, 1, 2)
+        process, connection = start(save_until, run, 3, event)
+        reached.append(connection.recv())
+        process.kill()
+        process.join()
+        outcomes.append(found_in(run).step)
+        dead = left_over(run)
+        save(run, 4, 5)
+        assert found_in(run).step == 5
+        assert left_over(run) == []
+        if reached[-1] == "done":
+            break
+        assert dead or outcomes[-1] == 3
+    assert reached[-1] == "done"
+    assert [reached.count(f"here {name}") > 0 for name in ("fsync", "rename", "rmtree")] == [True] * 3
+    assert set(outcomes) == ({3} if again else {2, 3})
+    assert outcomes == sorted(outcomes)
+
+
+def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
+    moments = random.Random(0)
+    inside, begun = 0, 0
+    for _ in range(6):
+        process, connection = start(save_forever, tmp_path)
+        target = begun + moments.randrange(2, 5)
+        while begun < target:
+            begun = connection.recv()  # so the step before is finished or being written
+        time.sleep(moments.uniform(0, 0.06))
+        process.kill()
+        process.join()
+        inside += bool(left_over(tmp_path))
+        while connection.poll():
+            try:
+                begun = connection.recv()
+            except EOFError:
+                break
+        # `begun` is sent before `save` waits for the step before it, so the one before that is surely whole.
+        step = found_in(tmp_path).step
+        assert begun - 2 <= step <= begun
+        begun = step
+    assert inside > 0
+    Checkpoints(tmp_path).close()
+    assert left_over(tmp_path) == []

@@ -1,0 +1,143 @@
+"""`treepack logprobs`: every token scored once, as its trajectory alone would be; whole directories or none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.command_line import Run as Command
+from support.oracle_model import packed_directory, tiny_config, write_rows
+from support.oracle_objectives import own_logprobs
+from support.packed_objectives import as_trajectories, packed_model, plain, rollouts
+from support.written_rollouts import write_rollouts
+from treepack.errors import TreepackError
+from treepack.pack.files import read_rows
+from treepack.pack.rows import Row
+from treepack.train.logprobs import ScoreOptions, open_scoring, scored_rows, term_scores
+
+PACKINGS = [[0] * 10, [i % 2 for i in range(10)], list(range(10))]
+
+
+@pytest.mark.parametrize("rows", PACKINGS)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_every_term_is_scored_as_its_trajectory_alone(tmp_path: Path, kind: str, rows: list[int]) -> None:
+    given = rollouts(kind)
+    path = write_rows(tmp_path / "packed", as_trajectories(given), rows)
+    seen = 0
+    for row in read_rows(path):
+        assert row.terms is not None
+        found = np.stack(term_scores(packed_model(kind), row, chunk=3))
+        for i, name in enumerate(row.trajectory_ids):
+            rollout = given[int(name[1:])]
+            with torch.no_grad():
+                alone = [list(values.values()) for values in own_logprobs(plain(kind), rollout)]
+            np.testing.assert_allclose(found[:, row.terms.trajectory == i], np.array(alone), rtol=1e-9)
+            seen += 1
+    assert seen == len(given)
+
+
+def test_a_model_computes_each_token_of_a_row_once(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
+    (row,) = read_rows(path)
+    loaded, seen = packed_model("qwen3"), []
+    hook = loaded.model.base_model.register_forward_pre_hook(
+        lambda module, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+    )
+    term_scores(loaded, row)
+    hook.remove()
+    assert seen == [row.num_tokens]
+    assert row.num_tokens < row.scale.sum()
+
+
+def columns(row: Row, *, without: set[str]) -> dict[str, Any]:
+    assert row.terms is not None
+    values = {name: getattr(row, name) for name in (f.name for f in fields(row)) if name != "terms"}
+    values |= {f"terms.{f.name}": getattr(row.terms, f.name) for f in fields(row.terms)}
+    return {name: np.asarray(v).tolist() for name, v in values.items() if v is not None and name not in without}
+
+
+def test_the_command_adds_columns_and_changes_nothing_else(treepack: Command, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "tiny.json")
+    rollouts_file = write_rollouts(tmp_path / "rollouts.jsonl")
+    assert treepack("build-trie", rollouts_file, "--out", tmp_path / "trie").status == 0
+    assert treepack("pack", tmp_path / "trie", "--capacity", 12, "--out", tmp_path / "packed").status == 0
+    common = ("--model", config, "--device", "cpu")
+    done = treepack("logprobs", tmp_path / "packed", *common, "--out", tmp_path / "old", "--entropies")
+    assert (done.status, done.err) == (0, "")
+    done = treepack("logprobs", tmp_path / "old", *common, "--out", tmp_path / "both", "--column", "ref")
+    assert done.status == 0
+    new = {"terms.old_logprob", "terms.ref_logprob", "terms.entropy"}
+    for before, after in zip(read_rows(tmp_path / "packed"), read_rows(tmp_path / "both"), strict=True):
+        assert columns(before, without=set()) == columns(after, without=new)
+        assert after.terms is not None
+        assert after.terms.entropy is not None
+        assert after.terms.old_logprob is not None
+        assert after.terms.ref_logprob is not None
+        assert (after.terms.entropy > 0).all()
+        assert (after.terms.old_logprob < 0).all()
+        assert after.terms.old_logprob.tolist() == after.terms.ref_logprob.tolist()
+    manifest = json.loads((tmp_path / "both" / "manifest.json").read_text())
+    assert {name: how["model"] for name, how in manifest["logprobs"].items()} == {
+        "old": str(config),
+        "ref": str(config),
+    }
+    assert treepack("stats", tmp_path / "both", "--check", "--trie", tmp_path / "trie").status == 0
+
+
+def test_training_begins_where_its_own_logprobs_say(treepack: Command, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "tiny.json")
+    given = as_trajectories(rollouts(), without=["old_logprobs", "ref_logprobs"])
+    packed = write_rows(tmp_path / "packed", given, PACKINGS[1])
+    common = ("--model", config, "--device", "cpu")
+    for source, column in (("packed", "old"), ("old", "ref")):
+        done = treepack("logprobs", tmp_path / source, *common, "--column", column, "--out", tmp_path / column)
+        assert done.status == 0
+    assert packed.is_dir()
+    options = ("--loss", "grpo", "--kl", "0.1", "--steps", "1", "--out", tmp_path / "model")
+    assert treepack("train", tmp_path / "ref", *common, *options).status == 0
+    line = json.loads((tmp_path / "model" / "metrics.jsonl").read_text())
+    assert line["ratio"] == pytest.approx(1, abs=1e-5)
+    assert line["kl"] == pytest.approx(0, abs=1e-9)
+    assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
+    assert treepack("train", tmp_path / "ref", *common, "--loss", "dpo", "--verify").status == 0
+
+
+def test_a_column_that_was_there_is_replaced_with_a_note(tmp_path: Path) -> None:
+    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
+    scoring = open_scoring(packed, tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu"))
+    assert [note for note in scoring.notes if "term_old_logprob" in note]
+    (before,), (after,) = read_rows(packed), scored_rows(scoring)
+    assert before.terms is not None
+    assert after.terms is not None
+    assert np.asarray(before.terms.old_logprob).tolist() != np.asarray(after.terms.old_logprob).tolist()
+
+
+def test_what_is_not_finite_leaves_nothing_behind(
+    treepack: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
+    scoring = open_scoring(packed, tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu"))
+    with torch.no_grad():
+        scoring.loaded.model.get_input_embeddings().weight.fill_(torch.nan)
+    monkeypatch.setattr("treepack.train.logprobs.open_scoring", lambda *_: scoring)
+    done = treepack("logprobs", packed, "--model", tmp_path / "tiny.json", "--out", tmp_path / "there" / "out")
+    assert done.status == 1
+    assert "a log-probability of row 0 is not finite" in done.err
+    assert list((tmp_path / "there").iterdir()) == []
+
+
+def test_rows_without_terms_and_unknown_choices_are_refused(tmp_path: Path) -> None:
+    given = as_trajectories(
+        rollouts(), without=["advantages", "old_logprobs", "ref_logprobs", "sampling_logprobs", "reward"]
+    )
+    packed = packed_directory(tmp_path / "packed", given, capacity=100)
+    with pytest.raises(TreepackError, match="its rows have no terms to write log-probabilities for"):
+        open_scoring(packed, tmp_path / "no-such-model", ScoreOptions(device="cpu"))
+    with pytest.raises(TreepackError, match="column is 'new'; expected one of old, ref"):
+        ScoreOptions(column="new")

@@ -1,0 +1,186 @@
+"""The file of metrics: strict JSON, nothing lost to a kill, resumed without a trace of what was undone."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from treepack.errors import TreepackError
+from treepack.train.metrics import MetricsLog, TensorBoardLog, read_metrics
+
+
+def written(path: Path, *records: dict[str, Any], keep_until: int | None = None) -> Path:
+    with MetricsLog(path, keep_until=keep_until) as log:
+        for record in records:
+            log.write(record)
+    return path
+
+
+def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_every_line_is_strict_json_with_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    record = {
+        "step": 1,
+        "loss": math.nan,
+        "lr": 1e-5,
+        "kl": -math.inf,
+        "rows": [math.inf, 3],
+        "norm": np.float32("nan"),
+    }
+    path = written(tmp_path / "m.jsonl", record, record | {"step": 2, "loss": 0.1, "norm": np.float64(2.5)})
+    first, second = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    assert first == {"step": 1, "loss": None, "lr": 1e-5, "kl": None, "rows": [None, 3], "norm": None}
+    assert second == first | {"step": 2, "loss": 0.1, "norm": 2.5}
+
+
+def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from treepack.train.metrics import MetricsLog\n"
+        "log = MetricsLog(Path(sys.argv[1]), keep_until=None)\n"
+        "for step in (1, 2, 3): log.write({'step': step})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert python(code, tmp_path / "m.jsonl").returncode == -9
+    assert read_metrics(tmp_path / "m.jsonl") == {"step": [1, 2, 3]}
+
+
+def test_a_full_disk_is_one_sentence_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from treepack.errors import TreepackError\n"
+        "from treepack.train.metrics import MetricsLog\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"
+        "try:\n"
+        "    with MetricsLog(Path(sys.argv[1]), keep_until=None) as log:\n"
+        "        for step in range(1, 9): log.write({'step': step})\n"
+        "except TreepackError as error: print(error)"
+    )
+    path = tmp_path / "m.jsonl"
+    (sentence,) = python(code, path).stdout.splitlines()
+    assert sentence.startswith(f"{path}: cannot be written (File too large); see that its disk")
+    assert path.read_bytes() == b'{"step":1}\n{"step":2}\n{"step":'
+    assert read_metrics(written(path, {"step": 3}, keep_until=2)) == {"step": [1, 2, 3]}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(count=st.integers(1, 6), lost=st.integers(0, 150), keep_until=st.integers(0, 7))
+def test_a_resumed_run_finds_the_whole_lines_up_to_its_step_byte_for_byte(
+    tmp_path: Path, count: int, lost: int, keep_until: int
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.unlink(missing_ok=True)
+    # Spaced as our own writer does not: lines are kept, not written again.
+    lines = [json.dumps({"step": step, "loss": 1 / step}).encode() for step in range(1, count + 1)]
+    whole = b"\n".join([*lines, b""])
+    left = whole[: max(0, len(whole) - lost)]
+    path.write_bytes(left)
+    MetricsLog(path, keep_until=keep_until).close()
+    # A last line that lacks its end only is whole.
+    survived = [
+        line for number, line in enumerate(lines[:keep_until], 1) if len(b"\n".join(lines[:number])) <= len(left)
+    ]
+    assert path.read_bytes() == b"".join(line + b"\n" for line in survived)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
+
+
+def test_a_resumed_run_without_a_file_begins_one(tmp_path: Path) -> None:
+    assert read_metrics(written(tmp_path / "m.jsonl", {"step": 5}, keep_until=4)) == {"step": [5]}
+
+
+def test_a_new_run_refuses_a_file_that_is_there(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", {"step": 1})
+    with pytest.raises(
+        TreepackError, match=r"m\.jsonl exists and a new run would add to it; resume that run or choose"
+    ):
+        MetricsLog(path, keep_until=None)
+    assert read_metrics(path) == {"step": [1]}
+
+
+def test_columns_are_as_long_as_the_run_with_none_where_a_line_lacks_the_name(tmp_path: Path) -> None:
+    path = written(tmp_path / "m.jsonl", {"step": 1, "loss": 2.5}, {"step": 3, "kl": 0.1, "skipped_rows": [4]})
+    path.write_bytes(path.read_bytes() + b'{"step":4,"lo')
+    assert read_metrics(path) == {"step": [1, 3], "loss": [2.5, None], "kl": [None, 0.1], "skipped_rows": [None, [4]]}
+    path.write_bytes(b"")
+    assert read_metrics(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"step":2,"lo', "malformed JSON"),
+        (b"", "malformed JSON"),
+        (b'{"step":2,"loss":NaN}', "malformed JSON"),
+        (b'{"step":2,"loss":"\xff"}', "malformed JSON"),
+        (b"[2]", "is no JSON object"),
+        (b'{"loss":1.5}', "has no step"),
+        (b'{"step":true}', "has no step"),
+        (b'{"step":1}', "step 1 comes after step 1, so two runs wrote here"),
+    ],
+)
+def test_a_damaged_line_is_refused_by_its_number_and_left_alone(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "m.jsonl"
+    content = b'{"step":1}\n' + line + b'\n{"step":3}\n'
+    path.write_bytes(content)
+    for use in (lambda: read_metrics(path), lambda: MetricsLog(path, keep_until=1)):
+        with pytest.raises(TreepackError) as caught:
+            use()
+        assert str(caught.value).startswith(f"{path}:2: {problem}")
+        assert str(caught.value).endswith("; remove the line, or put the file back from a copy")
+    assert path.read_bytes() == content
+
+
+def test_a_missing_file_or_directory_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TreepackError, match=r"none\.jsonl: cannot be read \(No such file"):
+        read_metrics(tmp_path / "none.jsonl")
+    with pytest.raises(TreepackError, match=r"none/m\.jsonl: cannot be written \(No such file"):
+        MetricsLog(tmp_path / "none" / "m.jsonl", keep_until=None)
+
+
+def test_tensorboard_shows_the_numbers_of_a_resumed_run_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for keep_until, first, loss in ((None, 1, 0.5), (2, 3, 0.25)):
+        with TensorBoardLog(tmp_path, keep_until=keep_until) as log:
+            for step in range(first, 5):
+                log.write({"step": step, "loss": loss, "kl": math.nan, "epoch": 0, "name": "x", "skipped_rows": [1]})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert events.Tags()["scalars"] == ["train/loss", "train/epoch"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.25),
+        (4, 0.25),
+    ]
+
+
+def test_without_tensorboard_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(
+        TreepackError, match=r"^TensorBoard cannot be used \(.*\); pip install 'treepack\[tensorboard\]'$"
+    ):
+        TensorBoardLog(tmp_path, keep_until=None)
+
+
+def test_importing_brings_neither_torch_nor_a_library_for_pictures() -> None:
+    code = (
+        "import sys; before = set(sys.modules); import treepack.train.metrics, treepack.train.plot\n"
+        "assert 'treepack.train.plot' in set(sys.modules) - before\n"
+        "print({'torch', 'tensorboard', 'matplotlib'} & set(sys.modules))"
+    )
+    assert python(code).stdout == "set()\n"

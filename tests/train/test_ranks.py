@@ -1,0 +1,123 @@
+"""Several ranks: their losses and gradients are those of one process, whatever is sharded, offloaded or padded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
+from support.strategies import make
+from treepack.train.schedule import deal
+from treepack.train.sharding import weight_files
+from treepack.trajectory import Trajectory
+
+
+def rollouts() -> list[Trajectory]:
+    """Groups of three that share a prompt, with rewards, advantages and unequal weights."""
+    generator = np.random.default_rng(0)
+    found = []
+    for i in range(12):
+        prompt = [i // 3, *range(10, 12 + 2 * (i // 3))]
+        tokens = [*prompt, 5, *generator.integers(20, 24, 4 + i).tolist()]
+        spans = [(len(prompt), len(tokens), 1.0 + i % 2)]
+        found.append(
+            make(f"t{i}", tokens, spans=spans, group=f"g{i // 3}", reward=float(i % 3), advantage=float(i % 3 - 1))
+        )
+    return found
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    return packed_directory(tmp_path / "packed", rollouts(), capacity=40)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal losses, norms, counts and means in every step, and equal gradients in the last, to float32's rounding."""
+    assert len(found["records"]) == len(expected["records"]) > 1
+    for ours, theirs in zip(found["records"], expected["records"], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() - {"seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second", "graphs"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-6), name
+    assert found["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(each["out"]).state_dict() for each in (found, expected))
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=1e-3, atol=2e-5)
+
+
+def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
+    folder = packed.parent
+    tied = tiny_config(folder / "tied.json", tie_word_embeddings=True)
+    untied = tiny_config(folder / "untied.json", tie_word_embeddings=False)
+    uneven = {"epochs": 2, "rows_per_step": 3}  # the second rank runs out of rows
+    cases = [
+        Case("tied", packed, tied, {"epochs": 2}),
+        Case("untied", packed, untied, uneven),
+        Case("offloaded", packed, tied, {"epochs": 2, "gradient_checkpointing": True, "cpu_offload": True}),
+        Case("compiled", packed, untied, {"epochs": 2, "compile": True, "gradient_checkpointing": True}),
+        Case("grpo", packed, untied, uneven, "grpo"),
+        Case("gspo", packed, tied, uneven, "gspo"),
+    ]
+    found, expected = (train_over(size, folder, cases) for size in (2, 0))
+    for case in cases:
+        assert_same(found[case.name], expected[case.name])
+    graphs = [record["graphs"] for record in found["compiled"]["records"]]
+    assert graphs[0] == expected["compiled"]["records"][0]["graphs"] > 0, "sharding compiles nothing more"
+    assert set(graphs) == {graphs[0]}, "rows of other lengths compile nothing more"
+
+
+def test_weights_are_read_shard_by_shard_and_those_that_transformers_converts_whole(packed: Path) -> None:
+    folder = packed.parent
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    for name in ("qwen3", "gpt2", "qwen3_moe"):
+        fields = json.loads(tiny_config(folder / "model.json", name.removesuffix("_moe")).read_text()) | experts
+        config = AutoConfig.for_model(name, **{key: value for key, value in fields.items() if key != "model_type"})
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name, max_shard_size="8KB")
+        assert len(list((folder / name).glob("*.safetensors"))) > 1
+        (folder / name / "generation_config.json").write_text('{"eos_token_id": [3, 7], "max_new_tokens": 99}')
+    cases = [Case(name, packed, folder / name, {"epochs": 2, "seed": 3}) for name in ("qwen3", "gpt2", "qwen3_moe")]
+    found, expected = (train_over(size, folder, cases) for size in (3, 0))
+    for case in cases:
+        assert_same(found[case.name], expected[case.name])
+        generation = json.loads((found[case.name]["out"] / "generation_config.json").read_text())
+        assert (generation["eos_token_id"], generation["max_new_tokens"]) == ([3, 7], 99)
+        whole = any("every rank read the whole model" in note for note in found[case.name]["notes"])
+        assert whole is (case.name == "qwen3_moe")
+
+
+def test_an_index_left_beside_one_file_is_not_what_is_read(tmp_path: Path) -> None:
+    config = json.loads(tiny_config(tmp_path / "model.json").read_text())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    model.save_pretrained(tmp_path / "source", max_shard_size="8KB")
+    model.save_pretrained(tmp_path / "single")
+    (tmp_path / "single" / "model.safetensors").rename(tmp_path / "source" / "model.safetensors")
+    files = weight_files(tmp_path / "source")
+    assert files is not None
+    assert {path.name for path in files.values()} == {"model.safetensors"}
+
+
+@given(costs=st.lists(st.floats(0.1, 100), min_size=1, max_size=30), size=st.integers(1, 5))
+def test_rows_are_dealt_once_in_equally_many_micro_batches(costs: list[float], size: int) -> None:
+    rows = list(range(len(costs)))
+    shares = deal(rows, np.array(costs), size)
+    assert len(shares) == size
+    assert {len(share) for share in shares} == {-(-len(rows) // size)}
+    assert sorted(row for share in shares for row in share if row is not None) == rows
+    lasts = [max(costs[row] for row in batch if row is not None) for batch in zip(*shares, strict=True)]
+    assert sum(lasts) == pytest.approx(sum(sorted(costs, reverse=True)[::size]))
+
+
+def test_the_dearest_row_goes_to_the_rank_with_the_least_so_far() -> None:
+    assert deal([0, 1, 2, 3, 4], np.array([9.0, 4.0, 5.0, 8.0, 2.0]), 2) == [[0, 1, 4], [3, 2, None]]

@@ -1,0 +1,266 @@
+"""A run that was cut off goes on as if it had not been: stopped, killed, killed while it saved, with damaged files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support.fresh_processes import PROCESSES, run_command
+from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.train.directory import is_finished
+from treepack.train.loop import StepMetrics, train
+from treepack.train.options import TrainOptions
+from treepack.train.run import open_run
+
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, epochs=3, checkpoint_every=2, warmup_steps=2)
+TIMES = ("seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second")
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(15)]
+    return packed_directory(tmp_path / "packed", rollouts, capacity=40)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tiny_config(tmp_path / "tiny.json")
+
+
+def go(
+    packed: Path, config: Path, out: Path, *, until: int | None = None, **changes: Any
+) -> tuple[list[StepMetrics], list[str]]:
+    """Begin or go on with a run, as a new process would, up to step `until`; its steps and notes."""
+    run = open_run(packed, config, replace(OPTIONS, **changes))
+    steps: list[StepMetrics] = []
+    notes: list[str] = []
+    found = train(run, out, resume=True, stop=lambda: until is not None and len(steps) + 1 >= until, note=notes.append)
+    for metrics in found:
+        steps.append(metrics)
+        torch.rand(3)  # whoever trains may draw random numbers
+    return steps, notes
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl without what a clock gave."""
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
+
+
+def assert_equal_runs(out: Path, whole: Path) -> None:
+    """The same bits in the weights and in every line of the metrics."""
+    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert lines(out) == lines(whole)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(packed: Path, config: Path, tmp_path: Path) -> None:
+    whole, _ = go(packed, config, tmp_path / "whole")
+    parts: list[StepMetrics] = []
+    for until in (3, 4, None):
+        steps, notes = go(packed, config, tmp_path / "parts", until=until)
+        assert notes == ([f"resumed after step {len(parts)} of {len(whole)}"] if parts else [])
+        parts += steps
+        assert is_finished(tmp_path / "parts") is (until is None)
+    assert [metrics.step for metrics in parts] == [metrics.step for metrics in whole] == list(range(1, len(whole) + 1))
+    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_closed_iterator_loses_at_most_the_steps_since_the_last_checkpoint(
+    packed: Path, config: Path, tmp_path: Path
+) -> None:
+    go(packed, config, tmp_path / "whole")
+    steps = train(open_run(packed, config, OPTIONS), tmp_path / "out")
+    for _ in range(5):
+        next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert len(lines(tmp_path / "out")) == 5
+    _, notes = go(packed, config, tmp_path / "out")
+    assert notes[0].startswith("resumed after step 4 of")
+    assert_equal_runs(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(packed: Path, config: Path, tmp_path: Path) -> None:
+    go(packed, config, tmp_path / "whole")
+    go(packed, config, tmp_path / "out", until=6)
+    newest = sorted((tmp_path / "out" / "checkpoints").iterdir())[-1]
+    data = next(newest.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    _, notes = go(packed, config, tmp_path / "out")
+    assert len(notes) == 2
+    assert "step-00000006 is damaged" in notes[0]
+    assert notes[1].startswith("resumed after step 4 of")
+    assert_equal_runs(tmp_path / "out", tmp_path / "whole")
+
+
+def test_the_count_of_skipped_steps_outlives_the_process(packed: Path, config: Path, tmp_path: Path) -> None:
+    def poison(out: Path, until: int | None) -> None:
+        run = open_run(packed, config, replace(OPTIONS, max_skipped=3))
+        run.loaded.model.base_model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
+        seen: list[int] = []
+        seen.extend(metrics.step for metrics in train(run, out, resume=True, stop=lambda: until is not None))
+
+    poison(tmp_path / "out", 1)
+    poison(tmp_path / "out", 1)
+    with pytest.raises(TreepackError, match="of 4 steps in a row was not finite"):
+        poison(tmp_path / "out", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [({"lr": 0.5}, "was begun with lr 0.01 and this run has 0.5"), ({"epochs": 4}, "was begun with epochs 3")],
+)
+def test_another_run_is_not_resumed(
+    packed: Path, config: Path, tmp_path: Path, changes: dict[str, Any], complaint: str
+) -> None:
+    go(packed, config, tmp_path / "out", until=3)
+    before = lines(tmp_path / "out")
+    with pytest.raises(TreepackError, match=complaint):
+        go(packed, config, tmp_path / "out", **changes)
+    other = packed_directory(tmp_path / "other", [make("t", [1, 2, 3])], capacity=40)
+    with pytest.raises(TreepackError, match="packed_sha256"):
+        go(other, config, tmp_path / "out")
+    assert lines(tmp_path / "out") == before
+
+
+def test_how_a_run_is_carried_out_may_change(packed: Path, config: Path, tmp_path: Path) -> None:
+    go(packed, config, tmp_path / "out", until=3)
+    _, notes = go(packed, config, tmp_path / "out", checkpoint_every=0, keep=1, gradient_checkpointing=True)
+    assert notes[0].startswith("resumed after step 3 of")
+
+
+def test_an_unfinished_run_is_neither_overwritten_nor_resumed_unasked(
+    packed: Path, config: Path, tmp_path: Path
+) -> None:
+    go(packed, config, tmp_path / "out", until=3)
+    with pytest.raises(TreepackError, match="holds a run that is not complete; go on with --resume or replace"):
+        list(train(open_run(packed, config, OPTIONS), tmp_path / "out"))
+    steps = list(train(open_run(packed, config, OPTIONS), tmp_path / "out", overwrite=True))
+    assert steps[0].step == 1
+
+
+def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, tmp_path: Path) -> None:
+    go(packed, config, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    steps, notes = go(packed, config, tmp_path / "out")
+    assert (steps, notes) == ([], [f"{tmp_path / 'out'} is complete: nothing is left to train"])
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+def test_a_model_that_could_not_be_written_is_written_by_resume(packed: Path, config: Path, tmp_path: Path) -> None:
+    whole, _ = go(packed, config, tmp_path / "whole")
+    run, out = open_run(packed, config, OPTIONS), tmp_path / "out"
+
+    def full(directory: Path, **_: Any) -> None:
+        Path(directory).mkdir()
+        raise OSError(28, "No space left on device")
+
+    run.loaded.model.save_pretrained = full
+    with pytest.raises(TreepackError, match=r"No space left on device.*make room and go on with --resume"):
+        list(train(run, out))
+    assert not is_finished(out)
+    assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json"]
+    steps, notes = go(packed, config, out)
+    assert (steps, notes) == ([], [f"resumed after step {len(whole)} of {len(whole)}"])
+    assert_equal_runs(out, tmp_path / "whole")
+
+
+def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config: Path, tmp_path: Path) -> None:
+    go(packed, config, tmp_path / "out", until=3)
+    moved = config.rename(tmp_path / "elsewhere.json")
+    go(packed, moved, tmp_path / "out", until=1)
+    tiny_config(config, rms_norm_eps=0.5)
+    with pytest.raises(TreepackError, match="was begun with the config_sha256"):
+        go(packed, config, tmp_path / "out")
+
+
+def test_the_output_may_be_a_link_and_what_it_held_is_gone(packed: Path, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    out = tmp_path / "link"
+    out.symlink_to(tmp_path / "there", target_is_directory=True)
+    go(packed, config, out)
+    (out / "foreign").mkdir()
+    list(train(open_run(packed, config, OPTIONS), out, overwrite=True))
+    assert out.is_symlink()
+    assert is_finished(tmp_path / "there")
+    assert not (out / "foreign").exists()
+    assert len(lines(out)) == lines(out)[-1]["step"]
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, tmp_path: Path) -> None:
+    changes = {"epochs": 3, "rows_per_step": 3}
+    parts = tmp_path / "parts"
+    first = Case("first", packed, config, changes, out=parts, until=2)
+    second = Case("second", packed, config, changes, out=parts, until=1)
+    last = Case("last", packed, config, changes, out=parts)
+    found = []
+    for size, case, until in ((0, first, 2), (2, second, 3), (0, last, 6)):
+        found += train_over(size, tmp_path, [case])[case.name]["records"]
+        assert len(found) == until
+    whole = train_over(0, tmp_path, [Case("whole", packed, config, changes)])["whole"]["records"]
+    assert [record["step"] for record in found] == [record["step"] for record in whole]
+    for ours, theirs in zip(found, whole, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def command(packed: Path, config: Path, out: Path) -> list[str]:
+    """Enough small steps, each with a checkpoint, that a kill falls into a save as often as not."""
+    options = {"--model": config, "--out": out, "--steps": 60, "--lr": 1e-2, "--rows-per-step": 2}
+    given = [str(word) for pair in options.items() for word in pair]
+    return ["train", str(packed), *given, "--device", "cpu", "--checkpoint-every", "1", "--resume"]
+
+
+def start(arguments: list[str], folder: Path) -> BaseProcess:
+    process = PROCESSES.Process(target=run_command, args=(arguments, folder), daemon=True)
+    process.start()
+    return process
+
+
+def wait_for_lines(out: Path, count: int, process: BaseProcess) -> None:
+    """Until the run has written that many lines, or ends."""
+    log = out / "metrics.jsonl"
+    while process.is_alive() and not (log.exists() and log.read_bytes().count(b"\n") >= count):
+        time.sleep(0.002)
+
+
+def test_a_run_killed_at_random_moments_and_stopped_by_sigterm_ends_bit_for_bit(
+    packed: Path, config: Path, tmp_path: Path
+) -> None:
+    generator = random.Random(0)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run_to_its_end = start(command(packed, config, whole), tmp_path)
+    run_to_its_end.join()
+    assert run_to_its_end.exitcode == 0
+    for sign in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        before = len(lines(out)) if out.exists() else 0
+        process = start(command(packed, config, out), tmp_path)
+        wait_for_lines(out, before + generator.randint(3, 8), process)
+        time.sleep(generator.random() * 0.05)
+        assert process.pid is not None
+        os.kill(process.pid, sign)
+        process.join()
+        assert process.exitcode == (0 if sign == signal.SIGTERM else -sign)
+        assert not is_finished(out)
+        if sign == signal.SIGTERM:
+            assert "of 60; go on with --resume" in (tmp_path / "stdout").read_text()
+    last = start(command(packed, config, out), tmp_path)
+    last.join()
+    assert last.exitcode == 0
+    assert "resumed after step" in (tmp_path / "stderr").read_text()
+    assert_equal_runs(out, whole)
+    assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".")]

@@ -1,0 +1,115 @@
+"""`treepack train` as a user runs it: resumed, over two processes of torchrun, with curves and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.command_line import Run
+from support.oracle_model import packed_directory, tiny_config
+from support.strategies import make
+
+TREEPACK = Path(sys.executable).parent / "treepack"
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """Eight steps of a tiny model on rows that share prompts."""
+    generator = np.random.default_rng(0)
+    rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(12)]
+    packed = packed_directory(tmp_path / "packed", rollouts, capacity=40)
+    config = tiny_config(tmp_path / "tiny.json")
+    options = ["--model", str(config), "--device", "cpu", "--steps", "8", "--rows-per-step", "3", "--lr", "0.01"]
+    return ["train", str(packed), *options, "--out", str(tmp_path / "out")]
+
+
+def test_curves_and_tensorboard_show_every_step(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = treepack(*arguments, "--plot", "--tensorboard")
+    assert found.status == 0
+    assert "time spent waiting for rows" in found.out
+    assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    board.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [event.step for event in board.Scalars("train/loss")] == [line["step"] for line in lines] == [*range(1, 9)]
+
+
+def test_curves_of_a_complete_run_are_drawn_without_training(
+    treepack: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    assert treepack(*arguments).status == 0
+    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    found = treepack(*arguments, "--resume", "--plot")
+    assert found.status == 0
+    assert "is complete: nothing is left to train" in found.err
+    assert (tmp_path / "out" / "metrics.png").exists()
+    assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    found = treepack(*arguments, "--resume", "--overwrite")
+    assert found.status == 2
+    assert "give one of them" in found.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_run_is_named_as_such_before_anything_is_loaded(
+    treepack: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"format": "treepack-train"}')
+    found = treepack(*arguments)
+    assert (found.status, found.out) == (1, "")
+    assert "holds a run that is not complete; go on with --resume or replace it by --overwrite" in found.err
+
+
+def test_a_job_may_always_be_started_with_resume(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    assert treepack(*arguments, "--resume").status == 0
+    assert (tmp_path / "out" / "train.json").exists()
+
+
+def test_rows_are_read_from_any_filesystem(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+    assert treepack(*arguments).status == 0
+    expected = (tmp_path / "out" / "model.safetensors").read_bytes()
+    arguments[1] = Path(arguments[1]).as_uri()
+    found = treepack(*arguments, "--overwrite")
+    assert found.status == 0, found.err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+    found = treepack("train", "nosuch://bucket/packed", *arguments[2:], "--overwrite")
+    assert (found.status, found.out) == (1, "")
+    assert "nosuch" in found.err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+
+
+def test_two_processes_of_torchrun_write_what_one_process_writes(
+    treepack: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    assert treepack(*arguments).status == 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    found = subprocess.run([*launch, str(TREEPACK), *arguments, "--overwrite"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("last loss") == 1
+    over_two = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert over_two == pytest.approx(losses, rel=1e-4)
+    assert json.loads((tmp_path / "out" / "train.json").read_text())["num_ranks"] == 2
+
+
+def test_what_one_process_does_is_refused_in_several(
+    treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    found = treepack(*arguments, "--verify")
+    assert (found.status, found.out) == (1, "")
+    assert "--verify runs in one process; start it without torchrun" in found.err
+    packed, model = arguments[1], arguments[3]
+    found = treepack("logprobs", packed, "--model", model, "--out", "scored")
+    assert (found.status, found.out) == (1, "")
+    assert "treepack logprobs runs in one process" in found.err

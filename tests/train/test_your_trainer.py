@@ -1,0 +1,213 @@
+"""The programs of docs/your-trainer.md run as they stand, and every gradient is that of trajectories run one by one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoModelForCausalLM
+
+from support.oracle_model import gradients, keep_norms, worst_error, write_rows
+from support.oracle_objectives import Rollout, own_logprobs, step_loss
+from support.packed_objectives import as_trajectories, rollouts
+from support.paths import ROOT
+from treepack.data.dataset import PackedDataset
+from treepack.model.load import load_model
+from treepack.model.objectives import choose_objective
+
+ROWS = [0, 0, 1, 1, 2, 2, 3, 3, 4, 5]  # the row of every rollout
+PER_STEP = 4  # six rows: the second step of an epoch has two
+
+
+def programs() -> list[str]:
+    page = (ROOT / "docs" / "your-trainer.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+class Recorded:
+    """What a program did: the rows that it read, and weights and gradients, not yet clipped, of every update."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.unclipped: dict[int, Tensor] = {}
+        self.updates: list[dict[int, tuple[Tensor, Tensor]]] = []
+
+    def update(self, optimiser: Any, *_: object) -> None:
+        parameters = [p for group in optimiser.param_groups for p in group["params"]]
+        assert all(p.grad is not None for p in parameters)
+        self.updates.append(
+            {id(p): (p.detach().clone(), self.unclipped.get(id(p), p.grad).clone()) for p in parameters}
+        )
+        self.unclipped = {}
+
+    def steps(self) -> Iterator[tuple[list[int], dict[int, tuple[Tensor, Tensor]]]]:
+        """Rows and update of each step, an epoch being six rows."""
+        epochs = [self.rows[i : i + 6] for i in range(0, len(self.rows), 6)]
+        cut = [epoch[i : i + PER_STEP] for epoch in epochs for i in range(0, len(epoch), PER_STEP)]
+        return zip(cut, self.updates, strict=True)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with data and a model, in which the programs run."""
+    write_rows(tmp_path / "packed", as_trajectories(rollouts()), ROWS)
+    (tmp_path / "sample_data").symlink_to(ROOT / "sample_data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def record(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """A record of what the programs do."""
+    recorded, read = Recorded(), PackedDataset.__getitem__
+
+    def reading(dataset: PackedDataset, index: int) -> Any:
+        recorded.rows.append(index)
+        return read(dataset, index)
+
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clipping(parameters: Any, *arguments: Any, **options: Any) -> Tensor:
+        listed = list(parameters)
+        recorded.unclipped = {id(p): p.grad.clone() for p in listed}
+        return clip(listed, *arguments, **options)
+
+    monkeypatch.setattr(PackedDataset, "__getitem__", reading)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipping)
+    hook = register_optimizer_step_pre_hook(recorded.update)
+    yield recorded
+    hook.remove()
+
+
+def supervised(model: Any, chosen: Sequence[Rollout]) -> Tensor:
+    """Weighted mean of nll over the trained tokens of all of them."""
+    total: Any = 0
+    for rollout in chosen:
+        logprobs, _ = own_logprobs(model, rollout)
+        total = total - sum(rollout.weights[j] * logprobs[j] for j in rollout.trained)
+    mean: Tensor = total / sum(sum(rollout.weights) for rollout in chosen)
+    return mean
+
+
+def policy(model: Any, chosen: Sequence[Rollout]) -> Tensor:
+    return step_loss(model, chosen, choose_objective("dapo"))
+
+
+def assert_exact(model: Any, record: Recorded, loss: Callable[[Any, Sequence[Rollout]], Tensor]) -> None:
+    """Every update's gradient is that of `loss` over its rollouts, each alone, at its weights."""
+    for rows, update in record.steps():
+        found = {name: update[id(p)] for name, p in model.named_parameters()}
+        chosen = [own for row, own in zip(ROWS, rollouts(), strict=True) if row in rows]
+        assert_gradient(model.config, found, lambda plain, chosen=chosen: loss(plain, chosen))  # type: ignore[misc]
+
+
+def assert_gradient(config: Any, found: dict[str, tuple[Tensor, Tensor]], loss: Callable[[Any], Tensor]) -> None:
+    """The gradient beside each weight is that of `loss`, computed in float64.
+
+    The programs compute in float32: rounding is some 1e-6, and a token counted wrongly some 1e-2.
+    """
+    plain = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa", dtype=torch.float64)
+    keep_norms(plain)
+    plain.load_state_dict({name: weight for name, (weight, _) in found.items()}, strict=False)
+    plain.tie_weights()
+    torch.autograd.backward(loss(plain))
+    assert worst_error({name: raw.double().cpu() for name, (_, raw) in found.items()}, gradients(plain)) < 1e-4
+
+
+def run(program: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs/your-trainer.md", "exec"), names)
+    return names
+
+
+def test_there_are_three_programs() -> None:
+    assert len(programs()) == 3
+
+
+def test_the_loop_in_pytorch(record: Recorded) -> None:
+    names = run(programs()[0])
+    assert len(record.updates) == 4
+    assert sorted(record.rows[:6]) == sorted(record.rows[6:]) == list(range(6))
+    assert_exact(names["loaded"].model, record, supervised)
+
+
+def test_the_loop_in_pytorch_goes_on_where_it_was_killed(record: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = programs()[0]
+    whole = run(program)["loaded"].model.state_dict()
+    rows, record.rows[:] = list(record.rows), []
+    Path("state.pt").unlink()
+    saves, save = [0], torch.save
+
+    def killed(*arguments: Any) -> None:
+        save(*arguments)
+        saves[0] += 1
+        if saves[0] == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(program)
+    again = run(program)["loaded"].model.state_dict()
+    assert record.rows == rows
+    assert all(torch.equal(again[name], weight) for name, weight in whole.items())
+
+
+def test_the_trainer_of_transformers(record: Recorded) -> None:
+    pytest.importorskip("accelerate")
+    names = run(programs()[1])
+    assert len(record.updates) == 2
+    assert_exact(names["model"], record, supervised)
+
+
+def test_the_policy_loss_in_trl(record: Recorded) -> None:
+    pytest.importorskip("trl")
+    names = run(programs()[2])
+    assert len(record.updates) == 2
+    assert_exact(names["trainer"].model, record, policy)
+
+
+# Runs both programs in every process, as imports take longest, and saves what each did in its only update.
+BOTH = """
+import os, torch
+from pathlib import Path
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+seen = []
+register_optimizer_step_pre_hook(lambda o, *_: seen.append(
+    {id(p): (p.detach().clone(), p.grad.clone()) for group in o.param_groups for p in group["params"]}))
+for number in (1, 2):
+    names = {}
+    exec(compile(Path(f"program{number}.py").read_text(), f"program{number}.py", "exec"), names)
+    update = seen.pop()
+    assert not seen
+    found = {name: update[id(p)] for name, p in names["trainer"].model.named_parameters()}
+    torch.save(found, f"program{number}-rank{os.environ['RANK']}.pt")
+"""
+
+
+def test_two_processes_compute_one_step(workplace: Path) -> None:
+    pytest.importorskip("trl")
+    one_row = "per_device_train_batch_size=1, gradient_accumulation_steps=3, use_cpu=True, max_grad_norm=0.0"
+    given = r"per_device_train_batch_size=\d, gradient_accumulation_steps=\d"
+    for number in (1, 2):
+        program, changed = re.subn(given, one_row, programs()[number])
+        assert changed == 1
+        Path(f"program{number}.py").write_text(program)
+    Path("both.py").write_text(BOTH)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "both.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    config = load_model("sample_data/tiny-qwen3.json").model.config
+    losses: dict[int, Callable[[Any, Sequence[Rollout]], Tensor]] = {1: supervised, 2: policy}
+    for number, loss in losses.items():
+        for rank in range(2):
+            found = torch.load(f"program{number}-rank{rank}.pt")
+            assert_gradient(config, found, lambda plain, loss=loss: loss(plain, rollouts()))  # type: ignore[misc]

@@ -1,0 +1,178 @@
+"""Tries built on disk are those built in memory, byte for byte, and nothing is left of the disk that they took."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from support import oracle, strategies
+from support.strategies import make, random_sequences
+from treepack.columns import Sequences, as_columns, unique_ids
+from treepack.errors import TreepackError
+from treepack.pack import files as shards
+from treepack.trajectory import Tokens, Trajectory
+from treepack.trie import out_of_core as runs
+from treepack.trie.build import SHARES, Trie, build_trie
+from treepack.trie.out_of_core import build_large_trie
+
+in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")
+
+
+def same(a: Trie, b: Trie) -> bool:
+    arrays = all(
+        getattr(a, name).dtype == getattr(b, name).dtype and np.array_equal(getattr(a, name), getattr(b, name))
+        for name in ARRAYS
+    )
+    return arrays and a.trajectories.equals(b.trajectories, check_metadata=True) and a.share == b.share
+
+
+def files(trie: Trie, folder: Path) -> dict[str, bytes]:
+    folder.mkdir()
+    shards.write_trie(trie, folder, {})
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def in_batches(rollouts: list[Trajectory], size: int) -> list[list[Trajectory]]:
+    return [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+
+
+@st.composite
+def repeated(draw: st.DrawFn) -> list[Trajectory]:
+    """Trajectories with equal tokens, equal ids and equal sources among them."""
+    found = draw(strategies.trajectories(max_count=12))
+    names = st.sampled_from(["t", "t@made:t", "t#2", "u", "t@made:t#2", "v\u00e4\U0001f600"])
+    return [
+        replace(one, trajectory_id=draw(names), source=draw(st.sampled_from(["made:t", "made:u"])), reward=float(i))
+        for i, one in enumerate(found)
+    ]
+
+
+@given(repeated(), st.sampled_from(SHARES), st.integers(1, 4), st.sampled_from([1, 400, 1000]))
+def test_runs_on_disk_give_the_trie_that_memory_gives(
+    rollouts: list[Trajectory], share: str, size: int, run_bytes: int
+) -> None:
+    batches = map(as_columns, in_batches(rollouts, size))
+    assert same(build_large_trie(batches, share=share, run_bytes=run_bytes).trie, build_trie(rollouts, share=share))
+
+
+@given(repeated())
+def test_names_are_those_of_the_plain_loop(rollouts: list[Trajectory]) -> None:
+    names, sources = [one.trajectory_id for one in rollouts], [one.source for one in rollouts]
+    found = unique_ids(pa.chunked_array([pa.array(names)]), pa.chunked_array([pa.array(sources)]))
+    assert found.to_pylist() == oracle.unique_names(names, sources)
+
+
+def logprobs(count: int | None, rng: random.Random) -> dict[str, Any]:
+    return {} if count is None else {"sampling_logprobs": [rng.random() for _ in range(count)]}
+
+
+@pytest.mark.parametrize("share", ["all", "group"])
+def test_files_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    monkeypatch.setattr(shards, "PART_TOKENS", 1 << 17)
+    monkeypatch.setattr(runs, "TABLE_TOKENS", 100_000)
+    rng = random.Random(0)
+    rollouts = [
+        make(
+            f"t{i % 400}",
+            ids.tolist(),
+            group=f"g{i // 16}",
+            step=rng.choice([None, 1, 2]),
+            reward=rng.random(),
+            metadata={"text": "x" * rng.randrange(300)},
+            **logprobs(len(ids) - 1 if i % 3 else None, rng),
+        )
+        for i, ids in enumerate(random_sequences(seed=3))
+    ]
+    rng.shuffle(rollouts)
+    large = build_large_trie(map(as_columns, in_batches(rollouts, 7)), share=share, run_bytes=600_000)
+    found = files(large.trie, tmp_path / "disk")
+    assert len(large.maps) == 2
+    assert len(found) > 10
+    assert found == files(build_trie(rollouts, share=share), tmp_path / "memory")
+
+
+def peak_memory(num_batches: int, run_bytes: int) -> int:
+    """Bytes that numpy and Python ask for at most, while groups of 8 rollouts of 4,096 tokens are read and merged."""
+    trained = np.array([1], np.int32), np.array([4096], np.int32), np.ones(1)
+
+    def batches() -> Iterator[Sequences]:
+        rng = np.random.default_rng(0)
+        for number in range(num_batches):
+            ids = rng.integers(0, 1000, (8, 4096), dtype=np.int32)
+            ids[:, :1000] = ids[0, :1000]
+            yield as_columns([Trajectory(f"{number}-{i}", "made", Tokens(ids[i], *trained)) for i in range(8)])
+
+    tracemalloc.start()
+    large = build_large_trie(batches(), run_bytes=run_bytes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert large.trie.tokens_flat == num_batches * 8 * 4096
+    return peak
+
+
+def test_memory_does_not_grow_with_the_tokens() -> None:
+    grown = peak_memory(100, 1 << 20) - peak_memory(20, 1 << 20)
+    assert grown < 2 << 20
+    assert peak_memory(100, 1 << 30) - peak_memory(20, 1 << 30) > 20 << 20
+
+
+def test_what_is_released_comes_back() -> None:
+    rollouts = [make(f"t{i}", [1, 2, i]) for i in range(50)]
+    large = build_large_trie(map(as_columns, in_batches(rollouts, 5)), run_bytes=1)
+    large.release()
+    assert same(large.trie, build_trie(rollouts))
+
+
+def test_what_fits_memory_is_not_spooled(tmp_path: Path) -> None:
+    batches = [as_columns([make("a", [1, 2]), make("b", [1, 3])])]
+    assert build_large_trie(batches, folder=tmp_path / "missing").maps == ()
+
+
+def test_no_trajectory_is_an_error() -> None:
+    with pytest.raises(TreepackError, match="no trajectory with a trained token was found"):
+        build_large_trie([])
+
+
+def test_a_folder_that_cannot_hold_the_runs_is_named(tmp_path: Path) -> None:
+    batches = [as_columns([make("a", [1, 2])])]
+    with pytest.raises(TreepackError, match=r"missing: sorted runs cannot be spooled there \(No such file"):
+        build_large_trie(batches, folder=tmp_path / "missing", run_bytes=1)
+
+
+def test_a_disk_that_is_full_is_one_sentence(tmp_path: Path) -> None:
+    batches = [as_columns([make(f"t{i}", [i] * 1000)]) for i in range(100)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        with pytest.raises(TreepackError, match=r"sorted runs cannot be spooled there \(File too large\)"):
+            build_large_trie(batches, folder=tmp_path, run_bytes=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_the_spool_has_no_name(tmp_path: Path) -> None:
+    rollouts = [make(f"t{i}", [1, 2, i]) for i in range(20)]
+    seen: list[list[str]] = []
+
+    def batches() -> Iterator[Sequences]:
+        for batch in in_batches(rollouts, 5):
+            yield as_columns(batch)
+            seen.append(os.listdir(tmp_path))  # noqa: PTH208
+
+    large = build_large_trie(batches(), folder=tmp_path, run_bytes=1)
+    assert seen == [[]] * 4
+    assert large.trie.num_trajectories == 20
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,210 @@
+"""The charts of a page as Vega-Lite specifications; the page's colours come from its CSS variables.
+
+    Figures --charts--> Chart(name, title, wide, spec, header, lines), ...
+
+Vega is drawn in the browser, as SVG with ARIA labels; `header` and `lines` are the same numbers as a table for those
+who cannot or would rather not look at a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treepack.analysis.report.figures import Figures, Record
+from treepack.analysis.report.words import number, percent
+
+Spec = dict[str, Any]
+
+HEIGHT = 210
+DATA, SECOND = "var(--data)", "var(--second)"
+PERCENT = {"format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1]}
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One chart; a `wide` one takes two columns."""
+
+    name: str
+    title: str
+    spec: Spec
+    header: tuple[str, ...]
+    lines: Sequence[tuple[str, ...]]
+    wide: bool = False
+
+
+def charts(figures: Figures) -> list[Chart]:
+    """All charts that the figures allow, in the order of the page."""
+    found = [
+        _depths(figures),
+        _histogram("lengths", "Length of rollouts", figures.lengths, "tokens", "rollouts"),
+        _histogram("group_overlap", "Overlap of groups", figures.group_overlap, "overlap", "groups", share=True),
+        _histogram("group_sizes", "Size of groups", figures.group_sizes, "rollouts", "groups"),
+        _histogram("fill", "Fill of rows", figures.fill, "fill", "rows", share=True),
+        _capacities(figures),
+    ]
+    return [*found, _rewards(figures)] if figures.rewards else found
+
+
+def _depths(figures: Figures) -> Chart:
+    records = [record | {"range": f"{short(record['start'])}-{short(record['end'])}"} for record in figures.depths]
+    packed = any("err" in record for record in records)
+    x: Spec = {"field": "range", "type": "ordinal", "sort": None, "title": "distance from the root, tokens"}
+    x |= {"axis": {"labelAngle": -40}}
+    tooltip: list[Spec] = [
+        {"field": "range", "title": "depth"},
+        {"field": "tokens_flat", "title": "tokens, one by one", "format": ","},
+        {"field": "tokens_tree", "title": "tokens, shared once", "format": ","},
+        {"field": "por", "title": "POR", "format": ".1%"},
+    ]
+    tooltip += [{"field": "err", "title": "ERR", "format": ".1%"}] if packed else []
+    y: Spec = {"type": "quantitative", "scale": {"domain": [0, 1]}, "axis": PERCENT, "title": "repeated tokens"}
+    bars = {"mark": {"type": "bar", "color": DATA, "cornerRadiusEnd": 2}, "encoding": {"y": {"field": "por", **y}}}
+    ticks = {
+        "mark": {"type": "tick", "color": SECOND, "thickness": 3},
+        "encoding": {"y": {"field": "err", **y}},
+    }
+    layers = [bars, ticks] if packed else [bars]
+    lines = [
+        (record["range"], f"{record['tokens_flat']:,}", f"{record['tokens_tree']:,}", percent(record["por"]))
+        + ((percent(record["err"]) if "err" in record else "",) if packed else ())
+        for record in records
+    ]
+    header = ("depth", "tokens, one by one", "shared once", "POR", *(("ERR",) if packed else ()))
+    title = "Overlap by depth" + (": POR as bars, ERR as ticks" if packed else "")
+    spec: Spec = {"encoding": {"x": x, "tooltip": tooltip}, "layer": layers}
+    return Chart("depths", title, _spec(title, records, spec), header, lines, wide=True)
+
+
+def _histogram(name: str, title: str, records: list[Record], of: str, noun: str, *, share: bool = False) -> Chart:
+    form = ".0%" if share else ","
+    x: Spec = {"field": "start", "type": "quantitative", "bin": {"binned": True}, "title": of}
+    x |= {"axis": {"format": "%" if share else "~s", "tickCount": 5, "labelOverlap": True}}
+    if share:
+        x |= {"scale": {"domain": [0, 1]}, "axis": PERCENT}
+    each = all(record["end"] - record["start"] == 1 for record in records) and not share
+    if each:  # a bar stands for one number
+        labels = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 8}
+        x = {"field": "start", "type": "ordinal", "title": of, "axis": labels}
+    most = max(record["count"] for record in records)
+    ticks: Spec = {"values": list(range(most + 1)), "format": "d"} if most < 6 else {"format": "~s"}
+    y: Spec = {"field": "count", "type": "quantitative", "title": noun, "axis": ticks}
+    tooltip: list[Spec] = [
+        {"field": "start", "title": of if each else f"{of} from", "format": form},
+        *([] if each else [{"field": "end", "title": "to", "format": form}]),
+        {"field": "count", "title": noun, "format": ","},
+    ]
+    spec: Spec = {
+        "mark": {"type": "bar", "color": DATA, "binSpacing": 1},
+        "encoding": {"x": x, **({} if each else {"x2": {"field": "end"}}), "y": y, "tooltip": tooltip},
+    }
+    text = percent if share else number
+    lines = [
+        (text(r["start"]) if each else f"{text(r['start'])} to {text(r['end'])}", f"{r['count']:,}")
+        for r in records
+        if r["count"]
+    ]
+    return Chart(name, title, _spec(title, records, spec), (of, noun), lines)
+
+
+def _capacities(figures: Figures) -> Chart:
+    por = figures.totals["por"]
+    records = [record | {"row": short(record["capacity"])} for record in figures.capacities]
+    least = min(0.95 * min(record["err"] for record in records), 0.9)
+    domain = [max(0, int(10 * least) / 10), min(1, (int(10 * por) + 1) / 10)]
+    x: Spec = {"field": "row", "type": "ordinal", "sort": None, "title": "capacity, tokens of a row"}
+    x |= {"axis": {"labelAngle": 0, "labelOverlap": True}, "scale": {"type": "point"}}
+    y: Spec = {"field": "err", "type": "quantitative", "title": "saved tokens", "scale": {"domain": domain}}
+    y |= {"axis": {"format": ".0%", "tickCount": 5}}
+    tooltip: list[Spec] = [
+        {"field": "capacity", "format": ","},
+        {"field": "err", "title": "ERR", "format": ".1%"},
+        {"field": "num_rows", "title": "rows", "format": ","},
+        {"field": "fill", "title": "fill", "format": ".1%"},
+    ]
+    shape = {"condition": {"test": "datum.measured", "value": "diamond"}, "value": "circle"}
+    size = {"condition": {"test": "datum.measured", "value": 170}, "value": 60}
+    title = "POR against ERR across capacities"
+    spec: Spec = {
+        "layer": [
+            {
+                "data": {"values": [{"por": por}]},
+                "mark": {"type": "rule", "color": SECOND, "strokeDash": [6, 4], "strokeWidth": 2},
+                "encoding": {"y": y | {"field": "por"}},
+            },
+            {"mark": {"type": "line", "color": DATA, "strokeWidth": 2}, "encoding": {"x": x, "y": y}},
+            {
+                "mark": {"type": "point", "color": DATA, "filled": True, "opacity": 1},
+                "encoding": {"x": x, "y": y, "shape": shape, "size": size, "tooltip": tooltip},
+            },
+        ]
+    }
+    header = ("capacity", "ERR", "rows", "fill", "")
+    lines = [
+        (f"{r['capacity']:,}", percent(r["err"]), f"{r['num_rows']:,}", percent(r["fill"]), _note(r)) for r in records
+    ]
+    return Chart("capacities", title, _spec(title, records, spec), header, lines, wide=not figures.rewards)
+
+
+def _note(record: Record) -> str:
+    if record["measured"]:
+        return "as packed"
+    return f"{record['num_too_long']:,} rollouts too long" if record["num_too_long"] else ""
+
+
+def _rewards(figures: Figures) -> Chart:
+    records = figures.rewards
+    x: Spec = {"field": "depth_start", "type": "quantitative", "title": "node begins at, tokens"}
+    x |= {"axis": {"format": "~s", "tickCount": 8, "labelOverlap": True}}
+    y: Spec = {"field": "reward_start", "type": "quantitative", "title": "mean reward", "scale": {"zero": False}}
+    most = max(record["tokens"] for record in records)
+    tooltip: list[Spec] = [
+        {"field": "depth_start", "title": "depth from", "format": ","},
+        {"field": "depth_end", "title": "to", "format": ","},
+        {"field": "reward_start", "title": "reward from", "format": ".3g"},
+        {"field": "reward_end", "title": "to", "format": ".3g"},
+        {"field": "nodes", "format": ","},
+        {"field": "tokens", "format": ","},
+    ]
+    scale = {"type": "log", "domain": [1, max(2, most)], "range": [0.12, 1]}
+    spec: Spec = {
+        "mark": {"type": "rect", "color": DATA, "stroke": "var(--card)", "strokeWidth": 1},
+        "encoding": {
+            **{"x": x, "x2": {"field": "depth_end"}, "y": y, "y2": {"field": "reward_end"}, "tooltip": tooltip},
+            "opacity": {"field": "tokens", "type": "quantitative", "scale": scale, "legend": None},
+        },
+    }
+    lines = [
+        (
+            f"{number(r['depth_start'])} to {number(r['depth_end'])}",
+            f"{number(r['reward_start'])} to {number(r['reward_end'])}",
+            f"{r['nodes']:,}",
+            f"{r['tokens']:,}",
+        )
+        for r in records
+    ]
+    title = "Reward by node"
+    header = ("depth", "mean reward", "nodes", "tokens")
+    return Chart("rewards", title, _spec(title, records, spec), header, lines, wide=True)
+
+
+def _spec(title: str, records: list[Record], spec: Spec) -> Spec:
+    axis = {
+        **{"domainColor": "var(--line)", "gridColor": "var(--line)", "tickColor": "var(--line)"},
+        **{"labelColor": "var(--muted)", "titleColor": "var(--muted)", "titleFontWeight": "normal", "titlePadding": 8},
+        **{"labelFontSize": 11, "titleFontSize": 11.5, "labelFont": "inherit", "titleFont": "inherit"},
+    }
+    config = {"axis": axis, "axisX": {"grid": False}, "view": {"stroke": None}, "background": "transparent"}
+    config |= {"text": {"font": "inherit", "fontSize": 12}}
+    size = {"width": "container", "height": HEIGHT, "autosize": {"type": "fit-x", "contains": "padding"}}
+    return {"description": title, "data": {"values": records}, **size, **spec, "config": config}
+
+
+def short(value: int) -> str:
+    """A count of tokens for an axis: 256, 4k for 4,096, 1.5M."""
+    if value >= 10**6:
+        return f"{value / 2**20 if value % 2**20 == 0 else value / 10**6:.3g}M"
+    if value >= 1000:
+        return f"{value // 1024}k" if value % 1024 == 0 else f"{value / 1000:.3g}k"
+    return str(value)

@@ -1,0 +1,74 @@
+"""What the explorer of a page reads: columns of the forest, names and texts, compressed and written as base64.
+
+    Subject, Figures, Texts --payload--> {name: base64 of gzip}
+
+Little-endian arrays, one value per node (length, parent as the distance back to it, 0 at a root) or per trajectory
+(end node as the distance from the one before, part, reward and advantage, NaN where unknown); JSON for the rest. Base64
+holds no character that HTML could take for markup, whatever a rollout says.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.analysis.report.figures import Figures
+from treepack.analysis.report.parts import Parts, rewards_of
+from treepack.analysis.report.texts import Texts
+from treepack.columns import list_values
+from treepack.trajectory import Float64
+from treepack.trie.build import Trie
+
+
+def payload(trie: Trie, figures: Figures, texts: Texts | None) -> dict[str, str]:
+    """Blocks of the page by name: `forest-*`, `ids`, `groups-*`, `trees-*`, and `text-0`, `text-1`, ..."""
+    each = np.arange(trie.num_nodes)
+    blocks = {
+        "forest-size": _array(trie.node_length, "<u4"),
+        "forest-up": _array(np.where(trie.parent < 0, 0, each - trie.parent), "<u4"),
+        "rollout-end": _array(np.diff(trie.end_node, prepend=0), "<u4"),
+        "rollout-reward": _array(rewards_of(trie), "<f4"),
+        "rollout-advantage": _array(advantages_of(trie), "<f4"),
+        "rollout-ids": _json(trie.trajectories["trajectory_id"].to_pylist()),
+    }
+    for name, parts in (("groups", figures.groups), ("trees", figures.trees)):
+        blocks |= {f"{name}-{key}": block for key, block in _parts(parts).items()}
+    if texts is not None:
+        blocks |= {f"text-{i}": _packed(chunk) for i, chunk in enumerate(texts.chunks)}
+    return blocks
+
+
+def advantages_of(trie: Trie) -> Float64:
+    """Advantage of each trajectory, the mean over its trained tokens where each has one, NaN where unknown."""
+    scalars: Float64 = trie.trajectories["advantage"].combine_chunks().to_numpy(zero_copy_only=False).astype(np.float64)
+    if trie.trajectories["advantages"].null_count == trie.num_trajectories:
+        return scalars
+    lists = list_values(trie.trajectories, "advantages")
+    means = [scalar if own is None or not len(own) else own.mean() for own, scalar in zip(lists, scalars, strict=True)]
+    return np.array(means, np.float64)
+
+
+def _parts(parts: Parts) -> dict[str, str]:
+    return {
+        "names": _json(parts.names),
+        "of": _array(parts.of, "<u4"),
+        "flat": _array(parts.flat, "<f8"),
+        "tree": _array(parts.tree, "<f8"),
+    }
+
+
+def _array(values: NDArray[Any], kind: str) -> str:
+    return _packed(np.ascontiguousarray(values.astype(kind)).tobytes())
+
+
+def _json(value: Any) -> str:
+    return _packed(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")

@@ -1,0 +1,242 @@
+"""The charts of a report as PNG files for papers, and the tree of its biggest group.
+
+    Subject, Figures --write_pictures--> overlap-by-depth.png, lengths.png, ..., tree.png
+
+The same numbers as on the page, in the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), one file per chart.
+The same figures give the same bytes under one version of matplotlib, which is imported only when something is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from treepack.analysis.report.charts import short
+from treepack.analysis.report.figures import Figures, Record, Subject
+from treepack.analysis.report.outline import Block, outline
+from treepack.analysis.report.parts import rewards_of
+from treepack.analysis.report.words import percent
+from treepack.errors import TreepackError
+from treepack.files.directory import finished_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+
+_BLUE, _RED, _TEXT, _GREY, _RULE = "#0072B2", "#D55E00", "#222222", "#6B6B6B", "#E4E4E4"
+_LOW_TO_HIGH = ("#D55E00", "#E9C9B0", "#ECEBE6", "#A9CDE6", "#0072B2")
+_FEW_TO_MANY = ("#DCEAF5", "#56A3D9", "#00406B")
+_DPI = 300
+_SIZE = (4.2, 2.6)  # inches: a column of a paper
+
+Draw = Callable[["Axes", Subject, Figures], None]
+
+
+def write_pictures(subject: Subject, figures: Figures, directory: Path) -> list[Path]:
+    """Write a PNG file for each chart that the figures allow; returns their paths.
+
+    Raises:
+        TreepackError: matplotlib is not installed, or a file cannot be written.
+    """
+    written = []
+    for name, draw in _PICTURES.items():
+        if name == "reward-by-node.png" and not figures.rewards:
+            continue
+        figure = _figure(subject, figures, draw)
+        with finished_file(directory / name) as temporary:
+            # The name of matplotlib's version, which it writes by default, would change the bytes.
+            figure.savefig(temporary, format="png", backend="agg", dpi=_DPI, metadata={"Software": None})
+        written.append(directory / name)
+    return written
+
+
+def figure_class() -> type[Figure]:
+    """The class of matplotlib that pictures are made of.
+
+    Raises:
+        TreepackError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TreepackError(f"pictures cannot be drawn ({error}); pip install 'treepack[report]'") from error
+    return Figure
+
+
+def _figure(subject: Subject, figures: Figures, draw: Draw) -> Figure:
+    figure = figure_class()(figsize=(7.0, 3.6) if draw is _tree else _SIZE, facecolor="white", layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_GREY)
+    axes.tick_params(colors=_GREY, labelcolor=_TEXT, labelsize=8, length=3)
+    axes.grid(axis="y", color=_RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    draw(axes, subject, figures)
+    return figure
+
+
+def _name(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x, color=_TEXT, fontsize=9)
+    axes.set_ylabel(y, color=_TEXT, fontsize=9)
+
+
+def _percent(axes: Axes, *, of_y: bool) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    (axes.yaxis if of_y else axes.xaxis).set_major_formatter(PercentFormatter(1))
+
+
+def _depths(axes: Axes, subject: Subject, figures: Figures) -> None:
+    del subject
+    each = np.arange(len(figures.depths))
+    axes.bar(each, [record["por"] for record in figures.depths], 0.85, color=_BLUE, label="POR")
+    if any("err" in record for record in figures.depths):
+        err = [record.get("err", np.nan) for record in figures.depths]
+        axes.plot(each, err, "_", color=_RED, markersize=14, markeredgewidth=2, label="ERR")
+        axes.legend(frameon=False, fontsize=8, loc="upper right")
+    axes.set_xticks(each, [short(record["end"]) for record in figures.depths])
+    axes.set_ylim(0, 1)
+    _percent(axes, of_y=True)
+    _name(axes, "distance from the root up to, tokens", "repeated tokens")
+
+
+def _bars(records: list[Record], x: str, y: str, *, share: bool = False) -> Draw:
+    def draw(axes: Axes, subject: Subject, figures: Figures) -> None:
+        del subject, figures
+        starts = np.array([record["start"] for record in records])
+        widths = np.array([record["end"] for record in records]) - starts
+        centre = -0.5 if not share and (widths == 1).all() else 0.0
+        counts = [record["count"] for record in records]
+        axes.bar(starts + centre + 0.03 * widths, counts, 0.94 * widths, align="edge", color=_BLUE)
+        axes.locator_params("y", integer=True)
+        axes.locator_params("x", nbins=6, integer=not share)
+        if share:
+            axes.set_xlim(0, 1)
+            _percent(axes, of_y=False)
+        _name(axes, x, y)
+
+    return draw
+
+
+def _lengths(axes: Axes, subject: Subject, figures: Figures) -> None:
+    _bars(figures.lengths, "tokens of a rollout", "rollouts")(axes, subject, figures)
+
+
+def _group_overlap(axes: Axes, subject: Subject, figures: Figures) -> None:
+    _bars(figures.group_overlap, "overlap of a group", "groups", share=True)(axes, subject, figures)
+
+
+def _group_sizes(axes: Axes, subject: Subject, figures: Figures) -> None:
+    _bars(figures.group_sizes, "rollouts of a group", "groups")(axes, subject, figures)
+
+
+def _fill(axes: Axes, subject: Subject, figures: Figures) -> None:
+    _bars(figures.fill, f"fill of a row of {figures.fill_capacity:,} tokens", "rows", share=True)(
+        axes, subject, figures
+    )
+
+
+def _capacities(axes: Axes, subject: Subject, figures: Figures) -> None:
+    del subject
+    records, por = figures.capacities, figures.totals["por"]
+    x, y = [record["capacity"] for record in records], [record["err"] for record in records]
+    axes.axhline(por, color=_RED, linestyle="--", linewidth=1.5, label=f"POR {percent(por)}")
+    axes.plot(x, y, "o-", color=_BLUE, linewidth=1.8, markersize=4.5, label="ERR")
+    real = [record for record in records if record["measured"]]
+    if real:
+        places = [record["capacity"] for record in real], [record["err"] for record in real]
+        axes.plot(*places, "D", color=_BLUE, markersize=8, label="ERR as packed")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [short(capacity) for capacity in x])
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    _percent(axes, of_y=True)
+    _name(axes, "tokens of a row", "saved tokens")
+
+
+def _rewards(axes: Axes, subject: Subject, figures: Figures) -> None:
+    del subject
+    from matplotlib.collections import PatchCollection
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Rectangle
+
+    records = figures.rewards
+    cells = [
+        Rectangle(
+            (record["depth_start"], record["reward_start"]),
+            record["depth_end"] - record["depth_start"],
+            record["reward_end"] - record["reward_start"],
+        )
+        for record in records
+    ]
+    tokens = np.array([record["tokens"] for record in records])
+    found = PatchCollection(
+        cells, cmap=_colours(_FEW_TO_MANY), norm=LogNorm(1, max(2, tokens.max())), edgecolor="white"
+    )
+    found.set_array(tokens)
+    axes.add_collection(found)
+    axes.autoscale_view()
+    bar = axes.figure.colorbar(found, ax=axes)
+    bar.set_label("tokens", color=_TEXT, fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+    _name(axes, "node begins at, tokens", "mean reward")
+
+
+def _tree(axes: Axes, subject: Subject, figures: Figures) -> None:
+    from matplotlib.collections import PatchCollection
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.patches import Rectangle
+
+    part = int(np.argmax(figures.groups.flat))
+    blocks = outline(subject.trie, np.flatnonzero(figures.groups.of == part))
+    rewarded = not all(np.isnan(block.reward) for block in blocks)
+    values = np.array([block.reward if rewarded else block.count for block in blocks])
+    norm: Any = LogNorm(1, max(2, values.max()))
+    if rewarded:
+        rewards = rewards_of(subject.trie)
+        low, high = float(np.nanmin(rewards)), float(np.nanmax(rewards))
+        norm = Normalize(low, high) if high > low else Normalize(low - 0.5, high + 0.5)
+    colours = _colours(_LOW_TO_HIGH if rewarded else _FEW_TO_MANY)
+    found = PatchCollection([_block(block, Rectangle) for block in blocks], cmap=colours, norm=norm)
+    found.set_array(np.ma.masked_invalid(values))
+    found.set(edgecolor="white", linewidth=0.4)
+    axes.add_collection(found)
+    axes.autoscale_view()
+    axes.invert_yaxis()
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    bar = axes.figure.colorbar(found, ax=axes)
+    bar.set_label("mean reward" if rewarded else "rollouts", color=_TEXT, fontsize=9)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+    count = int(figures.groups.sizes[part])
+    axes.set_title(f"{figures.groups.names[part]}: {count:,} rollouts", loc="left", fontsize=9, parse_math=False)
+    _name(axes, "tokens from the root", "")
+
+
+def _colours(stops: tuple[str, ...]) -> Colormap:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("treepack", stops)
+
+
+def _block(block: Block, rectangle: Any) -> Any:
+    return rectangle((block.start, block.row), block.end - block.start, block.rows)
+
+
+_PICTURES: dict[str, Draw] = {
+    "overlap-by-depth.png": _depths,
+    "lengths.png": _lengths,
+    "group-overlap.png": _group_overlap,
+    "group-sizes.png": _group_sizes,
+    "fill.png": _fill,
+    "capacities.png": _capacities,
+    "reward-by-node.png": _rewards,
+    "tree.png": _tree,
+}
+PICTURES = tuple(_PICTURES)

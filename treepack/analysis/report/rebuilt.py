@@ -1,0 +1,62 @@
+"""The trajectories that packed rows hold, as a trie: for a packed directory whose trie is not there.
+
+    Row, Row, ... --trie_of_rows--> Trie
+
+Rows know ids, groups, steps, rewards and advantages. Without terms they do not say which of several trajectories trains
+a token, so all of them are said to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from treepack.pack.rows import Row
+from treepack.trajectory import Float64, Int64, Tokens, Trajectory, spans_of_mask
+from treepack.trie.build import Trie, build_trie
+
+
+def trie_of_rows(rows: Iterable[Row]) -> Trie:
+    """Build the trie of everything in `rows`, prefixes shared between all trajectories of a step.
+
+    Raises:
+        TreepackError: there is no row.
+    """
+    return build_trie(trajectory for row in rows for trajectory in _trajectories(row))
+
+
+def _trajectories(row: Row) -> Iterator[Trajectory]:
+    terms = row.terms
+    for i, end in enumerate(row.trajectory_ends.tolist()):
+        path = _path(row, end)
+        advantages = reward = None
+        trained = row.loss_weight[path] > 0
+        if terms is not None:
+            own = np.flatnonzero(terms.trajectory == i)
+            trained = np.zeros(len(path), np.bool_)
+            trained[row.position_ids[terms.token[own]]] = True
+            advantages = _known(terms.advantage, own)
+            if terms.trajectory_rewards is not None and not np.isnan(terms.trajectory_rewards[i]):
+                reward = float(terms.trajectory_rewards[i])
+        content = Tokens(row.input_ids[path], *spans_of_mask(trained.astype(np.float64)), advantages=advantages)
+        yield Trajectory(
+            row.trajectory_ids[i],
+            f"row {row.row_id}",
+            content,
+            group_id=row.trajectory_groups[i],
+            step=row.step,
+            reward=reward,
+        )
+
+
+def _path(row: Row, end: int) -> Int64:
+    """Row indices from the root to `end`."""
+    above = np.arange(end + 1)
+    return above[row.subtree_end[: end + 1] > end].astype(np.int64)
+
+
+def _known(values: Float64 | None, own: Int64) -> Float64 | None:
+    if values is None or np.isnan(values[own]).any():
+        return None
+    return values[own]

@@ -1,0 +1,169 @@
+"""Tree attention by this package's own kernels, as a function that torch differentiates.
+
+    query, key, value, Schedule --forward--> output, log-sum-exp
+    gradient of the output      --backward--> gradients of query, key and value
+
+Between the two only the inputs, the output and the log-sum-exp are kept. Which kernels run is decided here; that a
+row has a schedule, and that shapes and dtypes suit the kernels, is seen to in `dispatch`.
+
+Triton launches on the current GPU, whichever has the tensors, so theirs is made the current one. torch.compile leaves
+all this as it is: it would trace the launches, and whether this is a recomputation only once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
+from torch.autograd.function import once_differentiable
+
+from treepack.attention.schedule import Schedule
+from treepack.errors import TreepackError
+
+# What the Hopper kernels take, and the releases of Triton in whose Gluon they were compiled.
+HOPPER_HEAD_DIMS = (64, 128)
+HOPPER_TRITON = ((3, 6), (3, 9))
+
+
+class Kept:
+    """Outputs of attention kept over a forward pass, so that recomputing it under checkpointing skips them.
+
+    A checkpointed layer runs twice: in the forward pass, which stores its output and log-sum-exp here, and inside the
+    backward pass, which takes them away. One object serves all layers of one forward pass; layers are told apart by
+    `place`, any hashable of theirs. A place that is met twice before the backward pass, as by layers that share their
+    module, is computed anew.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is kept yet."""
+        self._found: dict[Hashable, tuple[Tensor, Tensor] | None] = {}
+
+    def store(self, place: Hashable, out: Tensor, lse: Tensor) -> None:
+        """Keep what the forward pass computed at `place`."""
+        self._found[place] = None if place in self._found else (out.detach(), lse)
+
+    def take(self, place: Hashable) -> tuple[Tensor, Tensor] | None:
+        """What was kept at `place`, if this is its recomputation."""
+        return self._found.pop(place, None) if recomputing() else None
+
+
+def recomputing() -> bool:
+    """Whether this code runs inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+@_disable_dynamo
+def triton_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    schedule: Schedule,
+    *,
+    scale: float | None = None,
+    kept: tuple[Kept, Hashable] | None = None,
+) -> Tensor:
+    """Softmax attention over the visible pairs of a schedule's rows.
+
+    Args:
+        query: [B, H, T, D] in bfloat16, float16 or float32; D <= 256.
+        key, value: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
+        schedule: of these B rows of T tokens, on the device of `query`.
+        scale: factor of the scores, D**-0.5 by default.
+        kept: where to keep the output for its recomputation, and the place of this layer there.
+
+    Returns:
+        [B, H, T, D] in the dtype of `query`, in memory [B, T, H, D].
+
+    Raises:
+        TreepackError: if `scale` is not positive, or the schedule is of other rows or on another device.
+    """
+    batch, _, length, width = query.shape
+    scale = width**-0.5 if scale is None else scale
+    if not scale > 0:
+        raise TreepackError(f"attention: scale is {scale}; expected a positive number")
+    if (len(schedule.end), schedule.length) != (batch, length) or schedule.end.device != query.device:
+        raise TreepackError(
+            f"attention: the schedule is of {len(schedule.end)} x {schedule.length} tokens on {schedule.end.device}, "
+            f"query of {batch} x {length} on {query.device}; expected the schedule of these rows, moved to the device"
+        )
+    out: Tensor = _Attention.apply(query, key, value, schedule, scale, kept)  # type: ignore[no-untyped-call]
+    return out
+
+
+def backend(query: Tensor) -> str:
+    """Which kernels run for tensors like `query`: hopper or portable."""
+    return "hopper" if runs_hopper(query.device, query.dtype, query.shape[-1]) else "portable"
+
+
+def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the Hopper kernels take such tensors."""
+    suits = dtype in (torch.bfloat16, torch.float16) and head_dim in HOPPER_HEAD_DIMS and device.type == "cuda"
+    return suits and has_hopper(device)
+
+
+@functools.cache
+def has_hopper(device: torch.device) -> bool:
+    """Whether the GPU is a Hopper and this Triton has the Gluon that its kernels are written in."""
+    import triton
+
+    release = tuple(int(number) for number in triton.__version__.split(".")[:2])
+    # AMD's gfx90a calls itself (9, 0) too.
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
+
+
+def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
+    """The modules with the forward and the backward; imported late, for triton may be missing."""
+    if name == "hopper":
+        from treepack.attention.hopper import launch as hopper
+
+        return hopper, hopper
+    from treepack.attention.portable import backward as portable_backward
+    from treepack.attention.portable import forward as portable
+
+    return portable, portable_backward
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        schedule: Schedule,
+        scale: float,
+        kept: tuple[Kept, Hashable] | None,
+    ) -> Tensor:
+        query, key, value = (_with_dense_rows(x) for x in (query, key, value))
+        kernels = backend(query)
+        known = kept[0].take(kept[1]) if kept is not None else None
+        if known is not None:
+            out, lse = known
+        else:
+            with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+                out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
+            if kept is not None and not recomputing():
+                kept[0].store(kept[1], out, lse)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.schedule, ctx.scale, ctx.kernels = schedule, scale, kernels
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad = _with_dense_rows(grad)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            found = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
+        return *found, None, None, None
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    """`x`, copied if neighbours in its last dimension are none in memory, as in the gradient of a sum."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,154 @@
+"""Forward pass of tree attention on Hopper: one program for 128 queries of one head.
+
+Per key tile of 128, a consumer multiplies the next scores while the values of this tile are still being added, so
+that its exponentials are computed under a running product. In and out as in `portable.forward_kernel`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from treepack.attention.hopper.tiles import feed, fetch, matrix, place, ring, store_rows
+
+
+@gluon.jit
+def _produce(q, k, v, q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES: gl.constexpr):
+    mbarrier.expect(q_full, q.descriptor.block_type.nbytes)
+    fetch(q.descriptor, [q.row, q.column], q_full, q_tile)
+    feed(k, v, k_ring, v_ring, granules, tiles, STAGES)
+
+
+@gluon.jit
+def _consume_second(q, k, v, q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES: gl.constexpr):
+    _consume(q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES, 64)
+
+
+@gluon.jit
+def _consume(
+    q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr
+):
+    ends, o_pointer, lse_pointer = outputs
+    q0, length, partial_tiles, o_stride, factor = numbers
+    KEYS: gl.constexpr = k_ring.tiles.shape[1]
+    D: gl.constexpr = k_ring.tiles.shape[2]
+    dtype: gl.constexpr = q_tile.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
+
+    rows = FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    query = q0 + rows
+    columns = gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
+    q = q_tile.slice(FIRST_ROW, 64, dim=0)
+    zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
+
+    # The first tile is the block's own: every query sees itself in it, so the running maximum is finite from here on.
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(k_ring.full.index(0), 0)
+    s = warpgroup_mma(q, k_ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False)
+    mbarrier.arrive(k_ring.empty.index(0), count=1)
+    end = gl.load(ends + q0 + columns)
+    s = gl.where((columns[None, :] <= rows[:, None]) & (query[:, None] < end[None, :]), s, float("-inf"))
+    highest = gl.max(s, 1) * factor
+    p = gl.exp2(s * factor - highest[:, None])
+    total = gl.sum(p, 1)
+    weights = gl.convert_layout(p.to(dtype), p_layout)
+    o = gl.zeros((64, D), gl.float32, o_layout)
+    for i in range(1, tiles):
+        stage = i % STAGES
+        before = (i - 1) % STAGES
+        mbarrier.wait(k_ring.full.index(stage), (i // STAGES) & 1)
+        s_product = warpgroup_mma(q, k_ring.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_ring.full.index(before), ((i - 1) // STAGES) & 1)
+        o_product = warpgroup_mma(weights, v_ring.tiles.index(before), o, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s_product,))
+        mbarrier.arrive(k_ring.empty.index(stage), count=1)
+        if i < partial_tiles:
+            granule = gl.load(granules + i * (KEYS // 32) + columns // 32)
+            end = gl.load(ends + granule * 32 + columns % 32, mask=granule >= 0, other=0)
+            s = gl.where(query[:, None] < end[None, :], s, float("-inf"))
+        raised = gl.maximum(highest, gl.max(s, 1) * factor)
+        p = gl.exp2(s * factor - raised[:, None])
+        shrink = gl.exp2(highest - raised)
+        total = total * shrink + gl.sum(p, 1)
+        highest = raised
+        o = warpgroup_mma_wait(0, deps=(o_product,))
+        mbarrier.arrive(v_ring.empty.index(before), count=1)
+        o = o * gl.convert_layout(shrink, o_row)[:, None]
+        weights = gl.convert_layout(p.to(dtype), p_layout)
+    last = (tiles - 1) % STAGES
+    mbarrier.wait(v_ring.full.index(last), ((tiles - 1) // STAGES) & 1)
+    o = warpgroup_mma(weights, v_ring.tiles.index(last), o)
+
+    gl.store(lse_pointer + query, highest + gl.log2(total))
+    store_rows(o_pointer, o_stride, query, query < length, o / gl.convert_layout(total, o_row)[:, None], q)
+
+
+@gluon.jit(do_not_specialize=["length", "blocks", "section"])
+def forward_kernel(
+    q_descriptor,
+    k_descriptor,
+    v_descriptor,
+    q_at,
+    k_at,
+    v_at,
+    o_pointer,
+    o_strides,
+    lse_pointer,
+    ends,
+    granules,
+    query_offsets,
+    query_partial,
+    query_order,
+    length,
+    padded,
+    batch,
+    heads,
+    blocks,
+    section,
+    factor,
+    GROUP: gl.constexpr,
+    GRANULES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Output and lse of 128 queries of one head; the grid is batch * blocks * heads.
+
+    Descriptors read 128 rows of q and one granule of k and v; q_at, k_at, v_at and o_strides are the steps from a
+    batch row, a head and a token to the next. lse has `padded` places per head, all of them written.
+    """
+    D: gl.constexpr = q_descriptor.block_type.shape[1]
+    row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
+    offset = query_offsets + row * (blocks + 1) + block
+    first = gl.load(offset)
+    tiles = (gl.load(offset + 1) - first) // GRANULES
+    partial_tiles = gl.load(query_partial + row * blocks + block) // GRANULES
+    group = head // GROUP
+    q0 = block * 128
+
+    q_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 1)
+    v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
+
+    o_pointer += row.to(gl.int64) * o_strides[0] + head * o_strides[1]
+    lse_pointer += (row.to(gl.int64) * heads + head) * padded
+    outputs = (ends + row * padded, o_pointer, lse_pointer)
+    numbers = (q0, length, partial_tiles, o_strides[2], factor)
+    granules += first
+    q = matrix(q_descriptor, q_at, row, head, q0)
+    k = matrix(k_descriptor, k_at, row, group, 0)
+    v = matrix(v_descriptor, v_at, row, group, 0)
+    everything = (q, k, v, q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES)
+    gl.warp_specialize(
+        [
+            (_consume, (q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES, 0)),
+            (_consume_second, everything),
+            (_produce, everything),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,256 @@
+"""Gradients of the keys and values on Hopper: one program for 128 gathered keys of one key head.
+
+It passes over the queries that see any of its keys, of all query heads of the group, from the last query back to the
+first: blocks of one branch end together, so programs that start together read the same queries from the L2 cache.
+Scores are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp enters
+as the initial value of the scores' accumulator, delta as that of dP's: so neither takes registers beside them.
+In and out as in `portable_backward`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from treepack.attention.hopper.tiles import Matrix, Ring, copy, fetch, gather, matrix, place, ring, store_rows
+
+
+class Shared(NamedTuple):
+    """What the parts share: the program's own keys and values, and rings over the queries and what goes with them."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    own_full: gl.shared_memory_descriptor
+    q: Ring
+    do: Ring
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+
+
+class Sources(NamedTuple):
+    """What the producer reads; queries and output gradients are of many heads and tokens."""
+
+    k: Matrix
+    v: Matrix
+    q: tma.tensor_descriptor
+    do: tma.tensor_descriptor
+    q_at: gl.tuple
+    do_at: gl.tuple
+    row: gl.tensor
+    group: gl.tensor
+
+
+class Pointers(NamedTuple):
+    """Into global memory: the row's ends, the block's granules, and numbers and gradients of the group's heads."""
+
+    ends: gl.tensor
+    granules: gl.tensor
+    lse: gl.tensor
+    delta: gl.tensor
+    dk: gl.tensor
+    dv: gl.tensor
+
+
+class Work(NamedTuple):
+    """The range of queries, `steps` tiles of it times heads, and what else a consumer needs to know."""
+
+    steps: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    last: gl.tensor
+    length: gl.tensor
+    padded: gl.tensor
+    dk_stride: gl.tensor
+    dv_stride: gl.tensor
+    factor: gl.tensor
+    scale: gl.tensor
+
+
+@gluon.jit
+def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    QUERIES: gl.constexpr = shared.q.tiles.shape[1]
+    mbarrier.expect(
+        shared.own_full, 4 * (sources.k.descriptor.block_type.nbytes + sources.v.descriptor.block_type.nbytes)
+    )
+    gather(sources.k, pointers.granules, shared.own_full, shared.k, 4)
+    gather(sources.v, pointers.granules, shared.own_full, shared.v, 4)
+    lanes = gl.arange(0, QUERIES, gl.BlockedLayout([QUERIES // 32], [32], [1], [0]))
+    for step in range(work.steps):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        query = work.last - (step // GROUP + 1) * QUERIES
+        head = step % GROUP
+        for part in gl.static_range(2):
+            descriptor = sources.q if part == 0 else sources.do
+            at = sources.q_at if part == 0 else sources.do_at
+            ring_to = shared.q if part == 0 else shared.do
+            numbers_to = shared.lse if part == 0 else shared.delta
+            numbers = pointers.lse if part == 0 else pointers.delta
+            source = matrix(descriptor, at, sources.row, sources.group * GROUP + head, query)
+            full = ring_to.full.index(stage)
+            mbarrier.wait(ring_to.empty.index(stage), phase ^ 1)
+            copy(numbers_to.index(stage), numbers + head * work.padded + query + lanes)
+            async_copy.mbarrier_arrive(full, increment_count=False)
+            mbarrier.expect(full, descriptor.block_type.nbytes)
+            fetch(descriptor, [source.row, source.column], full, ring_to.tiles.index(stage))
+
+
+@gluon.jit
+def _consume_second(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr):
+    _consume(shared, pointers, work, GROUP, STAGES, 64)
+
+
+@gluon.jit
+def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr):
+    QUERIES: gl.constexpr = shared.q.tiles.shape[1]
+    D: gl.constexpr = shared.q.tiles.shape[2]
+    dtype: gl.constexpr = shared.k.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    d_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
+    column: gl.constexpr = gl.SliceLayout(0, s_layout)
+
+    rows = FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    granule = gl.load(pointers.granules + rows // 32)
+    key = granule * 32 + rows % 32
+    end = gl.load(pointers.ends + key, mask=granule >= 0, other=0)
+    zeros = gl.zeros((64, QUERIES), gl.float32, s_layout)
+    inverse = -1.0 / work.factor
+    k = shared.k.slice(FIRST_ROW, 64, dim=0)
+    v = shared.v.slice(FIRST_ROW, 64, dim=0)
+    dk = gl.zeros((64, D), gl.float32, d_layout)
+    dv = gl.zeros((64, D), gl.float32, d_layout)
+    mbarrier.wait(shared.own_full, 0)
+    for step in range(work.steps):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        start = work.last - (step // GROUP + 1) * QUERIES
+        q = shared.q.tiles.index(stage)
+        do = shared.do.tiles.index(stage)
+        mbarrier.wait(shared.q.full.index(stage), phase)
+        s = zeros + (shared.lse.index(stage).load(column) * inverse)[None, :]
+        mbarrier.wait(shared.do.full.index(stage), phase)
+        dp = zeros - shared.delta.index(stage).load(column)[None, :]
+        s_product = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+        dp_product = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
+        s = warpgroup_mma_wait(1, deps=(s_product,))
+        p = gl.exp2(s * work.factor)
+        if (start < work.full_begin) | (start >= work.full_end):
+            query = start + gl.arange(0, QUERIES, column)
+            p = gl.where((key[:, None] <= query[None, :]) & (query[None, :] < end[:, None]), p, 0.0)
+        dv_product = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp_product,))
+        dk_product = warpgroup_mma(gl.convert_layout((p * dp).to(dtype), p_layout), q, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv_product,))
+        mbarrier.arrive(shared.do.empty.index(stage), count=1)
+        dk = warpgroup_mma_wait(0, deps=(dk_product,))
+        mbarrier.arrive(shared.q.empty.index(stage), count=1)
+
+    row: gl.constexpr = gl.SliceLayout(1, d_layout)
+    token = gl.convert_layout(key, row)
+    real = gl.convert_layout((granule >= 0) & (key < work.length), row)
+    store_rows(pointers.dk, work.dk_stride, token, real, dk * work.scale, k)
+    store_rows(pointers.dv, work.dv_stride, token, real, dv, v)
+
+
+@gluon.jit
+def _allocated(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: gl.constexpr):
+    """What the parts share, with its barriers ready."""
+    QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
+    D: gl.constexpr = q_descriptor.block_type.shape[1]
+    k_tile = gl.allocate_shared_memory(k_descriptor.dtype, [128, D], k_descriptor.layout)
+    v_tile = gl.allocate_shared_memory(v_descriptor.dtype, [128, D], v_descriptor.layout)
+    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(own_full, count=1)
+    q_ring = ring(q_descriptor, QUERIES, STAGES, 33)  # the 32 lanes that copy lse or delta arrive too
+    do_ring = ring(do_descriptor, QUERIES, STAGES, 33)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
+    return Shared(k_tile, v_tile, own_full, q_ring, do_ring, lse_tiles, delta_tiles)
+
+
+@gluon.jit(do_not_specialize=["length", "blocks", "section"])
+def key_kernel(
+    q_descriptor,
+    do_descriptor,
+    k_descriptor,
+    v_descriptor,
+    q_at,
+    do_at,
+    k_at,
+    v_at,
+    lse_pointer,
+    delta_pointer,
+    dk_pointer,
+    dk_strides,
+    dv_pointer,
+    dv_strides,
+    ends,
+    key_granules,
+    key_ranges,
+    key_order,
+    length,
+    padded,
+    batch,
+    groups,
+    blocks,
+    section,
+    factor,
+    scale,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The gradients dk and dv of 128 keys of one key head; the grid is batch * blocks * groups.
+
+    Descriptors read QUERIES rows of q and do and one granule of k and v; the rest as in `forward_kernel`.
+    """
+    QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
+    row, group, block = place(gl.program_id(0), section, batch, blocks, key_order)
+    ranges = key_ranges + (row * blocks + block) * 4
+    first = gl.load(ranges)
+    last = gl.load(ranges + 3)
+
+    shared = _allocated(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES)
+
+    of_head = (row.to(gl.int64) * groups + group) * GROUP * padded
+    pointers = Pointers(
+        ends + row * padded,
+        key_granules + (row * blocks + block) * 4,
+        lse_pointer + of_head,
+        delta_pointer + of_head,
+        dk_pointer + row.to(gl.int64) * dk_strides[0] + group * dk_strides[1],
+        dv_pointer + row.to(gl.int64) * dv_strides[0] + group * dv_strides[1],
+    )
+    steps = (last - first) // QUERIES * GROUP
+    full_begin = gl.load(ranges + 1)
+    full_end = gl.load(ranges + 2)
+    work = Work(steps, full_begin, full_end, last, length, padded, dk_strides[2], dv_strides[2], factor, scale)
+    k = matrix(k_descriptor, k_at, row, group, 0)
+    v = matrix(v_descriptor, v_at, row, group, 0)
+    everything = (
+        shared,
+        Sources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group),
+        pointers,
+        work,
+        GROUP,
+        STAGES,
+    )
+    gl.warp_specialize(
+        [
+            (_consume, (shared, pointers, work, GROUP, STAGES, 0)),
+            (_consume_second, everything),
+            (_produce, everything),
+        ],
+        [4, 1],
+        [240, 24],
+    )

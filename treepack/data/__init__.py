@@ -1,0 +1,1 @@
+"""Packed rows as tensors: batches, the dataset, the order of epochs, prefetching."""

@@ -1,0 +1,149 @@
+"""The file formats, as Arrow schemas: the single source of truth for every column, its type and its meaning.
+
+    trie/    nodes-*.parquet (NODES)  trajectories-*.parquet (TRAJECTORIES)  manifest.json
+    packed/  part-*.parquet (ROWS, plus TERMS where trajectories carry rewards or log-probabilities)  manifest.json
+    the state of treepack select, one Parquet file (QUERIES)
+
+Each field's metadata holds its description. `python -m treepack.files.schema DIR` writes the formats as JSON; nothing
+reads those files at run time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+
+TRIE_FORMAT = "treepack-trie"
+PACKED_FORMAT = "treepack-packed"
+FORMAT_VERSION = 1
+SELECTION_FORMAT = "treepack-selection"
+SELECTION_VERSION = 1
+
+SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("weight", pa.float64())])
+
+
+def _field(name: str, kind: pa.DataType, description: str, *, nullable: bool = False) -> pa.Field:
+    return pa.field(name, kind, nullable=nullable, metadata={"description": description})
+
+
+NODES = pa.schema(
+    [
+        _field("tree_id", pa.int32(), "tree of the forest, 0-based; the node ids of a tree are contiguous"),
+        _field("node_id", pa.int32(), "position of the node in depth-first order over the whole forest"),
+        _field("parent_id", pa.int32(), "node_id of the parent, -1 at a root"),
+        _field("depth", pa.int32(), "tokens on the path before this node"),
+        _field("tokens", pa.list_(pa.int32()), "the node's own token ids, at least one"),
+        _field("num_trajectories", pa.int32(), "trajectories that pass through the node or end in it"),
+    ]
+)
+
+TRAJECTORIES = pa.schema(
+    [
+        _field("trajectory_id", pa.string(), "unique in the directory"),
+        _field("group_id", pa.string(), "prompt or task whose rollouts are compared (GRPO's group)"),
+        _field("step", pa.int64(), "training step that sampled it; steps never share a tree or a row", nullable=True),
+        _field("tree_id", pa.int32(), "tree that holds it"),
+        _field("node_id", pa.int32(), "node at whose last token it ends"),
+        _field("num_tokens", pa.int32(), "tokens from the root to its end"),
+        _field("trained", pa.list_(SPAN), "trained tokens: spans [start, end) of positions and their loss weight"),
+        _field("weight", pa.float64(), "factor of all its loss weights"),
+        _field("reward", pa.float64(), "reward of the whole trajectory", nullable=True),
+        _field("advantage", pa.float64(), "advantage of the whole trajectory", nullable=True),
+        _field("advantages", pa.list_(pa.float64()), "advantage per trained token", nullable=True),
+        _field(
+            "sampling_logprobs", pa.list_(pa.float32()), "sampler's log-probability per trained token", nullable=True
+        ),
+        _field(
+            "old_logprobs", pa.list_(pa.float32()), "trainer's old log-probability per trained token", nullable=True
+        ),
+        _field("ref_logprobs", pa.list_(pa.float32()), "reference log-probability per trained token", nullable=True),
+        _field("metadata", pa.string(), "JSON object of further fields"),
+        _field("source", pa.string(), "file and line it was read from"),
+    ]
+)
+
+ROWS = pa.schema(
+    [
+        _field("row_id", pa.int64(), "position of the row in the directory"),
+        _field("step", pa.int64(), "training step of its trajectories", nullable=True),
+        _field("num_tokens", pa.int32(), "tokens in the row, at most the capacity"),
+        _field("num_pairs", pa.int64(), "attention score pairs: sum of position_ids + 1"),
+        _field("total_weight", pa.float64(), "sum of loss_weight; the loss of a step divides by its sum over rows"),
+        _field("input_ids", pa.list_(pa.int32()), "token ids, depth-first"),
+        _field("position_ids", pa.list_(pa.int32()), "tokens before it on its own path"),
+        _field("parent", pa.list_(pa.int32()), "row index of the token before it on its path, -1 at a root"),
+        _field(
+            "subtree_end",
+            pa.list_(pa.int32()),
+            "one past the last token of its subtree: q sees k if k <= q < subtree_end[k]",
+        ),
+        _field("scale", pa.list_(pa.int32()), "trajectories of this row that pass through the token"),
+        _field(
+            "loss_weight", pa.list_(pa.float64()), "sum over those trajectories of their own loss weight at the token"
+        ),
+        _field("trajectory_ids", pa.list_(pa.string()), "trajectories of this row, by where they end"),
+        _field("trajectory_groups", pa.list_(pa.string()), "group_id of each trajectory"),
+        _field("trajectory_ends", pa.list_(pa.int32()), "row index of the last token of each trajectory"),
+    ]
+)
+
+# One entry per (trajectory, trained token) pair of the row, or per trajectory; a null value means that it has none.
+TERMS = pa.schema(
+    [
+        _field("term_token", pa.list_(pa.int32()), "row index of the predicted token"),
+        _field("term_trajectory", pa.list_(pa.int32()), "index into trajectory_ids"),
+        _field("term_weight", pa.list_(pa.float64()), "loss weight of the pair; summed per token it is loss_weight"),
+        _field("term_advantage", pa.list_(pa.float64()), "advantage", nullable=True),
+        _field("term_sampling_logprob", pa.list_(pa.float32()), "sampler's log-probability", nullable=True),
+        _field("term_old_logprob", pa.list_(pa.float32()), "trainer's old log-probability", nullable=True),
+        _field("term_ref_logprob", pa.list_(pa.float32()), "reference log-probability", nullable=True),
+        _field("term_entropy", pa.list_(pa.float32()), "entropy of its distribution, in nats", nullable=True),
+        _field("trajectory_rewards", pa.list_(pa.float64()), "reward of each trajectory", nullable=True),
+    ]
+)
+
+
+# Format, version and the number of training steps counted, `num_updates`, are in the metadata of the file.
+QUERIES = pa.schema(
+    [
+        _field("query_id", pa.string(), "unique; queries are sorted by it"),
+        _field("parent_id", pa.string(), "original query that it was derived from; null if it is one", nullable=True),
+        _field("passed", pa.float64(), "rollouts that succeeded, those long ago counting less"),
+        _field("tried", pa.float64(), "rollouts in all, those long ago counting less"),
+    ]
+)
+
+
+def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
+    """Columns of `schema` as `{name: {type, nullable, description}}`."""
+    return {
+        field.name: {
+            "type": str(field.type),
+            "nullable": field.nullable,
+            "description": field.metadata[b"description"].decode(),
+        }
+        for field in schema
+    }
+
+
+def documents() -> dict[str, str]:
+    """The content of every file in schemas/, by file name."""
+    trie = {"nodes": as_json(NODES), "trajectories": as_json(TRAJECTORIES)}
+    packed = {"rows": as_json(ROWS), "terms": as_json(TERMS)}
+    formats = {
+        "trie.json": (TRIE_FORMAT, FORMAT_VERSION, trie),
+        "packed.json": (PACKED_FORMAT, FORMAT_VERSION, packed),
+        "selection.json": (SELECTION_FORMAT, SELECTION_VERSION, {"queries": as_json(QUERIES)}),
+    }
+    return {
+        name: json.dumps({"format": form, "version": version, "files": files}, indent=2) + "\n"
+        for name, (form, version, files) in formats.items()
+    }
+
+
+if __name__ == "__main__":
+    for file_name, text in documents().items():
+        Path(sys.argv[1], file_name).write_text(text)

@@ -1,0 +1,60 @@
+"""Alpaca's records: `{instruction, input, output, history, system}`, and LLaMA-Factory's pairs of them.
+
+    {"instruction": "Add.", "input": "2 and 3", "output": "5"}       user "Add.\n2 and 3", assistant "5"
+    {"instruction": "Add.", "chosen": "5", "rejected": "6"}          a pair
+    "history": [["2 + 2?", "4"]]                                     earlier rounds, trained as well
+
+`kto_tag` (true or false) is the reward where there is no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import REWARDS, About
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.sft_messages import read_chat, read_pair, rounds
+from treepack.trajectory import Skipped, Trajectory
+
+USED = frozenset({"instruction", "input", "output", "history", "system"})
+PAIR = frozenset({"chosen", "rejected"})
+
+ABOUT = About(
+    program="Stanford Alpaca; LLaMA-Factory, ms-swift and Axolotl read it",
+    recognised_by="`instruction` and `output`, or `instruction`, `chosen` and `rejected`, as text",
+    used=("instruction", "input", "output", "history", "system", "tools", "chosen", "rejected", "kto_tag"),
+    keeps=frozenset({REWARDS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has an instruction and its answer, or two, as text."""
+    has = {name for name in ("instruction", "output", "chosen", "rejected") if isinstance(record.get(name), str)}
+    return {"instruction", "output"} <= has or {"instruction", "chosen", "rejected"} <= has
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one conversation of `record`, or the two of a pair.
+
+    Raises:
+        TreepackError: the fields are missing or not of the form above.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no instruction with an output; expected a record of Alpaca's form")
+    given = value.get("input")
+    if given is not None and not isinstance(given, str):
+        raise TreepackError(f"{source}: input is not text; expected text or nothing")
+    query = f"{value['instruction']}\n{given}" if given else value["instruction"]
+    prompt = rounds(value.get("system"), value.get("history"), query, None, source=source)
+    if isinstance(value.get("chosen"), str) and isinstance(value.get("rejected"), str):
+        chosen, rejected = ([{"role": "assistant", "content": value[name]}] for name in ("chosen", "rejected"))
+        yield from read_pair(record, prompt, chosen, rejected, options, used=USED | PAIR)
+        return
+    if not value["output"]:
+        yield Skipped(source, "no output")
+        return
+    yield read_chat(record, [*prompt, {"role": "assistant", "content": value["output"]}], options, used=USED)

@@ -1,0 +1,306 @@
+"""ATIF, the trajectories that Harbor and others write: `agent/trajectory.json` of a trial, versions 1.0 to 1.8.
+
+    {"schema_version": "ATIF-v1.6", "session_id": "..", "agent": {"name", "version", "model_name", "tool_definitions"},
+     "steps": [{"step_id": 1, "source": "user", "message": ".."},
+               {"step_id": 2, "source": "agent", "message": "..", "reasoning_content": "..",
+                "tool_calls": [{"tool_call_id", "function_name", "arguments": {..}}],
+                "observation": {"results": [{"source_call_id", "content"}]},
+                "metrics": {"prompt_token_ids": [..], "completion_token_ids": [..], "logprobs": [..]}}],
+     "continued_trajectory_ref": "trajectory.cont-1.json", "subagent_trajectories": [{the same}, ..]}
+
+Where every call has its token ids, they are the rollout, and calls are joined where they continue each other; else the
+steps are a conversation. A step that was copied from another file (`is_copied_context`), or that no model made
+(`llm_call_count` 0), is not trained. Each file is a rollout of its own: a continuation holds what it goes on from, as
+copied steps. A system step with an observation is an event of the harness, not a message; a conversation ends at one
+that comes amid the agent's steps. The trial's `result.json` says the task, the trial and the reward of all files below
+it; it may hold the token ids too, as `agent_result.rollout_details`, which are read where `trajectory.json` has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.beside import beside, folder_and_document, read_document
+from treepack.ingest.readers.calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, reward_of, shown
+from treepack.ingest.readers.messages import normalise_messages, normalise_tools
+from treepack.ingest.readers.records import NoObjectError, Record
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+TOP = frozenset({"schema_version", "trajectory_id", "agent", "steps", "final_metrics"})
+LINKS = frozenset({"continued_trajectory_ref", "subagent_trajectories"})
+MAIN = "trajectory.json"
+ABOVE = ("../result.json", "../../../result.json", "result.json")  # of agent/, of steps/<name>/agent/, of a flat folder
+SOME_NOTE = "token ids of some steps only, not used"
+MEDIA_NOTE = "steps from the first with an image or a sound on not used"
+CONTEXT_NOTE = "steps after an event of the harness, a summary say, not used: what their prompt was is not known"
+
+ABOUT = About(
+    program="Harbor; NeMo and others that write ATIF",
+    recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
+    used=(
+        *("steps.source", "steps.message", "steps.reasoning_content", "steps.tool_calls", "steps.observation.results"),
+        *("steps.metrics.prompt_token_ids", "steps.metrics.completion_token_ids", "steps.metrics.logprobs"),
+        *("steps.is_copied_context", "steps.llm_call_count", "agent.tool_definitions", "agent.name"),
+        *("agent.model_name", "session_id", "subagent_trajectories", "task_name", "trial_name"),
+        *("verifier_result.rewards", "step_results.verifier_result.rewards", "agent_result.rollout_details"),
+    ),
+    dropped=(
+        *("system steps with an observation (events of the harness)", "steps.timestamp, steps.extra, other metrics"),
+        "final_metrics",
+        *("observation.results.subagent_trajectory_ref (a file of its own, or embedded)", "continued_trajectory_ref"),
+        "of result.json: config, times, costs, exceptions",
+    ),
+    keeps=frozenset(KEEPS),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a trajectory, or the result of the trial that wrote it."""
+    return _is_trajectory(record) or _is_result(record)
+
+
+def _is_trajectory(record: dict[str, Any]) -> bool:
+    return str(record.get("schema_version")).startswith("ATIF") and isinstance(record.get("steps"), list)
+
+
+def _is_result(record: dict[str, Any]) -> bool:
+    return {"task_name", "trial_name", "agent_info"} <= record.keys()
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of `record`, called `<trial>` or by the session, and those of the agents embedded in it.
+
+    Raises:
+        TreepackError: no trajectory, steps of another kind, token ids that contradict each other, or several rewards.
+    """
+    if _is_result(record.value):
+        yield from _read_result(record, options)
+        return
+    if not _is_trajectory(record.value):
+        raise TreepackError(f"{record.source}: has no schema_version ATIF or no steps; expected a trajectory in ATIF")
+    path, result = _result_above(record)
+    if path is None:
+        yield from _read_document(record, {}, options)
+        return
+    step = Path(record.path).parent.parent
+    is_step = step.parent.name == "steps"
+    part = _step_result(result, step.name, record.source) if is_step else result
+    inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
+    described = _described(result, part, (step.name if is_step else "", inner), str(path), options)
+    main = beside(record, MAIN)
+    if not _is_in_details(part, main, str(path)):
+        yield from _read_document(record, described, options)
+    elif main is not None and main.name == Path(record.path).name:
+        yield from _read_details(Record(str(path), str(path), described), part, options)
+    else:
+        yield Skipped(record.source, f"its token ids are read with {MAIN if main else path.name}")
+
+
+def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The token ids that a trial kept without a trajectory."""
+    result, source = record.value, record.source
+    steps = as_objects(result.get("step_results"), source=source, name="step_results")
+    parts = [("", result, f"agent/{MAIN}")]
+    parts += [(str(step.get("step_name")), step, f"steps/{step.get('step_name')}/agent/{MAIN}") for step in steps]
+    nothing = True
+    for name, part, main in parts:
+        if beside(record, main) is None and _is_in_details(part, None, source):
+            described = _described(result, part, (name,), source, options)
+            yield from _read_details(replace(record, value=described), part, options)
+            nothing = False
+    if nothing:
+        yield Skipped(source, "result of a trial, read with its trajectories")
+
+
+def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The conversations whose token ids the result of a trial, or of a step of it, holds."""
+    name = record.value["trajectory_id"]
+    for number, detail in enumerate(_details(part, record.source)):
+        own = record.value | {"trajectory_id": f"{name}/segment-{number}" if number else name}
+        yield from read_calls(replace(record, value=own), _detail_calls(detail, record.source), options)
+
+
+def _details(part: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """The token ids of all calls of a trial or a step of it, one object per conversation."""
+    kept = part.get("agent_result")
+    details = kept.get("rollout_details") if isinstance(kept, dict) else None
+    return as_objects(details, source=source, name="agent_result.rollout_details")
+
+
+def _is_in_details(part: dict[str, Any], log: Path | None, source: str) -> bool:
+    """Whether token ids are to be read from the result, because the main trajectory at `log` lacks them."""
+    if not any(detail.get("completion_token_ids") for detail in _details(part, source)):
+        return False
+    trained = [step for step in _steps(log) if _is_trained(step)]
+    return not trained or not all(map(_has_ids, trained))
+
+
+def _steps(log: Path | None) -> list[dict[str, Any]]:
+    steps = None if log is None else read_document(log).get("steps")
+    return as_objects(steps, source=str(log), name="steps")
+
+
+def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
+    prompts, completions = detail.get("prompt_token_ids"), detail.get("completion_token_ids")
+    logprobs = detail.get("logprobs")
+    if not isinstance(prompts, list) or not isinstance(completions, list) or len(prompts) != len(completions):
+        raise TreepackError(f"{source}: rollout_details has not as many prompts as completions; expected one of each")
+    if not isinstance(logprobs, list) or len(logprobs) != len(prompts):
+        logprobs = [None] * len(prompts)
+    calls = zip(prompts, completions, logprobs, strict=True)
+    return [TokenCall(prompt, said, {"rollout_log_probs": values}) for prompt, said, values in calls]
+
+
+def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    value, source = record.value, record.source
+    agent = value["agent"] if isinstance(value.get("agent"), dict) else {}
+    described = {
+        **{name: held for name, held in value.items() if name not in TOP | LINKS},
+        **trial,
+        "agent": agent.get("name"),
+        "model": agent.get("model_name"),
+    }
+    if "trajectory_id" not in described:
+        described["trajectory_id"] = value.get("trajectory_id") or value.get("session_id")
+    steps = as_objects(value["steps"], source=source, name="steps")
+    slim = replace(record, value=described)
+    trained = [step for step in steps if _is_trained(step)]
+    with_ids = [step for step in trained if _has_ids(step)]
+    if trained and len(with_ids) == len(trained):
+        yield from read_calls(slim, [_token_call(step) for step in trained], options)
+    else:
+        yield from _read_steps(slim, steps, agent.get("tool_definitions"), bool(with_ids), options)
+    embedded = as_objects(value.get("subagent_trajectories"), source=source, name="subagent_trajectories")
+    for number, each in enumerate(embedded):
+        where = f"{source}: subagent_trajectories[{number}]"
+        if not _is_trajectory(each):
+            raise TreepackError(f"{where} is {shown(each)}; expected a trajectory in ATIF")
+        own = f"{described['trajectory_id']}/{each.get('trajectory_id') or number}"
+        yield from _read_document(Record(where, record.path, each), trial | {"trajectory_id": own}, options)
+
+
+def _is_trained(step: dict[str, Any]) -> bool:
+    return step.get("source") == "agent" and not step.get("is_copied_context") and step.get("llm_call_count") != 0
+
+
+def _metrics(step: dict[str, Any]) -> dict[str, Any]:
+    return step["metrics"] if isinstance(step.get("metrics"), dict) else {}
+
+
+def _has_ids(step: dict[str, Any]) -> bool:
+    """Whether the tokens of the step's one call are there; those of several calls cannot be told apart."""
+    return step.get("llm_call_count") in (None, 1) and all(
+        _metrics(step).get(name) for name in ("prompt_token_ids", "completion_token_ids")
+    )
+
+
+def _token_call(step: dict[str, Any]) -> TokenCall:
+    metrics = _metrics(step)
+    values = {"rollout_log_probs": metrics.get("logprobs")}
+    return TokenCall(metrics["prompt_token_ids"], metrics["completion_token_ids"], values)
+
+
+def _read_steps(
+    record: Record, steps: list[dict[str, Any]], tools: Any, some_ids: bool, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    """The steps as one conversation, up to the first that holds more than text or that changed what the agent saw."""
+    messages: list[dict[str, Any]] = []
+    notes: tuple[str, ...] = (SOME_NOTE,) if some_ids else ()
+    for number, step in enumerate(steps):
+        if step.get("source") == "system" and step.get("observation"):
+            if any(map(_is_trained, steps[:number])) and any(map(_is_trained, steps[number:])):
+                notes += (CONTEXT_NOTE,)
+                break
+            continue
+        said = _messages(step, f"{record.source}: step {number + 1}")
+        if any(map(_has_media, said)):
+            notes += (MEDIA_NOTE,)
+            break
+        messages += said
+    done = normalise_messages(messages, source=record.source)
+    schemas = normalise_tools(tools, source=record.source)
+    if not any(done.weights):
+        yield Skipped(record.source, "no step of a model that can be trained")
+        return
+    content = Chat(done.messages, done.weights, schemas)
+    yield describe(record, content, used=(), options=options, notes=done.notes + notes)
+
+
+def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """What a step adds to the conversation."""
+    origin = step.get("source")
+    if not isinstance(origin, str) or origin not in ROLES:
+        raise TreepackError(f"{source}: has the source {shown(origin)}; expected system, user or agent")
+    message: dict[str, Any] = {"role": ROLES[origin], "content": step.get("message")}
+    if origin != "agent":
+        return [message] if message["content"] else []
+    if step.get("reasoning_content"):
+        message["reasoning_content"] = step["reasoning_content"]
+    calls = as_objects(step.get("tool_calls"), source=source, name="tool_calls")
+    if calls:
+        names = {"id": "tool_call_id", "name": "function_name", "arguments": "arguments"}
+        message["tool_calls"] = [{name: call.get(own) for name, own in names.items()} for call in calls]
+    if not _is_trained(step):
+        message["loss"] = False
+    observation = step.get("observation")
+    results = observation.get("results") if isinstance(observation, dict) else None
+    found = [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]
+    return [message, *found]
+
+
+def _result(result: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """What came of a call, or of an action that was none."""
+    call = result.get("source_call_id")
+    content = result.get("content")
+    if call is None:
+        return {"role": "user", "content": content}
+    name = next((each.get("function_name") for each in calls if each.get("tool_call_id") == call), None)
+    return {"role": "tool", "tool_call_id": call, "name": name, "content": content}
+
+
+def _has_media(message: dict[str, Any]) -> bool:
+    parts = message["content"] if isinstance(message.get("content"), list) else []
+    return any(isinstance(part, dict) and part.get("type") in ("image", "audio") for part in parts)
+
+
+def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
+    """The result of the trial that the file of `record` belongs to, and where it is; nothing where there is none."""
+    for path in filter(None, (beside(record, name) for name in ABOVE)):
+        try:
+            result = read_document(path)
+        except NoObjectError:
+            continue
+        if _is_result(result):
+            return path, result
+    return None, {}
+
+
+def _described(
+    result: dict[str, Any], part: dict[str, Any], names: tuple[str, ...], source: str, options: ReadOptions
+) -> dict[str, Any]:
+    """What the result of a trial says of one of its conversations: names and reward."""
+    name = "/".join(each for each in (str(result["trial_name"]), *names) if each)
+    return {"trajectory_id": name, "group_id": str(result["task_name"]), "reward": _reward(part, source, options)}
+
+
+def _step_result(result: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    steps = as_objects(result.get("step_results"), source=source, name="step_results")
+    return next((step for step in steps if step.get("step_name") == name), {})
+
+
+def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float | None:
+    """The reward that the verifier gave: the one asked for, the one called `reward`, or the only one."""
+    verdict = result.get("verifier_result")
+    rewards = verdict.get("rewards") if isinstance(verdict, dict) else None
+    if not rewards:
+        return None
+    if isinstance(rewards, dict) and options.reward_key is None:
+        rewards = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else rewards)
+    return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]

@@ -1,0 +1,92 @@
+"""AutoCodeRover's `conversation_round_<k>.json`: an array of messages, the whole conversation up to round k.
+
+    <task>_2024-04-06_13-51-50/
+        conversation_round_0.json        [{"role": "system", "content": ".."}, {"role": "user", "content": ".."}, ..]
+        conversation_round_1.json        the same and what round 0 added, and so on
+        debug_agent_write_patch_1.json   the last round under another system prompt, and then the patch
+
+The last round holds all before it, which are skipped. In other conversations of the folder what they took over from
+the last round is not trained: it was said under another prompt, and is trained there. Any file that is one array of
+messages is read like this.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, MASKS, About
+from treepack.ingest.readers.beside import folder_and_document
+from treepack.ingest.readers.fields import ReadOptions, describe
+from treepack.ingest.readers.inputs import STDIN
+from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.records import Record, read_records
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
+TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
+FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
+
+ABOUT = About(
+    program="AutoCodeRover",
+    recognised_by="an array of messages, or one message per line: `role` and `content`, perhaps a tool call",
+    used=("role", "content", "tool_calls", "tool_call_id"),
+    dropped=("rounds before the last (beginnings of it)",),
+    keeps=frozenset({MASKS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is nothing but a message."""
+    role, content = record.get("role"), record.get("content")
+    return record.keys() <= FIELDS and isinstance(role, str) and "content" in record and isinstance(content, str | None)
+
+
+def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one trajectory of a file, called after its folder, and after the file too unless that is a round.
+
+    The group is the folder's name without the time that ends it.
+
+    Raises:
+        TreepackError: what is no message.
+    """
+    found = list(records)
+    if not matches(found[0].value):
+        raise TreepackError(f"{found[0].source}: is no message with role and content; expected an array of messages")
+    path = found[0].path
+    record = Record(path, path, {})
+    messages = [each.value for each in found]
+    rounds = _rounds(path)
+    own = ROUND.fullmatch(Path(path).name)
+    later = next((each for number, each in rounds if own is not None and number > int(own[1])), None)
+    if later is not None and _shared(messages, later) == len(messages):
+        yield Skipped(path, f"beginning of {later.name}")
+        return
+    done = normalise_messages(messages, source=path)
+    weights = done.weights
+    if own is None and rounds and messages[0].get("role") == "system":
+        num_shared = 1 + _shared(messages[1:], rounds[-1][1], start=1)
+        weights = [0.0] * num_shared + weights[num_shared:]
+    folder, stem = folder_and_document(record)
+    name = "/".join(part for part in (folder, "" if own is not None and folder else stem) if part)
+    value = {"trajectory_id": name, "group_id": TIME.sub("", folder) or stem}
+    yield describe(Record(path, path, value), Chat(done.messages, weights), used=(), options=options, notes=done.notes)
+
+
+def _rounds(path: str) -> list[tuple[int, Path]]:
+    """The rounds in the folder of the file at `path`, in order."""
+    if path == STDIN:
+        return []
+    named = ((ROUND.fullmatch(each.name), each) for each in Path(path).parent.iterdir())
+    return sorted((int(match[1]), each) for match, each in named if match is not None)
+
+
+def _shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
+    """How many of `messages` are those of the file at `path` from message `start` on."""
+    others = islice(read_records(str(path)), start, None)
+    pairs = zip(messages, (record.value for record in others), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,110 @@
+"""DARS search trees, `<task>.root`: one file per issue, one trajectory per root-to-leaf path.
+
+    {"root": {"role": "system", "content": "..", "children": [{"role": "user", "content": "..", "children": [
+        {"role": "assistant", "content": "..", "action": "ls", "children": [..]},
+        {"role": "assistant", "content": "..", "expansion_prompt": "Try another ..", "children": [..]}]}]}}
+
+An alternative was sampled with the search's request for one (`expansion_prompt`) behind the last user message, and no
+later turn sees that request: it is trained in a trajectory of its own, with the prompt that it had, and in the paths
+through it it is only read. Demonstrations and the program's own submissions are not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, MASKS, About
+from treepack.ingest.readers.beside import beside, folder_and_document
+from treepack.ingest.readers.fields import ReadOptions, describe
+from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trees import leaf_paths
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+USED = frozenset({"root", "node_count", "iterations", "current_node_id", "node_id_stack"})
+CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of an unfinished `x.root`
+BY_PROGRAM = "Auto-submitting"  # the thought of a submission that no model made
+
+ABOUT = About(
+    program="DARS",
+    recognised_by="`root`, a message with `children`, beside `node_count`",
+    used=("root.role", "root.content", "root.children", "root.is_demo", "root.thought", "root.expansion_prompt"),
+    dropped=(
+        *("root.action (part of the content)", "root.expansion_candidates (the one chosen is a node)"),
+        *("root.critic_prompt", "root.critic_response (calls of another model)"),
+        "node_count, iterations, current_node_id, node_id_stack (bookkeeping)",
+    ),
+    keeps=frozenset({MASKS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has a `root` that is a message with children, and a count of nodes."""
+    root = record.get("root")
+    return isinstance(root, dict) and {"role", "content", "children"} <= root.keys() and "node_count" in record
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of `record`: `<run>/<task>/leaf-<k>` in depth-first order, and `node-<k>` per alternative.
+
+    Raises:
+        TreepackError: no tree, or a node that is no message.
+    """
+    if not matches(record.value):
+        raise TreepackError(f"{record.source}: has no root with children or no node_count; expected a tree of DARS")
+    folder, stem = folder_and_document(record)
+    task = stem
+    for ending in CHECKPOINTS:
+        task = task.removesuffix(ending)
+    if stem != task and (whole := _finished(record, stem, task)) is not None:
+        yield Skipped(record.source, f"checkpoint of {whole}")
+        return
+    name = task if folder in ("", task) else f"{folder}/{task}"
+    asked: dict[int, list[dict[str, Any]]] = {}
+    for leaf, path in enumerate(leaf_paths(record.value["root"], source=record.source)):
+        yield _trajectory(record, [_message(node) for node in path], f"{name}/leaf-{leaf}", task, options)
+        for depth, node in enumerate(path):
+            if _is_alternative(node) and depth > 0:
+                asked.setdefault(id(node), path[: depth + 1])
+    for number, path in enumerate(asked.values()):
+        yield _trajectory(record, _asked(path), f"{name}/node-{number}", task, options)
+
+
+def _finished(record: Record, stem: str, task: str) -> str | None:
+    """The name of the file that the checkpoint `stem` is a copy of, if it is there."""
+    better = [f"{task}.root"] + ([f"{task}.cur.root"] if stem.endswith(".prev") else [])
+    found = next((path for each in better if (path := beside(record, each)) is not None), None)
+    return None if found is None else found.name
+
+
+def _is_alternative(node: dict[str, Any]) -> bool:
+    return node.get("role") == "assistant" and bool(node.get("expansion_prompt"))
+
+
+def _message(node: dict[str, Any]) -> dict[str, Any]:
+    message = {"role": node.get("role"), "content": node.get("content")}
+    trained = not node.get("is_demo") and node.get("thought") != BY_PROGRAM and not _is_alternative(node)
+    return message if trained else message | {"loss": False}
+
+
+def _asked(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation that the alternative at the end of `path` answered; only that answer is trained."""
+    *before, node = path
+    messages = [_message(each) | {"loss": False} for each in before]
+    request = str(node["expansion_prompt"])
+    if messages[-1]["role"] == "user":
+        messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{request}"}
+    else:
+        messages.append({"role": "user", "content": request})
+    return [*messages, {"role": "assistant", "content": node.get("content")}]
+
+
+def _trajectory(
+    record: Record, messages: list[dict[str, Any]], name: str, task: str, options: ReadOptions
+) -> Trajectory:
+    done = normalise_messages(messages, source=record.source)
+    found = describe(record, Chat(done.messages, done.weights), used=USED, options=options, notes=done.notes)
+    return replace(found, trajectory_id=name, group_id=task)

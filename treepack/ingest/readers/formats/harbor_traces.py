@@ -1,0 +1,114 @@
+"""Harbor's exported traces: data sets of terminal agents with one row per call, which holds the whole conversation.
+
+    {"conversations": [{"role": "user", "content": ".."}, .., {"role": "assistant", "content": ".."}],
+     "task": "hello-world", "trial_name": "hello-world__a1", "episode": "episode-2", "result": "1.0",
+     "agent": "terminus-2", "model": "..", "tool_definitions": [..], ..}
+
+The rows of a trial are its calls, in order: the last message of each is what that call wrote, and they are joined where
+they continue each other. Of a trial that was exported with its last call only, every answer is trained. Rows of
+sub-agents have a `trace_source` other than "main". Calls of tools are text in the messages, as are the tools where they
+were embedded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
+from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.fields import ReadOptions, quoted, shown
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+FIRST = "episode-0"
+MAIN = "main"
+TOOLS_MARK = "<tools>"
+KNOWN = frozenset(
+    {
+        *("conversations", "conversations_sharegpt", "task", "trial_name", "episode", "result", "tool_definitions"),
+        *("trace_source", "run_id", "date", "model_provider", "instruction", "verifier_output"),
+    }
+)
+
+ABOUT = About(
+    program="Harbor (exported traces)",
+    recognised_by="`conversations` beside `task`, `trial_name` and `episode`",
+    used=(
+        *("conversations.role", "conversations.content", "task", "trial_name", "episode", "result"),
+        *("tool_definitions", "trace_source", "agent", "model"),
+    ),
+    dropped=("run_id, date and model_provider", "instruction and verifier_output", "conversations_sharegpt (the same)"),
+    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is one call of a trial."""
+    return is_messages(record.get("conversations")) and {"task", "trial_name", "episode"} <= record.keys()
+
+
+def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of each trial, `<trial>` or `<trial>/<trace_source>`, in the group of its task.
+
+    Raises:
+        TreepackError: a row is no call of a trial, or the rows of a trial are not together.
+    """
+    seen: set[str] = set()
+    for name, together in groupby(records, _trial):
+        rows = list(together)
+        if name in seen:
+            where = rows[0].source
+            raise TreepackError(f"{where}: rows of the trial {quoted(name)} are apart; sort them by trial_name")
+        seen.add(name)
+        yield from _read_trial(name, rows, options)
+
+
+def _trial(record: Record) -> str:
+    if not matches(record.value):
+        raise TreepackError(
+            f"{record.source}: has no conversations, task, trial_name or episode; expected a trace of Harbor"
+        )
+    name, origin = record.value["trial_name"], record.value.get("trace_source")
+    if not isinstance(name, str):
+        raise TreepackError(f"{record.source}: trial_name is {shown(name)}; expected text")
+    return name if origin in (None, MAIN) else f"{name}/{origin}"
+
+
+def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    last = rows[-1]
+    value = last.value
+    talks = [row.value["conversations"] for row in rows]
+    if len(rows) == 1 and value["episode"] != FIRST and value.get("trace_source") in (None, MAIN):
+        calls = [_call(value, end) for end, message in enumerate(talks[0], 1) if message.get("role") == "assistant"]
+    else:
+        calls = [_call(row.value, len(talk)) for row, talk in zip(rows, talks, strict=True) if talk]
+    if not calls:
+        yield Skipped(rows[0].source, "no message that the model wrote")
+        return
+    described = {
+        **{key: held for key, held in value.items() if key not in KNOWN},
+        "trajectory_id": name,
+        "group_id": value["task"],
+        **_result(value.get("result")),
+    }
+    yield from read_chats(replace(rows[0], value=described), calls, options)
+
+
+def _call(row: dict[str, Any], end: int) -> ChatCall:
+    """The call that wrote the message before `end`."""
+    messages = row["conversations"][:end]
+    embedded = any(str(message.get("content")).startswith(TOOLS_MARK) for message in messages[:1])
+    return ChatCall(messages[:-1], messages[-1:], None if embedded else row.get("tool_definitions") or None)
+
+
+def _result(result: Any) -> dict[str, Any]:
+    """The reward, or the name of the error that ended the trial."""
+    try:
+        return {"reward": float(result)}
+    except (TypeError, ValueError):
+        return {} if result is None else {"error": result}

@@ -1,0 +1,120 @@
+"""InterCode's result files: one document per run, one rollout per task in it.
+
+    {"0": {"environment": "ic_bash", "dataset": "data/nl2bash_fs_1.json", "task_id": 0, "query": "..",
+           "turn_history": {"actions": [..], "observations": [..], "rewards": [..], "thoughts": [..]},
+           "summary": {"max_reward": 1.0}}, ..}
+    {"meta": {..}, "logs": {the same}}
+
+The query is the user's first message, every action the assistant's, every observation the user's next one. The file
+keeps neither the prompt nor demonstrations, and of what the model wrote only what was parsed: its thought, if the
+policy asked for one, and its action. What the program did in the model's place is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, REWARDS, About
+from treepack.ingest.readers.beside import folder_and_document
+from treepack.ingest.readers.fields import ReadOptions, describe, shown
+from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+BLOCKED = "blocked"  # stands for a reply that could not be had; it has no observation
+OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought of the program's own submission
+USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
+
+ABOUT = About(
+    program="InterCode",
+    recognised_by="objects with `query` and `turn_history`, by number or under `logs`",
+    used=(
+        *("0.query", "0.turn_history.actions", "0.turn_history.observations", "0.turn_history.thoughts"),
+        *("0.summary.max_reward", "0.dataset", "0.task_id", "0.environment", "0.hardness"),
+    ),
+    dropped=(
+        *("meta (options of the run)", "info (how the reward came about)"),
+        "turn_history.rewards, turn_history.valid_action (of single turns)",
+        "turn_history.steps (plan of another call)",
+        "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
+    ),
+    keeps=frozenset({REWARDS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` holds episodes with a query and the history of their turns."""
+    episodes = _episodes(record)
+    first = next(iter(episodes.values()), None)
+    return isinstance(first, dict) and "query" in first and isinstance(first.get("turn_history"), dict)
+
+
+def _episodes(record: dict[str, Any]) -> dict[str, Any]:
+    logs = record.get("logs")
+    return logs if isinstance(logs, dict) else record
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """One trajectory per task, `<file>/<number>`, in the group `<dataset>/<task_id>`.
+
+    Raises:
+        TreepackError: an episode that is none, or turns that are not lists of text.
+    """
+    if not matches(record.value):
+        raise TreepackError(f"{record.source}: has no query and turn_history; expected results of InterCode")
+    _, stem = folder_and_document(record)
+    for number, episode in _episodes(record.value).items():
+        part = replace(record, source=f"{record.source}[{number}]")
+        if not isinstance(episode, dict) or not isinstance(episode.get("turn_history"), dict):
+            raise TreepackError(f"{part.source}: is {shown(episode)}; expected an object with query and turn_history")
+        messages = _messages(episode, part.source)
+        if len(messages) == 1:
+            yield Skipped(part.source, "no turn of the model")
+            continue
+        done = normalise_messages(messages, source=part.source)
+        value = {
+            **{name: held for name, held in episode.items() if name not in USED},
+            "trajectory_id": f"{stem}/{number}",
+            "group_id": _group(episode, number),
+            "reward": _reward(episode),
+        }
+        content = Chat(done.messages, done.weights)
+        yield describe(replace(part, value=value), content, used=(), options=options, notes=done.notes)
+
+
+def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    history = episode["turn_history"]
+    actions, observations = (_texts(history, name, source) for name in ("actions", "observations"))
+    thoughts = _texts(history, "thoughts", source)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": episode.get("query")}]
+    for turn, action in enumerate(actions):
+        thought = thoughts[turn] if turn < len(thoughts) else None
+        if thought == OUT_OF_TURNS or (action == BLOCKED and turn >= len(observations)):
+            break
+        content = action if thought is None else f"Thought {turn + 1}: {thought}\nAction {turn + 1}: {action}"
+        messages.append({"role": "assistant", "content": content})
+        if turn < len(observations):
+            messages.append({"role": "user", "content": observations[turn]})
+    return messages
+
+
+def _texts(history: dict[str, Any], name: str, source: str) -> list[str]:
+    texts = history.get(name)
+    if texts is not None and not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
+        raise TreepackError(f"{source}: turn_history.{name} is {shown(texts)}; expected a list of text")
+    return texts or []
+
+
+def _group(episode: dict[str, Any], number: str) -> str:
+    dataset, task = episode.get("dataset"), episode.get("task_id")
+    name = PurePath(dataset).stem if isinstance(dataset, str) else episode.get("environment") or "intercode"
+    return f"{name}/{number if task is None else task}"
+
+
+def _reward(episode: dict[str, Any]) -> Any:
+    summary = episode.get("summary")
+    return summary.get("max_reward") if isinstance(summary, dict) else None

@@ -1,0 +1,254 @@
+"""LangSmith's runs: the LLM calls of a trace, one run per record or nested under their root's `child_runs`.
+
+    {"id": "r", "run_type": "chain", "trace_id": "r", "feedback_stats": {"correct": {"n": 1, "avg": 1.0}}, ..}
+    {"id": "a", "run_type": "llm", "trace_id": "r", "dotted_order": "..Zr...Za", "inputs": {"messages": ..}, ..}
+    {"runs": [run, ..]}                                                              as queries and webhooks give them
+
+A trace is a rollout, the example that it was run on (`reference_example_id`) its group, the means of its root's
+feedback the reward. Messages are LangChain's, as objects or as constructors with `kwargs`, or those of a provider.
+Runs inside of an LLM run repeat it and are skipped, as are chains, tools and what else is no LLM call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, REWARDS, About
+from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.fields import ReadOptions, as_number, quoted, shown
+from treepack.ingest.readers.messages import MEDIA_REASON, READ, is_messages, is_text
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.response_items import messages_of_items
+from treepack.trajectory import Skipped, Trajectory
+
+Message = dict[str, Any]
+ROLES = {
+    **{"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "function"},
+    **{"HumanMessage": "user", "AIMessage": "assistant", "SystemMessage": "system", "ToolMessage": "tool"},
+    **{"HumanMessageChunk": "user", "AIMessageChunk": "assistant", "FunctionMessage": "function"},
+}
+NO_CALL_NOTE = "run of no LLM"
+
+ABOUT = About(
+    program="LangSmith (exports of runs)",
+    recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
+    used=(
+        *("id", "run_type", "trace_id", "dotted_order", "inputs.messages", "outputs.generations.message.kwargs"),
+        *("outputs.choices.message", "extra.invocation_params.tools", "extra.metadata.ls_model_name"),
+        *("feedback_stats", "reference_example_id", "child_runs"),
+    ),
+    dropped=("chains, tools, retrievers and parsers", "session_id (a project)", "events, tags, tokens and costs"),
+    keeps=frozenset({REWARDS, LINEAGE}),
+)
+
+
+@dataclass(slots=True)
+class _Trace:
+    """The LLM runs of a trace, the record of the first, and what its runs say of it; what its root says counts most."""
+
+    record: Record
+    runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    example: Any = None
+    scores: dict[str, Any] = field(default_factory=dict)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a run, or a list of them under `runs`."""
+    runs = record.get("runs")
+    first = runs[0] if is_messages(runs) and runs else record
+    return isinstance(first.get("run_type"), str) and any(name in first for name in ("inputs", "dotted_order"))
+
+
+def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of the traces of one file, by their first run.
+
+    Raises:
+        TreepackError: a record is no run, or messages that are not of the forms above.
+    """
+    traces: dict[str, _Trace] = {}
+    for record in records:
+        if not matches(record.value):
+            raise TreepackError(f"{record.source}: has no run_type or no inputs; expected a run of LangSmith")
+        for name, run in _nested(record):
+            trace = traces.setdefault(name, _Trace(replace(record, value={})))
+            is_root = run.get("parent_run_id") is None
+            trace.example = (run.get("reference_example_id") if is_root else None) or trace.example
+            scores = _scores(run, record.source)
+            trace.scores = trace.scores | scores if is_root else scores | trace.scores
+            if run.get("run_type") != "llm":
+                yield Skipped(record.source, NO_CALL_NOTE)
+            elif run.get("error") is not None or not isinstance(run.get("outputs"), dict):
+                yield Skipped(record.source, "LLM run that failed")
+            else:
+                trace.runs.append((record.source, run))
+    for name, trace in traces.items():
+        if trace.runs:
+            yield from _read(name, trace, options)
+
+
+def _nested(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The run of `record` and those below it, each with its trace."""
+    value = record.value
+    runs = value["runs"] if "run_type" not in value else [value]
+    if not is_messages(runs):
+        raise TreepackError(f"{record.source}: runs is {shown(runs)}; expected a list of runs")
+    stack = [(run, str(run.get("trace_id") or run.get("id") or record.label)) for run in reversed(runs)]
+    while stack:
+        run, trace = stack.pop()
+        yield trace, run
+        children = run.get("child_runs") or []
+        if not is_messages(children):
+            raise TreepackError(f"{record.source}: child_runs is {shown(children)}; expected a list of runs")
+        stack += [(child, str(child.get("trace_id") or trace)) for child in reversed(children)]
+
+
+def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
+    """The means of a run's feedback, as a reward of several scores."""
+    stats = run.get("feedback_stats") or {}
+    if not isinstance(stats, dict):
+        raise TreepackError(f"{source}: feedback_stats is {shown(stats)}; expected an object of them")
+    means = {name: each.get("avg") for name, each in stats.items() if isinstance(each, dict)}
+    return {
+        name: {"score": as_number(mean, source=source, name=f"feedback_stats.{name}.avg")}
+        for name, mean in means.items()
+        if mean is not None
+    }
+
+
+def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    calls: list[ChatCall] = []
+    models: dict[str, None] = {}
+    outer = ""
+    for source, run in sorted(
+        trace.runs, key=lambda item: str(item[1].get("dotted_order") or item[1].get("start_time"))
+    ):
+        order = str(run.get("dotted_order") or "")
+        if outer and order.startswith(outer + "."):
+            yield Skipped(source, "run inside of another LLM run")
+            continue
+        outer = order
+        found = list(_calls(run, source))
+        if not found:
+            yield Skipped(source, "LLM run without messages")
+            continue
+        if not all(is_text([*call.prompt, *call.response]) for call in found):
+            yield Skipped(source, MEDIA_REASON)
+            continue
+        calls += found
+        metadata = _object(_object(run.get("extra")).get("metadata"))
+        if isinstance(model := metadata.get("ls_model_name"), str):
+            models[model] = None
+    value: dict[str, Any] = {"rollout_id": name, "model": ", ".join(models) or None, "group_id": trace.example}
+    if trace.scores:
+        value["rewards"] = trace.scores
+    if calls:
+        yield from read_chats(replace(trace.record, value=value), calls, options)
+
+
+def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
+    """One call for each response; a run may hold several prompts, and each may have several."""
+    inputs, outputs = _object(run.get("inputs")), _object(run.get("outputs"))
+    params = _object(_object(run.get("extra")).get("invocation_params"))
+    tools = inputs.get("tools") or params.get("tools") or params.get("functions") or None
+    if "input" in inputs and isinstance(outputs.get("output"), list):
+        system = [{"role": "system", "content": inputs["instructions"]}] if inputs.get("instructions") else []
+        prompt = messages_of_items(inputs["input"], source=source).messages
+        yield ChatCall([*system, *prompt], messages_of_items(outputs["output"], source=source).messages, tools)
+        return
+    given = inputs.get("messages")
+    if not isinstance(given, list):
+        return
+    prompts = given if all(isinstance(each, list) for each in given) else [given]
+    for prompt, responses in zip(prompts, _responses(outputs, source), strict=False):
+        asked = [each for message in prompt for each in _messages(message, source)]
+        if isinstance(inputs.get("system"), str):
+            asked.insert(0, {"role": "system", "content": inputs["system"]})
+        for response in responses:
+            said = _messages(response, source)
+            yield ChatCall(asked, [each | {"role": "assistant"} for each in said], tools)
+
+
+def _responses(outputs: dict[str, Any], source: str) -> list[list[Any]]:
+    """The responses to each prompt."""
+    if isinstance(found := outputs.get("generations"), list):
+        lists = found if all(isinstance(each, list) for each in found) else [found]
+        return [[_object(each).get("message") or _object(each).get("text") for each in one] for one in lists]
+    if isinstance(found := outputs.get("choices"), list):
+        return [[_object(each).get("message") for each in found]]
+    for name in ("message", "output"):
+        if isinstance(outputs.get(name), dict):
+            return [[outputs[name]]]
+    if isinstance(found := outputs.get("messages"), list):
+        return [found[-1:]]
+    if "content" in outputs or "tool_calls" in outputs:
+        return [[outputs]]
+    raise TreepackError(f"{source}: has the outputs {shown(outputs)}; expected generations, choices or a message")
+
+
+def _messages(message: Any, source: str) -> list[Message]:
+    """A message in chat form; results of tools among its parts are messages of their own."""
+    if isinstance(message, str):
+        return [{"role": "assistant", "content": message}]
+    if not isinstance(message, dict):
+        raise TreepackError(f"{source}: has the message {shown(message)}; expected an object")
+    held, kind = message, message.get("type")
+    if isinstance(message.get("kwargs"), dict):
+        names = message.get("id")
+        held, kind = message["kwargs"], names[-1] if isinstance(names, list) and names else None
+    elif isinstance(message.get("data"), dict):
+        held = message["data"]
+    role = ROLES.get(kind) if isinstance(kind, str) else None
+    role = role or held.get("role")
+    if role is None:
+        raise TreepackError(f"{source}: has a message of type {quoted(kind)}; expected one of {', '.join(ROLES)}")
+    done = {name: each for name, each in held.items() if name in READ and each is not None} | {"role": role}
+    return _by_parts(_with_calls(done, _object(held.get("additional_kwargs"))))
+
+
+def _with_calls(message: Message, more: dict[str, Any]) -> Message:
+    """`message` with its calls under the names of chat, and what LangChain keeps of a provider's own fields."""
+    calls = message.get("tool_calls") or more.get("tool_calls")
+    if is_messages(calls):
+        named = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
+        message["tool_calls"] = [own if "args" in call else call for own, call in zip(named, calls, strict=True)]
+    elif isinstance(more.get("function_call"), dict):
+        message["function_call"] = more["function_call"]
+    if isinstance(more.get("reasoning_content"), str):
+        message.setdefault("reasoning_content", more["reasoning_content"])
+    return message
+
+
+def _by_parts(message: Message) -> list[Message]:
+    """`message` with thinking as reasoning and calls as such, behind the results of tools that it holds."""
+    parts = message.get("content")
+    if not is_messages(parts):
+        return [message]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        kinds.setdefault(str(part.get("type")), []).append(part)
+    done = [
+        {"role": "tool", "tool_call_id": part.get("tool_use_id"), "content": part.get("content")}
+        for part in kinds.pop("tool_result", [])
+    ]
+    thoughts = [
+        part[kind]
+        for kind in ("thinking", "reasoning")
+        for part in kinds.pop(kind, [])
+        if isinstance(part.get(kind), str)
+    ]
+    if thoughts:
+        message.setdefault("reasoning_content", "".join(thoughts))
+    if calls := kinds.pop("tool_use", []):
+        named = [{"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in calls]
+        message.setdefault("tool_calls", named)
+    if message.get("tool_calls"):
+        kinds = {kind: each for kind, each in kinds.items() if kind not in ("tool_call", "function_call")}
+    message["content"] = [part for part in parts if str(part.get("type")) in kinds]
+    return [*done, message] if kinds or not done else done
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

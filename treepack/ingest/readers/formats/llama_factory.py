@@ -1,0 +1,80 @@
+"""LLaMA-Factory's own records since its version 1: messages of typed parts, each message with its weight.
+
+    {"messages": [{"role": "assistant", "content": [{"type": "text", "value": "4"}], "loss_weight": 1.0}], "tools": ..}
+    {"chosen_messages": [..], "rejected_messages": [..]}      a pair, of which what differs is trained
+
+Parts of type `reasoning` and `tool_call` (JSON text) belong to the turn that they are in. Its older data sets are
+`alpaca` and `sharegpt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import MASKS, REWARDS, About
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.sft_messages import Message, calls_of_text, read_chat, read_whole_pair
+from treepack.trajectory import Skipped, Trajectory
+
+PAIR = ("chosen_messages", "rejected_messages")
+
+ABOUT = About(
+    program="LLaMA-Factory (version 1)",
+    recognised_by="`messages`, or `chosen_messages` and `rejected_messages`, whose content is parts with a `value`",
+    used=("messages.content.value", "messages.loss_weight", "tools", *PAIR),
+    dropped=("parts that are not text (records that have some are skipped)",),
+    keeps=frozenset({MASKS, REWARDS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has messages, or a pair of conversations, of parts with a value."""
+    if all(record.get(name) is not None for name in PAIR):
+        return all(_has_values(record[name]) for name in PAIR)
+    return _has_values(record.get("messages"))
+
+
+def _has_values(messages: Any) -> bool:
+    parts = messages[0].get("content") if is_messages(messages) and messages else None
+    return is_messages(parts) and bool(parts) and {"type", "value"} <= parts[0].keys()
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one conversation of `record`, or the two of a pair.
+
+    Raises:
+        TreepackError: the fields are missing or not of the form above.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no messages of parts with a value; expected a record of LLaMA-Factory")
+    if all(value.get(name) is not None for name in PAIR):
+        chosen, rejected = (_messages(value[name], f"{source}: {name}") for name in PAIR)
+        yield from read_whole_pair(record, chosen, rejected, options, used=PAIR)
+        return
+    yield read_chat(record, _messages(value["messages"], source), options, used={"messages"})
+
+
+def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
+    """`messages` with their parts under the names of chat."""
+    done = []
+    for number, message in enumerate(messages, 1):
+        where = f"{source}: turn {number}"
+        parts = message.get("content")
+        if not is_messages(parts):
+            raise TreepackError(f"{where} has the content {shown(parts)}; expected parts with type and value")
+        chat: Message = {"role": message.get("role"), "content": []}
+        for part in parts:
+            kind, value = part.get("type"), part.get("value")
+            if kind == "tool_call":
+                chat.setdefault("tool_calls", []).extend(calls_of_text(value, where=where))
+            elif kind == "reasoning" and isinstance(value, str):
+                chat["reasoning_content"] = chat.get("reasoning_content", "") + value
+            else:
+                chat["content"].append({"type": kind, "text": value})
+        done.append(chat if message.get("loss_weight") is None else chat | {"weight": message["loss_weight"]})
+    return done

@@ -1,0 +1,153 @@
+"""Megatron-RL's rollouts as token ids, alone or in groups: one list per turn, each with its whole prompt.
+
+    {"rollouts": [rollout, ..], "batch_id": 0, "uid": null}
+    {"trajectory": [[1, 2, 3], [1, 2, 3, 4, 5]], "generation_mask": [[F, F, T], [F, F, F, F, T]],
+     "logprobs": [[-0.5], [-0.25]], "reward": 1.0, "env_id": "..", "problem_id": ".."}
+
+Log-probabilities are those of a turn's generated tokens, in order, where that of an end-of-document token may be
+missing; or one less than the turn has tokens, and then the one at place p belongs to token p + 1. Earlier versions keep
+one turn, in flat lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.token_fields import mask_values, number_values
+from treepack.trajectory import Float64, Skipped, Trajectory
+
+LAST_NOTE = "the last token has no log-probability and is not trained"
+DROPPED = frozenset(
+    {
+        *("policy_epoch", "kv_cache_epoch", "num_evictions", "trajectory", "generation_mask", "logprobs"),
+        "advantage_override",
+    }
+)
+GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
+
+ABOUT = About(
+    program="Megatron-LM (megatron.rl: TokenRollout, RolloutGroup)",
+    recognised_by="`trajectory` beside `generation_mask` or `policy_epoch`, or `rollouts` that have them",
+    used=(
+        *("rollouts.trajectory", "rollouts.generation_mask", "rollouts.logprobs", "rollouts.reward", "rollouts.env_id"),
+        *("rollouts.problem_id", "rollouts.advantage_override", "uid"),
+    ),
+    dropped=(
+        "policy_epoch, kv_cache_epoch and num_evictions",
+        "batch_id and index_in_batch",
+        "rollouts of text (they do not say where a prompt ends)",
+        "a bank's binary files",
+    ),
+    keeps=frozenset(KEEPS),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a rollout or a group of them."""
+    members = record.get("rollouts")
+    if isinstance(members, list) and members:
+        return all(isinstance(member, dict) and _is_rollout(member) for member in members)
+    return _is_rollout(record)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of a group, `<record>/<place>`, or those of the one rollout.
+
+    Raises:
+        TreepackError: turns, masks and log-probabilities that contradict each other.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no trajectory with a generation_mask; expected a rollout of Megatron-RL")
+    if "rollouts" not in value:
+        yield from _read_rollout(record, options)
+        return
+    rest = {name: held for name, held in value.items() if name not in GROUP}
+    for place, member in enumerate(as_objects(value["rollouts"], source=source, name="rollouts")):
+        named = {"trajectory_id": f"{record.label}/{place}", "group_id": value.get("uid") or source}
+        yield from _read_rollout(replace(record, value=rest | member | named), options)
+
+
+def _is_rollout(value: dict[str, Any]) -> bool:
+    return isinstance(value.get("trajectory"), list) and ("generation_mask" in value or "policy_epoch" in value)
+
+
+def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    value, source = record.value, record.source
+    turns = _by_turn(value["trajectory"], "trajectory", source)
+    if any(isinstance(turn, str) for turn in turns):
+        yield Skipped(source, "text that does not say where its prompt ends")
+        return
+    masks = value.get("generation_mask")
+    if masks is None:
+        yield Skipped(source, "no mask of generated tokens")
+        return
+    masks = _by_turn(masks, "generation_mask", source)
+    logprobs = value.get("logprobs")
+    logprobs = [None] * len(turns) if logprobs is None else _by_turn(logprobs, "logprobs", source)
+    if not len(turns) == len(masks) == len(logprobs):
+        raise TreepackError(
+            f"{source}: has {len(turns)} turns, {len(masks)} masks and {len(logprobs)} lists of log-probabilities; "
+            "expected one each per turn"
+        )
+    calls: list[TokenCall] = []
+    notes: tuple[str, ...] = ()
+    for number, (turn, mask, given) in enumerate(zip(turns, masks, logprobs, strict=True), 1):
+        call, noted = _call(turn, mask, given, f"{source}: turn {number}")
+        calls.append(replace(call, values=call.values | {"advantages": value.get("advantage_override")}))
+        notes = notes or noted
+    rest = {name: held for name, held in value.items() if name not in DROPPED}
+    if rest.get("group_id") is None:
+        rest["group_id"] = rest.pop("problem_id", None)
+    for item in read_calls(replace(record, value=rest), calls, options):
+        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) else item
+        notes = () if isinstance(item, Trajectory) else notes
+
+
+def _by_turn(value: Any, name: str, source: str) -> list[Any]:
+    """One list per turn; a flat list is that of the only turn."""
+    if not isinstance(value, list):
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected one list per turn")
+    nested = all(isinstance(each, list | np.ndarray | str) for each in value)
+    return value if nested else [value]
+
+
+def _call(turn: Any, mask: Any, given: Any, where: str) -> tuple[TokenCall, tuple[str, ...]]:
+    """The call of one turn: its prompt ends where generated tokens begin."""
+    if not isinstance(turn, list | np.ndarray) or not isinstance(mask, list | np.ndarray):
+        raise TreepackError(f"{where} is {shown(turn)} with the mask {shown(mask)}; expected a list of each")
+    flags = mask_values(mask, source=where, name="generation_mask").astype(np.uint8)
+    if len(flags) != len(turn):
+        raise TreepackError(f"{where} has {len(turn)} tokens and {len(flags)} values of generation_mask; drop one")
+    generated = np.flatnonzero(flags)
+    start = int(generated[0]) if len(generated) else len(turn)
+    if given is None:
+        return TokenCall(turn[:start], turn[start:], {"loss_mask": flags[start:]}), ()
+    numbers = number_values(given, source=where, name="logprobs")
+    whole: Float64 = np.full(len(turn), np.nan)
+    notes: tuple[str, ...] = ()
+    fits = [len(generated), len(turn) - 1]
+    if len(numbers) == len(generated):
+        whole[generated] = numbers
+    elif len(numbers) == len(turn) - 1:
+        whole[1:] = numbers
+    elif len(numbers) == len(generated) - 1:
+        whole[generated[:-1]] = numbers
+        flags[generated[-1]] = 0
+        notes = (LAST_NOTE,)
+    else:
+        raise TreepackError(
+            f"{where} has {len(numbers)} log-probabilities; "
+            f"expected {fits[0]} (its generated tokens) or {fits[1]} (all of its tokens but the first)"
+        )
+    values = {"loss_mask": flags[start:], "rollout_log_probs": whole[start:]}
+    return TokenCall(turn[:start], turn[start:], values), notes

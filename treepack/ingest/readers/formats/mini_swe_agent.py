@@ -1,0 +1,163 @@
+"""mini-swe-agent's `<task>.traj.json`: the messages of one run of a task.
+
+    {"info": {"config": {"model": {"model_name": ".."}}, "exit_status": "Submitted", "mini_version": "2.1.0", ..},
+     "messages": [{"role": "system", ..}, {"role": "user", ..}, {"role": "assistant", .., "extra": {..}}, ..,
+                  {"role": "exit", ..}],
+     "trajectory_format": "mini-swe-agent-1.1"}
+
+A reply that could not be used is not among the messages: it lies in `extra` of the user message that complains of it.
+No later prompt holds it, so that it is trained in a trajectory of its own. Models behind OpenAI's Responses API are
+logged as whole responses, with their items and tools. Where the server added token ids to every response, which lies in
+`extra`, these are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, LOGPROBS, MASKS, TOKEN_IDS, About
+from treepack.ingest.readers.beside import folder_and_document
+from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.formats.openai_chat import SOME_NOTE, token_call
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.response_items import messages_of_items
+from treepack.trajectory import Skipped, Trajectory
+
+FORMAT = "mini-swe-agent"
+EXIT = "exit"  # the role of a message that no model saw
+BOOKKEEPING = frozenset({"extra", "timestamp", "provider_specific_fields", "thinking_blocks", "annotations", "refusal"})
+UNREADABLE_NOTE = "refused reply in an unknown form not used"
+
+ABOUT = About(
+    program="mini-swe-agent",
+    recognised_by="`messages` and `trajectory_format` that begins with mini-swe-agent, or `info.mini_version`",
+    used=(
+        *("messages", "messages.extra.interrupt_type", "messages.extra.response", "messages.tools", "info.exit_status"),
+        *("messages.extra.response.prompt_token_ids", "messages.extra.response.choices.logprobs"),
+        "messages.extra.response.choices.provider_specific_fields.token_ids",
+        *("info.mini_version", "info.config.model.model_name", "instance_id"),
+    ),
+    dropped=(
+        *("info.config (all but the model's name)", "info.submission (repeats the edits)", "info.model_stats"),
+        "messages.extra (costs, times, parsed actions, raw outputs)",
+    ),
+    keeps=frozenset({TOKEN_IDS, LOGPROBS, MASKS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has messages and says that mini-swe-agent wrote them."""
+    info = record.get("info")
+    named = str(record.get("trajectory_format", "")).startswith(FORMAT)
+    return is_messages(record.get("messages")) and (named or (isinstance(info, dict) and "mini_version" in info))
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of `record`, called `<run>/<task>`: one, and one more for each reply that was refused.
+
+    Raises:
+        TreepackError: no messages, or messages of another kind.
+    """
+    value = record.value
+    if not matches(value):
+        raise TreepackError(f"{record.source}: has no messages of mini-swe-agent; expected a file of mini-swe-agent")
+    notes: dict[str, None] = {}
+    calls: list[ChatCall] = []
+    tokens: list[TokenCall | None] = []
+    history: list[dict[str, Any]] = []
+    tools = next((message["tools"] for message in value["messages"] if message.get("tools")), None)
+    for message in value["messages"]:
+        if message.get("role") == EXIT:
+            continue
+        if (refused := _refused_reply(message, record.source, notes)) is not None:
+            calls.append(ChatCall(list(history), [refused], tools))
+            tokens.append(_token_call(message))
+        said = _chat_message(message, record.source, notes)
+        if said is not None and said.get("role") == "assistant":
+            calls.append(ChatCall(list(history), [said], tools))
+            tokens.append(_token_call(message))
+        history += [] if said is None else [said]
+    description = replace(record, value=_description(record))
+    with_ids = [call for call in tokens if call is not None]
+    if calls and len(with_ids) == len(calls):
+        yield from read_calls(description, with_ids, options)
+        return
+    notes |= {SOME_NOTE: None} if with_ids else {}
+    found = list(read_chats(description, calls, options))
+    if calls and isinstance(found[0], Trajectory):
+        found[0] = replace(found[0], notes=found[0].notes + tuple(notes))
+    yield from found
+
+
+def _token_call(message: dict[str, Any]) -> TokenCall | None:
+    """The call whose response lies in `message`, by its token ids; None where there are none."""
+    extra = message.get("extra")
+    response = extra.get("response") if isinstance(extra, dict) else None
+    if not isinstance(response, dict) or not is_messages(response.get("choices")) or not response["choices"]:
+        return None
+    return token_call(response, response["choices"][0])
+
+
+def _chat_message(message: dict[str, Any], source: str, notes: dict[str, None]) -> dict[str, Any] | None:
+    """`message` in chat form; None for a response that says nothing."""
+    if message.get("object") == "response":
+        done = messages_of_items(message.get("output"), source=source)
+        notes.update(dict.fromkeys(done.notes))
+        return done.messages[0] if done.messages else None
+    if message.get("role") is None and message.get("type") == "function_call_output":
+        return messages_of_items([message], source=source).messages[0]
+    kept = {name: held for name, held in message.items() if name not in BOOKKEEPING and name != "type"}
+    if isinstance(kept.get("content"), list) and message.get("type") == "message":
+        return messages_of_items([message], source=source).messages[0]
+    return kept
+
+
+def _refused_reply(message: dict[str, Any], source: str, notes: dict[str, None]) -> dict[str, Any] | None:
+    """What the model wrote where `message` complains of it."""
+    extra = message.get("extra")
+    if not isinstance(extra, dict) or extra.get("interrupt_type") != "FormatError":
+        return None
+    response = extra.get("response")
+    if isinstance(response, dict) and response.get("object") == "response":
+        return _chat_message(response, source, notes)
+    if isinstance(response, dict):
+        choices = as_objects(response.get("choices"), source=source, name="extra.response.choices")
+        said = choices[0].get("message") if choices else None
+        if isinstance(said, dict):
+            return _chat_message(said, source, notes)
+    if isinstance(extra.get("model_response"), str):
+        return {"role": "assistant", "content": extra["model_response"]}
+    notes[UNREADABLE_NOTE] = None
+    return None
+
+
+def _description(record: Record) -> dict[str, Any]:
+    value = record.value
+    info = value.get("info")
+    info = info if isinstance(info, dict) else {}
+    folder, stem = folder_and_document(record)
+    task = str(value.get("instance_id") or stem)
+    run = Path(record.path).parent.parent.name if folder == task else folder
+    rest = {name: held for name, held in value.items() if name not in ("messages", "info", "trajectory_format")}
+    rest.pop("instance_id", None)
+    return {
+        **rest,
+        "trajectory_id": f"{run}/{task}" if run else task,
+        "group_id": task,
+        "model": _model_name(info),
+        "exit_status": info.get("exit_status"),
+        "mini_version": info.get("mini_version"),
+    }
+
+
+def _model_name(info: dict[str, Any]) -> str | None:
+    config = info.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    name = model.get("model_name") if isinstance(model, dict) else None
+    return name if isinstance(name, str) else None

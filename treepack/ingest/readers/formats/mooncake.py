@@ -1,0 +1,95 @@
+"""Traces of requests that hold no text, only its length and hashes of its blocks: Mooncake's, and Qwen's of Bailian.
+
+    {"timestamp": 27, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2353]}     blocks of 512 tokens
+     46 46 .. 46 | 47 47 .. 47 | 2353 .. 2353 | own own .. own
+     512           512           76             52 (trained)
+
+Every id of a block stands for the block and all blocks before it, so that requests share exactly the blocks whose ids
+are equal. Stand-ins for the tokens share just so: a block is its hash id repeated, the output an id that no other
+request of the file has. They are good for counting only. Blocks hold 512 tokens (Mooncake) or 16 (Bailian), told from
+how many there are; the last one may be short, or left out.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import About
+from treepack.ingest.readers.fields import ReadOptions, describe, shown
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
+
+BLOCKS = (512, 16)
+FIRST_OWN_ID = 1 << 30  # hash ids are below it, what is of one request only is not
+MAX_LENGTH = 1 << 24
+USED = frozenset({"input_length", "output_length", "hash_ids"})
+NUMBER = re.compile(r"\d+(?=\]?$)")
+
+ABOUT = About(
+    program="Mooncake, Qwen-Bailian (traces of lengths, for treepack stats only)",
+    recognised_by="`input_length`, `output_length` and `hash_ids`",
+    used=("input_length", "output_length", "hash_ids"),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has the lengths of a request and the hashes of its blocks."""
+    return record.keys() >= USED and isinstance(record["hash_ids"], list | np.ndarray)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one request of `record`.
+
+    Raises:
+        TreepackError: `options.shapes` is not set, or lengths and hashes that are none or contradict each other.
+    """
+    value, source = record.value, record.source
+    if not options.shapes:
+        raise TreepackError(f"{source}: holds the lengths of a request, not its tokens; only treepack stats reads it")
+    if not matches(value):
+        raise TreepackError(f"{source}: has no input_length, output_length or hash_ids; expected a trace of requests")
+    num_input, num_output = (_length(value[name], name, source) for name in ("input_length", "output_length"))
+    if num_output == 0 or num_input + num_output < 2:
+        yield Skipped(source, "request without output")
+        return
+    hashes = as_token_ids(value["hash_ids"], source=source, name="hash_ids")
+    if len(hashes) and hashes.max() >= FIRST_OWN_ID:
+        raise TreepackError(f"{source}: hash_ids holds {hashes.max()}; number the blocks from 0 to {FIRST_OWN_ID - 1}")
+    size = _block_size(num_input, len(hashes), source)
+    tokens = np.full(num_input + num_output, _own_id(record), np.int32)
+    blocks = np.repeat(hashes, size)[:num_input]
+    tokens[: len(blocks)] = blocks
+    yield describe(record, _trained_from(tokens, max(num_input, 1)), used=USED, options=options)
+
+
+def _length(value: Any, name: str, source: str) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_LENGTH:
+        raise TreepackError(f"{source}: {name} is {shown(value)}; expected the number of tokens, at most {MAX_LENGTH}")
+    return value
+
+
+def _block_size(num_input: int, num_blocks: int, source: str) -> int:
+    for size in BLOCKS:
+        if num_blocks in (-(-num_input // size), num_input // size):
+            return size
+    sizes = " or ".join(map(str, BLOCKS))
+    raise TreepackError(
+        f"{source}: has {num_blocks} hash_ids for {num_input} tokens of input; expected one for every {sizes} tokens"
+    )
+
+
+def _own_id(record: Record) -> int:
+    """An id for what only this request has: of two requests of one file never the same."""
+    place = NUMBER.search(record.source[len(record.path) :])
+    mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(place[0] if place else 0)
+    return FIRST_OWN_ID + mixed % FIRST_OWN_ID
+
+
+def _trained_from(tokens: Int32, start: int) -> Tokens:
+    return Tokens(tokens, np.array([start], np.int32), np.array([len(tokens)], np.int32), np.ones(1))

@@ -1,0 +1,144 @@
+"""ms-swift's records, where they are more than chat: pairs, agents' roles, and rounds of query and response.
+
+    {"messages": [..., assistant], "rejected_response": "..."}    a pair; or rejected_messages, a whole conversation
+    {"messages": [...], "label": true}                            the label is the reward
+    {"query": "3 + 3?", "response": "6", "history": [["2 + 2?", "4"]], "system": "Be brief."}
+    {"conversation": [{"human": "2 + 2?", "assistant": "4"}], "system": "Be brief."}
+
+Messages of role `tool_call` hold a call as JSON text; those behind each other, and assistant messages before them, are
+one turn. A rejected response stands in the place of all that follows the last message of the user. Of a pair what
+differs is trained, the messages that both sides begin with are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import MASKS, REWARDS, About
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_whole_pair, rounds
+from treepack.trajectory import Skipped, Trajectory
+
+CALL, RESULTS = "tool_call", ("tool_response", "tool")
+MARKS = ("loss", "loss_scale")
+USED = frozenset(
+    {
+        *("messages", "rejected_response", "rejected_messages"),
+        *("query", "response", "history", "conversation", "system"),
+    }
+)
+
+ABOUT = About(
+    program="ms-swift",
+    recognised_by=(
+        "`messages` with `rejected_response`, `rejected_messages`, a boolean `label` or the role `tool_call`; "
+        "`query` and `response`; or `conversation` of `human` and `assistant`"
+    ),
+    used=(
+        *("messages", "messages.loss", "messages.loss_scale", "tools", "rejected_response", "rejected_messages"),
+        *("label", "query", "response", "history", "system", "conversation.human", "conversation.assistant"),
+    ),
+    dropped=("images, videos, audios (records that have some are skipped)",),
+    keeps=frozenset({MASKS, REWARDS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has messages in a way that is ms-swift's own, or its rounds of text."""
+    messages = record.get("messages")
+    if is_messages(messages) and messages:
+        own = ("rejected_response", "rejected_messages")
+        calls = any(message.get("role") in (CALL, RESULTS[0]) for message in messages)
+        return calls or isinstance(record.get("label"), bool) or any(record.get(name) is not None for name in own)
+    if isinstance(record.get("query"), str) and isinstance(record.get("response"), str):
+        return True
+    talk = record.get("conversation")
+    return is_messages(talk) and bool(talk) and {"human", "assistant"} <= talk[0].keys()
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one conversation of `record`, or the two of a pair.
+
+    Raises:
+        TreepackError: the fields are missing or not of the form above.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no messages, query or conversation; expected a record of ms-swift")
+    messages = _messages(value, source)
+    rejected = _rejected(value, messages, source)
+    sides = [messages] if rejected is None else [messages, rejected]
+    merged = [done for side in sides if (done := _merged(side, source)) is not None]
+    if len(merged) < len(sides):
+        yield Skipped(source, "turn in parts of different weights")
+    elif rejected is None:
+        yield read_chat(record, merged[0], options, used=USED)
+    else:
+        yield from read_whole_pair(record, merged[0], merged[1], options, used=USED)
+
+
+def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    if is_messages(value.get("messages")):
+        return list(value["messages"])
+    system, history = value.get("system"), value.get("history")
+    if isinstance(value.get("query"), str):
+        return rounds(system, history, value["query"], value["response"], source=source)
+    pairs = [[turn.get("human"), turn.get("assistant")] for turn in value["conversation"]]
+    *earlier, last = pairs
+    if not all(isinstance(text, str) for text in last):
+        raise TreepackError(f"{source}: conversation ends with {shown(last)}; expected human and assistant as text")
+    return rounds(system, earlier, *last, source=source)
+
+
+def _rejected(value: dict[str, Any], messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
+    """The conversation that was rejected: given whole, or as what follows the last message of the user."""
+    if (whole := value.get("rejected_messages")) is not None:
+        if not is_messages(whole):
+            raise TreepackError(f"{source}: rejected_messages is {shown(whole)}; expected a list of messages")
+        return list(whole)
+    if (answer := value.get("rejected_response")) is None:
+        return None
+    answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if not is_messages(answers):
+        raise TreepackError(f"{source}: rejected_response is {shown(answer)}; expected text or a list of messages")
+    last_user = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    if last_user == len(messages) - 1:
+        raise TreepackError(f"{source}: has a rejected_response and no other; end messages with one of the assistant")
+    return [*messages[: last_user + 1], *answers]
+
+
+def _merged(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
+    """`messages` with one message for each turn, and results under the role `tool`.
+
+    None if a turn has parts of different weights; of calls that follow each other the first one's counts.
+    """
+    done: list[dict[str, Any]] = []
+    before = None
+    for number, message in enumerate(messages, 1):
+        role = message.get("role")
+        if role == CALL:
+            calls = calls_of_text(message.get("content"), where=f"{source}: turn {number}")
+            part = {"role": "assistant", "content": "", "tool_calls": calls} | _marks(message)
+        else:
+            part = message | {"role": "tool"} if role in RESULTS else message
+        last = done[-1] if done and part.get("role") == done[-1].get("role") == "assistant" else None
+        if last is None:
+            done.append(part)
+        elif not role == CALL == before and _marks(last) != _marks(part):
+            return None
+        else:
+            texts = [each.get("content") or "" for each in (last, part)]
+            if not all(isinstance(text, str) for text in texts):
+                raise TreepackError(f"{source}: turn {number} goes on with parts of a list; expected text to join")
+            calls = [*(last.get("tool_calls") or []), *(part.get("tool_calls") or [])]
+            done[-1] = last | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {})
+        before = role
+    return done
+
+
+def _marks(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: message[name] for name in MARKS if message.get(name) is not None}

@@ -1,0 +1,152 @@
+"""Calls of a chat-completions API, logged as requests and responses (forms in `exchanges`), also of batch jobs.
+
+    request  {"messages": [..], "tools": [..]}                  session "s"  call 1   call 2 ..
+    response {"choices": [{"message": {..}, "logprobs": ..}]}   calls of one session are joined where they continue
+
+Where a server adds token ids (vLLM: `prompt_token_ids` and `token_ids`, which LiteLLM moves to
+`provider_specific_fields`, or tokens named `token_id:17` in the log-probabilities), these are used instead of the text.
+Several choices of one request are a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.messages import MEDIA_REASON, READ, is_messages, is_text
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+TOKEN_ID = "token_id:"
+SOME_NOTE = "token ids of some calls only, not used"
+LOGPROBS_NOTE = "log-probabilities without token ids not used"
+
+ABOUT = About(
+    program="OpenAI-compatible servers and proxies (chat completions), OpenAI batch jobs",
+    recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
+    used=(
+        *("request.messages", "request.tools", "response.choices.message", "response.choices.logprobs.content"),
+        *("response.prompt_token_ids", "response.choices.token_ids", "response.id", "response.model"),
+        *("session_id", "group_id", "reward"),
+    ),
+    dropped=("the other settings of request and response (sampling, usage, finish_reason)", "top_logprobs"),
+    keeps=frozenset(KEEPS),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a request with messages, a response with choices, or both."""
+    request, response = request_and_response(record)
+    if "custom_id" in record and not response.get("choices"):
+        failed = record.get("error") is not None or response.get("error") is not None
+        return failed or is_messages(request.get("messages"))
+    return is_messages(response.get("choices")) and ("custom_id" in record or is_messages(request.get("messages")))
+
+
+def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of the calls of one file: those without a session at once, sessions at the end.
+
+    Raises:
+        TreepackError: a record is no call, or what `calls` refuses.
+    """
+    sessions: dict[str, list[Exchange]] = {}
+    for found in read_exchanges(records, asks="messages", answers="choices"):
+        if isinstance(found, Skipped):
+            yield found
+        elif not _is_text(found):
+            yield Skipped(found.record.source, MEDIA_REASON)
+        elif (session := found.session) is not None:
+            sessions.setdefault(session, []).append(found)
+        else:
+            yield from _choices(found, options)
+    for name, exchanges in sessions.items():
+        calls = [call for exchange in exchanges for call in _calls(exchange)]
+        yield from _read(description(exchanges, name), calls, options)
+
+
+def _is_text(exchange: Exchange) -> bool:
+    messages = exchange.request["messages"]
+    return not is_messages(messages) or is_text(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    chat: ChatCall
+    tokens: TokenCall | None
+    has_logprobs: bool
+
+
+def _choices(exchange: Exchange, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Each choice of a call that stands alone is a rollout; several are a group."""
+    calls = _calls(exchange)
+    record = description([exchange], exchange.name)
+    if len(calls) == 1:
+        yield from _read(record, calls, options)
+        return
+    for number, call in enumerate(calls):
+        of_choice = {"group_id": exchange.name} | record.value | {"rollout_id": f"{exchange.name}/choice-{number}"}
+        yield from _read(replace(record, value=of_choice), [call], options)
+
+
+def _read(record: Record, calls: Sequence[_Call], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    tokens = [call.tokens for call in calls if call.tokens is not None]
+    if tokens and len(tokens) == len(calls):
+        yield from read_calls(record, tokens, options)
+        return
+    notes = (SOME_NOTE,) if tokens else (LOGPROBS_NOTE,) if any(call.has_logprobs for call in calls) else ()
+    for number, item in enumerate(read_chats(record, [call.chat for call in calls], options)):
+        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) and number == 0 else item
+
+
+def _calls(exchange: Exchange) -> list[_Call]:
+    """One call for each choice of the response."""
+    source, request = exchange.record.source, exchange.request
+    if not is_messages(exchange.response["choices"]) or not is_messages(request["messages"]):
+        raise TreepackError(f"{source}: has messages or choices that are no objects; expected lists of objects")
+    calls = []
+    for choice in exchange.response["choices"]:
+        message = choice.get("message")
+        if not isinstance(message, dict):
+            raise TreepackError(f"{source}: has the choice {shown(choice)}; expected one with a message")
+        said = {"role": "assistant"} | {name: held for name, held in message.items() if name in READ}
+        if said.get("content") is None and isinstance(message.get("refusal"), str):
+            said["content"] = message["refusal"]
+        chat = ChatCall(request["messages"], [said], request.get("tools") or request.get("functions") or None)
+        calls.append(_Call(chat, token_call(exchange.response, choice), bool(_parts(choice))))
+    return calls
+
+
+def token_call(response: dict[str, Any], choice: dict[str, Any]) -> TokenCall | None:
+    """The call of a `choice` of `response` by its token ids; None where the server added none."""
+    message, extra = (_object(choice.get(name)) for name in ("message", "provider_specific_fields"))
+    parts = _parts(choice)
+    holders = (response, choice, extra, message)
+    prompt = next((held["prompt_token_ids"] for held in holders if held.get("prompt_token_ids")), None)
+    generated = next((held["token_ids"] for held in (choice, extra) if held.get("token_ids")), None)
+    generated = generated or message.get("generation_token_ids") or _ids_of_names(parts)
+    if not prompt or not generated:
+        return None
+    logprobs = message.get("generation_log_probs") or [part.get("logprob") for part in parts]
+    return TokenCall(prompt, generated, {"rollout_log_probs": logprobs})
+
+
+def _object(held: Any) -> dict[str, Any]:
+    return held if isinstance(held, dict) else {}
+
+
+def _parts(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """The log-probabilities of the tokens of a choice."""
+    parts = _object(choice.get("logprobs")).get("content")
+    return parts if is_messages(parts) else []
+
+
+def _ids_of_names(parts: list[dict[str, Any]]) -> list[int]:
+    names = [part.get("token") for part in parts]
+    numbers = [name.removeprefix(TOKEN_ID) for name in names if isinstance(name, str) and name.startswith(TOKEN_ID)]
+    return [int(number) for number in numbers if number.isdecimal()] if len(numbers) == len(names) else []

@@ -1,0 +1,247 @@
+"""OpenTelemetry spans of LLM calls by the semantic conventions for generative AI: OTLP as JSON, or one span per line.
+
+    {"resourceSpans": [{"scopeSpans": [{"spans": [span, ..]}]}]}      attributes as [{"key", "value": {"stringValue"}}]
+    {"trace_id", "span_id", "start_time", "attributes": {"gen_ai...": ..}}                   ids also in "context"
+
+    span  gen_ai.system_instructions  gen_ai.input.messages   gen_ai.output.messages      of gen_ai.conversation.id
+    call  system                      the rest of the prompt  the response, or several    of a rollout
+
+Messages are `{role, parts: [text | reasoning | tool_call | tool_call_response]}`, given or as JSON text, in the span or
+in one of its events. Each call is asked with the whole conversation; calls are joined where they continue each other.
+Spans without a conversation are joined by their trace. Scores of `gen_ai.evaluation.result` events are the reward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import REWARDS, About
+from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+CALLS = (None, "chat", "generate_content", "text_completion")
+EVALUATION = "gen_ai.evaluation.result"
+INSTRUCTIONS, INPUT, OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
+TOOLS = "gen_ai.tool.definitions"
+RENAMED_ROLES = {"Human": "user", "AI": "assistant", "model": "assistant"}  # as LangChain and Gemini have them
+NO_CALL_NOTE = "span of no LLM call"
+NO_CONTENT_NOTE = "LLM call whose messages were not captured"
+
+ABOUT = About(
+    program="OpenTelemetry (generative AI conventions), by any instrumentation of them",
+    recognised_by="`resourceSpans`, or a span id beside `attributes`",
+    used=(
+        *("resourceSpans.scopeSpans.spans.attributes", "resourceSpans.scopeSpans.spans.events", "context.trace_id"),
+        *("start_time", "attributes.gen_ai.operation.name", "attributes.gen_ai.conversation.id"),
+        *(f"attributes.{name}" for name in (INSTRUCTIONS, INPUT, TOOLS, "gen_ai.request.model", "gen_ai.agent.name")),
+        *(f"events.attributes.{name}" for name in (OUTPUT, "gen_ai.evaluation.score.value")),
+    ),
+    dropped=(
+        "spans of tools, agents and embeddings (the calls hold what they gave)",
+        "blobs, files, uris and server-side tools (calls that have some are skipped)",
+        "usage, finish reasons, resources",
+    ),
+    keeps=frozenset({REWARDS}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    source: str
+    trace: str
+    start: Any
+    attributes: dict[str, Any]
+    scores: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """The spans of LLM calls of one conversation, and the record of the first."""
+
+    record: Record
+    spans: list[_Span] = field(default_factory=list)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is OTLP, or one span."""
+    if isinstance(record.get("resourceSpans"), list):
+        return True
+    context = record.get("context")
+    holders = (record, context) if isinstance(context, dict) else (record,)
+    is_span = any(held.get(name) is not None for held in holders for name in ("span_id", "spanId"))
+    return is_span and isinstance(record.get("attributes"), dict | list)
+
+
+def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of the conversations of one file, by their first span; what no call is, is skipped.
+
+    Raises:
+        TreepackError: a record is no span, or messages that are not of the form above.
+    """
+    conversations: dict[str, _Conversation] = {}
+    for record in records:
+        for span in _spans(record):
+            if span.attributes.get("gen_ai.operation.name") not in CALLS:
+                yield Skipped(record.source, NO_CALL_NOTE)
+                continue
+            if not {INPUT, OUTPUT} <= span.attributes.keys():
+                is_call = any(name.startswith("gen_ai.") for name in span.attributes)
+                yield Skipped(record.source, NO_CONTENT_NOTE if is_call else NO_CALL_NOTE)
+                continue
+            name = str(span.attributes.get("gen_ai.conversation.id") or span.trace)
+            bare = replace(record, value={})  # what it holds need not be kept till the end of the file
+            conversations.setdefault(name, _Conversation(bare)).spans.append(span)
+    for name, conversation in conversations.items():
+        spans = sorted(conversation.spans, key=lambda span: (isinstance(span.start, str), span.start))
+        calls = []
+        for span in spans:
+            found = list(_calls(span))
+            if all(is_text([*call.prompt, *call.response]) for call in found):
+                calls += found
+            else:
+                yield Skipped(span.source, MEDIA_REASON)
+        if calls:
+            yield from read_chats(_description(conversation.record, name, spans), calls, options)
+
+
+def _spans(record: Record) -> Iterator[_Span]:
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has neither resourceSpans nor a span id beside attributes; expected spans")
+    flat = [value]
+    if "resourceSpans" in value:
+        scopes = _below(value["resourceSpans"], "scopeSpans", source)
+        flat = _below(scopes, "spans", source)
+    for span in flat:
+        context = span.get("context")
+        holders = (span, context) if isinstance(context, dict) else (span,)
+        trace = next((held[name] for held in holders for name in ("traceId", "trace_id") if held.get(name)), "")
+        start = next((span[name] for name in ("startTimeUnixNano", "start_time", "startTime") if span.get(name)), 0)
+        start = int(start) if isinstance(start, str) and start.isdecimal() else start
+        attributes: dict[str, Any] = {}
+        scores: dict[str, Any] = {}
+        for event in _below([span], "events", source):
+            found = _attributes(event.get("attributes"), source)
+            if event.get("name") == EVALUATION:
+                score = found.get("gen_ai.evaluation.score.value")
+                scores |= {} if score is None else {str(found.get("gen_ai.evaluation.name", "score")): {"score": score}}
+            else:
+                attributes |= found
+        attributes |= _attributes(span.get("attributes"), source)
+        yield _Span(source, str(trace), start if isinstance(start, int | float | str) else 0, attributes, scores)
+
+
+def _below(held: Any, name: str, source: str) -> list[dict[str, Any]]:
+    """The objects in the lists `name` of the objects `held`."""
+    lists: list[Any] = [each.get(name) or [] for each in held] if is_messages(held) else [None]
+    if not all(map(is_messages, lists)):
+        raise TreepackError(f"{source}: {name} is not a list of objects; expected spans as OTLP has them")
+    return [each for found in lists for each in found]
+
+
+def _attributes(held: Any, source: str) -> dict[str, Any]:
+    """Attributes as a dict, those of OTLP unwrapped."""
+    if held is None or isinstance(held, dict):
+        return held or {}
+    if not is_messages(held) or not all(isinstance(each.get("key"), str) for each in held):
+        raise TreepackError(f"{source}: has the attributes {shown(held)}; expected an object, or key and value")
+    return {each["key"]: _unwrapped(each.get("value")) for each in held}
+
+
+def _unwrapped(value: Any) -> Any:
+    if not isinstance(value, dict) or len(value) != 1:
+        return value
+    ((kind, held),) = value.items()
+    if kind == "arrayValue":
+        return [_unwrapped(each) for each in (held or {}).get("values", [])]
+    if kind == "kvlistValue":
+        return {str(each.get("key")): _unwrapped(each.get("value")) for each in (held or {}).get("values", [])}
+    return int(held) if kind == "intValue" and isinstance(held, str) and held.lstrip("-").isdecimal() else held
+
+
+def _calls(span: _Span) -> Iterator[ChatCall]:
+    """One call for each response of `span`."""
+    given = _parsed(span, INSTRUCTIONS)
+    parts = [{"type": "text", "content": given}] if isinstance(given, str) else given
+    prompt = _messages([{"role": "system", "parts": parts}], span, INSTRUCTIONS) if parts else []
+    prompt += _messages(_parsed(span, INPUT) or [], span, INPUT)
+    responses = _parsed(span, OUTPUT)
+    if not is_messages(responses):
+        raise TreepackError(f"{span.source}: {OUTPUT} is {shown(responses)}; expected a list of messages")
+    for response in responses:
+        said = _messages([{"role": "assistant"} | response], span, OUTPUT)
+        yield ChatCall(prompt, said, _parsed(span, TOOLS) or None)
+
+
+def _parsed(span: _Span, name: str) -> Any:
+    """The attribute `name`, parsed if it is JSON text."""
+    held = span.attributes.get(name)
+    if not isinstance(held, str):
+        return held
+    try:
+        return json.loads(held)
+    except (ValueError, RecursionError):
+        return held
+
+
+def _messages(messages: Any, span: _Span, name: str) -> list[dict[str, Any]]:
+    """Messages in chat form; each response of a tool is one of its own."""
+    if not is_messages(messages):
+        raise TreepackError(f"{span.source}: {name} is {shown(messages)}; expected a list of messages")
+    done: list[dict[str, Any]] = []
+    for message in messages:
+        parts = message.get("parts", message.get("content"))
+        parts = [{"type": "text", "content": parts}] if isinstance(parts, str) else parts or []
+        if not is_messages(parts):
+            raise TreepackError(f"{span.source}: {name} has the parts {shown(parts)}; expected a list of parts")
+        results = [part for part in parts if part.get("type") == "tool_call_response"]
+        done += [{"role": "tool", "tool_call_id": part.get("id"), "content": _result(part)} for part in results]
+        others = [part for part in parts if part.get("type") != "tool_call_response"]
+        if others or not results:
+            role = message.get("role")
+            role = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
+            done.append(_message(role, others, span, name))
+    return done
+
+
+def _message(role: Any, parts: list[dict[str, Any]], span: _Span, name: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": role, "content": ""}
+    for part in parts:
+        kind, content = part.get("type"), part.get("content")
+        if kind == "tool_call":
+            message.setdefault("tool_calls", []).append({key: part.get(key) for key in ("id", "name", "arguments")})
+        elif kind in ("text", "reasoning") and isinstance(content, str):
+            key = "content" if kind == "text" else "reasoning_content"
+            message[key] = message.get(key, "") + content
+        elif isinstance(kind, str) and kind not in ("text", "reasoning"):
+            return {"role": role, "content": [{"type": kind}]}
+        else:
+            raise TreepackError(f"{span.source}: {name} has the part {shown(part)}; expected text under content")
+    return message
+
+
+def _result(part: dict[str, Any]) -> str:
+    held = part.get("response", part.get("result"))
+    return held if isinstance(held, str) else "" if held is None else json.dumps(held, ensure_ascii=False)
+
+
+def _description(record: Record, name: str, spans: list[_Span]) -> Record:
+    """What the spans of a conversation say besides their calls."""
+    value: dict[str, Any] = {"rollout_id": name}
+    for key, names in (
+        ("model", ("gen_ai.response.model", "gen_ai.request.model")),
+        ("agent", ("gen_ai.agent.name",)),
+    ):
+        found = [next((span.attributes[each] for each in names if each in span.attributes), None) for span in spans]
+        if distinct := dict.fromkeys(str(each) for each in found if each is not None):
+            value[key] = ", ".join(distinct)
+    if scores := {key: score for span in spans for key, score in span.scores.items()}:
+        value["rewards"] = scores
+    return replace(record, value=value)

@@ -1,0 +1,147 @@
+"""prime-rl's training data as token ids: samples, packed micro batches, and the trainer's token exports.
+
+    {"token_ids": [..], "mask": [..], "logprobs": [..], "temperatures": [..], "env_name": "..", "advantages": [..]}
+    {"input_ids": [..], "loss_mask": [..], "inference_logprobs": [..], "advantages": [..], "env_names": [..],
+     "position_ids": [0, 1, 0, ..], "sequence_lengths": [..]}
+    {"step": 3, "rank": 0, "export_sequence_idx": 0, "token_ids": [..], "loss_mask": [..], "trainer_logprobs": [..], ..}
+
+Everything has one value per token at the token's own place, 0 where it is not trained; labels are shifted by the
+trainer only. A micro batch is taken apart by its lengths, and the padding behind its last sequence, where the positions
+begin again, is cut off. The weight of a token in the policy's loss is its mask times `rl_weights`; where no token has
+any, `ce_weights` are the loss weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LOGPROBS, MASKS, TOKEN_IDS, About
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.formats import tokens
+from treepack.ingest.readers.messages import MEDIA_REASON
+from treepack.ingest.readers.packed import lengths_of, num_padding, read_packed
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.token_fields import mask_values, number_values
+from treepack.trajectory import Skipped, Trajectory
+
+IDS = ("token_ids", "input_ids")
+MASKS_OF = ("loss_mask", "mask")
+STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+LENGTHS = ("sequence_lengths", "seq_lens")
+DROPPED = frozenset(
+    {
+        *("temperatures", "routed_experts", "mm_kwargs", "mm_token_type_ids", "position_ids", "env_names"),
+        *("rank", "micro_step", "micro_sequence_idx", "schema_version", "entropy", "mismatch_kl", "prob_delta"),
+        *("log_importance_ratio", "importance_ratio", "is_masked", "is_masked_high", "is_masked_low"),
+        *LENGTHS,
+    }
+)
+
+ABOUT = About(
+    program="prime-rl (TrainingSample, MicroBatch, token exports)",
+    recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
+    used=(
+        *("token_ids", "mask", "logprobs", "env_name", "ref_logprobs", "advantages", "rl_weights", "ce_weights"),
+        *("input_ids", "loss_mask", "inference_logprobs", "sequence_lengths", "position_ids", "env_names"),
+        *("step", "trainer_logprobs", "export_sequence_idx"),
+    ),
+    dropped=(
+        "temperatures and routed_experts",
+        "ref_kl_weights, and ce_weights beside rl_weights (noted)",
+        "mm_kwargs (samples that have some are skipped)",
+        "what an export computes: entropy, ratios, which tokens were clipped",
+    ),
+    keeps=frozenset({TOKEN_IDS, MASKS, LOGPROBS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a sample, a micro batch or an exported sequence."""
+    ids, mask = _first(record, IDS), _first(record, MASKS_OF)
+    return ids is not None and mask is not None and ("env_name" in record or "inference_logprobs" in record)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one trajectory of a sample or an export, or those of a micro batch, `<record>/sequence-<k>`.
+
+    Raises:
+        TreepackError: no ids or no mask, or what the `tokens` reader refuses.
+    """
+    value = record.value
+    if not matches(value):
+        raise TreepackError(f"{record.source}: has no ids, no mask or no env_name; expected training data of prime-rl")
+    if value.get("mm_kwargs"):
+        yield Skipped(record.source, MEDIA_REASON)
+        return
+    ids = _first(value, IDS)
+    weights, notes = _weights(value, len(ids), record.source)
+    kept = {name: held for name, held in value.items() if name not in (*DROPPED, *STREAMS, *MASKS_OF, *IDS)}
+    kept |= {"token_ids": ids, "loss_mask": weights}
+    if "export_sequence_idx" in kept:
+        kept["old_log_probs"] = kept.pop("trainer_logprobs", None)
+    sizes = next((value[name] for name in LENGTHS if value.get(name) is not None), None)
+    one = replace(record, value=kept)
+    found = tokens.read(one, options) if sizes is None else _read_batch(one, value, sizes, options)
+    for item in found:
+        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) else item
+        notes = () if isinstance(item, Trajectory) else notes
+
+
+def _read_batch(
+    record: Record, value: dict[str, Any], sizes: Any, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    num_tokens, source = len(record.value["token_ids"]), record.source
+    lengths = lengths_of(sizes, name="sequence_lengths", num_tokens=num_tokens, source=source)
+    names = value.get("env_names")
+    kept = dict(record.value)
+    if isinstance(names, list) and len(names) == num_tokens and lengths:
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        kept["env_name"] = [names[start] for start in starts if start < num_tokens]
+    padding = num_padding(value.get("position_ids"), lengths, source=source)
+    if padding:
+        kept = {name: _cut(held, num_tokens, padding) for name, held in kept.items()}
+        lengths[-1] -= padding
+    yield from read_packed(replace(record, value=kept), lengths, options)
+
+
+def _cut(held: Any, num_tokens: int, padding: int) -> Any:
+    return held[: num_tokens - padding] if _is_list(held) and len(held) == num_tokens else held
+
+
+def _weights(value: dict[str, Any], num_tokens: int, source: str) -> tuple[Any, tuple[str, ...]]:
+    """The loss weight of each token, and which streams of weights are not in it."""
+    name = next(name for name in MASKS_OF if value.get(name) is not None)
+    weights = mask_values(value[name], source=source, name=name).astype(np.float64)
+    streams = {name: _stream(value.get(name), num_tokens, name, source) for name in STREAMS}
+    used = "rl_weights"
+    if (own := streams[used]) is not None:
+        if len(weights) != num_tokens:
+            raise TreepackError(f"{source}: {name} has {len(weights)} values; expected {num_tokens}, one per token")
+        weights = weights * own
+    if not weights.any() and streams["ce_weights"] is not None and streams["ce_weights"].any():
+        used, weights = "ce_weights", streams["ce_weights"]
+    others = (name for name, held in streams.items() if name != used and held is not None and held.any())
+    return weights, tuple(f"{name} not used" for name in others)
+
+
+def _stream(held: Any, num_tokens: int, name: str, source: str) -> Any:
+    """A stream of weights as an array; None where it is not there, or null throughout as in an export."""
+    if held is None or not _is_list(held):
+        return None
+    numbers = number_values(held, source=source, name=name)
+    if len(numbers) != num_tokens:
+        raise TreepackError(f"{source}: {name} has {len(numbers)} values; expected {num_tokens}, one per token")
+    return None if np.isnan(numbers).all() else numbers
+
+
+def _first(value: dict[str, Any], names: tuple[str, ...]) -> Any:
+    return next((value[name] for name in names if _is_list(value.get(name))), None)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | np.ndarray)

@@ -1,0 +1,85 @@
+"""prime-rl's batches for supervised training: sequences one behind the other, with targets that are shifted already.
+
+    {"input_ids": [5, 6, 8], "target_ids": [6, 7, 9], "loss_mask": [false, true, true], "position_ids": [0, 1, 0],
+     "seq_lens": [2, 1]}                                                                    =>  5 6 7      8 9
+
+A mask says of a target whether it is trained. A sequence is its inputs and its last target; the padding behind the last
+one, where the positions begin again, is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import MASKS, TOKEN_IDS, About
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.formats import tokens
+from treepack.ingest.readers.messages import MEDIA_REASON
+from treepack.ingest.readers.packed import lengths_of, num_padding
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.token_fields import mask_values
+from treepack.trajectory import Skipped, Trajectory, as_token_ids
+
+OWN = ("input_ids", "target_ids", "loss_mask")
+DROPPED = frozenset({*OWN, "position_ids", "seq_lens", "mm_kwargs", "mm_token_type_ids"})
+
+ABOUT = About(
+    program="prime-rl (SFT batches)",
+    recognised_by="`input_ids`, `target_ids` and `loss_mask`",
+    used=(*OWN, "position_ids", "seq_lens"),
+    dropped=("mm_kwargs (batches that have some are skipped)", "mm_token_type_ids"),
+    keeps=frozenset({TOKEN_IDS, MASKS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a batch with shifted targets."""
+    return all(isinstance(record.get(name), list | np.ndarray) for name in OWN)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """One trajectory per sequence, `<record>/sequence-<k>` from 1.
+
+    Raises:
+        TreepackError: targets that are not the inputs one place later, or what the `tokens` reader refuses.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no {', '.join(OWN)}; expected a batch of prime-rl")
+    if value.get("mm_kwargs"):
+        yield Skipped(source, MEDIA_REASON)
+        return
+    ids, targets = (as_token_ids(value[name], source=source, name=name) for name in OWN[:2])
+    mask = mask_values(value["loss_mask"], source=source, name="loss_mask").astype(np.float64)
+    if not len(ids) == len(targets) == len(mask):
+        raise TreepackError(
+            f"{source}: has {len(ids)} input_ids, {len(targets)} target_ids and {len(mask)} values of loss_mask; "
+            "expected as many of each"
+        )
+    sizes = value.get("seq_lens")
+    given = [len(ids)] if sizes is None else sizes
+    lengths = lengths_of(given, name="seq_lens", num_tokens=len(ids), source=source)
+    ends = list(accumulate(lengths))
+    padding = num_padding(value.get("position_ids"), lengths, source=source)
+    rest = {name: held for name, held in value.items() if name not in DROPPED}
+    for number, (stop, size) in enumerate(zip(ends, lengths, strict=True), 1):
+        start, end = stop - size, stop - (padding if number == len(lengths) else 0)
+        if start == end:
+            continue
+        if not np.array_equal(targets[start : end - 1], ids[start + 1 : end]):
+            raise TreepackError(
+                f"{source}: target_ids of sequence {number} are not its input_ids one place later; "
+                "expected those of one sequence"
+            )
+        fields = {
+            "trajectory_id": f"{record.label}/sequence-{number}",
+            "input_ids": np.append(ids[start:end], targets[end - 1]),
+            "loss_mask": np.append(0.0, mask[start:end]),
+        }
+        yield from tokens.read(replace(record, value=rest | fields), options)

@@ -1,0 +1,137 @@
+"""Traces of rLLM's model gateway: one LLM call a line; the calls of one session are a rollout.
+
+    {"trace_id": "b", "session_id": "s", "model": "..", "messages": [..], "response_message": {..},
+     "prompt_token_ids": [..], "completion_token_ids": [..], "logprobs": [..], "metadata": {..}, ..}
+    {.., "prompt_delta_token_ids": [..], "parent_trace_id": "a"}    prompt = that of a, its completion, and the delta
+
+A delta is told from a whole prompt by being there. Sessions may be interleaved; the file is held until all are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LOGPROBS, MASKS, TOKEN_IDS, About
+from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
+
+KNOWN = frozenset(
+    {
+        *("trace_id", "session_id", "model", "messages", "prompt_token_ids", "response_message", "logprobs"),
+        *("completion_token_ids", "routing_matrices", "finish_reason", "weight_version", "latency_ms", "token_counts"),
+        *("timestamp", "metadata", "raw_request", "raw_response", "prompt_delta_token_ids", "parent_trace_id"),
+    }
+)
+ORPHAN = "trace whose parent is not in the file"
+
+ABOUT = About(
+    program="rLLM (model gateway)",
+    recognised_by="`trace_id` and `session_id` beside `response_message` or `completion_token_ids`",
+    used=(
+        *("trace_id", "session_id", "model", "messages", "response_message", "prompt_token_ids", "metadata"),
+        *("completion_token_ids", "logprobs", "prompt_delta_token_ids", "parent_trace_id", "weight_version"),
+    ),
+    dropped=(
+        "routing_matrices",
+        "finish_reason, latency_ms, token_counts and timestamp",
+        "raw_request but for its tools, and raw_response",
+    ),
+    keeps=frozenset({TOKEN_IDS, MASKS, LOGPROBS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a trace."""
+    named = all(isinstance(record.get(name), str) for name in ("trace_id", "session_id"))
+    return named and ("response_message" in record or "completion_token_ids" in record)
+
+
+def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of all sessions, called after them, in the order in which the sessions began.
+
+    Fields of a session's first `metadata` are read as if they were the rollout's own: `reward` or `task_id`, say.
+
+    Raises:
+        TreepackError: no traces, or what the readers of tokens and messages refuse.
+    """
+    sessions: dict[str, list[Record]] = {}
+    for record in records:
+        if not matches(record.value):
+            raise TreepackError(f"{record.source}: has no trace_id or no session_id; expected a trace of rLLM")
+        sessions.setdefault(record.value["session_id"], []).append(record)
+    for session, traces in sessions.items():
+        yield from _read_session(session, traces, options)
+
+
+def _read_session(session: str, traces: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    first, last = traces[0].value, traces[-1].value
+    known = first.get("metadata")
+    own = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
+    more = {name: held for name, held in first.items() if name not in KNOWN}
+    one = replace(traces[0], value=more | (known if isinstance(known, dict) else {}) | own)
+    if not all(trace.value.get("completion_token_ids") for trace in traces):
+        chats = [_chat_call(trace) for trace in traces]
+        yield from read_chats(one, chats, options)
+        return
+    prompts = _prompts(traces)
+    calls = []
+    for trace in traces:
+        prompt = prompts[trace.value["trace_id"]]
+        if prompt is None:
+            yield Skipped(trace.source, ORPHAN)
+            continue
+        values = {"rollout_log_probs": trace.value.get("logprobs")}
+        calls.append(TokenCall(prompt, _ids(trace, "completion_token_ids"), values))
+    if calls:
+        yield from read_calls(one, calls, options)
+
+
+def _prompts(traces: list[Record]) -> dict[str, Int32 | None]:
+    """The whole prompt of each trace; None where an ancestor of it is missing. O(sum of their lengths)."""
+    by_id = {trace.value["trace_id"]: trace for trace in traces}
+    whole: dict[str, Int32 | None] = {}
+    for start in by_id:
+        chain: list[str] = []
+        name: Any = start
+        while isinstance(name, str) and name not in whole and name in by_id and name not in chain:
+            chain.append(name)
+            if by_id[name].value.get("prompt_delta_token_ids") is None:
+                break
+            name = by_id[name].value.get("parent_trace_id")
+        for link in reversed(chain):
+            trace = by_id[link]
+            if trace.value.get("prompt_delta_token_ids") is None:
+                whole[link] = _ids(trace, "prompt_token_ids")
+                continue
+            parent = trace.value.get("parent_trace_id")
+            before = whole.get(parent) if isinstance(parent, str) else None
+            whole[link] = None
+            if isinstance(parent, str) and before is not None:
+                parts = (before, _ids(by_id[parent], "completion_token_ids"), _ids(trace, "prompt_delta_token_ids"))
+                whole[link] = np.concatenate(parts)
+    return whole
+
+
+def _ids(trace: Record, name: str) -> Int32:
+    values = trace.value.get(name)
+    if not isinstance(values, list | np.ndarray):
+        raise TreepackError(f"{trace.source}: {name} is {shown(values)}; expected a list of token ids")
+    return as_token_ids(values, source=trace.source, name=name)
+
+
+def _chat_call(trace: Record) -> ChatCall:
+    messages = as_objects(trace.value.get("messages"), source=trace.source, name="messages")
+    response = trace.value.get("response_message")
+    if response is not None and not isinstance(response, dict):
+        raise TreepackError(f"{trace.source}: response_message is {shown(response)}; expected a message")
+    request = trace.value.get("raw_request")
+    return ChatCall(
+        messages, [response] if response else [], request.get("tools") if isinstance(request, dict) else None
+    )

@@ -1,0 +1,85 @@
+"""ShareGPT's records: `{conversations: [{from, value}], system, tools}`, and LLaMA-Factory's pairs of them.
+
+    human "2 + 3?"   function_call '{"name": "add", "arguments": {..}}'   observation "5"   gpt "It is 5."
+    =>  user         assistant {tool_calls: [add]}                        tool "5"          assistant "It is 5."
+
+`chosen` and `rejected`, each one message, make a pair. A message may carry `weight`, and may be one of chat, with
+`role` and `content`. `tools` is often JSON text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import MASKS, REWARDS, About
+from treepack.ingest.readers.fields import ReadOptions, quoted, shown
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_pair
+from treepack.trajectory import Skipped, Trajectory
+
+ROLES = {
+    **{"system": "system", "human": "user", "user": "user", "observation": "tool", "tool": "tool"},
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+}
+CALL = "function_call"
+PAIRS = ({"from", "value"}, {"role", "content"})
+KEPT = ("weight", "loss", "loss_scale")
+USED = frozenset({"conversations", "system"})
+PAIR = frozenset({"chosen", "rejected"})
+OF_HARBOR = frozenset({"trial_name", "episode"})  # rows that each hold a beginning of one conversation
+
+ABOUT = About(
+    program="ShareGPT; LLaMA-Factory, Axolotl and others read it",
+    recognised_by="`conversations`, a list of objects with `from` and `value`, or `role` and `content`",
+    used=(
+        *("conversations.from", "conversations.value", "conversations.weight", "system", "tools"),
+        *("chosen.value", "rejected.value", "kto_tag"),
+    ),
+    dropped=("images, videos, audios (records that have some are skipped)",),
+    keeps=frozenset({MASKS, REWARDS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has `conversations` whose first message says who it is from."""
+    turns = record.get("conversations")
+    if not is_messages(turns) or not turns or record.keys() >= OF_HARBOR:
+        return False
+    return any(pair <= turns[0].keys() for pair in PAIRS)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one conversation of `record`, or the two of a pair.
+
+    Raises:
+        TreepackError: no conversation, an unknown speaker, or a call that is not JSON.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no conversations of from and value; expected a record of ShareGPT's form")
+    turns = [_message(turn, f"{source}: turn {number}") for number, turn in enumerate(value["conversations"], 1)]
+    if (system := value.get("system")) is not None:
+        if not isinstance(system, str):
+            raise TreepackError(f"{source}: system is {shown(system)}; expected text")
+        turns = [{"role": "system", "content": system}, *turns] if system else turns
+    if value.get("chosen") is not None and value.get("rejected") is not None:
+        chosen, rejected = ([_message(value[name], f"{source}: {name}")] for name in ("chosen", "rejected"))
+        yield from read_pair(record, turns, chosen, rejected, options, used=USED | PAIR)
+        return
+    yield read_chat(record, turns, options, used=USED)
+
+
+def _message(turn: Any, where: str) -> dict[str, Any]:
+    if isinstance(turn, dict) and "from" not in turn and "role" in turn:
+        return turn
+    speaker = turn.get("from") if isinstance(turn, dict) else None
+    if not isinstance(speaker, str) or (speaker != CALL and speaker not in ROLES):
+        known = ", ".join([*ROLES, CALL])
+        raise TreepackError(f"{where} is from {quoted(speaker)}; expected one of {known}")
+    kept = {name: turn[name] for name in KEPT if name in turn}
+    if speaker == CALL:
+        return {"role": "assistant", "content": "", "tool_calls": calls_of_text(turn.get("value"), where=where)} | kept
+    return {"role": ROLES[speaker], "content": turn.get("value")} | kept

@@ -1,0 +1,135 @@
+"""slime's samples: the `.pt` files of `--save-debug-rollout-data`, or the same dicts as JSON.
+
+    {"rollout_id": 5, "samples": [sample, ..]}          a whole file; rollout_id counts the steps
+    {"group_index": 0, "index": 3, "rollout_id": null, "tokens": [..], "response_length": 7, "loss_mask": [..],
+     "rollout_log_probs": [..], "reward": 1.0, "status": "completed", "remove_sample": false, ..}
+
+`tokens` are prompt and response; mask and log-probabilities belong to the response. Samples of one rollout share its
+`rollout_id`. A sample whose tokens are empty is read as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.formats import chat, tokens
+from treepack.ingest.readers.messages import MEDIA_REASON, is_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+OWN = ("tokens", "response_length", "status")
+OF_TOKENS = frozenset({"tokens", "response_length", "loss_mask", "rollout_log_probs"})
+UNFINISHED = frozenset({"pending", "aborted"})
+TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
+DROPPED = frozenset(
+    {
+        *("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts", "teacher_log_probs"),
+        *("weight_versions", "spec_info", "prefix_cache_info", "non_generation_time", "remove_sample"),
+        *("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id"),
+        *("generate_function_path", "custom_rm_path", "train_metadata", "rollout_id", "index"),
+    }
+)
+
+ABOUT = About(
+    program="slime (debug rollout data)",
+    recognised_by="`tokens`, `response_length` and `status`, or `samples` that have them",
+    used=(
+        *("rollout_id", "samples", "samples.group_index", "samples.index", "samples.rollout_id", "samples.tokens"),
+        *("samples.response_length", "samples.loss_mask", "samples.rollout_log_probs", "samples.reward"),
+        *("samples.status", "samples.remove_sample", "samples.metadata", "samples.label", "samples.weight_versions"),
+    ),
+    dropped=(
+        "prompt and response (text of the tokens)",
+        "rollout_top_p_token_ids and offsets",
+        "rollout_routed_experts",
+        "teacher_log_probs",
+        "images, audio and video (samples that have some are skipped)",
+        "spec_info, prefix_cache_info and non_generation_time",
+        "train_metadata, generate_function_path and custom_rm_path",
+    ),
+    keeps=frozenset(KEEPS),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a sample or a file of samples."""
+    samples = record.get("samples")
+    if isinstance(samples, list):
+        return bool(samples) and all(isinstance(each, dict) and _is_sample(each) for each in samples)
+    return _is_sample(record)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<place>` for one of several.
+
+    Raises:
+        TreepackError: no sample, or what the `tokens` reader refuses.
+    """
+    value = record.value
+    if not matches(value):
+        raise TreepackError(
+            f"{record.source}: has no samples with tokens, response_length and status; expected a file of slime"
+        )
+    if "samples" not in value:
+        yield from _read_sample(record, options)
+        return
+    step = value.get("rollout_id")
+    for number, sample in enumerate(value["samples"]):
+        own = {} if step is None else {"step": step}
+        yield from _read_sample(replace(record, source=f"{record.source}[{number}]", value=sample | own), options)
+
+
+def _is_sample(value: dict[str, Any]) -> bool:
+    return all(name in value for name in OWN) and isinstance(value["tokens"], list | np.ndarray)
+
+
+def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    value = record.value
+    if value.get("remove_sample"):
+        yield Skipped(record.source, "removed by the sampler")
+        return
+    if isinstance(value["status"], str) and value["status"] in UNFINISHED:
+        yield Skipped(record.source, f"sampling {value['status']}")
+        return
+    if value.get("multimodal_inputs"):
+        yield Skipped(record.source, MEDIA_REASON)
+        return
+    kept = {name: held for name, held in value.items() if name not in DROPPED}
+    kept["trajectory_id"] = _name(value, record)
+    if isinstance(versions := value.get("weight_versions"), list) and versions:
+        kept["weight_version"] = versions[-1]
+    if len(value["tokens"]) == 0:
+        yield from _read_text(replace(record, value=kept), options)
+        return
+    kept = {name: held for name, held in kept.items() if name not in TEXT}
+    yield from tokens.read(replace(record, value=kept), options)
+
+
+def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """A sample without tokens: its prompt, as text or messages, and its response."""
+    value = record.value
+    prompt, response = value.get("prompt"), value.get("response")
+    if not response:
+        yield Skipped(record.source, "empty response")
+        return
+    if not isinstance(response, str):
+        raise TreepackError(f"{record.source}: response is {shown(response)}; expected text")
+    completion: Any = [{"role": "assistant", "content": response}] if is_messages(prompt) else response
+    rest = {name: held for name, held in value.items() if name not in TEXT | OF_TOKENS}
+    variables = value.get("apply_chat_template_kwargs") or None
+    text = {"prompt": prompt, "completion": completion, "chat_template_kwargs": variables}
+    yield from chat.read(replace(record, value=rest | text), options)
+
+
+def _name(value: dict[str, Any], record: Record) -> str | int:
+    rollout, index = value.get("rollout_id"), value.get("index")
+    if rollout is None or rollout == index:
+        return record.label if index is None else index
+    return f"{rollout}/{record.label}"

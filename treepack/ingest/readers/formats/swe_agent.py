@@ -1,0 +1,171 @@
+"""SWE-agent's `.traj` files: one document per run of a task, named after the task, in a folder named after the run.
+
+    {"environment": "..", "history": [messages], "trajectory": [{"action", "response", "query": [messages], ..}, ..],
+     "info": {"exit_status": "submitted", ..}}
+    {"attempts": [{the same}, ..], ..}                        several tries of one task; the rest repeats the best
+
+A step of version 1.1 or later holds the exact prompt of its call, as `query`: history processors shorten what older
+turns showed, and a refused reply is answered before it is dropped. Those prompts are what is read, the `history` only
+where there are none. The `messages` of a step of version 1.0 are those behind its reply, so that its prompt is the
+`messages` of the step before; if the reply was refused, they are those in front of it.
+
+Demonstrations and what the program says in the model's name when it gives up are not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, MASKS, About
+from treepack.ingest.readers.beside import folder_and_document
+from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.fields import ReadOptions, as_objects, describe
+from treepack.ingest.readers.messages import is_messages, normalise_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+# Parts of the content, or bookkeeping of the agent that no model saw.
+REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", "tags", "cache_control"})
+REPEATED = frozenset({"submission", "edited_files30", "edited_files50", "edited_files70", "review", "chooser"})
+GAVE_UP = ("Exit due to", "Exiting due to")
+UNKNOWN_PROMPT = "call whose prompt is not in the file not used"
+UNKNOWN_REPLY = "refused reply whose tool calls are not in the file not used"
+
+ABOUT = About(
+    program="SWE-agent",
+    recognised_by="`history`, a list of messages, beside `trajectory` and `info`; or `attempts` of these",
+    used=(
+        *("history", "history.is_demo", "history.tool_calls", "history.tool_call_ids", "trajectory.query"),
+        *("trajectory.messages", "trajectory.response", "trajectory.action", "attempts", "info", "environment"),
+    ),
+    dropped=(
+        *("trajectory.observation, trajectory.state, trajectory.execution_time", "trajectory.extra_info"),
+        "info.submission and info.edited_files (repeat the edits)",
+        *("info.review, info.chooser (of another model)", "replay_config"),
+    ),
+    keeps=frozenset({MASKS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a run with a history of messages beside its steps, or has attempts that are."""
+    attempts = record.get("attempts")
+    if is_messages(attempts) and attempts:
+        return all(map(_is_run, attempts))
+    return _is_run(record)
+
+
+def _is_run(value: dict[str, Any]) -> bool:
+    return is_messages(value.get("history")) and "trajectory" in value and isinstance(value.get("info"), dict)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of `record`, called `<folder>/<task>`, in the group of the task.
+
+    Raises:
+        TreepackError: no history, steps or info, or messages of another kind.
+    """
+    if not matches(record.value):
+        raise TreepackError(f"{record.source}: has no history, trajectory or info; expected a file of SWE-agent")
+    folder, task = folder_and_document(record)
+    name = f"{folder}/{task}" if folder else task
+    attempts = as_objects(record.value.get("attempts"), source=record.source, name="attempts")
+    runs = {f"{name}/attempt-{k}": run for k, run in enumerate(attempts)} if attempts else {name: record.value}
+    for own_name, run in runs.items():
+        source = record.source if run is record.value else f"{record.source}: {own_name.rpartition('/')[2]}"
+        yield from _read_run(replace(record, source=source, value=run), own_name, task, options)
+
+
+def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    run = record.value
+    info = {key: value for key, value in run["info"].items() if key not in REPEATED}
+    rest = {key: value for key, value in run.items() if key not in ("history", "trajectory", "replay_config", "info")}
+    slim = replace(record, value=rest | {"info": info, "trajectory_id": name, "group_id": task})
+    steps = as_objects(run["trajectory"], source=record.source, name="trajectory")
+    if any(step.get("query") or step.get("messages") for step in steps):
+        calls, notes = _calls(steps, run["history"], record.source)
+        found = list(read_chats(slim, calls, options))
+        if isinstance(found[0], Trajectory):
+            found[0] = replace(found[0], notes=found[0].notes + notes)
+        yield from found
+        return
+    agents = dict.fromkeys(each["agent"] for each in run["history"] if isinstance(each.get("agent"), str))
+    for agent in agents if len(agents) > 1 else [None]:
+        seen = [each for each in run["history"] if agent is None or each.get("agent") in (None, agent)]
+        done = normalise_messages([_message(each) for each in seen], source=record.source)
+        one = describe(slim, Chat(done.messages, done.weights), used=(), options=options, notes=done.notes)
+        yield one if agent is None else replace(one, trajectory_id=f"{name}/{agent}")
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of the history in chat form."""
+    kept = {key: value for key, value in item.items() if key not in REDUNDANT}
+    if ids := kept.pop("tool_call_ids", None):
+        kept["tool_call_id"] = ids[0] if isinstance(ids, list) else ids
+    if blocks := kept.pop("thinking_blocks", None):
+        texts = [block.get("thinking") for block in blocks] if is_messages(blocks) else []
+        kept["reasoning_content"] = "".join(text for text in texts if isinstance(text, str))
+    return kept | {"loss": False} if item.get("is_demo") or _gave_up(item) else kept
+
+
+def _gave_up(item: dict[str, Any]) -> bool:
+    """Whether the program wrote this in the model's name: the message that a limit or an error ended the run."""
+    content, action = item.get("content"), item.get("action")
+    said = isinstance(content, str) and content.startswith(GAVE_UP)
+    return said and item.get("role") == "assistant" and (not action or str(action).startswith("exit_"))
+
+
+def _calls(
+    steps: list[dict[str, Any]], history: list[dict[str, Any]], source: str
+) -> tuple[list[ChatCall], tuple[str, ...]]:
+    """The calls of the steps, and remarks on those that cannot be known.
+
+    A step has the text of its reply only; the tool calls stand in the history, which lacks the replies that were
+    refused: they are told from the others by walking both in step.
+    """
+    replies = [item for item in history if item.get("role") == "assistant" and not item.get("is_demo")]
+    calls_tools = any(reply.get("tool_calls") for reply in replies)
+    calls: list[ChatCall] = []
+    notes: dict[str, None] = {}
+    place = 0
+    for number, step in enumerate(steps):
+        reply: dict[str, Any] | None = {"role": "assistant", "content": step.get("response")}
+        if place < len(replies) and _is_reply(replies[place], step):
+            reply = replies[place]
+            place += 1
+        elif calls_tools:
+            reply = None
+        prompt = _prompt(steps, number, source)
+        if prompt is None:
+            notes[UNKNOWN_PROMPT] = None
+        elif reply is None:
+            notes[UNKNOWN_REPLY] = None
+        elif prompt and not _gave_up(reply):
+            calls.append(ChatCall([_message(item) for item in prompt], [_message(reply)]))
+    return calls, tuple(notes)
+
+
+def _is_reply(item: dict[str, Any], step: dict[str, Any]) -> bool:
+    return item.get("content") == step.get("response") and item.get("action", step.get("action")) == step.get("action")
+
+
+def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[str, Any]] | None:
+    """What the call of a step was given; empty where the program made the step, None where the file does not say."""
+    step = steps[number]
+    if "query" in step:
+        query = as_objects(step["query"], source=source, name="query")
+        return [] if query == [{}] else query
+    messages = as_objects(step.get("messages"), source=source, name="messages")
+    accepted = _ends_with_step(messages, step)
+    if number == 0:
+        return messages[:-2] if accepted else messages
+    before = as_objects(steps[number - 1].get("messages"), source=source, name="messages") if accepted else messages
+    return before if _ends_with_step(before, steps[number - 1]) else None
+
+
+def _ends_with_step(messages: list[dict[str, Any]], step: dict[str, Any]) -> bool:
+    """Whether `messages` end with the reply of `step` and the observation that followed."""
+    return len(messages) > 1 and messages[-2].get("role") == "assistant" and _is_reply(messages[-2], step)

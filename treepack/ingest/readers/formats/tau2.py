@@ -1,0 +1,195 @@
+"""tau2-bench's results: one document per run, one rollout per simulation in it.
+
+    {"info": {"agent_info": {"llm": ".."}, "environment_info": {"domain_name": "retail", "policy": ".."}},
+     "tasks": [{"id": "3", "initial_state": {"message_history": [..]}}, ..],
+     "simulations": [{"task_id": "3", "trial": 0, "reward_info": {"reward": 1.0}, "messages": [..], ..}, ..]}
+    results.json without simulations, beside simulations/<id>.json, one of them each       the same in many files
+
+The agent's system message is not in the file but for its policy, which stands in for it; tool schemas are there only if
+the run was told to keep them. The agent does not see the tool calls of the simulated user or their results: they are
+left out. Not trained is what no model wrote: the greeting, the messages that a task begins with, and the stop mark
+that takes the place of an agent's last call where there is no user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
+from treepack.ingest.readers.beside import beside, read_document
+from treepack.ingest.readers.fields import ReadOptions, as_objects, describe
+from treepack.ingest.readers.messages import is_messages, normalise_messages, normalise_tools
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+STOP = "###STOP###"
+FOLDER = "simulations"
+TRUNCATED_NOTE = "call whose prompt was cut to a budget of tokens read with its whole prompt"
+USED = frozenset({"messages", "ticks", "reward_info", "id", "task_id", "trial", "policy"})
+# Times and costs of a simulation, and what other models said of it.
+DROPPED = frozenset(
+    {
+        *("timestamp", "start_time", "end_time", "duration", "agent_cost", "user_cost", "agent_usage", "seed", "info"),
+        *("review", "user_only_review", "auth_classification", "hallucination_check", "effect_timeline"),
+    }
+)
+
+ABOUT = About(
+    program="tau2-bench",
+    recognised_by="`info.environment_info` beside `tasks`; or `task_id`, `termination_reason` and `messages`",
+    used=(
+        *("info.environment_info.policy", "info.environment_info.domain_name", "info.environment_info.tool_defs"),
+        *("info.agent_info.llm", "tasks.id", "tasks.initial_state.message_history", "simulations.task_id"),
+        *("simulations.trial", "simulations.reward_info.reward", "simulations.messages.role"),
+        *("simulations.messages.tool_calls.requestor", "simulations.messages.tool_messages"),
+        *("simulations.messages.requestor", "simulations.termination_reason", "simulations.policy"),
+    ),
+    dropped=(
+        "what the user did with tools (the agent does not see it)",
+        "simulations.ticks (simulations by voice are skipped)",
+        *("simulations.review and other reviews", "times, costs, usage, raw_data", "user_info"),
+        "tasks (all but the messages that they begin with)",
+    ),
+    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is the results of a run or one simulation of it."""
+    info = record.get("info")
+    is_run = isinstance(info, dict) and isinstance(info.get("environment_info"), dict) and "tasks" in record
+    return is_run or _is_simulation(record)
+
+
+def _is_simulation(value: dict[str, Any]) -> bool:
+    return {"task_id", "termination_reason", "start_time"} <= value.keys() and ("messages" in value or "ticks" in value)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """One trajectory per simulation, `<domain>/<task_id>/<trial>`, in the group `<domain>/<task_id>`.
+
+    Raises:
+        TreepackError: neither a run nor a simulation, or messages of another kind.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no info.environment_info and tasks; expected results of tau2-bench")
+    if _is_simulation(value):
+        if Path(record.path).parent.name == FOLDER and (run := beside(record, "../results.json")) is not None:
+            yield Skipped(source, f"read with {run.name}")
+        else:
+            yield from _read_simulation(record, {}, options)
+        return
+    own = as_objects(value.get("simulations"), source=source, name="simulations")
+    parts = [replace(record, source=f"{source}: simulations[{k}]", value=each) for k, each in enumerate(own)]
+    for path in [] if own else _simulation_files(record):
+        parts.append(replace(record, source=str(path), value=read_document(path)))
+    if not parts:
+        yield Skipped(source, "run without simulations")
+    for part in parts:
+        yield from _read_simulation(part, value, options)
+
+
+def _simulation_files(record: Record) -> list[Path]:
+    folder = Path(record.path).parent / FOLDER
+    return sorted(folder.glob("*.json*")) if folder.is_dir() else []
+
+
+def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    value, source = record.value, record.source
+    if value.get("messages") is None:
+        yield Skipped(source, "simulation by voice, without messages" if value.get("ticks") else "no messages")
+        return
+    if not is_messages(value["messages"]):
+        raise TreepackError(f"{source}: messages is no list of messages; expected a simulation of tau2-bench")
+    info = _dict(run.get("info"))
+    agent, environment = _dict(info.get("agent_info")), _dict(info.get("environment_info"))
+    policy = value.get("policy") or environment.get("policy")
+    system = [{"role": "system", "content": policy}] if isinstance(policy, str) else []
+    spoken = _agent_messages(value["messages"], _num_scripted(run, value, source), source)
+    done = normalise_messages([*system, *spoken], source=source)
+    tools = normalise_tools(_tools(environment.get("tool_defs")), source=source)
+    domain, task = environment.get("domain_name"), value.get("task_id")
+    group = f"{domain}/{task}" if isinstance(domain, str) else str(task)
+    trial = value.get("id") if value.get("trial") is None else value["trial"]
+    rest = {name: held for name, held in value.items() if name not in USED | DROPPED}
+    described = {
+        **rest,
+        "trajectory_id": f"{group}/{trial}",
+        "group_id": group,
+        "reward_info": value.get("reward_info"),
+        "model": agent.get("llm"),
+        "agent": agent.get("implementation"),
+    }
+    cut = any(message.get("context_truncation") for message in value["messages"])
+    notes = done.notes + ((TRUNCATED_NOTE,) if cut else ())
+    content = Chat(done.messages, done.weights, tools)
+    yield describe(replace(record, value=described), content, used=(), options=options, notes=notes)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _num_scripted(run: dict[str, Any], simulation: dict[str, Any], source: str) -> int:
+    """How many messages the task put in front of the simulation."""
+    tasks = as_objects(run.get("tasks"), source=source, name="tasks")
+    own = (task for task in tasks if task.get("id") == simulation.get("task_id"))
+    history = _dict(_dict(next(own, None)).get("initial_state")).get("message_history")
+    return len(history) if isinstance(history, list) else 0
+
+
+def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: str) -> list[dict[str, Any]]:
+    """What the agent saw and wrote, in chat form."""
+    found: list[dict[str, Any]] = []
+    names: dict[Any, Any] = {}
+    has_user = False
+    for number, message in enumerate(messages):
+        role = message.get("role")
+        if role == "tool":
+            results = message.get("tool_messages")
+            several = [message] if results is None else as_objects(results, source=source, name="tool_messages")
+            found += [_result(each, names) for each in several if each.get("requestor") != "user"]
+        elif role == "user":
+            has_user = True
+            if not message.get("tool_calls"):
+                found.append({"role": role, "content": message.get("content")})
+        else:
+            said = _said(message, names, source)
+            greeting = not has_user and not message.get("tool_calls")
+            if role == "assistant" and (number < num_scripted or greeting or message.get("content") == STOP):
+                said["loss"] = False
+            found.append(said)
+    return found
+
+
+def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[str, Any]:
+    calls = as_objects(message.get("tool_calls"), source=source, name="tool_calls")
+    names.update((call["id"], call.get("name")) for call in calls if isinstance(call.get("id"), str))
+    kept = [{name: held for name, held in call.items() if name != "requestor"} for call in calls]
+    said = {"role": message.get("role"), "content": message.get("content")}
+    return said | {"tool_calls": kept} if kept else said
+
+
+def _result(message: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
+    call = message.get("id")
+    name = names.get(call) if isinstance(call, str) else None
+    return {"role": "tool", "tool_call_id": call, "name": name, "content": message.get("content")}
+
+
+def _tools(definitions: Any) -> list[dict[str, Any]] | None:
+    """Schemas of the tools whose signatures the run kept, by name."""
+    if not isinstance(definitions, dict):
+        return None
+    signatures = [(name, _dict(signature)) for name, signature in definitions.items()]
+    return [
+        {
+            "type": "function",
+            "function": {"name": name, "description": each.get("doc") or "", "parameters": each.get("params") or {}},
+        }
+        for name, each in signatures
+    ]

@@ -1,0 +1,118 @@
+"""tinker-cookbook's rollouts as token ids: trajectories of transitions, alone or in groups.
+
+    {"trajectories_G": [trajectory, ..], "final_rewards_G": [1.0, ..], "metrics_G": [{}, ..]}
+    {"transitions": [{"ob": {"chunks": [{"type": "encoded_text", "tokens": [..]}]},
+                      "ac": {"tokens": [..], "maybe_logprobs": [..], "stop_reason": "stop"}, "reward": 0.0, ..}, ..]}
+
+A transition is a call: the observation is its whole prompt. The reward is the sum of those of the transitions and the
+group's final one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.calls import TokenCall, read_calls
+from treepack.ingest.readers.fields import ReadOptions, as_number, as_objects, shown
+from treepack.ingest.readers.messages import MEDIA_REASON
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
+
+MASKED_METRIC = "parse_error_masked"  # a transition that tinker does not train
+GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
+
+ABOUT = About(
+    program="tinker-cookbook (TrajectoryGroup, Trajectory)",
+    recognised_by="`trajectories_G`, or `transitions` with `ob` and `ac`",
+    used=(
+        *("trajectories_G", "final_rewards_G", "trajectories_G.transitions.ob", "trajectories_G.transitions.ac.tokens"),
+        *("trajectories_G.transitions.ac.maybe_logprobs", "trajectories_G.transitions.reward"),
+        *("trajectories_G.transitions.metrics", "trajectories_G.stop_reason"),
+    ),
+    dropped=(
+        "final_ob (nothing was sampled behind it)",
+        "episode_done, ac.stop_reason and logs",
+        "metrics_G and rollout_errors",
+        "chunks that are not text (rollouts that have some are skipped)",
+    ),
+    keeps=frozenset(KEEPS),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a group or a trajectory."""
+    if isinstance(record.get("trajectories_G"), list):
+        return True
+    steps = record.get("transitions")
+    return isinstance(steps, list) and all(isinstance(step, dict) and "ob" in step and "ac" in step for step in steps)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of a group, `<record>/<place>` in a group called after where it was read, or the one there is.
+
+    Raises:
+        TreepackError: fields of another form, or what the `tokens` reader refuses.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no trajectories_G and no transitions; expected rollouts of tinker-cookbook")
+    if "trajectories_G" not in value:
+        yield from _read_trajectory(record, value, 0.0, options)
+        return
+    members = as_objects(value["trajectories_G"], source=source, name="trajectories_G")
+    finals = value.get("final_rewards_G")
+    if finals is None:
+        finals = [0.0] * len(members)
+    if not isinstance(finals, list | np.ndarray) or len(finals) != len(members):
+        raise TreepackError(
+            f"{source}: final_rewards_G is {shown(finals)}; expected one for each of {len(members)} trajectories"
+        )
+    rest = {name: held for name, held in value.items() if name not in GROUP}
+    for place, (member, final) in enumerate(zip(members, finals, strict=True)):
+        own = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{place}"}
+        one = replace(record, value=own)
+        final = as_number(float(final) if isinstance(final, np.floating) else final, source=source, name="final reward")
+        yield from _read_trajectory(one, member, final, options)
+
+
+def _read_trajectory(
+    record: Record, trajectory: dict[str, Any], final: float, options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    source = record.source
+    calls, reward = [], final
+    for step in as_objects(trajectory.get("transitions"), source=source, name="transitions"):
+        prompt, action = ids_of(step.get("ob"), source), step.get("ac")
+        if prompt is None:
+            yield Skipped(source, MEDIA_REASON)
+            return
+        if not isinstance(action, dict):
+            raise TreepackError(f"{source}: ac is {shown(action)}; expected tokens and maybe_logprobs")
+        reward += as_number(step.get("reward") or 0.0, source=source, name="reward")
+        sampled = action.get("tokens") or []
+        metrics = step.get("metrics")
+        masked = isinstance(metrics, dict) and bool(metrics.get(MASKED_METRIC))
+        values: dict[str, Any] = {"rollout_log_probs": action.get("maybe_logprobs")}
+        if masked and isinstance(sampled, list):
+            values["loss_mask"] = [0] * len(sampled)
+        calls.append(TokenCall(prompt, sampled, values))
+    rest = {name: held for name, held in record.value.items() if name not in ("transitions", "final_ob")}
+    yield from read_calls(replace(record, value=rest | {"reward": reward}), calls, options)
+
+
+def ids_of(held: Any, source: str) -> Int32 | None:
+    """The token ids of a model input, or of a plain list; None where a chunk is no text."""
+    if isinstance(held, list):
+        return as_token_ids(held, source=source, name="ob")
+    if not isinstance(held, dict):
+        raise TreepackError(f"{source}: holds the model input {shown(held)}; expected chunks of token ids")
+    chunks = as_objects(held.get("chunks"), source=source, name="chunks")
+    if any(not isinstance(chunk.get("tokens"), list) for chunk in chunks):
+        return None
+    parts = [as_token_ids(chunk["tokens"], source=source, name="tokens") for chunk in chunks]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)

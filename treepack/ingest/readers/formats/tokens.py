@@ -1,0 +1,378 @@
+"""Tokenised rollouts: token ids, which of them are trained, log-probabilities, advantages; names in `token_fields`.
+
+              left padding |  prompt  |      response      | right padding
+    whole     . . . . . .  x  x  x  x  x  x  x  x  x  x  x  . . .            one value per token
+    response                           x  x  x  x  x  x  x                   one per token of the response
+    trained                            x  x        x  x  x                   one per trained token, in order
+
+What the values of a field belong to is told from how many there are: a length that fits none, or fits two that place
+the values differently, is refused. Padding that an attention mask names is removed. Every check is a pass of numpy
+over the record; nothing here runs per token in Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers import token_fields as tf
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.fields import UNTRAINED_PREFIX, ReadOptions, as_number, describe, marked, shown
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import (
+    FIRST_TOKEN_NOTE,
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    Skipped,
+    Tokens,
+    Trajectory,
+    as_token_ids,
+    spans_of_mask,
+)
+
+ABOUT = About(
+    program="anything with token ids: trainers' dumps, your own",
+    recognised_by="ids, whole or as prompt and response, under one of the names of [inputs](inputs.md#tokens)",
+    used=("input_ids", "loss_mask", "logprobs", "reward", "group_id"),
+    dropped=("what has no name in [inputs](inputs.md#tokens) and is no short metadata",),
+    keeps=frozenset(KEEPS),
+)
+Mask = NDArray[np.uint8] | Float64
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where things lie in the stored ids: `[start, end)` is no padding, `[response, response_end)` is the response."""
+
+    source: str
+    num_tokens: int
+    start: int
+    end: int
+    response: int | None = None
+    response_end: int = 0
+
+    @property
+    def num_response(self) -> int | None:
+        return None if self.response is None else self.response_end - self.response
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` holds token ids, whole or as prompt and response."""
+    fields = tf.sort_fields(record)
+    return tf.IDS in fields or (tf.PROMPT in fields and tf.RESPONSE in fields)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one trajectory of `record`, or why it has none.
+
+    Raises:
+        TreepackError: ids, masks or values that contradict each other, have a wrong length or an impossible value.
+    """
+    fields = tf.sort_fields(record.value)
+    ids, num_prompt = _ids(fields, record)
+    if num_prompt is None:
+        fields.pop(tf.PROMPT_MASK, None)
+    layout = _layout(fields, record, num_tokens=len(ids), num_prompt=num_prompt)
+    if layout.start == layout.end:
+        yield Skipped(record.source, "empty trajectory")
+        return
+    _check_ids(ids, fields, layout, vocab_size=options.vocab_size)
+    mask = _trained_mask(ids, fields, layout, train_all=options.train_all)
+    mask, cleared = _without_reused(mask, record, layout)
+    notes = _padding_notes(layout) + cleared
+    if mask[layout.start] and not (options.train_all and not _has_mask(fields) and layout.response is None):
+        notes += (FIRST_TOKEN_NOTE,)
+    starts, ends, weights = _spans(mask[layout.start : layout.end])
+    if len(starts) == 0:
+        yield Skipped(record.source, "no trained token")
+        return
+    advantage, advantages = _advantages(fields, mask, layout)
+    content = Tokens(
+        tokens=ids[layout.start : layout.end],
+        starts=starts,
+        ends=ends,
+        span_weights=weights,
+        advantages=advantages,
+        sampling_logprobs=_logprobs(fields, tf.SAMPLING, mask, layout),
+        old_logprobs=_logprobs(fields, tf.OLD, mask, layout),
+        ref_logprobs=_logprobs(fields, tf.REFERENCE, mask, layout),
+    )
+    used = [name for names in fields.values() for name in names]
+    yield describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
+
+
+def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
+    """The token ids, and how many of them are the prompt where the record tells them apart."""
+    source = record.source
+    prompt, prompt_name = _agreed(fields, tf.PROMPT, source)
+    response, response_name = _agreed(fields, tf.RESPONSE, source)
+    whole, whole_name = _agreed(fields, tf.IDS, source)
+    if whole is None:
+        if prompt is None or response is None:
+            expected = "input_ids, or prompt_ids and response_ids"
+            raise TreepackError(f"{source}: has the fields {', '.join(record.value)}; expected {expected}")
+        return np.concatenate([prompt, response]), len(prompt)
+    num_prompt = len(prompt) if prompt is not None else None
+    if response is not None and num_prompt is None:
+        num_prompt = max(0, len(whole) - len(response))
+    if prompt is not None and not np.array_equal(whole[:num_prompt], prompt):
+        raise TreepackError(f"{source}: {whole_name} does not begin with {prompt_name}; drop the wrong one")
+    if response is not None and not np.array_equal(whole[num_prompt:], response):
+        raise TreepackError(f"{source}: {whole_name} does not end with {response_name}; drop the wrong one")
+    return whole, num_prompt
+
+
+def _agreed(fields: tf.Fields, kind: str, source: str) -> tuple[Int32 | None, str]:
+    found: Int32 | None = None
+    first = ""
+    for name, values in fields.get(kind, {}).items():
+        ids = as_token_ids(values, source=source, name=name)
+        if found is not None and not np.array_equal(found, ids):
+            raise TreepackError(f"{source}: {first} and {name} differ; drop the wrong one")
+        found, first = (ids, name) if found is None else (found, first)
+    return found, first
+
+
+def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: int | None) -> _Layout:
+    source = record.source
+    start, end = 0, num_tokens
+    if tf.ATTENTION in fields:
+        ((name, values),) = fields[tf.ATTENTION].items()
+        start, end = _run_of_ones(tf.mask_values(values, source=source, name=name), num_tokens, source, name)
+    if tf.PROMPT_MASK in fields and num_prompt is not None:
+        ((name, values),) = fields[tf.PROMPT_MASK].items()
+        flags = tf.mask_values(values, source=source, name=name)
+        ones, last = _run_of_ones(flags, num_prompt, source, name)
+        if last not in (0, num_prompt) or (tf.ATTENTION in fields and 0 < ones != start):
+            raise TreepackError(f"{source}: {name} is not zeros then ones; expected the padding left of the prompt")
+        start = ones or start
+    length = fields.get(tf.RESPONSE_LENGTH, {}).get("response_length")
+    if isinstance(length, bool) or not isinstance(length, int | None):
+        raise TreepackError(f"{source}: response_length is {shown(length)}; expected the number of tokens")
+    if num_prompt is not None:
+        if length is not None and length not in (num_tokens - num_prompt, end - num_prompt):
+            found = num_tokens - num_prompt
+            raise TreepackError(
+                f"{source}: response_length is {shown(length)}, but the response has {found} tokens; drop one"
+            )
+        return _Layout(source, num_tokens, start, end, num_prompt, num_tokens)
+    if length is None:
+        return _Layout(source, num_tokens, start, end)
+    if not 0 <= length <= end - start:
+        raise TreepackError(
+            f"{source}: response_length is {shown(length)}; expected 0 to {end - start}, the number of tokens"
+        )
+    return _Layout(source, num_tokens, start, end, end - length, end)
+
+
+def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[int, int]:
+    """Where the one run of ones begins and ends; (0, 0) if there is none."""
+    if len(flags) != expected:
+        raise TreepackError(f"{source}: {name} has {len(flags)} values; expected {expected}, one per token")
+    ones = np.flatnonzero(flags)
+    if len(ones) == 0:
+        return 0, 0
+    start, end = int(ones[0]), int(ones[-1]) + 1
+    if end - start != len(ones):
+        raise TreepackError(f"{source}: {name} has holes; expected one run of ones with padding left and right of it")
+    return start, end
+
+
+def _check_ids(ids: Int32, fields: tf.Fields, layout: _Layout, *, vocab_size: int | None) -> None:
+    source = layout.source
+    if vocab_size is not None and (high := int(ids[layout.start : layout.end].max())) >= vocab_size:
+        raise TreepackError(f"{source}: holds the token id {high}; expected ids below the vocabulary size {vocab_size}")
+    for name, values in fields.get(tf.LENGTHS, {}).items():
+        if len(values) > 1:
+            raise TreepackError(f"{source}: {name} names {len(values)} sequences; give one sequence per record")
+    for name, values in fields.get(tf.POSITIONS, {}).items():
+        positions = tf.as_array(values[layout.start : layout.end])
+        if len(values) != layout.num_tokens or not np.array_equal(positions, np.arange(layout.end - layout.start)):
+            raise TreepackError(
+                f"{source}: {name} is not 0, 1, 2, ...; give one sequence per record, with plain positions"
+            )
+
+
+def _has_mask(fields: tf.Fields) -> bool:
+    return tf.MASK in fields or tf.LABELS in fields
+
+
+def _trained_mask(ids: Int32, fields: tf.Fields, layout: _Layout, *, train_all: bool) -> Mask:
+    """The weight of each stored token: the product of all masks, 0 on padding. [layout.num_tokens]"""
+    mask: Mask | None = None
+    for name, values in fields.get(tf.MASK, {}).items():
+        found = _on_all_tokens(tf.mask_values(values, source=layout.source, name=name), name, layout)
+        mask = found if mask is None else mask * found
+    for name, values in fields.get(tf.LABELS, {}).items():
+        found = _mask_of_labels(ids, values, name, layout)
+        mask = found if mask is None else mask * found
+    if mask is None:
+        mask = np.zeros(layout.num_tokens, np.uint8)
+        if layout.response is not None:
+            mask[layout.response : layout.response_end] = 1
+        elif train_all:
+            mask[:] = 1
+        else:
+            raise TreepackError(
+                f"{layout.source}: says neither which tokens are trained nor where the response begins; "
+                "give loss_mask or response_length, or choose to train all tokens"
+            )
+    if layout.start > 0 or layout.end < layout.num_tokens:
+        mask = mask.copy()
+        mask[: layout.start] = 0
+        mask[layout.end :] = 0
+    return mask
+
+
+def _without_reused(mask: Mask, record: Record, layout: _Layout) -> tuple[Mask, tuple[str, ...]]:
+    """`mask` without the tokens that the rollout took over from an augmented query, and whether that changed it."""
+    prefix = marked(record.value, UNTRAINED_PREFIX)
+    if prefix is None:
+        return mask, ()
+    if type(prefix) is not int or not 0 <= prefix <= layout.end - layout.start:
+        raise TreepackError(
+            f"{record.source}: {UNTRAINED_PREFIX} is {shown(prefix)}; expected 0 to {layout.end - layout.start}, "
+            "the number of tokens"
+        )
+    end = layout.start + prefix
+    if not mask[:end].any():
+        return mask, ()
+    mask = mask.copy()
+    mask[:end] = 0
+    return mask, ("reused tokens not trained",)
+
+
+def _on_all_tokens(values: NDArray[Any], name: str, layout: _Layout) -> NDArray[Any]:
+    """`values` over all tokens, given over all or over the response only."""
+    if len(values) == layout.num_tokens:
+        return values
+    if layout.response is not None and len(values) == layout.num_response:
+        whole = np.zeros(layout.num_tokens, values.dtype)
+        whole[layout.response : layout.response_end] = values
+        return whole
+    if layout.response is None:
+        raise TreepackError(
+            f"{layout.source}: {name} has {len(values)} values for {layout.num_tokens} tokens; "
+            "give response_length if it covers the response only"
+        )
+    raise TreepackError(
+        f"{layout.source}: {name} has {len(values)} values; "
+        f"expected {layout.num_tokens} (the whole sequence) or {layout.num_response} (the response)"
+    )
+
+
+def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _Layout) -> NDArray[np.uint8]:
+    labels = tf.as_array(values) if len(values) else np.zeros(0, np.int64)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise TreepackError(
+            f"{layout.source}: {name} is not a flat list of integers; expected token ids or {tf.IGNORED_LABEL}"
+        )
+    flags = _on_all_tokens((labels != tf.IGNORED_LABEL).astype(np.uint8), name, layout)
+    labels = _on_all_tokens(labels, name, layout)
+    wrong = np.flatnonzero((labels != ids) & (flags != 0))
+    if len(wrong):
+        raise TreepackError(
+            f"{layout.source}: {name} differ from the token ids at token {wrong[0]}; "
+            f"expected unshifted labels, each the id at its own position or {tf.IGNORED_LABEL}"
+        )
+    return flags
+
+
+def _padding_notes(layout: _Layout) -> tuple[str, ...]:
+    left = ("left padding removed",) if layout.start > 0 else ()
+    right = ("right padding removed",) if layout.end < layout.num_tokens else ()
+    return left + right
+
+
+def _spans(mask: Mask) -> tuple[Int32, Int32, Float64]:
+    """The spans of a mask whose first token is not trained."""
+    if mask.dtype == np.float64:
+        return spans_of_mask(np.concatenate([[0.0], mask[1:]]))
+    framed = np.zeros(len(mask) + 2, np.uint8)
+    framed[2:-1] = mask[1:]
+    edges = np.flatnonzero(framed[1:] != framed[:-1]).astype(np.int32)
+    return edges[0::2].copy(), edges[1::2].copy(), np.ones(len(edges) // 2)
+
+
+def _at_trained(values: Float64, name: str, mask: Mask, layout: _Layout) -> Float64:
+    """`values` at the trained tokens but the first token, given over all tokens, the response or the trained tokens.
+
+    Raises:
+        TreepackError: no such length, or one that fits the response and the trained tokens and places them differently.
+    """
+    trained: Int64 = np.flatnonzero(mask)
+    skip = int(len(trained) > 0 and trained[0] == layout.start)
+    if len(values) == layout.num_tokens:
+        return values[trained[skip:]]
+    offset = layout.response
+    if offset is not None and len(values) == layout.num_response:
+        inside = len(trained) == 0 or (trained[0] >= offset and trained[-1] < layout.response_end)
+        if len(values) == len(trained) and not inside:
+            raise TreepackError(
+                f"{layout.source}: {name} has {len(values)} values, as many as the response and as the trained tokens, "
+                "which differ; give one per token of the whole sequence"
+            )
+        if not inside:
+            raise TreepackError(f"{layout.source}: {name} covers the response only, but tokens outside it are trained")
+        return values[trained[skip:] - offset]
+    if len(values) == len(trained):
+        return values[skip:]
+    response = "" if offset is None else f"{layout.num_response} (the response), "
+    raise TreepackError(
+        f"{layout.source}: {name} has {len(values)} values; "
+        f"expected {layout.num_tokens} (the whole sequence), {response}or {len(trained)} (the trained tokens)"
+    )
+
+
+def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _Layout) -> Float64 | None:
+    """The values of `kind` at the trained tokens, log-probabilities rounded to float32; all fields must agree there."""
+    found: Float64 | None = None
+    first = ""
+    for name, values in fields.get(kind, {}).items():
+        if not isinstance(values, list | np.ndarray):
+            continue
+        numbers = tf.number_values(values, source=layout.source, name=name)
+        picked = _at_trained(numbers, name, mask, layout)
+        if kind != tf.ADVANTAGE:
+            with np.errstate(over="ignore"):
+                picked = picked.astype(np.float32).astype(np.float64)
+        bad = np.flatnonzero(~np.isfinite(picked))
+        if len(bad):
+            raise TreepackError(
+                f"{layout.source}: {name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
+            )
+        if found is not None and not np.array_equal(found, picked):
+            raise TreepackError(f"{layout.source}: {first} and {name} differ; drop the wrong one")
+        found, first = (picked, name) if found is None else (found, first)
+    return found
+
+
+def _logprobs(fields: tf.Fields, kind: str, mask: Mask, layout: _Layout) -> Float32 | None:
+    values = _per_token(fields, kind, mask, layout) if kind in fields else None
+    return None if values is None else values.astype(np.float32)
+
+
+def _advantages(fields: tf.Fields, mask: Mask, layout: _Layout) -> tuple[float | None, Float64 | None]:
+    """The advantage of the trajectory, or those of its trained tokens; at most one of the two."""
+    given = fields.get(tf.ADVANTAGE)
+    if given is None:
+        return None, None
+    per_token = _per_token(fields, tf.ADVANTAGE, mask, layout)
+    names = [name for name, value in given.items() if not isinstance(value, list | np.ndarray)]
+    scalars = [as_number(given[name], source=layout.source, name=name) for name in names]
+    if not scalars:
+        return None, per_token
+    for name, value in zip(names, scalars, strict=True):
+        if not math.isfinite(value):
+            raise TreepackError(f"{layout.source}: {name} is {value}; expected a finite number")
+    if scalars[0] != scalars[-1] or (per_token is not None and (per_token != scalars[0]).any()):
+        raise TreepackError(f"{layout.source}: advantage and advantages differ; drop the wrong one")
+    return scalars[0], None

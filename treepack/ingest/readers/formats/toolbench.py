@@ -1,0 +1,137 @@
+"""ToolBench's answer trees: one file per query, one trajectory per root-to-leaf path of its search tree.
+
+    Thought "..." > Action "search" > Action Input '{"q": 1}' observation "..."
+    =>  assistant {content: "...", tool_calls: [search]}   tool {content: observation}
+
+A turn is up to three nested nodes; a Thought without an Action is a turn of its own. The search's own prompts ("try
+something else") are not in the tree, so they are not in the trajectories. A path is rewarded with 1 if it ends in a
+`Finish` call that the environment accepted as an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, REWARDS, About
+from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, quoted, shown
+from treepack.ingest.readers.messages import is_messages, normalise_messages, normalise_tools
+from treepack.ingest.readers.records import Record, folder_and_stem
+from treepack.ingest.readers.trees import leaf_paths
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
+USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidates"})
+
+ABOUT = About(
+    program="ToolBench (DFSDT answer trees)",
+    recognised_by="`tree.tree` and `answer_generation`",
+    used=("tree.tree", "answer_generation.query", "answer_generation.function", "answer_generation.train_messages"),
+    dropped=(
+        *("forward_args, compare_candidates (options of the search)", "what else a node says of the search"),
+        "answer_generation.chain, answer_generation.final_answer (repeat the winning path)",
+    ),
+    keeps=frozenset({REWARDS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has a search tree and the query it answers."""
+    tree, answer = record.get("tree"), record.get("answer_generation")
+    return isinstance(tree, dict) and isinstance(tree.get("tree"), dict) and isinstance(answer, dict)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
+
+    Raises:
+        TreepackError: no tree, a node of an unknown type, or a field of another kind.
+    """
+    if not matches(record.value):
+        raise TreepackError(f"{record.source}: has no tree.tree or no answer_generation; expected a file of ToolBench")
+    answer = record.value["answer_generation"]
+    opening = _opening(answer, record.source)
+    functions = as_objects(answer.get("function"), source=record.source, name="answer_generation.function")
+    tools = normalise_tools([{"type": "function", "function": one} for one in functions], source=record.source)
+    group = "/".join(part for part in folder_and_stem(record) if part)
+    for leaf, (_, *path) in enumerate(leaf_paths(record.value["tree"]["tree"], source=record.source)):
+        done = normalise_messages(opening + _messages(path, record.source), source=record.source)
+        content = Chat(done.messages, done.weights, tools)
+        found = describe(record, content, used=USED, options=options, notes=done.notes)
+        yield replace(found, trajectory_id=f"{group}/leaf-{leaf}", group_id=group, reward=_reward(path))
+
+
+def _opening(answer: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """System and user messages of the first prompt, or the query where the file keeps no prompt."""
+    prompts = answer.get("train_messages") or []
+    if not isinstance(prompts, list) or not all(map(is_messages, prompts)):
+        raise TreepackError(
+            f"{source}: answer_generation.train_messages is {shown(prompts)}; expected a list of lists of messages"
+        )
+    first = prompts[0] if prompts else []
+    leading = takewhile(lambda message: message.get("role") in ("system", "user"), first)
+    kept = (message for message in leading if message.get("valid") is not False)
+    opening = [{"role": message["role"], "content": message.get("content")} for message in kept]
+    return opening or [{"role": "user", "content": answer.get("query")}]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """The nodes of the turn being read."""
+
+    thought: str | None = None
+    action: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    num_calls: int = 0
+
+    def flush(self) -> None:
+        """End a turn that has no Action Input."""
+        if self.action is not None:
+            self.call("{}", None)
+        elif self.thought is not None:
+            self.messages.append({"role": "assistant", "content": self.thought})
+            self.thought = None
+
+    def call(self, arguments: str, observation: Any) -> None:
+        """End a turn with its call and, if there is one, the call's result."""
+        call_id = f"call{self.num_calls:05}"
+        call = {"id": call_id, "type": "function", "function": {"name": self.action, "arguments": arguments}}
+        self.messages.append({"role": "assistant", "content": self.thought, "tool_calls": [call]})
+        if observation is not None:
+            result = {"role": "tool", "tool_call_id": call_id, "name": self.action, "content": observation}
+            self.messages.append(result)
+        self.thought = self.action = None
+        self.num_calls += 1
+
+
+def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    turn = _Turn()
+    for node in path:
+        kind, text = node.get("node_type"), node.get("description")
+        if kind == "Thought":
+            turn.flush()
+            turn.thought = text
+        elif kind == "Action":
+            if turn.action is not None:
+                turn.flush()
+            turn.action = text
+        elif kind == "Action Input" and turn.action is not None:
+            turn.call(text or "{}", node.get("observation"))
+        else:
+            raise TreepackError(
+                f"{source}: a node of type {quoted(kind)} out of place; "
+                "expected Thought, Action, or Action Input after an Action"
+            )
+    turn.flush()
+    return turn.messages
+
+
+def _reward(path: list[dict[str, Any]]) -> float:
+    if len(path) < 2:
+        return 0.0
+    action, leaf = path[-2], path[-1]
+    answered = action.get("description") == "Finish" and leaf.get("observation_code") == ANSWER_ACCEPTED
+    return 1.0 if answered else 0.0

@@ -1,0 +1,109 @@
+"""Tree of Thoughts logs: one record per puzzle, one trajectory per candidate of the search's last step.
+
+    [{"idx": 900, "steps": [{"step": 0, "x": "4 5 6 10", "ys": [""], "new_ys": ["4 + 5 = 9\\n", ..], "values": [..],
+                             "select_new_ys": [..]}, ..],
+      "ys": [the answers], "infos": [{"r": 1}, ..]}]
+
+Each y is the whole text so far, so that candidates share the text of the thoughts they came from. The puzzle is the
+user's message, a candidate the assistant's; the prompts of the search are not in the file. The answers, which the
+last step selected, have the reward `r`, unless the log is so old that it has `accs` in place of `infos`; other
+candidates of that step have none. What was dropped earlier breaks off in the middle, and is left out. The logs of runs
+without a search do not say what they answered, and are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, REWARDS, About
+from treepack.ingest.readers.beside import folder_and_document
+from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, shown
+from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Chat, Skipped, Trajectory
+
+USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
+DROPPED_NOTE = "candidates that the search dropped before its last step not used"
+
+ABOUT = About(
+    program="Tree of Thoughts",
+    recognised_by="`idx`, `ys`, and `infos` or `accs`, beside `steps` where there was a search",
+    used=("idx", "steps.x", "steps.new_ys", "steps.values", "steps.select_new_ys", "ys", "infos.r"),
+    dropped=(
+        *("steps.ys (the selection of the step before)", "accs (0 where nothing was evaluated)"),
+        "usage_so_far (of the whole run)",
+    ),
+    keeps=frozenset({REWARDS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has the answers to a puzzle and what they were worth."""
+    judged = isinstance(record.get("infos"), list) or isinstance(record.get("accs"), list)
+    return "idx" in record and isinstance(record.get("ys"), list) and judged
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The candidates of the last step, `<file>/<idx>/leaf-<k>` in their order, in the group `<folder>/<idx>`.
+    The folder of such a file is named after the kind of puzzle, which `idx` counts.
+
+    Raises:
+        TreepackError: no answers, or steps of another kind.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no idx, ys or infos; expected a log of Tree of Thoughts")
+    steps = as_objects(value.get("steps"), source=source, name="steps")
+    if not steps:
+        yield Skipped(source, "no steps and so no puzzle, as in runs without a search")
+        return
+    puzzle = steps[-1].get("x")
+    if not isinstance(puzzle, str):
+        raise TreepackError(f"{source}: steps.x is {shown(puzzle)}; expected the text of the puzzle")
+    leaves = _texts(steps[-1].get("new_ys"), "steps.new_ys", source)
+    folder, stem = folder_and_document(record)
+    group = f"{folder}/{value['idx']}" if folder else str(value["idx"])
+    rewards = _rewards(value, source)
+    notes = (DROPPED_NOTE,) if _has_dropped(steps, source) else ()
+    values = steps[-1].get("values")
+    for leaf, text in enumerate(leaves):
+        messages = [{"role": "user", "content": puzzle}, {"role": "assistant", "content": text}]
+        done = normalise_messages(messages, source=source)
+        of_leaf = {
+            **{name: held for name, held in value.items() if name not in USED},
+            "trajectory_id": f"{stem}/{value['idx']}/leaf-{leaf}",
+            "group_id": group,
+            "reward": rewards.get(text),
+            "value": values[leaf] if isinstance(values, list) and leaf < len(values) else None,
+        }
+        yield describe(
+            replace(record, value=of_leaf), Chat(done.messages, done.weights), used=(), options=options, notes=notes
+        )
+        notes = ()
+
+
+def _texts(texts: Any, name: str, source: str) -> list[str]:
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise TreepackError(f"{source}: {name} is {shown(texts)}; expected a list of text")
+    return texts
+
+
+def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
+    """What each answer was worth; answers of the same text are worth the same."""
+    infos = as_objects(value.get("infos"), source=source, name="infos")
+    answers = _texts(value["ys"], "ys", source)
+    if infos and len(infos) != len(answers):
+        raise TreepackError(f"{source}: has {len(answers)} ys and {len(infos)} infos; expected one info per answer")
+    return {answer: info.get("r") for answer, info in zip(answers, infos, strict=False)}
+
+
+def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
+    """Whether a step before the last one made candidates that it did not select."""
+    for step in steps[:-1]:
+        kept = set(_texts(step.get("select_new_ys"), "steps.select_new_ys", source))
+        if not kept.issuperset(_texts(step.get("new_ys"), "steps.new_ys", source)):
+            return True
+    return False

@@ -1,0 +1,76 @@
+"""TRL's labelled completions: one label for the whole (KTO), or one for each step (process reward models).
+
+    {"prompt": P, "completion": C, "label": true}                         reward 1, or 0 where the label is false
+    {"prompt": "..", "completions": ["..", ".."], "labels": [true, false]}   reward 1 if all steps are right, else 0
+
+Steps are joined by line feeds into one completion, as TRL does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import MASKS, REWARDS, About
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.formats import chat
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+STEP_SEPARATOR = "\n"
+STEPS_NOTE = "labels of steps read as one reward"
+
+ABOUT = About(
+    program="TRL (unpaired preferences, stepwise supervision)",
+    recognised_by="`prompt` and `completion` beside a boolean `label`, or `prompt` and `completions` beside `labels`",
+    used=("prompt", "completion", "label", "completions", "labels"),
+    dropped=("which step is labelled wrong",),
+    keeps=frozenset({MASKS, REWARDS}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has a labelled completion, or labelled steps of one."""
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if not isinstance(prompt, str) and not is_messages(prompt):
+        return False
+    if isinstance(record.get("label"), bool):
+        return isinstance(completion, str) or is_messages(completion)
+    steps = record.get("completions")
+    return isinstance(steps, list) and all(isinstance(step, str) for step in steps) and "labels" in record
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The one trajectory of `record`.
+
+    Raises:
+        TreepackError: the label is none, labels that do not fit the steps, or what the `chat` reader refuses.
+    """
+    value, source = record.value, record.source
+    if not matches(value):
+        raise TreepackError(f"{source}: has no labelled completion; expected completion and label, or their plurals")
+    rest = {name: held for name, held in value.items() if name not in ("label", "completions", "labels")}
+    notes: tuple[str, ...] = ()
+    if isinstance(value.get("label"), bool):
+        reward = float(value["label"])
+    else:
+        right = _labels(value["labels"], len(value["completions"]), source)
+        rest["completion"] = STEP_SEPARATOR.join(value["completions"])
+        reward, notes = float(all(right)), (STEPS_NOTE,)
+        if not value["completions"]:
+            yield Skipped(source, "empty response")
+            return
+    for item in chat.read(replace(record, value=rest), options):
+        yield item if isinstance(item, Skipped) else replace(item, reward=reward, notes=item.notes + notes)
+
+
+def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
+    given = list(labels) if hasattr(labels, "__len__") and not isinstance(labels, str | dict) else None
+    if given is None or not all(label in (0, 1) for label in given) or len(given) != num_steps:
+        raise TreepackError(
+            f"{source}: labels is {shown(labels)}; expected true or false for each of {num_steps} steps"
+        )
+    return [bool(label) for label in given]

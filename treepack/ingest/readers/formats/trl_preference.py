@@ -1,0 +1,86 @@
+"""TRL's preference pairs, as messages or as text: two trajectories of a group of their own, with rewards 1 and 0.
+
+    {"prompt": P, "chosen": C, "rejected": R}       P C [trained C], reward 1      P R [trained R], reward 0
+    {"chosen": P C, "rejected": P R}                the same: what both begin with is the prompt
+
+`treepack train --loss dpo` compares the trajectories of a group whose rewards differ, so that each pair is a pair
+there, also where several pairs share a prompt. A prompt as text beside messages repeats what these begin with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.formats import chat
+from treepack.ingest.readers.messages import MEDIA_REASON, has_media, is_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+SIDES = {"chosen": 1.0, "rejected": 0.0}
+
+ABOUT = About(
+    program="TRL (preference datasets: DPO, reward modelling)",
+    recognised_by="`chosen` and `rejected`, both as messages or both as text",
+    used=("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", "id"),
+    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` has a chosen and a rejected completion of the same form."""
+    sides = [record.get(name) for name in SIDES]
+    return all(isinstance(side, str) for side in sides) or all(is_messages(side) for side in sides)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The two trajectories of `record`, `<id>/chosen` and `<id>/rejected`, in a group called after where it was read.
+
+    Raises:
+        TreepackError: a completion is missing or of another form, or what the `chat` reader refuses.
+    """
+    value = record.value
+    if not matches(value):
+        said = ", ".join(f"{name} {shown(value.get(name))}" for name in SIDES)
+        raise TreepackError(f"{record.source}: has {said}; expected both as messages or both as text")
+    prompt, chosen, rejected = _parts(value, record.source)
+    if has_media(value):
+        yield Skipped(record.source, MEDIA_REASON)
+        return
+    if chosen == rejected:
+        yield Skipped(record.source, "chosen and rejected are the same")
+        return
+    for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
+        rest = {name: held for name, held in value.items() if name not in SIDES}
+        one = replace(record, value=rest | {"prompt": prompt, "completion": completion})
+        for item in chat.read(one, options):
+            if not isinstance(item, Trajectory):
+                yield item
+                continue
+            name, notes = f"{item.trajectory_id}/{side}", item.notes if side == "chosen" else ()
+            yield replace(item, trajectory_id=name, group_id=record.source, reward=reward, notes=notes)
+
+
+def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
+    """The prompt and the two completions; the prompt is what both begin with where it is not given in their form."""
+    prompt, chosen, rejected = value.get("prompt"), value["chosen"], value["rejected"]
+    if prompt is not None and not isinstance(prompt, str) and not is_messages(prompt):
+        raise TreepackError(f"{source}: prompt is {shown(prompt)}; expected messages or text")
+    if isinstance(prompt, type(chosen)):
+        return prompt, chosen, rejected
+    if isinstance(prompt, list):
+        raise TreepackError(f"{source}: prompt is messages, but the completions are text; give both in one form")
+    num = _num_common(chosen, rejected)
+    if isinstance(chosen, str) and chosen[num - 1 : num] == " ":
+        num -= 1  # a word's first token holds the space before it
+    return chosen[:num], chosen[num:], rejected[num:]
+
+
+def _num_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How many messages, or characters, both begin with."""
+    pairs = list(zip(chosen, rejected, strict=False))
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))

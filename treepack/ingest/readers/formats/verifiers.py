@@ -1,0 +1,191 @@
+"""verifiers' `traces.jsonl`: one episode a line, each agent's conversation a graph of messages.
+
+    {id, env: {id}, task: {type, data, key, hash}, group: {id}, run: {work: {step}}, traces: [
+      {id, task, agent: {name, trainable, config: {model}}, tools, rewards: {name: {score, weight}}, nodes: [
+        {parent, message, sampled, token_ids, mask, logprobs, trainer_logprobs, advantages, ...}, ...]}, ...]}
+
+A node holds the tokens that it adds to its parent's; its mask tells the sampled ones from the template's, and its
+log-probabilities and advantages have one value per sampled token. A trace whose nodes have tokens gives these, joined
+along each path from the root; else its messages. Of agents that are not trainable nothing is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers import graphs
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+AGENT = "agent"  # what verifiers calls the one agent of an environment that has no names for them
+PARTIAL_NOTE = "token ids of some messages only, all read as text"
+WEIGHTS_NOTE = "loss weights of nodes not used"
+KNOWN = frozenset(
+    {
+        *("version", "id", "verifiers", "task", "agent", "tools", "nodes", "calls", "request_rewrites", "rewards"),
+        *("response_rewrites", "metrics", "info", "extra_usage", "is_completed", "ok", "stop_condition", "errors"),
+        *("timing", "root_reply", "mm_token_type_id_map", "num_input_tokens", "num_output_tokens", "num_total_tokens"),
+    }
+)
+# Values of a node's sampled tokens, and what the reader of tokens calls them.
+VALUES = {
+    "logprobs": "rollout_log_probs",
+    "trainer_logprobs": "old_log_probs",
+    "reference_logprobs": "ref_log_prob",
+    "advantages": "advantages",
+}
+
+ABOUT = About(
+    program="verifiers (traces.jsonl)",
+    recognised_by="`traces` beside `task`, or `nodes` that have a `message` and `sampled`",
+    used=(
+        *("env.id", "group.id", "run.work.step", "traces.id", "traces.task.key", "traces.agent.name"),
+        *("traces.agent.trainable", "traces.tools", "traces.nodes.tools", "traces.rewards", "traces.metrics"),
+        *("traces.info", "traces.stop_condition", "traces.ok", "traces.calls.model"),
+        *("traces.nodes.parent", "traces.nodes.message", "traces.nodes.sampled", "traces.nodes.token_ids"),
+        *("traces.nodes.mask", "traces.nodes.logprobs", "traces.nodes.advantages", "traces.nodes.reference_logprobs"),
+        *("traces.nodes.trainer_logprobs", "traces.mm_token_type_id_map"),
+    ),
+    dropped=(
+        "traces with images, audio or video (they are skipped)",
+        "traces.nodes.loss_weights (noted)",
+        "traces.nodes.is_content, entropies, semantic_parents and timestamp",
+        "traces.root_reply and numbers of tokens",
+        "traces.calls but for the model (usage, times, sampling)",
+        "timing, errors, rewrites, versions and extra_usage",
+        "task.data",
+    ),
+    keeps=frozenset(KEEPS),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is an episode or a trace."""
+    traces = record.get("traces")
+    if isinstance(traces, list) and "task" in record:
+        return all(isinstance(trace, dict) and is_messages(trace.get("nodes", [])) for trace in traces)
+    return _is_graph(record.get("nodes"))
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of all traces of an episode, called after their traces.
+
+    The group is the episode's or the task's, with the agent's name where the environment has named agents.
+
+    Raises:
+        TreepackError: no episode, nodes of another form, or what the readers of tokens and messages refuse.
+    """
+    value = record.value
+    if not matches(value):
+        raise TreepackError(f"{record.source}: has no traces with nodes; expected an episode of verifiers")
+    if "traces" not in value:
+        yield from _read_trace(record, {}, value, options)
+        return
+    if not value["traces"]:
+        yield Skipped(record.source, "episode without a trace")
+    for number, trace in enumerate(value["traces"], 1):
+        place = replace(record, source=f"{record.source}: trace {number}")
+        for item in _read_trace(place, value, trace, options):
+            yield replace(item, source=record.source)
+
+
+def _is_graph(nodes: Any) -> bool:
+    return is_messages(nodes) and len(nodes) > 0 and isinstance(nodes[0].get("message"), dict) and "sampled" in nodes[0]
+
+
+def _read_trace(
+    record: Record, episode: dict[str, Any], trace: dict[str, Any], options: ReadOptions
+) -> Iterator[Trajectory | Skipped]:
+    agent = _object(trace, "agent", record.source)
+    if agent.get("trainable") is False:
+        yield Skipped(record.source, "agent that is not trained")
+        return
+    nodes = trace.get("nodes") or []
+    paths = graphs.before(nodes, source=record.source)
+    sampled = [number for number, node in enumerate(nodes) if node.get("sampled") is True]
+    if not sampled:
+        yield Skipped(record.source, "no call with a response")
+        return
+    one = replace(record, value=_described(episode, trace, agent, record.source))
+    ids = graphs.ids_of(nodes, source=record.source)
+    if _has_media(trace, ids, record.source):
+        yield Skipped(record.source, MEDIA_REASON)
+        return
+    needed = {each for number in sampled for each in (*paths[number], number)}
+    has_tokens = all(len(ids[number]) > 0 for number in needed)
+    notes: tuple[str, ...] = (WEIGHTS_NOTE,) if any(node.get("loss_weights") for node in nodes) else ()
+    if has_tokens:
+        calls = [_token_call(nodes, ids, paths[number], number, record.source) for number in sampled]
+        found = read_calls(one, calls, options)
+    else:
+        notes += (PARTIAL_NOTE,) if any(len(ids[number]) > 0 for number in needed) else ()
+        chats = [_chat_call(trace, paths[number], number, record.source) for number in sampled]
+        found = read_chats(one, chats, options)
+    for item in found:
+        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) else item
+        notes = () if isinstance(item, Trajectory) else notes
+
+
+def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], number: int, source: str) -> TokenCall:
+    node, where = nodes[number], f"{source}: node {number}"
+    mask = node.get("mask")
+    if not isinstance(mask, list | np.ndarray) or len(mask) != len(ids[number]):
+        raise TreepackError(f"{where} has the mask {shown(mask)}; expected one value per token")
+    values = {name: node.get(field) for field, name in VALUES.items()}
+    return graphs.node_call(ids, path, number, {"loss_mask": mask} | values)
+
+
+def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str) -> ChatCall:
+    """The call of node `number`; a root knows the tools of its own paths, which the trace has all together."""
+    nodes = [trace["nodes"][each] for each in (*path, number)]
+    messages = [_object(node, "message", source) for node in nodes]
+    return ChatCall(messages[:-1], messages[-1:], nodes[0].get("tools") or trace.get("tools"))
+
+
+def _has_media(trace: dict[str, Any], ids: list[Any], source: str) -> bool:
+    """Whether a message holds more than text, or the tokens a place of what is no text."""
+    places = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
+    messages = [_object(node, "message", source) for node in trace["nodes"]]
+    return not is_text(messages) or any(np.isin(each, places).any() for each in ids)
+
+
+def _described(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:
+    """What is known of a trace besides its nodes, under the names that every reader uses."""
+    task = _object(trace, "task", source) or _object(episode, "task", source)
+    group = _object(episode, "group", source).get("id") or task.get("key") or task.get("hash")
+    name = agent.get("name")
+    models = [call.get("model") for call in as_objects(trace.get("calls"), source=source, name="calls")]
+    rewards = {key: part for key, part in _object(trace, "rewards", source).items() if part is not None}
+    work = _object(_object(episode, "run", source), "work", source)
+    config = _object(agent, "config", source)
+    return {
+        **{key: held for key, held in trace.items() if key not in KNOWN},
+        "trajectory_id": trace.get("id"),
+        "group_id": f"{group}/{name}" if group is not None and name not in (None, AGENT) else group,
+        "step": work.get("step"),
+        "reward": rewards or None,
+        "env": _object(episode, "env", source).get("id"),
+        "agent": name,
+        "model": config.get("model") or next((model for model in models if model), None),
+        "ok": trace.get("ok"),
+        "stop_condition": trace.get("stop_condition"),
+        "info": trace.get("info") or None,
+        "extra": _object(trace, "metrics", source) or None,
+    }
+
+
+def _object(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
+    """`value[name]`, empty where it is null or missing."""
+    held = value.get(name)
+    if held is not None and not isinstance(held, dict):
+        raise TreepackError(f"{source}: {name} is {shown(held)}; expected an object")
+    return held or {}

@@ -1,0 +1,144 @@
+"""`results.jsonl` of verifiers before its traces: one rollout a line, beside a `metadata.json` that names the model.
+
+    {example_id, prompt, completion, reward, metrics, info, tool_defs, ..., trajectory: [
+      {prompt, completion, tokens: {prompt_ids, completion_ids, completion_mask, completion_logprobs}, ...}, ...]}
+
+Where every step of the trajectory has its tokens these are taken, joined where they continue each other; else the
+steps' messages; and without steps the prompt and the completion. Tool calls may be JSON as text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import KEEPS, About
+from treepack.ingest.readers.beside import beside, read_document
+from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+SUMMARY = "metadata.json"
+DROPPED = frozenset(
+    {
+        *("prompt", "completion", "trajectory", "tool_defs", "oai_tools", "timing", "token_usage", "metrics"),
+        *("error", "error_chain", "long_error_chain"),
+    }
+)
+
+ABOUT = About(
+    program="verifiers before version 1 (results.jsonl)",
+    recognised_by="`example_id`, `prompt` and `completion` beside `reward`, `metrics` or `trajectory`",
+    used=(
+        *("example_id", "prompt", "completion", "reward", "metrics", "info", "answer", "is_truncated", "tool_defs"),
+        *("trajectory.tokens.prompt_ids", "trajectory.tokens.completion_ids", "trajectory.tokens.completion_mask"),
+        *("trajectory.tokens.completion_logprobs", "trajectory.advantage", "trajectory.trajectory_id", "model"),
+    ),
+    dropped=(
+        "timing, token_usage and errors",
+        "trajectory.reward (the rollout has its own) and response",
+        "trajectory.tokens.prompt_mask and routed_experts",
+    ),
+    keeps=frozenset(KEEPS),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a rollout, or the summary of the folder."""
+    if "example_id" not in record:
+        return _is_summary(record)
+    has_messages = all(record.get(name) is None or _is_talk(record[name]) for name in ("prompt", "completion"))
+    return has_messages and "completion" in record and not {"metrics", "trajectory", "reward"}.isdisjoint(record)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of one rollout, `<example>/<line>` or named by its steps, in the group of its example.
+
+    Raises:
+        TreepackError: no rollout, steps of another form, or what the readers of tokens and messages refuse.
+    """
+    if _is_summary(record.value):
+        yield Skipped(record.source, "summary of a run, read with its results")
+        return
+    if not matches(record.value):
+        raise TreepackError(f"{record.source}: has no example_id or completion; expected a line of results.jsonl")
+    summary = beside(record, SUMMARY)
+    yield from _read_rollout(record, None if summary is None else read_document(summary).get("model"), options)
+
+
+def _is_talk(value: Any) -> bool:
+    return isinstance(value, str) or is_messages(value)
+
+
+def _is_summary(value: dict[str, Any]) -> bool:
+    return {"env_id", "num_examples", "rollouts_per_example"} <= value.keys()
+
+
+def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    value, source = record.value, record.source
+    steps = value.get("trajectory") or []
+    if not is_messages(steps):
+        raise TreepackError(f"{source}: trajectory is {shown(steps)}; expected a list of steps")
+    metrics = value.get("metrics") or {}
+    if not isinstance(metrics, dict):
+        raise TreepackError(f"{source}: metrics is {shown(metrics)}; expected an object")
+    repeated = DROPPED | (metrics.keys() - {"reward"})  # metrics stand beside the other fields once more
+    rest = {name: held for name, held in value.items() if name not in repeated}
+    rest |= {"trajectory_id": _name(value, steps, record), "extra": metrics or None}
+    rest["model"] = rest.get("model") or model
+    one = replace(record, value=rest)
+    tokens = [step.get("tokens") for step in steps]
+    if steps and all(isinstance(each, dict) for each in tokens):
+        yield from read_calls(one, [_token_call(step, source) for step in steps], options)
+        return
+    tools = value.get("tool_defs") or value.get("oai_tools")
+    calls = []
+    for talk in steps or [value]:
+        prompt, completion = (_messages(talk, name, source) for name in ("prompt", "completion"))
+        calls.append(ChatCall(prompt, completion, tools))
+    yield from read_chats(one, calls, options)
+
+
+def _token_call(step: dict[str, Any], source: str) -> TokenCall:
+    held = step["tokens"]
+    values = {
+        "loss_mask": held.get("completion_mask"),
+        "rollout_log_probs": held.get("completion_logprobs"),
+        "advantages": step.get("advantage"),
+    }
+    return TokenCall(held.get("prompt_ids"), held.get("completion_ids"), values)
+
+
+def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:
+    """The name that the steps share, if they have one, else the place in the file."""
+    name = steps[0].get("trajectory_id") if steps else None
+    shared = isinstance(name, str) and name and all(step.get("trajectory_id") == name for step in steps)
+    return str(name) if shared else f"{value['example_id']}/{record.label}"
+
+
+def _messages(talk: dict[str, Any], name: str, source: str) -> list[dict[str, Any]]:
+    """The messages of a prompt or a completion; text is what the user asks and what the assistant answers."""
+    held = talk.get(name)
+    if held is None:
+        return []
+    if isinstance(held, str):
+        return [{"role": "user" if name == "prompt" else "assistant", "content": held}]
+    if not is_messages(held):
+        raise TreepackError(f"{source}: {name} is {shown(held)}; expected messages or text")
+    return [_parsed(message, source) for message in held]
+
+
+def _parsed(message: dict[str, Any], source: str) -> dict[str, Any]:
+    """`message` with the tool calls that are JSON as text parsed."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not any(isinstance(call, str) for call in calls):
+        return message
+    try:
+        return message | {"tool_calls": [json.loads(call) if isinstance(call, str) else call for call in calls]}
+    except ValueError as error:
+        raise TreepackError(f"{source}: a tool call is not JSON ({error}); expected name and arguments") from None

@@ -1,0 +1,100 @@
+"""verl's datasets: conversations for supervised training, prompts for RL, and responses generated to such prompts.
+
+    {"messages": [..], "tools": [..], "enable_thinking": true}
+    {"data_source": "..", "prompt": [..], "reward_model": {"ground_truth": ".."}}
+    {the same, "responses": ["..", ".."]}
+
+Of the first all assistant turns are trained, of the last the responses, one trajectory each. A prompt without a
+response trains nothing and is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.about import About
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.formats import chat
+from treepack.ingest.readers.messages import MEDIA, MEDIA_REASON, has_media, is_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+ABOUT = About(
+    program="verl (SFT and RL datasets, generated responses)",
+    recognised_by="`messages` beside `enable_thinking`, or `prompt` as messages beside `reward_model`",
+    used=(
+        *("messages", "tools", "enable_thinking", "prompt", "responses", "data_source", "ability", "extra_info"),
+        "reward_model.ground_truth",
+    ),
+    dropped=("images and videos (records that have some are skipped)",),
+    keeps=frozenset(),
+)
+
+
+def matches(record: dict[str, Any]) -> bool:
+    """Whether `record` is a row of one of verl's datasets."""
+    if is_messages(record.get("messages")) and "enable_thinking" in record:
+        return True
+    return is_messages(record.get("prompt")) and isinstance(record.get("reward_model"), dict)
+
+
+def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """The trajectories of `record`, those of generated responses called `<record>/response-<k>` from 1.
+
+    Raises:
+        TreepackError: fields of another kind, or messages that the `chat` reader refuses.
+    """
+    value = record.value
+    if not matches(value):
+        raise TreepackError(
+            f"{record.source}: has neither messages and enable_thinking nor prompt and reward_model; "
+            "expected a row of verl's datasets"
+        )
+    if has_media(value):
+        yield Skipped(record.source, MEDIA_REASON)
+        return
+    rest = {name: held for name, held in value.items() if name not in MEDIA}
+    if is_messages(value.get("messages")):
+        yield from chat.read(replace(record, value=_with_thinking(rest, record)), options)
+        return
+    responses = _list(value.get("responses") or [], "responses", record)
+    if not responses:
+        yield Skipped(record.source, "prompt without a response")
+        return
+    model = rest.pop("reward_model")
+    rest = {name: held for name, held in rest.items() if name != "responses"}
+    rest["ground_truth"] = model.get("ground_truth")
+    for number, response in enumerate(responses, 1):
+        if not isinstance(response, str):
+            raise TreepackError(f"{record.source}: holds the response {shown(response)}; expected text")
+        completion = [{"role": "assistant", "content": response}]
+        one = replace(record, value=rest | {"completion": completion})
+        for item in chat.read(one, options):
+            yield _numbered(item, number) if isinstance(item, Trajectory) else item
+
+
+def _with_thinking(value: dict[str, Any], record: Record) -> dict[str, Any]:
+    thinking = value.pop("enable_thinking", None)
+    if thinking is None:
+        return value
+    if not isinstance(thinking, bool):
+        raise TreepackError(f"{record.source}: enable_thinking is {shown(thinking)}; expected true or false")
+    variables = value.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        return value  # refused by the reader of chats
+    return value | {"chat_template_kwargs": variables | {"enable_thinking": thinking}}
+
+
+def _numbered(item: Trajectory, number: int) -> Trajectory:
+    """The `number`-th response of a record; what was noted of the record is noted once."""
+    notes = item.notes if number == 1 else ()
+    return replace(item, trajectory_id=f"{item.trajectory_id}/response-{number}", notes=notes)
+
+
+def _list(value: Any, name: str, record: Record) -> list[Any]:
+    if not isinstance(value, list):
+        raise TreepackError(f"{record.source}: {name} is {shown(value)}; expected a list")
+    return value

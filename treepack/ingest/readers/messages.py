@@ -1,0 +1,245 @@
+"""Chat messages in the forms that logs hold them, brought to the one form that chat templates read.
+
+    {role, content: str | parts | null, tool_calls: flat | nested, function_call, reasoning, ...}
+        --normalise_messages-->  {role, content: str, tool_calls: nested, tool_call_id, name, reasoning_content}
+
+Tool-call arguments stay a string or an object as given; which of the two a chat template wants is found out where it
+is rendered. A call without an id gets one of nine letters and digits, the only kind that Mistral's templates take.
+Turns are counted from 1 in messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields import as_number, fault_in_json, quoted, shown
+from treepack.trajectory import WEIGHTS, is_weight
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+RENAMED_ROLES = {"developer": "system", "function": "tool"}
+KEPT = ("name", "tool_call_id")
+READ = frozenset(
+    {
+        *KEPT,
+        "role",
+        "content",
+        "tool_calls",
+        "function_call",
+        "reasoning",
+        "reasoning_content",
+        "loss",
+        "loss_scale",
+        "trainable",
+        "weight",
+    }
+)
+MEDIA = ("images", "videos", "audios")
+MEDIA_REASON = "images, audio and video are not read"
+# What the rendering itself passes to the template.
+RESERVED = frozenset(
+    {
+        "messages",
+        "conversations",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Normalised messages, the loss weight of each (0 for every role but assistant), and remarks to be counted."""
+
+    messages: list[dict[str, Any]]
+    weights: list[float]
+    notes: tuple[str, ...]
+
+
+def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether `value` is a list of message-like dicts."""
+    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
+
+
+def has_media(record: dict[str, Any]) -> bool:
+    """Whether `record` has images, videos or sounds beside its messages, which stand for them by placeholders."""
+    held = (record.get(name) for name in MEDIA)
+    return any(isinstance(each, list | str | dict) and len(each) > 0 for each in held)
+
+
+def is_text(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether no message has a content part of another type than text, an image say."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return not any(isinstance(part.get("type"), str) and part["type"] != "text" for part in parts)
+
+
+def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages | None = None) -> Messages:
+    """The messages of one conversation in normal form; with `before`, those and what follows them.
+
+    Raises:
+        TreepackError: an unknown role, content that is not text, or a malformed tool call, named by `source` and turn.
+    """
+    done: list[dict[str, Any]] = list(before.messages) if before else []
+    weights: list[float] = list(before.weights) if before else []
+    notes: dict[str, None] = dict.fromkeys(before.notes if before else ())
+    for index, message in enumerate(messages, len(done)):
+        where = f"{source}: turn {index + 1}"
+        if not isinstance(message, dict):
+            raise TreepackError(f"{where} is {shown(message)}; expected an object with role and content")
+        role = _role(message, where)
+        if message["role"] == "developer":
+            notes["role 'developer' read as 'system'"] = None
+        normal: dict[str, Any] = {"role": role, "content": _content(message.get("content"), where)}
+        if (reasoning := _reasoning(message, where)) is not None:
+            normal["reasoning_content"] = reasoning
+        if calls := _tool_calls(message, index, where):
+            if role != "assistant":
+                raise TreepackError(f"{where} has role '{role}' and tool calls; only the assistant can call a tool")
+            normal["tool_calls"] = calls
+        normal.update({key: _name(message[key], key, where) for key in KEPT if message.get(key) is not None})
+        if message["role"] == "function" and "tool_call_id" not in normal and done:
+            normal.update(_id_of_last_call(done))
+        done.append(normal)
+        weights.append(_weight(message, where) if role == "assistant" else 0.0)
+        if role != "assistant" and (message.get("loss") is True or message.get("trainable") is True):
+            notes[f"role '{role}' marked as trained, not trained"] = None
+        unused = (key for key, value in message.items() if key not in READ and value is not None)
+        notes.update({f"message field '{key}' not used": None for key in unused})
+    return Messages(done, weights, tuple(notes))
+
+
+def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
+    """Tool schemas given as a list or as JSON text, nested or flat; None where there are none."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise TreepackError(f"{source}: tools is not JSON ({error}); expected a list of schemas") from None
+    if tools is None:
+        return None
+    if not is_messages(tools):
+        raise TreepackError(f"{source}: tools is {shown(tools)}; expected a list of schemas or one as JSON text")
+    if (fault := fault_in_json(tools)) is not None:
+        raise TreepackError(f"{source}: tools is {fault}; expected schemas in JSON")
+    return [_nested(tool) for tool in tools] or None
+
+
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """`tool` in the nested form; what is not a function, a server's own search say, as it is."""
+    if "function" in tool or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
+        return tool
+    renamed = {"parameters" if key == "input_schema" else key: value for key, value in tool.items() if key != "type"}
+    return {"type": "function", "function": renamed}
+
+
+def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | None:
+    """The variables that a conversation sets for its chat template; None where it sets none."""
+    if kwargs is None:
+        return None
+    if not isinstance(kwargs, dict):
+        raise TreepackError(
+            f"{source}: chat_template_kwargs is {shown(kwargs)}; expected an object of the template's variables"
+        )
+    if own := sorted(RESERVED.intersection(kwargs)):
+        raise TreepackError(f"{source}: chat_template_kwargs sets {own[0]}, which is not its to set; drop it there")
+    if (fault := fault_in_json(kwargs)) is not None:
+        raise TreepackError(f"{source}: chat_template_kwargs is {fault}; expected an object in JSON")
+    return kwargs or None
+
+
+def _role(message: dict[str, Any], where: str) -> str:
+    role = message.get("role")
+    if role is None:
+        raise TreepackError(f"{where} has no role; expected system, user, assistant or tool")
+    role = RENAMED_ROLES.get(role, role) if isinstance(role, str) else role
+    if not isinstance(role, str) or role not in ROLES:
+        raise TreepackError(f"{where} has role {quoted(role)}; expected system, user, assistant or tool")
+    return role
+
+
+def _name(value: Any, key: str, where: str) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TreepackError(f"{where} has the {key} {shown(value)}; expected text or an integer")
+    return value
+
+
+def _content(content: Any, where: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise TreepackError(f"{where} has the content {shown(content)}; expected text or a list of text parts")
+    return "".join(_part(part, where) for part in content)
+
+
+def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise TreepackError(f"{where} has a content part of type {quoted(kind)}; expected text parts only")
+    return str(part["text"])
+
+
+def _reasoning(message: dict[str, Any], where: str) -> str | None:
+    reasoning = message.get("reasoning_content")
+    reasoning = message.get("reasoning") if reasoning is None else reasoning
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise TreepackError(f"{where} has the reasoning {shown(reasoning)}; expected text")
+    return reasoning
+
+
+def _tool_calls(message: dict[str, Any], index: int, where: str) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls") or []
+    if is_messages(calls) and message.get("function_call"):
+        calls = [*calls, message["function_call"]]
+    if not is_messages(calls):
+        raise TreepackError(f"{where} has the tool calls {shown(calls)}; expected a list of objects")
+    return [_tool_call(call, f"call{index:03}{number:02}", where) for number, call in enumerate(calls)]
+
+
+def _tool_call(call: dict[str, Any], default_id: str, where: str) -> dict[str, Any]:
+    function = call.get("function", call)
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise TreepackError(f"{where} has the tool call {shown(call)}; expected a name and arguments")
+    arguments = function.get("arguments")
+    arguments = "{}" if arguments is None else arguments
+    if not isinstance(arguments, str | dict):
+        raise TreepackError(f"{where} calls {name} with {shown(arguments)}; expected an object or JSON text")
+    if isinstance(arguments, dict) and (fault := fault_in_json(arguments)) is not None:
+        raise TreepackError(f"{where} calls {name} with arguments {fault}; expected an object in JSON")
+    return {
+        "id": default_id if call.get("id") is None else _name(call["id"], "id", where),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
+    calls = done[-1].get("tool_calls")
+    return {"tool_call_id": calls[-1]["id"]} if calls else {}
+
+
+def _weight(message: dict[str, Any], where: str) -> float:
+    weight = 1.0
+    for name in ("loss", "trainable"):
+        if (trained := message.get(name)) is not None:
+            if not isinstance(trained, bool):
+                raise TreepackError(f"{where} has {name} {shown(trained)}; expected true or false")
+            weight *= trained
+    for name in ("weight", "loss_scale"):
+        if (given := message.get(name)) is not None:
+            number = as_number(given, source=where, name=name)
+            if not is_weight(number):
+                raise TreepackError(f"{where} has {name} {shown(given)}; expected {WEIGHTS}")
+            weight *= number
+    return weight

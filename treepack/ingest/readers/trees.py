@@ -1,0 +1,30 @@
+"""Search trees as logs hold them, nodes inside nodes, to the path of each leaf.
+
+{name: "root", children: [{name: "a"}, {name: "b", children: [{name: "c"}, {name: "d"}]}]}
+    --leaf_paths-->  root a    root b c    root b d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from treepack.ingest.readers.fields import as_objects
+
+
+def leaf_paths(root: dict[str, Any], *, source: str) -> Iterator[list[dict[str, Any]]]:
+    """The nodes from `root` to each leaf, in depth-first order. O(sum of the paths' lengths).
+
+    Raises:
+        TreepackError: `children` of a node is neither null nor a list of objects.
+    """
+    path: list[dict[str, Any]] = []
+    stack = [(root, 0)]
+    while stack:
+        node, depth = stack.pop()
+        del path[depth:]
+        path.append(node)
+        children = as_objects(node.get("children"), source=source, name="children")
+        stack += [(child, depth + 1) for child in reversed(children)]
+        if not children:
+            yield list(path)

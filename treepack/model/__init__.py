@@ -1,0 +1,1 @@
+"""Models of transformers on packed rows: loading, forward passes, losses, objectives and verification."""

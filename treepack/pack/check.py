@@ -1,0 +1,295 @@
+"""Proof that directories on disk are what they say: hashes, every row invariant, and nothing lost.
+
+    check_trie       nodes, trajectories and their spans against the definition
+    check_row        one row against the definition, from its own columns alone
+    check_packed     all rows; against a trie, that each trajectory comes back exactly once with its loss weights
+
+Shares no code with what wrote them except the definitions of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from treepack.columns import SpanView, list_values
+from treepack.errors import TreepackError
+from treepack.files.manifest import Manifest
+from treepack.pack.rows import LOGPROBS, Row, Terms, row_counts, row_totals, times_trained, trajectory_factors
+from treepack.trajectory import Int64
+from treepack.trie.build import Trie, sequences_of
+
+
+def check_trie(trie: Trie) -> None:
+    """Check the invariants of a trie.
+
+    Raises:
+        TreepackError: naming the node or trajectory.
+    """
+    path = trie.path_length
+    below = trie.parent >= 0
+    faults = {
+        "has no token": trie.node_length < 1,
+        "comes before its parent": trie.parent >= np.arange(trie.num_nodes),
+        "does not begin where its parent ends": trie.depth != np.where(below, path[trie.parent], 0),
+    }
+    for fault, where in faults.items():
+        if where.any():
+            raise TreepackError(f"node {int(where.argmax())} {fault}; build the trie again")
+    ends = np.bincount(trie.end_node, minlength=trie.num_nodes)
+    passing = np.concatenate([[0], np.cumsum(ends)])
+    if (passing[trie.node_end] - passing[:-1] != trie.num_passing).any():
+        raise TreepackError("num_trajectories of the nodes do not match the trajectories; build the trie again")
+    table = trie.trajectories
+    if (table["num_tokens"].to_numpy() != trie.lengths).any():
+        raise TreepackError("num_tokens of the trajectories do not match the nodes they end in; build the trie again")
+    if (table["tree_id"].to_numpy() != trie.tree_id[trie.end_node]).any():
+        raise TreepackError("tree_id of the trajectories does not match the nodes they end in; build the trie again")
+    _refuse_equal_siblings(trie)
+    _check_trained(trie)
+
+
+def _check_trained(trie: Trie) -> None:
+    """Spans must lie inside their trajectory, ascending and apart; per-token lists have a value per trained token."""
+    spans = SpanView.of(trie.trajectories)
+    owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    follows = np.concatenate([[False], owner[1:] == owner[:-1]])
+    least = np.where(follows, np.concatenate([[0], spans.ends[:-1]]), 1)
+    good = (spans.starts >= least) & (spans.starts < spans.ends) & (spans.ends <= trie.lengths[owner])
+    names = trie.trajectories["trajectory_id"]
+    if not good.all():
+        raise TreepackError(
+            f"trajectory {names[int(owner[(~good).argmax()])]}: its spans are wrong; build the trie again"
+        )
+    trained = spans.total(spans.sizes.astype(np.float64))
+    for column in ("advantages", *LOGPROBS):
+        for i, values in enumerate(list_values(trie.trajectories, column)):
+            if values is not None and len(values) != trained[i]:
+                raise TreepackError(f"trajectory {names[i]}: {column} has {len(values)} values; build the trie again")
+
+
+def _refuse_equal_siblings(trie: Trie) -> None:
+    """Siblings must begin with different tokens, or a prefix would be stored twice."""
+    below = trie.parent >= 0
+    first = trie.tokens[trie.node_start[:-1]]
+    pairs = np.stack([trie.parent[below], first[below]])
+    if np.unique(pairs, axis=1).shape[1] != pairs.shape[1]:
+        raise TreepackError("two sibling nodes begin with the same token; build the trie again")
+
+
+def check_row(row: Row, *, capacity: int) -> None:
+    """Check one row: nesting, parents, positions, scale, weights and terms.
+
+    Raises:
+        TreepackError: naming the row, the column and the token.
+    """
+    num = row.num_tokens
+    index = np.arange(num)
+    if not 0 < num <= capacity:
+        raise TreepackError(f"row {row.row_id}: has {num} tokens; expected 1 to {capacity}")
+    for name in ("position_ids", "parent", "subtree_end", "scale", "loss_weight"):
+        if len(getattr(row, name)) != num:
+            raise TreepackError(f"row {row.row_id}: {name} has {len(getattr(row, name))} values for {num} tokens")
+    _expect(row, "subtree_end", (row.subtree_end > index) & (row.subtree_end <= num))
+    _expect(row, "parent", row.parent == _nearest(row))
+    up = row.parent >= 0
+    _expect(row, "subtree_end", ~up | (row.subtree_end <= row.subtree_end[row.parent]))
+    _expect(row, "position_ids", row.position_ids == np.where(up, row.position_ids[row.parent] + 1, 0))
+    if len(row.trajectory_groups) != len(row.trajectory_ids) or len(row.trajectory_ends) != len(row.trajectory_ids):
+        raise TreepackError(
+            f"row {row.row_id}: trajectory_ids, trajectory_groups and trajectory_ends differ in length; "
+            "pack the trie again"
+        )
+    if not ((row.trajectory_ends >= 0) & (row.trajectory_ends < num)).all():
+        raise TreepackError(f"row {row.row_id}: trajectory_ends points outside the row; pack the trie again")
+    ends = np.concatenate([[0], np.cumsum(np.bincount(row.trajectory_ends, minlength=num))])
+    _expect(row, "scale", row.scale == ends[row.subtree_end] - ends[:-1])
+    _expect(row, "scale", row.scale > 0)
+    _expect(row, "loss_weight", np.isfinite(row.loss_weight) & (row.loss_weight >= 0) & (up | (row.loss_weight == 0)))
+    if row.terms is not None:
+        _check_terms(row, row.terms)
+
+
+def _check_terms(row: Row, terms: Terms) -> None:
+    sizes = {
+        len(values)
+        for field in fields(terms)
+        if field.name != "trajectory_rewards" and (values := getattr(terms, field.name)) is not None
+    }
+    if terms.trajectory_rewards is not None and len(terms.trajectory_rewards) != len(row.trajectory_ids):
+        raise TreepackError(
+            f"row {row.row_id}: trajectory_rewards has not one value per trajectory; pack the trie again"
+        )
+    inside = (terms.token >= 0) & (terms.token < row.num_tokens)
+    known = (terms.trajectory >= 0) & (terms.trajectory < len(row.trajectory_ids))
+    if len(sizes) != 1 or not inside.all() or not known.all():
+        raise TreepackError(f"row {row.row_id}: its terms point outside the row; pack the trie again")
+    sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens)
+    _expect(row, "term_weight", np.isclose(sums, row.loss_weight, rtol=1e-12, atol=0))
+
+
+def _expect(row: Row, column: str, good: np.ndarray) -> None:
+    if not good.all():
+        token = int((~good).argmax())
+        raise TreepackError(f"row {row.row_id}: {column} is wrong at token {token}; pack the trie again")
+
+
+def _nearest(row: Row) -> Int64:
+    """For each token the nearest one before it whose subtree holds it, -1 if there is none.
+
+    Usually the token just before; else one of that token's own ancestors, as subtrees nest.
+    """
+    nearest = np.arange(-1, row.num_tokens - 1)
+    ends = row.subtree_end
+    for j in (np.flatnonzero(ends[:-1] <= np.arange(1, row.num_tokens)) + 1).tolist():
+        k = j - 1
+        while k >= 0 and ends[k] <= j:
+            k = int(nearest[k])
+        nearest[j] = k
+    return nearest
+
+
+class _Paths:
+    """Paths of one row, run by run: a run is a stretch of tokens whose parent is the token before."""
+
+    def __init__(self, row: Row) -> None:
+        self.parent = row.parent
+        self.starts = np.flatnonzero(row.parent != np.arange(-1, row.num_tokens - 1))
+        self.starts = np.union1d(self.starts, [0])
+
+    def to(self, end: int) -> Int64:
+        pieces = []
+        while end >= 0:
+            start = int(self.starts[np.searchsorted(self.starts, end, side="right") - 1])
+            pieces.append(np.arange(start, end + 1))
+            end = int(self.parent[start])
+        return np.concatenate(pieces[::-1])
+
+
+def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> Iterator[Row]:
+    """Yield `rows` once each is checked, and raise at the end if they are not all that they should be.
+
+    Against `trie`, which must already be cut to the capacity if trajectories were too long, each trajectory must come
+    back exactly once with its tokens, weights and terms. The totals of `manifest` must be those of the rows.
+
+    Raises:
+        TreepackError: naming the row, trajectory or total.
+    """
+    counted: Counter[str] = Counter()
+    expected = None if trie is None else _Expected(trie, manifest)
+    for row in rows:
+        check_row(row, capacity=manifest["capacity"])
+        if expected is not None:
+            expected.check(row)
+        counted.update(row_counts(row))
+        yield row
+    check_totals(manifest["totals"], row_totals(counted, capacity=manifest["capacity"]))
+    if expected is not None:
+        expected.finish()
+
+
+def check_packed(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> None:
+    """Check all `rows`; see `checked_rows`."""
+    for _ in checked_rows(rows, manifest, trie):
+        pass
+
+
+def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
+    """Check the totals of a manifest against what its files hold.
+
+    Raises:
+        TreepackError: naming the total.
+    """
+    for name, value in counted.items():
+        said = stored.get(name)
+        if not isinstance(said, int | float) or not math.isclose(said, value, rel_tol=1e-9, abs_tol=1e-12):
+            raise TreepackError(f"the files give {name} = {value}, the manifest says {said}; write it again")
+
+
+class _Expected:
+    """What a trie says must be in the rows."""
+
+    def __init__(self, trie: Trie, manifest: Manifest) -> None:
+        options = manifest["options"]
+        ids = trie.trajectories["trajectory_id"].to_pylist()
+        self.index = {name: i for i, name in enumerate(ids)}
+        self.sequences = list(sequences_of(trie))
+        self.spans = SpanView.of(trie.trajectories)
+        self.factors = trajectory_factors(trie, normalize=options["normalize"])
+        self.steps = trie.trajectories["step"].to_pylist()
+        self.groups = trie.trajectories["group_id"].to_pylist()
+        self.rewards = trie.trajectories["reward"].to_pylist()
+        self.counts = times_trained(trie) if options["semantics"] == "once" else None
+        self.trie = trie
+        self.waiting = set(ids)
+        table = trie.trajectories
+        per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
+        # Columns that a model wrote (`treepack logprobs`) are not the trie's.
+        computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
+        self.values = {name.removesuffix("s"): list_values(table, name) for name in LOGPROBS if name not in computed}
+        self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
+
+    def check(self, row: Row) -> None:
+        paths = _Paths(row)
+        weights = np.zeros(row.num_tokens)
+        for order, (name, end) in enumerate(zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True)):
+            if name not in self.waiting:
+                known = "a second time" if name in self.index else "which the trie does not have"
+                raise TreepackError(f"row {row.row_id}: holds trajectory {name} {known}; pack the trie again")
+            self.waiting.discard(name)
+            i = self.index[name]
+            path = paths.to(end)
+            named = (row.step, row.trajectory_groups[order]) == (self.steps[i], self.groups[i])
+            if not (named and np.array_equal(row.input_ids[path], self.sequences[i])):
+                raise TreepackError(f"row {row.row_id}: trajectory {name} differs from the trie's; pack the trie again")
+            self._add(weights, path, i)
+            if row.terms is not None:
+                self._check_values(row, row.terms, order, path, i)
+        good = np.isclose(weights, row.loss_weight, rtol=1e-12, atol=0)
+        _expect(row, "loss_weight", good)
+
+    def _add(self, weights: np.ndarray, path: Int64, i: int) -> None:
+        for start, end, weight in zip(*(part.tolist() for part in self.spans[i]), strict=True):
+            share = self.factors[i] * weight
+            if self.counts is not None:
+                share = share / self.counts[_forest_positions(self.trie, i)[start:end]]
+            weights[path[start:end]] += share
+
+    def _check_values(self, row: Row, terms: Terms, order: int, path: Int64, i: int) -> None:
+        """Check the terms of the row's trajectory number `order`, which is the trie's `i`, token by token."""
+        where = f"row {row.row_id}: trajectory {row.trajectory_ids[order]}"
+        mine = terms.trajectory == order
+        starts, ends, _ = self.spans[i]
+        trained = path[np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])]
+        if not np.array_equal(terms.token[mine], trained):
+            raise TreepackError(f"{where} has terms that are not its trained tokens; pack the trie again")
+        reward = None if terms.trajectory_rewards is None else float(terms.trajectory_rewards[order])
+        if (None if reward is None or math.isnan(reward) else reward) != self.rewards[i]:
+            raise TreepackError(f"{where} has another reward than in the trie; pack the trie again")
+        for name, values in self.values.items():
+            stored, known = getattr(terms, name), values[i]
+            if stored is None and known is None:
+                continue
+            expected = np.broadcast_to(np.nan if known is None else known, len(trained))
+            if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
+                raise TreepackError(f"{where} has another term_{name} than in the trie; pack the trie again")
+
+    def finish(self) -> None:
+        if self.waiting:
+            raise TreepackError(
+                f"trajectory {min(self.waiting)} and {len(self.waiting) - 1} more are in no row; pack the trie again"
+            )
+
+
+def _forest_positions(trie: Trie, i: int) -> Int64:
+    """Position in `trie.tokens` of every token of trajectory `i`."""
+    pieces, node = [], int(trie.end_node[i])
+    while node >= 0:
+        pieces.append(np.arange(trie.node_start[node], trie.node_start[node + 1]))
+        node = int(trie.parent[node])
+    return np.concatenate(pieces[::-1])

@@ -1,0 +1,1 @@
+"""Plans: the row of each trajectory, chosen by a method, bounded from below, and checked."""

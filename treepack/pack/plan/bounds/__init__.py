@@ -1,0 +1,1 @@
+"""Certified lower bounds on the tokens that any plan needs."""

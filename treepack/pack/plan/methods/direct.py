@@ -1,0 +1,109 @@
+"""The packing problem as one integer program for CP-SAT: the check of the other exact methods, and the one for limits.
+
+    on[v, r]  1 if row r holds node v; row r is named after its lowest leaf, so only leaves >= r can be in it
+
+    every leaf in exactly one row                     on[v, r] <= on[parent of v, r]
+    on[root, r] = on[leaf r, r]: row r is in use      below each v: sum of size * on[., r] <= room below v * on[v, r]
+
+The last constraint at the root is the capacity; at other nodes it follows from it, but makes the relaxation as strong
+as `recursive_bound`. Naming rows after their lowest leaf leaves one assignment for each partition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from treepack.pack.plan.problem import Limits, Search, Solution, Tree
+from treepack.trajectory import Int64
+
+# Units of CP-SAT's own count of work, about a second each, for one tree without a time limit.
+_WORK = {"low": 5.0, "normal": 30.0, "high": 300.0}
+
+
+def direct(tree: Tree, limits: Limits, search: Search, *, incumbent: Int64) -> Solution:
+    """The best plan found that is no worse than `incumbent` (rows of the leaves), and the bound proven.
+
+    Fewest tokens, then fewest rows, within all limits; the same on any machine unless `search.time_limit` ends it.
+    O(nodes x leaves) variables.
+    """
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    on = _variables(model, tree)
+    _add_constraints(model, on, tree, limits)
+    big = tree.num_leaves + 1
+    sizes = tree.size.tolist()
+    cost = {(v, r): sizes[v] * big + (v == 0) for v, r in on}
+    total = cp_model.LinearExpr.weighted_sum(list(on.values()), list(cost.values()))
+    held = _held(tree, incumbent)
+    for place, variable in {variable.index: (place, variable) for place, variable in on.items()}.values():
+        model.add_hint(variable, place in held)
+    model.add(total <= sum(cost[place] for place in held))
+    model.minimize(total)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # else an interrupt after this one ends Python on the spot
+    solver.parameters.random_seed = 0
+    if search.time_limit is None:
+        solver.parameters.max_deterministic_time = _WORK[search.effort]
+    else:
+        solver.parameters.max_time_in_seconds = search.time_limit
+    status = solver.solve(model)
+    bound = max(0, int(np.ceil(solver.best_objective_bound - 1e-6))) // big  # rows < big
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Solution(incumbent, bound)
+    name = [next(r for r in range(k + 1) if solver.boolean_value(on[v, r])) for k, v in enumerate(tree.leaf.tolist())]
+    return Solution(np.unique(name, return_inverse=True)[1].astype(np.int64), bound)
+
+
+def _variables(model: Any, tree: Tree) -> dict[tuple[int, int], Any]:
+    """A variable of each node and row that may hold it; a row's lowest leaf and its ancestors share one."""
+    first = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)).tolist()
+    stop = np.searchsorted(tree.leaf, tree.end).tolist()
+    used = [model.new_bool_var("") for _ in range(tree.num_leaves)]
+    return {
+        (v, r): used[r] if first[v] <= r else model.new_bool_var("")
+        for v in range(tree.num_nodes)
+        for r in range(stop[v])
+    }
+
+
+def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: Tree, limits: Limits) -> None:
+    from ortools.sat.python.cp_model import LinearExpr
+
+    weighted_sum = LinearExpr.weighted_sum
+    leaves = tree.leaf.tolist()
+    parent, ends, sizes = tree.parent.tolist(), tree.end.tolist(), tree.size.tolist()
+    for k, v in enumerate(leaves):
+        model.add_exactly_one(on[v, r] for r in range(k + 1))
+    for (v, r), variable in on.items():
+        if v:
+            model.add_implication(variable, on[parent[v], r])
+    room = (limits.capacity - tree.depth - tree.size).tolist()
+    for (v, r), variable in on.items():
+        if ends[v] > v + 1:
+            below = [w for w in range(v + 1, ends[v]) if (w, r) in on]
+            model.add(weighted_sum([on[w, r] for w in below], [sizes[w] for w in below]) <= room[v] * variable)
+    pairs, terms = tree.pairs.tolist(), tree.terms.tolist()
+    for r in range(tree.num_leaves):
+        if limits.pairs is not None:
+            nodes = [w for w in range(tree.num_nodes) if (w, r) in on]
+            model.add(weighted_sum([on[w, r] for w in nodes], [pairs[w] for w in nodes]) <= limits.pairs * on[0, r])
+        if limits.terms is not None:
+            model.add(weighted_sum([on[v, r] for v in leaves[r:]], terms[r:]) <= limits.terms * on[0, r])
+
+
+def _held(tree: Tree, rows: Int64) -> set[tuple[int, int]]:
+    """Nodes and the rows, named after their lowest leaves, that hold them."""
+    lowest = np.full(tree.num_leaves, tree.num_leaves)
+    np.minimum.at(lowest, rows, np.arange(tree.num_leaves))
+    parent = tree.parent.tolist()
+    held = set()
+    for leaf, r in zip(tree.leaf.tolist(), lowest[rows].tolist(), strict=True):
+        v = leaf
+        while v >= 0 and (v, r) not in held:
+            held.add((v, r))
+            v = parent[v]
+    return held

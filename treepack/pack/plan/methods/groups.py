@@ -1,0 +1,43 @@
+"""Each group whole in one row, for objectives that compare the trajectories of a group (dpo).
+
+    groups   g0: t0 t1 t2   g1: t3 t4   g2: t5      pieces 0 0 0 1 1 2     rows of whole pieces by `merge`
+
+Groups of one row share what prefixes they have in common, but are not put together for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.pack.plan.problem import Limits
+from treepack.pack.plan.unions import row_sizes
+from treepack.trajectory import Int64
+from treepack.trie.build import Trie
+
+
+def whole_groups(trie: Trie, limits: Limits) -> Int64:
+    """The piece of each trajectory, int64 [num_trajectories]: one per training step and group.
+
+    Raises:
+        TreepackError: a group exceeds a limit.
+    """
+    names = trie.trajectories["group_id"].combine_chunks().dictionary_encode()
+    groups = names.indices.to_numpy().astype(np.int64)
+    _, pieces = np.unique(np.stack([trie.step_rank.astype(np.int64), groups]), axis=1, return_inverse=True)
+    pieces = pieces.reshape(-1).astype(np.int64)
+    sizes = row_sizes(trie, pieces, int(pieces.max(initial=-1)) + 1)
+    checked = (
+        (sizes.tokens, "tokens", "the capacity", limits.capacity),
+        (sizes.pairs, "score pairs", "the budget of pairs", limits.pairs),
+        (sizes.terms, "loss terms", "the budget of terms", limits.terms),
+    )
+    for values, unit, name, limit in checked:
+        if limit is not None and (values > limit).any():
+            worst = int(values.argmax())
+            group = names.dictionary[int(groups[pieces == worst][0])].as_py()
+            raise TreepackError(
+                f"group {group} has {values[worst]} {unit} and {name} is {limit} ({int((values > limit).sum())} such "
+                "groups); raise it, or pack by a method that splits groups"
+            )
+    return pieces

@@ -1,0 +1,1 @@
+"""The trainer: its loop, ranks and sharding, checkpoints, metrics, and scoring with a trained model."""

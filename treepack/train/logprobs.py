@@ -1,0 +1,138 @@
+"""Log-probabilities of every trained token under a model, written into a copy of a packed directory.
+
+    packed/, model --open_scoring--> Scoring      everything that can be refused is refused here
+    Scoring --scored_rows--> Row, Row, ...        the same rows, with term_old_logprob or term_ref_logprob filled in
+    rows, scored_manifest --shards.write_packed--> packed/
+
+A row is one forward pass, so a prefix is computed once however many of its trajectories pass through it, and every term
+of a token gets the same value: what the trajectory alone would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from treepack.attention import row_multiple
+from treepack.data.batch import make_batch
+from treepack.data.dataset import PackedDataset
+from treepack.errors import TreepackError
+from treepack.files.manifest import Manifest
+from treepack.model.load import LoadedModel, check_fits, load_model, placed, position_limit, row_logprobs
+from treepack.model.loss import CHUNK
+from treepack.pack.files import read_rows
+from treepack.pack.rows import Row
+from treepack.train.ranks import find_device
+from treepack.trajectory import Float64
+
+COLUMNS = ("old", "ref")
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What to write and how to run the model.
+
+    `column` "old" is what ratios of `train --loss` are taken to, "ref" what its divergences and dpo are. `entropies`
+    writes term_entropy too. `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in `options.TrainOptions`.
+    """
+
+    column: str = "old"
+    entropies: bool = False
+    dtype: str = "fp32"
+    attention: str = "auto"
+    loss_chunk: int = CHUNK
+    device: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, naming the option."""
+        for name, known in (("column", COLUMNS), ("dtype", ("fp32", "bf16"))):
+            if getattr(self, name) not in known:
+                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A checked run: rows, model and options; `notes` are remarks for the user."""
+
+    dataset: PackedDataset
+    loaded: LoadedModel
+    options: ScoreOptions
+    notes: tuple[str, ...]
+
+
+def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -> Scoring:
+    """Open the data, load the model, and refuse what does not fit together.
+
+    Raises:
+        TreepackError: for data without terms, a missing device, damaged data, or a model that does not suit.
+    """
+    device, dataset = find_device(options.device), PackedDataset(packed)
+    if "term_token" not in dataset.term_columns:
+        raise TreepackError(
+            f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
+            "advantages and pack them again"
+        )
+    autocast = torch.bfloat16 if options.dtype == "bf16" else None
+    loaded = load_model(
+        model,
+        attention=options.attention,
+        dtype=torch.float32,
+        autocast=autocast,
+        device=device,
+        seed=options.seed,
+    )
+    positions = dataset.max_position() if position_limit(loaded.model) else 0
+    check_fits(loaded, dataset.manifest, max_position=positions)
+    name = f"term_{options.column}_logprob"
+    replaced = (f"the {name} that {packed} has is replaced",) if name in dataset.term_columns else ()
+    return Scoring(dataset, loaded, options, (*loaded.notes, *replaced))
+
+
+def scored_rows(scoring: Scoring) -> Iterator[Row]:
+    """All rows in order with the log-probabilities of their terms.
+
+    Raises:
+        TreepackError: a log-probability is not finite.
+    """
+    options, loaded = scoring.options, scoring.loaded
+    for row in read_rows(scoring.dataset.path):
+        with torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
+            logprobs, entropies = term_scores(loaded, row, chunk=options.loss_chunk)
+        if not np.isfinite(logprobs).all():
+            raise TreepackError(
+                f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the row"
+            )
+        assert row.terms is not None
+        columns: dict[str, Any] = {f"{options.column}_logprob": logprobs.astype(np.float32)}
+        if options.entropies:
+            columns["entropy"] = entropies.astype(np.float32)
+        yield replace(row, terms=replace(row.terms, **columns))
+
+
+@torch.no_grad()
+def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[Float64, Float64]:
+    """Log-probability and entropy of each term's token, float64 [N], from one forward pass over the row."""
+    batch = make_batch(row, multiple=row_multiple(loaded.attention))
+    terms = batch.terms
+    assert terms is not None, "checked when the data was opened"
+    if len(terms.tokens) == 0:
+        return np.zeros(0), np.zeros(0)
+    found = row_logprobs(loaded, placed(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)
+    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in found)
+    return logprobs, entropies
+
+
+def scored_manifest(scoring: Scoring) -> Manifest:
+    """The manifest of the rows, for `shards.write_packed`: that of the input, and which model wrote which column."""
+    given, options = scoring.dataset.manifest, scoring.options
+    kept: Manifest = {
+        name: given[name] for name in ("options", "capacity", "trie", "tokenizer", "totals", "counts") if name in given
+    }
+    how = {"model": scoring.loaded.source, "dtype": options.dtype, "attention": scoring.loaded.attention}
+    return {**kept, "logprobs": {**(given.get("logprobs") or {}), options.column: how}}

@@ -1,0 +1,270 @@
+"""The prefix value predictor as it is used: a backbone with a scalar head, on disk and on rows of prefixes.
+
+    out/ --load_values--> ValueModel
+    ValueModel, AnchorRow --end_states--> [n, D] --state_values--> [n]      values in 0 .. 1
+    ValueModel, trie --predict--> a table of predictions, as `rl.predictions` reads them
+
+    out/config.json, model.safetensors   the backbone, as transformers saves it; its output layer is left as it was
+    out/head.safetensors                 weight [1, D], bias [1]
+    out/metrics.jsonl                    a line per optimiser step
+    out/values.json                      written last: format, options, tokenizer, hash of every file
+
+V(h) = sigmoid(w . s + b), TRACE (arXiv 2606.11119) eq. 17: s is the hidden state of a causal language model, after its
+final norm, at the last token of the prefix h. Fitting is in `values`, rows are made in `value_rows`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+
+from treepack import __version__
+from treepack.attention import row_multiple
+from treepack.data.batch import make_batch
+from treepack.errors import TreepackError
+from treepack.files import schema
+from treepack.files.manifest import check_part, file_sha256, read_manifest
+from treepack.model.load import LoadedModel, check_fits, hidden_states, load_model, placed, without_bars
+from treepack.pack.files import read_trie
+from treepack.rl.trace.predictions import group_ids
+from treepack.rl.trace.targets import Anchors, anchors
+from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
+from treepack.train.ranks import find_device
+from treepack.trajectory import Float64
+from treepack.trie.build import Trie
+
+FORMAT, VERSION = "treepack-values", 1
+RECORD, HEAD, METRICS = "values.json", "head.safetensors", "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class ValueModel:
+    """A backbone and its head, a linear layer from hidden states [n, D] to logits [n, 1] in the dtype of the weights.
+
+    `record` is what values.json says, empty before it is written.
+    """
+
+    loaded: LoadedModel
+    head: nn.Linear
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def new_head(loaded: LoadedModel) -> nn.Linear:
+    """A head that gives every prefix the value 0.5, in the dtype and on the device of the model's weights."""
+    # Zeros, for a random direction would rank prefixes before any was seen; the first update gives the head one, and
+    # from the second on gradients reach the backbone.
+    weight = loaded.model.get_input_embeddings().weight
+    size = loaded.model.config.get_text_config().hidden_size
+    head = nn.Linear(size, 1, device=weight.device, dtype=weight.dtype)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def end_states(loaded: LoadedModel, row: AnchorRow, *, dtype: str = "fp32") -> Tensor:
+    """Hidden states [n, D] at the ends of the prefixes of a row, each token of which is computed once."""
+    batch = placed(loaded, make_batch(row.row, multiple=row_multiple(loaded.attention)))
+    with torch.autocast(loaded.device.type, torch.bfloat16, enabled=dtype == "bf16"):
+        states = loaded.compute(lambda: hidden_states(loaded, batch))
+    return states[torch.from_numpy(row.token).to(loaded.device)]
+
+
+@contextmanager
+def memory_errors(row: AnchorRow) -> Iterator[None]:
+    """Turn memory that does not suffice for `row` into a TreepackError that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TreepackError(
+            f"out of memory in a row of {row.row.num_tokens:,} tokens; give a smaller --capacity, --dtype bf16, or for "
+            "a fit --gradient-checkpointing"
+        ) from error
+
+
+def state_values(head: nn.Linear, states: Tensor) -> Tensor:
+    """Values [n] in 0 .. 1 of hidden states [n, D]: equation 17, in the dtype of the head."""
+    values: Tensor = torch.sigmoid(head(states.to(head.weight.dtype)))[:, 0]
+    return values
+
+
+def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: dict[str, Any] | None, trie: Path) -> None:
+    """Refuse rows of `trie` that the model has no exact answer for, and those of another `tokenizer` than its data's.
+
+    Raises:
+        TreepackError: as `model.check_fits`, and for the tokenizer.
+    """
+    made_by = model.record.get("tokenizer")
+    if made_by is not None and tokenizer is not None and made_by["sha256"] != tokenizer["sha256"]:
+        raise TreepackError(
+            f"{trie}: was tokenised by {tokenizer['name']} and the predictor was fitted on tokens of "
+            f"{made_by['name']}; build the trie with that tokenizer"
+        )
+    described = {
+        "capacity": max(row.row.num_tokens for row in rows),
+        "max_token_id": max(int(row.row.input_ids.max()) for row in rows),
+        "tokenizer": tokenizer,
+    }
+    check_fits(model.loaded, described, max_position=max(int(row.row.position_ids.max()) for row in rows))
+
+
+def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> None:
+    """Write backbone and head into `directory`, and last the record: `entries` with format, versions and hashes."""
+    from safetensors.torch import save_file
+
+    with without_bars():
+        model.loaded.model.save_pretrained(directory)
+    save_file({name: value.cpu().contiguous() for name, value in _tensors(model.head).items()}, directory / HEAD)
+    files = sorted(path for path in directory.iterdir() if path.name != METRICS)
+    hashed = [{"name": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in files]
+    record = {"format": FORMAT, "version": VERSION, "treepack": __version__, **entries, "files": hashed}
+    (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def start_values(source: str | Path, dtype: str, attention: str, device: torch.device, seed: int) -> ValueModel:
+    """What a fit begins with: a predictor that was fitted before, or a causal language model under a new head.
+
+    Raises:
+        TreepackError: as `model.load_model` and `load_values`.
+    """
+    if (Path(source) / RECORD).exists():
+        return load_values(source, dtype=dtype, attention=attention, device=str(device))
+    lower = torch.bfloat16 if dtype == "bf16" else None
+    loaded = load_model(source, attention=attention, autocast=lower, device=device, seed=seed)
+    return ValueModel(loaded, new_head(loaded))
+
+
+def load_values(
+    directory: str | Path, *, dtype: str = "fp32", attention: str = "auto", device: str = "auto"
+) -> ValueModel:
+    """The predictor that `values.fit` wrote, with float32 weights; the options as in `options.TrainOptions`.
+
+    Raises:
+        TreepackError: there is none, or a file of it is missing or was altered.
+    """
+    from safetensors.torch import load_file
+
+    path = Path(directory)
+    record = read_record(path)
+    for entry in record["files"]:
+        check_part(path, entry)
+    lower = torch.bfloat16 if dtype == "bf16" else None
+    loaded = load_model(path, attention=attention, autocast=lower, device=find_device(device))
+    head, found = new_head(loaded), load_file(path / HEAD)
+    if {name: value.shape for name, value in found.items()} != {n: v.shape for n, v in _tensors(head).items()}:
+        raise TreepackError(f"{path / HEAD}: does not fit the model beside it; fit the predictor again")
+    head.load_state_dict(found)
+    return ValueModel(loaded, head, record)
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """What values.json says.
+
+    Raises:
+        TreepackError: missing, damaged, or of another format or version.
+    """
+    path = directory / RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found = record["format"], record["version"]
+        entries = [(entry["name"], entry["bytes"], entry["sha256"]) for entry in record["files"]]
+        tokenizer = record["tokenizer"] is None or str(record["tokenizer"]["sha256"])
+        options = str(record["options"]["segment"]), int(record["options"]["capacity"])
+        complete = bool(tokenizer and all(options) and HEAD in {name for name, *_ in entries})
+    except OSError as error:
+        raise TreepackError(
+            f"{path}: cannot be read ({error.strerror}); expected what treepack values fit wrote"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); fit the predictor again") from error
+    if found != (FORMAT, VERSION):
+        raise TreepackError(f"{path}: holds {found[0]} version {found[1]}; expected {FORMAT} version {VERSION}")
+    if not complete:
+        raise TreepackError(f"{path}: is damaged (an entry is missing); fit the predictor again")
+    return dict(record)
+
+
+def _tensors(head: nn.Linear) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in sorted(head.state_dict().items())}
+
+
+@torch.no_grad()
+def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int, dtype: str = "fp32") -> Float64:
+    """The value of every node whose prefix ends in one of `rows`, float64 [num_inner]; NaN for the others.
+
+    Raises:
+        TreepackError: a value is not finite, or memory does not suffice.
+    """
+    values = np.full(num_inner, np.nan)
+    for row in rows:
+        with memory_errors(row):
+            found = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
+        if not np.isfinite(found).all():
+            raise TreepackError(f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit it again")
+        values[row.node] = found
+    return values
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """`table` has a row per prompt and per occurrence of a prefix; the rest is what it took."""
+
+    table: pa.Table
+    num_prompts: int
+    num_prefixes: int
+    tokens_computed: int
+    tokens_alone: int
+
+
+def predict(
+    model: ValueModel, trie: str | Path, *, segment: str | None = None, capacity: int | None = None, dtype: str = "fp32"
+) -> Predicted:
+    """Values of all prompts and prefixes of a trie directory; `segment` and `capacity` are those of the fit by default.
+
+    Raises:
+        TreepackError: a trie of another tokenizer, of several training steps of one group, or one that the model or the
+            capacity does not fit.
+    """
+    directory = Path(trie)
+    manifest, read = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
+    found = anchors(read, segment=segment or model.record["options"]["segment"])
+    prefixes = anchor_prefixes(read, found)
+    nodes = np.arange(found.tree.num_inner)
+    names = group_ids(read, found)
+    if len(set(names)) < len(names):
+        raise TreepackError(
+            f"{directory}: predictions hold one value per group_id and the trie has several training steps of one; "
+            "build a trie of one step"
+        )
+    rows = anchor_rows(prefixes, nodes, capacity=capacity or model.record["options"]["capacity"])
+    check_rows(model, rows, manifest.get("tokenizer"), directory)
+    values = node_values(model, rows, num_inner=len(nodes), dtype=dtype)
+    return Predicted(
+        table=prediction_table(read, found, values),
+        num_prompts=found.tree.num_groups,
+        num_prefixes=len(nodes) - found.tree.num_groups,
+        tokens_computed=sum(row.row.num_tokens for row in rows),
+        tokens_alone=tokens_alone(prefixes, nodes),
+    )
+
+
+def prediction_table(trie: Trie, found: Anchors, values: Float64) -> pa.Table:
+    """group_id, trajectory_id, turn and value: each prompt, then each prefix in trie order; `values` are by node."""
+    names, num_groups = group_ids(trie, found), found.tree.num_groups
+    prefixes = trie.trajectories.take(pa.array(found.trajectory))
+    return pa.table(
+        {
+            "group_id": pa.array(names + prefixes["group_id"].to_pylist(), pa.string()),
+            "trajectory_id": pa.array([None] * num_groups + prefixes["trajectory_id"].to_pylist(), pa.string()),
+            "turn": pa.array([None] * num_groups + found.turn.tolist(), pa.int64()),
+            "value": np.concatenate([values[:num_groups], values[found.node]]),
+        }
+    )

@@ -1,0 +1,277 @@
+"""Tries of more trajectories than memory holds: sorted runs on disk, merged to the forest that `build_trie` builds.
+
+    batches --as many as fit memory, sorted--> run on disk        run, run, ... --merge--> forest
+                                                                                  tokens, table   on disk, mapped
+
+    run 0   a b c d          run 1   a b x           merged   a b c d       from run 0, shared 0
+            . . . . e                c                        . . . . e     from run 0, shared 4
+                                                              . . x         from run 1, shared 2
+                                                              c             from run 1, shared 0
+
+A run holds each sequence without what it shares with the one before, so it takes the room of its trie. Whatever is read
+from disk is read once and in order. What fits one run is built in memory and never touches the disk.
+
+Memory: about four times `RUN_BYTES`, 150 bytes for each trajectory, and the longest trajectory once for each run;
+besides, 2^23 tokens' worth of trajectories, and all that have the same tokens. The spool files have no name, so that
+nothing is left of them when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from treepack.columns import NO_TRAJECTORY, Sequences, join, unique_ids, with_unique_ids
+from treepack.errors import TreepackError
+from treepack.trajectory import Int32, Int64
+from treepack.trie.build import (
+    Forest,
+    Partition,
+    Trie,
+    build_trie,
+    forest_of,
+    partitions,
+    shared_with_previous,
+    sorted_by_tokens,
+    with_places,
+)
+from treepack.trie.run_merge import Merged, Run, merge
+
+RUN_BYTES = 1 << 27
+TABLE_TOKENS = 1 << 23
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A trie, whose tokens and trajectories may be memory-mapped files."""
+
+    trie: Trie
+    maps: tuple[mmap.mmap, ...] = ()
+
+    def release(self) -> None:
+        """Let go of the file pages in memory; they come back when they are read again."""
+        for mapped in self.maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def build_large_trie(
+    batches: Iterable[Sequences], *, share: str = "all", folder: Path | None = None, run_bytes: int = RUN_BYTES
+) -> Built:
+    """The trie that `build_trie` builds of all `batches`, whose ids may repeat, in bounded memory.
+
+    What does not fit in `run_bytes` is spooled to `folder`, by default that of temporary files: twice 4 bytes for each
+    token of the tries and twice the trajectories' columns.
+
+    Raises:
+        TreepackError: no trajectory, or the disk fails.
+    """
+    runs: list[_Stored] = []
+    held: list[Sequences] = []
+    size = 0
+    with _Spool(folder) as tokens, _Spool(folder) as tables:
+        for batch in batches:
+            held.append(batch)
+            size += batch.num_bytes
+            if size >= run_bytes:
+                with _disk(folder):
+                    runs.append(_store(held, tokens, tables, share=share))
+                size = 0
+        if runs:
+            with _disk(folder):
+                if held:
+                    runs.append(_store(held, tokens, tables, share=share))
+                return _merge(runs, tokens, tables, share=share, folder=folder)
+    if not held:
+        raise TreepackError(NO_TRAJECTORY)
+    sequences = join(held)
+    held.clear()
+    return Built(build_trie(replace(sequences, table=with_unique_ids(sequences.table)), share=share))
+
+
+class _Spool:
+    """A file without a name: what is appended can be mapped; it is gone when nobody holds it any more."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+
+    def __enter__(self) -> _Spool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # what a full disk did not take is tried again, and has been reported
+                self._file.close()
+
+    @property
+    def file(self) -> IO[bytes]:
+        """The file, made when it is first asked for."""
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed by __exit__)
+        return self._file
+
+    def map(self) -> mmap.mmap:
+        """All of the file, to be read."""
+        self.file.flush()
+        return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+@contextmanager
+def _disk(folder: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TreepackError(
+            f"{folder or tempfile.gettempdir()}: sorted runs cannot be spooled there ({error.strerror or error}); "
+            f"{'free' if folder else 'set TMPDIR to a folder on'} a larger disk"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A run on disk. `partition` are ranks in `partitions`; trajectory `arrival[row]` of the run is its row `row`."""
+
+    tokens_start: int
+    table_start: int
+    table_size: int
+    partition: Int32
+    partitions: list[Partition]
+    shared: Int32
+    lengths: Int32
+    arrival: Int32
+
+
+def _store(held: list[Sequences], tokens: _Spool, tables: _Spool, *, share: str) -> _Stored:
+    """Sort the batches of `held`, write them and forget them."""
+    sequences = join(held)
+    held.clear()
+    partition, found = partitions(sequences.table, share=share)
+    order = sorted_by_tokens(sequences, partition, range(len(partition)))
+    shared = shared_with_previous(sequences, order, partition)
+    begins, ends = sequences.offsets[:-1][order] + shared, sequences.offsets[1:][order]
+    tokens_start, table_start = tokens.file.tell(), tables.file.tell()
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        tokens.file.write(sequences.tokens[begin:end].data)
+    table_size = _write_table(tables.file, [sequences.table.take(pa.array(order))])
+    return _Stored(
+        tokens_start=tokens_start,
+        table_start=table_start,
+        table_size=table_size,
+        partition=partition[order].astype(np.int32),
+        partitions=found,
+        shared=np.array(shared, np.int32),
+        lengths=(ends - begins + shared).astype(np.int32),
+        arrival=np.array(order, np.int32),
+    )
+
+
+def _write_table(file: IO[bytes], parts: Iterable[pa.Table]) -> int:
+    """Append `parts` of one table as an Arrow stream, and what aligns the next; the bytes of the stream."""
+    start = file.tell()
+    writer = None
+    for part in parts:
+        writer = writer or pa.ipc.new_stream(file, part.schema)
+        writer.write_table(part)
+    assert writer is not None
+    writer.close()
+    size = file.tell() - start
+    file.write(bytes(-size % ALIGNMENT))
+    return size
+
+
+def _read_table(mapped: mmap.mmap, start: int, size: int) -> pa.Table:
+    """The table of a mapped Arrow stream; its columns stay in the file."""
+    return pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped).slice(start, size))).read_all()
+
+
+def _merge(runs: list[_Stored], tokens: _Spool, tables: _Spool, *, share: str, folder: Path | None) -> Built:
+    ranks = {key: i for i, key in enumerate(sorted({key for run in runs for key in run.partitions}))}
+    tokens.file.flush()
+    with _Spool(folder) as own, _Spool(folder) as trajectories:
+        order = merge(
+            [
+                Run(
+                    descriptor=tokens.file.fileno(),
+                    start=run.tokens_start,
+                    partition=np.array([ranks[key] for key in run.partitions])[run.partition],
+                    shared=run.shared.astype(np.int64),
+                    lengths=run.lengths.astype(np.int64),
+                )
+                for run in runs
+            ],
+            lambda new: own.file.write(new.data),
+            sharing=share != "none",
+        )
+        tokens.file.truncate(0)
+        forest = forest_of(order.shared, order.lengths)
+        source = tables.map()
+        parts = [_read_table(source, run.table_start, run.table_size) for run in runs]
+        named = _with_unique_ids(parts, [run.arrival for run in runs])
+        places = _places(order, [part["trajectory_id"] for part in named])
+        _write_table(trajectories.file, _in_order(named, places, np.array(order.lengths), forest, source))
+        mapped = own.map(), trajectories.map()
+        table = _read_table(mapped[1], 0, len(mapped[1]))
+        return Built(forest.trie(np.frombuffer(mapped[0], np.int32), table, share=share), mapped)
+
+
+def _with_unique_ids(parts: list[pa.Table], arrivals: list[Int32]) -> list[pa.Table]:
+    """The sorted `parts`, with ids made unique in the order of arrival."""
+    back = [pa.array(np.argsort(arrival)) for arrival in arrivals]
+    given = [
+        pa.chunked_array([part[name].combine_chunks().take(rows) for part, rows in zip(parts, back, strict=True)])
+        for name in ("trajectory_id", "source")
+    ]
+    names, named, begin = unique_ids(*given), [], 0
+    for part, arrival in zip(parts, arrivals, strict=True):
+        own = names.slice(begin, len(arrival)).take(pa.array(arrival))
+        column = part.schema.get_field_index("trajectory_id")
+        named.append(part.set_column(column, part.schema.field(column), own))
+        begin += len(arrival)
+    return named
+
+
+def _places(order: Merged, names: list[pa.ChunkedArray]) -> tuple[Int32, Int32]:
+    """Run and row of each trajectory in order, equal ones by their `names`."""
+    run, row = np.array(order.run, np.int32), np.array(order.row, np.int32)
+    equal = np.array(order.equal, np.bool_)
+    among = np.flatnonzero(equal | np.append(equal[1:], False))
+    if len(among):
+        group = np.cumsum(~equal[among])
+        rows = [pa.array(row[among][run[among] == i]) for i in range(len(names))]
+        found = pa.chunked_array([part.combine_chunks().take(own) for part, own in zip(names, rows, strict=True)])
+        of_run = np.argsort(run[among], kind="stable")
+        table = pa.table({"group": group[of_run], "name": found.combine_chunks()})
+        by_name = pc.sort_indices(table, sort_keys=[("group", "ascending"), ("name", "ascending")]).to_numpy()
+        sorted_places = among[of_run[by_name]]
+        run[among], row[among] = run[sorted_places], row[sorted_places]
+    return run, row
+
+
+def _in_order(
+    parts: list[pa.Table], places: tuple[Int32, Int32], lengths: Int64, forest: Forest, source: mmap.mmap
+) -> Iterator[pa.Table]:
+    """The trajectories in order, with their places in the forest, `TABLE_TOKENS` at a time."""
+    bounds = np.flatnonzero(np.diff(np.cumsum(lengths) // TABLE_TOKENS, prepend=0)).tolist()
+    for begin, end in zip([0, *bounds], [*bounds, len(lengths)], strict=True):
+        run, row = places[0][begin:end], places[1][begin:end]
+        index = np.zeros(end - begin, np.int64)
+        slices, before = [], 0
+        for i in np.unique(run).tolist():
+            rows = row[run == i]
+            low, high = int(rows.min()), int(rows.max()) + 1
+            slices.append(parts[i].slice(low, high - low))
+            index[run == i] = rows - low + before
+            before += high - low
+        if slices:
+            yield with_places(pa.concat_tables(slices).combine_chunks().take(pa.array(index)), forest, begin)
+        source.madvise(mmap.MADV_DONTNEED)
