@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from treepack.columns import collect
-from treepack.pack.plan.planning import check_plan, plan_rows
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.build import build_trie

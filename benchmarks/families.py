@@ -17,9 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.files import schema
-from treepack.pack.plan.problem import Forest, Tree
+from treepack.pack.plan.problem import PlanForest, PlanTree
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 Rng = np.random.Generator
 
@@ -29,7 +29,7 @@ class Family:
     """`make(num_leaves, rng)`; `capacity` is the one at which the trees are hard, None if at none in particular."""
 
     name: str
-    make: Callable[[int, Rng], Tree]
+    make: Callable[[int, Rng], PlanTree]
     capacity: int | None = None
 
 
@@ -55,12 +55,12 @@ def families() -> list[Family]:
     ]
 
 
-def forests() -> dict[str, Callable[[int, int], Forest]]:
+def forests() -> dict[str, Callable[[int, int], PlanForest]]:
     """Functions (num_leaves, seed) of many trees, whose rows are worth putting together."""
     return {"stars of 16": stars_of_16, "mixed trees": mixed_trees}
 
 
-def make_tree(family: Family, num_leaves: int, *, seed: int = 0) -> Tree:
+def make_tree(family: Family, num_leaves: int, *, seed: int = 0) -> PlanTree:
     """The tree of `family` with `num_leaves` leaves for `seed`."""
     rng = np.random.default_rng([seed, num_leaves, zlib.crc32(family.name.encode())])
     tree = family.make(num_leaves, rng)
@@ -68,7 +68,7 @@ def make_tree(family: Family, num_leaves: int, *, seed: int = 0) -> Tree:
     return tree
 
 
-def tree_of(parent: Int64, size: Int64) -> Tree:
+def tree_of(parent: Int64, size: Int64) -> PlanTree:
     """The tree of nodes given in any order that puts parents first; only children are joined with their parents.
 
     Siblings keep their order. Every token but those of the root is a loss term. O(nodes).
@@ -90,7 +90,7 @@ def tree_of(parent: Int64, size: Int64) -> Tree:
     return _chains_joined(parents, sizes, end)
 
 
-def _chains_joined(parent: Int64, size: Int64, end: Int64) -> Tree:
+def _chains_joined(parent: Int64, size: Int64, end: Int64) -> PlanTree:
     """Nodes in depth-first order to a Tree: a run of only children becomes one node."""
     bottoms = np.flatnonzero(np.bincount(parent[1:], minlength=len(parent)) != 1)
     tops = np.concatenate([[0], bottoms[:-1] + 1])
@@ -99,7 +99,7 @@ def _chains_joined(parent: Int64, size: Int64, end: Int64) -> Tree:
     ends = np.searchsorted(bottoms, end[bottoms])
     depth = _depths(up, sizes)
     leaf = np.flatnonzero(ends == np.arange(1, len(ends) + 1))
-    return Tree(sizes, depth, up, ends, leaf, (depth + sizes)[leaf] - sizes[0])
+    return PlanTree(sizes, depth, up, ends, leaf, (depth + sizes)[leaf] - sizes[0])
 
 
 def _depths(parent: Int64, size: Int64) -> Int64:
@@ -110,12 +110,12 @@ def _depths(parent: Int64, size: Int64) -> Int64:
     return np.array(depth, np.int64)
 
 
-def forest_of_trees(trees: list[Tree]) -> Forest:
+def forest_of_trees(trees: list[PlanTree]) -> PlanForest:
     """All `trees` as one forest whose trajectories are its leaves."""
     nodes = np.concatenate([[0], np.cumsum([tree.num_nodes for tree in trees])]).astype(np.int64)
     leaves = np.concatenate([[0], np.cumsum([tree.num_leaves for tree in trees])]).astype(np.int64)
     starts = nodes[:-1].tolist()
-    joined = Tree(
+    joined = PlanTree(
         np.concatenate([tree.size for tree in trees]),
         np.concatenate([tree.depth for tree in trees]),
         np.concatenate([np.where(tree.parent < 0, -1, tree.parent + a) for tree, a in zip(trees, starts, strict=True)]),
@@ -123,10 +123,10 @@ def forest_of_trees(trees: list[Tree]) -> Forest:
         np.concatenate([tree.leaf + a for tree, a in zip(trees, starts, strict=True)]),
         np.concatenate([tree.terms for tree in trees]),
     )
-    return Forest(joined, nodes, leaves, np.arange(leaves[-1]))
+    return PlanForest(joined, nodes, leaves, np.arange(leaves[-1]))
 
 
-def trie_of(forest: Forest, *, shuffle: int | None = None) -> Trie:
+def trie_of(forest: PlanForest, *, shuffle: int | None = None) -> Trie:
     """A trie of that shape whose tokens are all 0 and whose trajectories end at the leaves, all but one token trained.
 
     It serves for planning only: siblings begin with the same token. Trajectories arrived in depth-first order, or in
@@ -170,29 +170,29 @@ def trie_of(forest: Forest, *, shuffle: int | None = None) -> Trie:
     )
 
 
-def star(num_leaves: int, rng: Rng, *, prompt: int, median: int) -> Tree:
+def star(num_leaves: int, rng: Rng, *, prompt: int, median: int) -> PlanTree:
     """GRPO: one prompt, answers of lognormal lengths, at most 24,000 tokens."""
     answers = np.clip(np.exp(rng.normal(np.log(median), 0.8, num_leaves)), 8, 24_000).astype(np.int64)
     return _star(int(prompt * rng.uniform(0.5, 2)), answers)
 
 
-def _star(root: int, leaves: Int64) -> Tree:
+def _star(root: int, leaves: Int64) -> PlanTree:
     return tree_of(np.concatenate([[-1], np.zeros(len(leaves), np.int64)]), np.concatenate([[root], leaves]))
 
 
-def one_token_branches(num_leaves: int, rng: Rng) -> Tree:
+def one_token_branches(num_leaves: int, rng: Rng) -> PlanTree:
     """A long prompt and answers of one token."""
     return _star(int(rng.integers(4000, 8000)), np.ones(num_leaves, np.int64))
 
 
-def stars_of_16(num_leaves: int, seed: int) -> Forest:
+def stars_of_16(num_leaves: int, seed: int) -> PlanForest:
     """GRPO groups of 16, every prompt with its own length."""
     rng = np.random.default_rng([seed, num_leaves, 16])
     sizes = np.diff(np.append(np.arange(0, num_leaves, 16), num_leaves))
     return forest_of_trees([star(n, rng, prompt=int(rng.integers(200, 3000)), median=900) for n in sizes.tolist()])
 
 
-def mixed_trees(num_leaves: int, seed: int) -> Forest:
+def mixed_trees(num_leaves: int, seed: int) -> PlanForest:
     """Small trees of 4 to 60 leaves of most families, their paths at most 32,768 tokens."""
     rng = np.random.default_rng([seed, num_leaves, 60])
     kinds = [family for family in families() if family.name not in ("turns of one chain", "one-token branches")]
@@ -220,11 +220,11 @@ class _Growing:
         self.num += len(parents)
         return np.arange(self.num - len(parents), self.num)
 
-    def tree(self) -> Tree:
+    def tree(self) -> PlanTree:
         return tree_of(np.concatenate(self.parents), np.concatenate(self.sizes))
 
 
-def random_turns(num_leaves: int, rng: Rng) -> Tree:
+def random_turns(num_leaves: int, rng: Rng) -> PlanTree:
     """A trunk of about 3,000 tokens, turns of 100 to 1,200; after each turn a path forks with probability 0.35.
 
     Growth stops at the wanted number of paths; each then goes on for up to 8 turns.
@@ -239,7 +239,7 @@ def random_turns(num_leaves: int, rng: Rng) -> Tree:
     return grown.tree()
 
 
-def chains(num_leaves: int, rng: Rng, *, count: int) -> Tree:
+def chains(num_leaves: int, rng: Rng, *, count: int) -> PlanTree:
     """One trajectory per turn of `count` conversations under one prompt: a side leaf of about 300, then a trunk of 400.
 
     Conversations of more than 240 turns have shorter ones, so that their length stays below 100,000.
@@ -260,7 +260,7 @@ def chains(num_leaves: int, rng: Rng, *, count: int) -> Tree:
     return tree_of(np.array(parents), np.array(sizes))
 
 
-def sub_agents(num_leaves: int, rng: Rng) -> Tree:
+def sub_agents(num_leaves: int, rng: Rng) -> PlanTree:
     """Main agents of 20 to 60 turns; every other turn spawns sub-agents that see its context, and may spawn others."""
     parents, sizes = [-1], [int(rng.integers(3000, 6000))]
     leaves = 0
@@ -288,7 +288,7 @@ def sub_agents(num_leaves: int, rng: Rng) -> Tree:
     return tree_of(np.array(parents), np.array(sizes))
 
 
-def nearly_equal(num_leaves: int, rng: Rng) -> Tree:
+def nearly_equal(num_leaves: int, rng: Rng) -> PlanTree:
     """All paths of 24,000 tokens within 1 %; forks anywhere, so that neighbours share from a little to nearly all."""
     parents, sizes = [], []
     todo = [(-1, 0, num_leaves)]
@@ -306,7 +306,7 @@ def nearly_equal(num_leaves: int, rng: Rng) -> Tree:
     return tree_of(np.array(parents), np.array(sizes))
 
 
-def balanced_ternary(num_leaves: int, rng: Rng) -> Tree:
+def balanced_ternary(num_leaves: int, rng: Rng) -> PlanTree:
     """Every node has three children until the leaves suffice; 100 to 1,000 tokens each."""
     parents, leaves, node = [-1], 1, 0
     while leaves < num_leaves:
@@ -317,7 +317,7 @@ def balanced_ternary(num_leaves: int, rng: Rng) -> Tree:
     return tree_of(np.array(parents), rng.integers(100, 1001, len(parents)))
 
 
-def random_recursive(num_leaves: int, rng: Rng) -> Tree:
+def random_recursive(num_leaves: int, rng: Rng) -> PlanTree:
     """Every node hangs below one drawn uniformly from all before it; 20 to 2,000 tokens each."""
     parents, has_child, leaves = [-1], [False], 1
     while leaves < num_leaves:
@@ -329,7 +329,7 @@ def random_recursive(num_leaves: int, rng: Rng) -> Tree:
     return tree_of(np.array(parents), np.exp(rng.uniform(np.log(20), np.log(2000), len(parents))).astype(np.int64))
 
 
-def beam_search(num_leaves: int, rng: Rng) -> Tree:
+def beam_search(num_leaves: int, rng: Rng) -> PlanTree:
     """Every survivor is expanded four times, one expansion in four survives; at most 60 levels of 100 to 600 tokens."""
     width = max(2, num_leaves // 180)
     grown = _Growing(int(rng.integers(1000, 3000)))
@@ -343,7 +343,7 @@ def beam_search(num_leaves: int, rng: Rng) -> Tree:
     return grown.tree()
 
 
-def comb(num_leaves: int, rng: Rng) -> Tree:
+def comb(num_leaves: int, rng: Rng) -> PlanTree:
     """Short trunk pieces; teeth that fill a half, a third or a quarter of what a row of 8,192 has left there."""
     parents, sizes, trunk, depth = [-1], [200], 0, 200
     piece = max(1, min(40, 4000 // num_leaves))
@@ -358,17 +358,17 @@ def comb(num_leaves: int, rng: Rng) -> Tree:
     return tree_of(np.array(parents), np.array(sizes))
 
 
-def halves(num_leaves: int, rng: Rng) -> Tree:
+def halves(num_leaves: int, rng: Rng) -> PlanTree:
     """A prompt of 500, leaves a little above or below half of what a row of 8,192 has left."""
     return _star(500, (8192 - 500) // 2 + rng.integers(-400, 401, num_leaves))
 
 
-def thirds(num_leaves: int, rng: Rng) -> Tree:
+def thirds(num_leaves: int, rng: Rng) -> PlanTree:
     """A prompt of 500, leaves a little above or below a third of what a row of 8,192 has left."""
     return _star(500, (8192 - 500) // 3 + rng.integers(-250, 251, num_leaves))
 
 
-def triplets(num_leaves: int, rng: Rng) -> Tree:
+def triplets(num_leaves: int, rng: Rng) -> PlanTree:
     """A prompt of 512 and leaves of which three at a time fill a row of 8,192 exactly: a plan without a gap exists."""
     return _star(512, _triplets(num_leaves, rng, 8192 - 512))
 
@@ -381,7 +381,7 @@ def _triplets(num: int, rng: Rng, room: int) -> Int64:
     return rng.permutation(np.concatenate([first, second, room - first - second])[:num])
 
 
-def grouped_triplets(num_leaves: int, rng: Rng) -> Tree:
+def grouped_triplets(num_leaves: int, rng: Rng) -> PlanTree:
     """Groups of up to 24 triplet leaves below prefixes of 100 to 1,000 tokens, all below a prompt of 512."""
     parents, sizes, leaves = [-1], [512], 0
     while leaves < num_leaves:

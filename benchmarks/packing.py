@@ -33,11 +33,14 @@ from pathlib import Path
 import families as made
 import numpy as np
 
-from treepack.pack import files as shards
-from treepack.pack.plan.planning import EFFORTS, FOREST_METHODS, METHODS, Plan, Search, check_plan, plan_rows
-from treepack.pack.rows import fit_capacity
+from treepack.pack.capacity import fit_capacity
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
+from treepack.pack.plan.problem import EFFORTS, Search
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.files import read_trie
+from treepack.trie.trie import Trie
 
 ALL = [*METHODS, *FOREST_METHODS]
 BASELINES = ("contiguous", "heuristic", "greedy-online")
@@ -261,7 +264,7 @@ def print_real(options: argparse.Namespace, search: Search) -> None:
     names = ["trie", "samples", "POR %", "C", "truncated", *methods, "gap of auto", "never worse"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
     for path in options.real:
-        whole = shards.read_trie(path)
+        whole = read_trie(path)
         for capacity in options.capacities:
             trie, counts = fit_capacity(whole, capacity, too_long="truncate")
             problem = Problem(path.name, trie, capacity)

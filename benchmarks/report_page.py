@@ -28,7 +28,8 @@ from treepack.analysis.report.page import render
 from treepack.analysis.report.texts import decoder_of, node_texts
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Int32, Tokens, Trajectory
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.browser import chromium, look, wait

@@ -37,14 +37,15 @@ from torch import Tensor
 from workloads import WORKLOADS, Int64, Workload, chains, make_workload, star
 
 from treepack.analysis.forecast import Line, row_work
-from treepack.analysis.model_cost import PRESETS, ModelShape, Work, operations, shape_of
+from treepack.analysis.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
 from treepack.attention import dispatch
 from treepack.attention.chains import Chains
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
 from treepack.files.manifest import read_manifest
+from treepack.model.forward import placed, row_loss
 from treepack.model.layers import adapt_layers
-from treepack.model.load import LoadedModel, load_model, placed, row_loss
+from treepack.model.load import LoadedModel, load_model
 
 DRY_RUN_MODEL: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -147,7 +148,7 @@ def counted_rows(rows: list[Batch], tokens_trained: int | None = None) -> Line:
     """The work of `rows` and of their trajectories one by one, which have `tokens_trained` targets if that is known."""
     columns = [(row.position_ids, row.scale, row.loss_weight, row.trajectory_ends) for row in rows]
     works = [row_work(*(values.numpy() for values in each)) for each in columns]
-    packed, flat = (sum(each, Work(0, 0, 0)) for each in zip(*works, strict=True))
+    packed, flat = (sum(each, FlopCount(0, 0, 0)) for each in zip(*works, strict=True))
     return Line("rows", None, flat if tokens_trained is None else replace(flat, targets=tokens_trained), packed)
 
 
@@ -215,7 +216,7 @@ def as_chains(loaded: LoadedModel, row: Batch) -> Batch:
     return replace(row.to(loaded.device), schedule=schedule)
 
 
-def work_of(rows: list[Batch]) -> Work:
+def work_of(rows: list[Batch]) -> FlopCount:
     """What rows hold, whether trees or sequences."""
     return counted_rows(rows).packed
 

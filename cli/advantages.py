@@ -86,13 +86,13 @@ def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
     from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
     from treepack.files.manifest import file_sha256, read_manifest
     from treepack.ingest.readers.inputs import displayed
-    from treepack.pack import files as shards
     from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
+    from treepack.trie.files import read_trie, write_trie
 
     options = AdvantageOptions(**given)
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
     manifest, sha256 = read_manifest(trie, schema.TRIE_FORMAT), file_sha256(trie / MANIFEST)
-    read = shards.read_trie(trie)
+    read = read_trie(trie)
     if any(read.trajectories[name].null_count < read.num_trajectories for name in ("advantage", "advantages")):
         click.echo(f"note: the advantages that {trie} has are replaced", err=True)
     estimates = estimate_advantages(read, options)
@@ -106,7 +106,7 @@ def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
         "totals": stats.trie_totals(written),
     }
     with finished_directory(out, overwrite=overwrite) as temporary:
-        shards.write_trie(written, temporary, kept)
+        write_trie(written, temporary, kept)
     values = estimates.values
     tree = estimates.tree
     owner = "trajectory" if estimates.per_token is None else "trained token"

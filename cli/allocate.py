@@ -77,16 +77,16 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     """
     from treepack.files import schema
     from treepack.files.manifest import read_manifest
-    from treepack.pack import files as shards
     from treepack.rl.trace.expansion import prefix_table, refuse_name, write_table
     from treepack.rl.trace.predictions import read_predictions
+    from treepack.trie.files import read_trie
 
     refuse_name(out)
     refuse_output(
         out, [trie, predictions], columns={"group_id", "turn", "num_continuations", "utility"}, overwrite=overwrite
     )
     read_manifest(trie, schema.TRIE_FORMAT)
-    read = shards.read_trie(trie)
+    read = read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)
     write_table(table, out)
     count = table["num_continuations"].to_numpy()

@@ -13,7 +13,7 @@ from .output import percent, progress, refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
     from treepack.rl.pros.signals import PerToken, Signals
-    from treepack.trie.build import Trie
+    from treepack.trie.trie import Trie
 
 BOUNDARIES = ("token", "turn")
 
@@ -65,9 +65,9 @@ def augment(
     from treepack.files import schema
     from treepack.files.directory import finished_file
     from treepack.files.manifest import read_manifest
-    from treepack.pack import files as shards
     from treepack.rl.pros import augmentation
     from treepack.rl.pros.signals import read_signals
+    from treepack.trie.files import read_trie
 
     refuse_suffix(out)
     columns = {"query_id", "num_reused", "prompt_token_ids"}
@@ -77,7 +77,7 @@ def augment(
             f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give what "
             "it writes with --packed, or a file of entropies with --signals"
         )
-    manifest, read = read_manifest(trie, schema.TRIE_FORMAT), shards.read_trie(trie)
+    manifest, read = read_manifest(trie, schema.TRIE_FORMAT), read_trie(trie)
     given = None if signals is None else read_signals(signals, read)
     entropies, values = _inputs(trie, read, packed, given)
     found = augmentation.augment(read, entropies, values=values, **options)
@@ -100,7 +100,7 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) 
     from treepack.files import schema
     from treepack.files.directory import MANIFEST
     from treepack.files.manifest import file_sha256, read_manifest
-    from treepack.pack import files as shards
+    from treepack.pack.files import read_rows
     from treepack.rl.pros.signals import entropies_of_terms
 
     values = None if given is None else given.values
@@ -114,7 +114,7 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) 
         raise TreepackError(f"{packed}: was packed from another trie than {trie}; give that one, or pack this one")
 
     def rows() -> Iterator[Any]:
-        for row in progress(shards.read_rows(packed), description="reading"):
+        for row in progress(read_rows(packed), description="reading"):
             if row.terms is None or row.terms.entropy is None:
                 raise TreepackError(f"{packed}: its rows have no term_entropy; run treepack logprobs --entropies on it")
             yield row.trajectory_ids, row.terms.trajectory, row.terms.entropy

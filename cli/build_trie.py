@@ -35,7 +35,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
     from treepack.ingest import stream as ingest
     from treepack.ingest.readers.inputs import InputHash
     from treepack.ingest.tokenization import load_tokenizer
-    from treepack.pack import files as shards
+    from treepack.trie.files import write_trie
     from treepack.trie.out_of_core import build_large_trie
 
     refuse_existing(out, overwrite=overwrite, inputs=inputs)
@@ -50,7 +50,7 @@ def build_trie(inputs: tuple[str, ...], out: Path, overwrite: bool, share: str, 
             "totals": totals,
             "counts": dict(sorted(counts.items())),
         }
-        shards.write_trie(built.trie, temporary, manifest, release=built.release)
+        write_trie(built.trie, temporary, manifest, release=built.release)
     seconds = time.perf_counter() - began
     show(
         {

@@ -60,7 +60,7 @@ def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: An
     ratios of grpo and its like, ref for their KL divergence and for dpo.
     """
     from treepack.files.directory import finished_directory, refuse_existing
-    from treepack.pack import files as shards
+    from treepack.pack.files import write_packed
     from treepack.train.logprobs import ScoreOptions, open_scoring, scored_manifest, scored_rows
     from treepack.train.ranks import refuse_ranks
 
@@ -72,7 +72,7 @@ def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: An
         click.echo(f"note: {note}", err=True)
     rows = progress(scored_rows(scoring), description="scoring", total=len(scoring.dataset))
     with finished_directory(out, overwrite=overwrite) as temporary:
-        totals = shards.write_packed(rows, temporary, scored_manifest(scoring))["totals"]
+        totals = write_packed(rows, temporary, scored_manifest(scoring))["totals"]
     show(
         {
             "rows": totals["num_rows"],

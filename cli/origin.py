@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
-    from treepack.trie.build import Trie
+    from treepack.trie.trie import Trie
 
 
 def manifest_of(paths: tuple[str, ...]) -> Manifest | None:
@@ -51,12 +51,12 @@ def origin_of(directory: Path, manifest: dict[str, Any], trie_path: Path | None)
 
 def read_origin(path: Path, manifest: dict[str, Any]) -> Trie:
     """The trie at `path`, cut to the capacity of the packed directory that `manifest` describes."""
-    from treepack.pack import files as shards
-    from treepack.pack.plan.planning import Limits
-    from treepack.pack.rows import fit_capacity
+    from treepack.pack.capacity import fit_capacity
+    from treepack.pack.plan.problem import Limits
+    from treepack.trie.files import read_trie
 
     options = manifest["options"]
     pairs = options.get("pairs_budget")
     longest = Limits(manifest["capacity"], pairs if isinstance(pairs, int) and pairs > 0 else None).longest
-    fitted, _ = fit_capacity(shards.read_trie(path), longest, too_long=str(options.get("too_long", "error")))
+    fitted, _ = fit_capacity(read_trie(path), longest, too_long=str(options.get("too_long", "error")))
     return fitted

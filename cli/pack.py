@@ -62,9 +62,13 @@ def pack(trie: Path, out: Path, plan_path: Path | None, save_plan: Path | None, 
     from treepack.files.directory import MANIFEST, finished_directory, finished_file, refuse_existing
     from treepack.files.manifest import file_sha256, read_manifest
     from treepack.ingest.readers.inputs import displayed
-    from treepack.pack import files as shards
-    from treepack.pack.plan.planning import check_plan, packed_trie, plan_lines
-    from treepack.pack.rows import fit_capacity, pack_rows, unordered_tiles
+    from treepack.pack.capacity import fit_capacity
+    from treepack.pack.files import write_packed
+    from treepack.pack.placement import unordered_tiles
+    from treepack.pack.plan.check import check_plan
+    from treepack.pack.plan.planning import packed_trie, plan_lines
+    from treepack.pack.rows import pack_rows
+    from treepack.trie.files import read_trie
 
     loss = {name: values.pop(name) for name in ("semantics", "normalize")}
     too_long = values.pop("too_long")
@@ -79,7 +83,7 @@ def pack(trie: Path, out: Path, plan_path: Path | None, save_plan: Path | None, 
     if given and given.trie not in (None, sha256):
         raise TreepackError(f"{plan_path}: was made for another trie than {trie}; give that one, or plan anew")
     limits = limits_of(given, values)
-    fitted, counts = fit_capacity(shards.read_trie(trie), limits.longest, too_long=too_long)
+    fitted, counts = fit_capacity(read_trie(trie), limits.longest, too_long=too_long)
     plan = planned(fitted, given, limits, values)
     laid_out = packed_trie(fitted, method)
     totals = packed_totals(fitted, plan, check_plan(laid_out, plan))
@@ -103,7 +107,7 @@ def pack(trie: Path, out: Path, plan_path: Path | None, save_plan: Path | None, 
             lines = plan_lines(fitted, plan, trie_sha256=sha256)
             saved.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         temporary = stack.enter_context(finished_directory(out, overwrite=overwrite))
-        written = shards.write_packed(rows, temporary, manifest)
+        written = write_packed(rows, temporary, manifest)
     _show(fitted.num_trajectories, counts, written)
 
 

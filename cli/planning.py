@@ -11,8 +11,9 @@ import click
 
 if TYPE_CHECKING:
     from treepack.pack.plan.files import PlanFile
-    from treepack.pack.plan.planning import Limits, Plan, Search
-    from treepack.trie.build import Trie
+    from treepack.pack.plan.plan import Plan
+    from treepack.pack.plan.problem import Limits, Search
+    from treepack.trie.trie import Trie
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -91,7 +92,7 @@ def limit_options(command: F) -> F:
 
 def read_search(values: dict[str, Any]) -> Search:
     """The search that the values of `search_options` ask for."""
-    from treepack.pack.plan.planning import Search
+    from treepack.pack.plan.problem import Search
 
     return Search(values["effort"], values["time_limit"])
 
@@ -105,7 +106,7 @@ def given_file(path: Path | None, values: dict[str, Any]) -> PlanFile | None:
     """
     from click.core import ParameterSource
 
-    from treepack.pack.plan.planning import read_plan_file
+    from treepack.pack.plan.files import read_plan_file
 
     if path is None:
         if values["capacity"] is None:
@@ -120,7 +121,7 @@ def given_file(path: Path | None, values: dict[str, Any]) -> PlanFile | None:
 
 def limits_of(given: PlanFile | None, values: dict[str, Any]) -> Limits:
     """The limits of the plan that is given or to be made."""
-    from treepack.pack.plan.planning import Limits
+    from treepack.pack.plan.problem import Limits
 
     return given.limits if given else Limits(values["capacity"], values["pairs_budget"], values["terms_budget"])
 
@@ -147,7 +148,7 @@ def refuse_file(path: Path | None, out: Path, inputs: list[Path], *, overwrite: 
     An existing plan is overwritten if asked, and nothing else ever is.
     """
     from treepack.errors import TreepackError
-    from treepack.pack.plan.planning import read_plan_file
+    from treepack.pack.plan.files import read_plan_file
 
     if path is None:
         return

@@ -17,7 +17,7 @@ from .stats import Capacities
 if TYPE_CHECKING:
     from treepack.analysis.report.figures import Subject
     from treepack.analysis.report.texts import Texts
-    from treepack.pack.rows import Row
+    from treepack.pack.row import Row
 
 TEXT_LIMIT = 8_000_000
 
@@ -135,7 +135,7 @@ def _subject(paths: tuple[str, ...], trie_path: Path | None, others: dict[str, A
     from treepack.analysis.report.figures import Subject
     from treepack.files import schema
     from treepack.ingest.tokenization import load_tokenizer
-    from treepack.pack import files as shards
+    from treepack.trie.files import read_trie
 
     directory, tokenizer = Path(paths[0]), others["tokenizer"]
     manifest = manifest_of(paths)
@@ -145,7 +145,7 @@ def _subject(paths: tuple[str, ...], trie_path: Path | None, others: dict[str, A
     tokenizer = _tokenizer_of(directory, manifest, tokenizer)
     name = directory.resolve().name
     if manifest["format"] == schema.TRIE_FORMAT:
-        return Subject(name, shards.read_trie(directory), counts=manifest["counts"]), tokenizer
+        return Subject(name, read_trie(directory), counts=manifest["counts"]), tokenizer
     return _packed(name, directory, manifest, trie_path), tokenizer
 
 
@@ -177,10 +177,10 @@ def _packed(name: str, directory: Path, manifest: dict[str, Any], trie_path: Pat
     from treepack.analysis.report.figures import Packed, Subject
     from treepack.analysis.report.rebuilt import trie_of_rows
     from treepack.analysis.stats import describe_packed
-    from treepack.pack import files as shards
+    from treepack.pack.files import read_rows
 
     def rows(description: str) -> Iterator[Row]:
-        return progress(shards.read_rows(directory), description=description, total=manifest["totals"]["num_rows"])
+        return progress(read_rows(directory), description=description, total=manifest["totals"]["num_rows"])
 
     def measured() -> Iterator[Row]:
         for row in counter.over(rows("reading")):

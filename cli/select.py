@@ -12,7 +12,7 @@ from .output import refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
     from treepack.rl.pros.selection import State
-    from treepack.trie.build import Trie
+    from treepack.trie.trie import Trie
 
 
 class _Select(click.Group):
@@ -143,8 +143,8 @@ def update(
     import math
 
     from treepack.errors import TreepackError
-    from treepack.pack import files as shards
     from treepack.rl.pros import selection
+    from treepack.trie.files import read_trie
 
     if not math.isfinite(success_above):
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
@@ -153,7 +153,7 @@ def update(
     is_new = not state.exists()
     read = selection.empty_state() if is_new else selection.read_state(state)
     given = [query for path in queries for query in _queries_of(path)]
-    trie = None if rollouts is None else shards.read_trie(rollouts)
+    trie = None if rollouts is None else read_trie(rollouts)
     groups = [] if trie is None else _groups(trie)
     if add_groups:
         known = {*read.query_id.to_pylist(), *(name for name, _ in given)}

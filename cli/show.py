@@ -18,11 +18,11 @@ from .reading import read_options, reading_options
 
 if TYPE_CHECKING:
     from treepack.analysis.show.decoding import Decoder
-    from treepack.analysis.show.selection import Group
+    from treepack.analysis.show.selection import SelectedGroup
     from treepack.analysis.show.views import View
-    from treepack.analysis.show.wrapping import Line, Span
+    from treepack.analysis.show.wrapping import Line, StyledText
     from treepack.files.manifest import Manifest
-    from treepack.trie.build import Trie
+    from treepack.trie.trie import Trie
 
 WIDTH = 100  # where there is no terminal to ask
 COLOURS: dict[str, dict[str, Any]] = {
@@ -80,29 +80,29 @@ class _Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Chosen:
     """What is shown, with the groups to choose from where nothing was chosen, and what turns ids to text."""
 
     views: Iterator[View]
-    groups: list[Group]
+    groups: list[SelectedGroup]
     decoder: Decoder | None
 
 
-def _find(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, text: bool) -> _Found:
+def _find(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, text: bool) -> _Chosen:
     from treepack.analysis.show import selection
 
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest and selection.is_packed(manifest):
         if wanted.group is not None:
             raise TreepackError(f"{directory}: is packed; give --row or --trajectory, or --group with its trie")
-        return _Found(_of_packed(directory, manifest, wanted), [], _decoder(directory, manifest, reading, text=text))
+        return _Chosen(_of_packed(directory, manifest, wanted), [], _decoder(directory, manifest, reading, text=text))
     if wanted.row is not None:
         raise TreepackError(f"{directory}: is not packed; give --row with a packed directory")
     if manifest:
-        from treepack.pack import files as shards
+        from treepack.trie.files import read_trie
 
         decoder = _decoder(directory, manifest, reading, text=text)
-        return _of_trie(shards.read_trie(directory), wanted, decoder, where=str(directory))
+        return _of_trie(read_trie(directory), wanted, decoder, where=str(directory))
     return _of_rollouts(paths, reading, wanted, text=text)
 
 
@@ -115,17 +115,17 @@ def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator
         yield views.row_view(selection.read_row(directory, manifest, wanted.row or 0), manifest)
 
 
-def _of_trie(trie: Trie, wanted: _Wanted, decoder: Decoder | None, *, where: str) -> _Found:
+def _of_trie(trie: Trie, wanted: _Wanted, decoder: Decoder | None, *, where: str) -> _Chosen:
     from treepack.analysis.show import selection, views
 
     if wanted.trajectory is not None:
-        return _Found(views.trajectory_views(trie, wanted.trajectory, where=where), [], decoder)
+        return _Chosen(views.trajectory_views(trie, wanted.trajectory, where=where), [], decoder)
     groups = [] if wanted.group is not None else selection.groups(trie)
     chosen = groups[0].group_id if wanted.group is None else wanted.group
-    return _Found(iter([views.group_view(trie, chosen, where=where)]), groups, decoder)
+    return _Chosen(iter([views.group_view(trie, chosen, where=where)]), groups, decoder)
 
 
-def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, text: bool) -> _Found:
+def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, text: bool) -> _Chosen:
     """Rollouts are read to the one that is wanted, or all of them into a trie."""
     from collections import Counter
 
@@ -146,7 +146,7 @@ def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wante
     if wanted.trajectory is not None:
         found = list(selection.first_named(stream, wanted.trajectory, where=where, skipped=counts))
         del stream  # ends the progress bar before anything is printed
-        return _Found((views.rollout_view(rollout) for rollout in found), [], decoder)
+        return _Chosen((views.rollout_view(rollout) for rollout in found), [], decoder)
 
     from treepack.columns import collect
     from treepack.trie.build import build_trie
@@ -183,7 +183,7 @@ def _no_tokenizer(where: str) -> TreepackError:
     return TreepackError(f"{where}: no tokenizer is known, and text needs one; give --tokenizer")
 
 
-def _print_json(found: _Found) -> None:
+def _print_json(found: _Chosen) -> None:
     """One object; several samples of a conversation are its `samples`."""
     import json
 
@@ -194,7 +194,7 @@ def _print_json(found: _Found) -> None:
     click.echo(json.dumps(objects[0] if len(objects) == 1 else {"kind": "samples", "samples": objects}))
 
 
-def _lines(found: _Found, *, full: bool) -> Iterator[Line]:
+def _lines(found: _Chosen, *, full: bool) -> Iterator[Line]:
     from shutil import get_terminal_size
 
     from treepack.analysis.show import views
@@ -222,6 +222,6 @@ def _print(lines: Iterator[Line]) -> None:
         click.echo(text.encode(encoding, "backslashreplace").decode(encoding), color=coloured)
 
 
-def _coloured(span: Span) -> str:
+def _coloured(span: StyledText) -> str:
     style = COLOURS[span.style] | ({"fg": "green", "bold": True} if span.trained else {})
     return click.style(span.text, **style) if style else span.text

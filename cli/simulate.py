@@ -85,8 +85,8 @@ def _world(trie: Path | None, segment: str, knobs: dict[str, Any]) -> Any:
     from treepack.errors import TreepackError
     from treepack.files import schema
     from treepack.files.manifest import read_manifest
-    from treepack.pack import files as shards
     from treepack.rl.trace.worlds import MarkovWorld, recorded_world
+    from treepack.trie.files import read_trie
 
     if trie is None:
         return MarkovWorld(**knobs)
@@ -94,7 +94,7 @@ def _world(trie: Path | None, segment: str, knobs: dict[str, Any]) -> Any:
         if name in knobs:
             raise TreepackError(f"--{name.replace('_', '-')} describes the Markov model; leave it out with a trie")
     read_manifest(trie, schema.TRIE_FORMAT)
-    return recorded_world(shards.read_trie(trie), segment=segment, **knobs)
+    return recorded_world(read_trie(trie), segment=segment, **knobs)
 
 
 def _report(arms: list[Any]) -> list[dict[str, Any]]:

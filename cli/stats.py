@@ -15,7 +15,7 @@ from .stats_table import print_report
 
 if TYPE_CHECKING:
     from treepack.analysis.forecast import Line
-    from treepack.trie.build import Trie
+    from treepack.trie.trie import Trie
 
 QUICK = "contiguous"
 """How to plan for capacities that nobody asked for."""
@@ -130,8 +130,9 @@ def _report(
     )
     from treepack.errors import TreepackError
     from treepack.files import schema
-    from treepack.pack import files as shards
-    from treepack.pack.check import check_totals, check_trie
+    from treepack.pack.check import check_totals
+    from treepack.trie.check import check_trie
+    from treepack.trie.files import read_trie
 
     shape, device = read_shape(others["model"]), read_device(others["device"])
     directory = Path(paths[0])
@@ -146,7 +147,7 @@ def _report(
         report, lines = _packed(directory, manifest, check=check, trie_path=trie_path)
         return report | {"forecast": forecast(lines, shape, device)}
     if manifest:
-        trie, counts, kind = shards.read_trie(directory), manifest["counts"], "trie"
+        trie, counts, kind = read_trie(directory), manifest["counts"], "trie"
     else:
         trie, counts = _raw(paths, share=share, reading=others)
         kind = "trajectories"
@@ -223,11 +224,11 @@ def _packed(
     """The report on a packed directory, and what it saves."""
     from treepack.analysis.forecast import RowCounter
     from treepack.analysis.stats import describe_packed
-    from treepack.pack import files as shards
     from treepack.pack.check import checked_rows
+    from treepack.pack.files import read_rows
 
     totals, counter = manifest["totals"], RowCounter()
-    rows = counter.over(progress(shards.read_rows(directory), description="reading", total=totals["num_rows"]))
+    rows = counter.over(progress(read_rows(directory), description="reading", total=totals["num_rows"]))
     trie = _origin(directory, manifest, trie_path) if check else None
     report = describe_packed(checked_rows(rows, manifest, trie) if check else rows, manifest)
     if check:

@@ -26,7 +26,7 @@ from treepack.ingest.readers import fields, token_fields
 from treepack.ingest.readers.about import KEEPS
 from treepack.ingest.readers.registry import READERS
 from treepack.model import objectives
-from treepack.pack import files as shards
+from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
@@ -150,8 +150,8 @@ def _example() -> str:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         rows = pack_rows(trie, plan_rows(trie, capacity=8))
-        manifest = shards.write_packed(rows, directory, {"capacity": 8, "options": OPTIONS})
-        (row,) = shards.read_rows(directory)
+        manifest = write_packed(rows, directory, {"capacity": 8, "options": OPTIONS})
+        (row,) = read_rows(directory)
     lines = ["```text"]
     for field in schema.ROWS:
         value = getattr(row, field.name)

@@ -10,7 +10,8 @@ import treepack
 from support.paths import ROOT
 from support.strategies import make
 from treepack.files import schema
-from treepack.pack.plan.planning import check_plan, plan_rows
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.planning import plan_rows
 from treepack.trie.build import build_trie
 
 

@@ -9,10 +9,16 @@ import pytest
 from support.paths import ROOT
 from treepack.columns import collect
 from treepack.ingest.stream import Reading, read, usable
-from treepack.pack.check import check_packed, check_trie
-from treepack.pack.plan.planning import Plan, check_plan, plan_rows
-from treepack.pack.rows import fit_capacity, pack_rows, row_counts, row_totals
-from treepack.trie.build import Trie, build_trie
+from treepack.pack.capacity import fit_capacity
+from treepack.pack.check import check_packed
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.row import row_counts, row_totals
+from treepack.pack.rows import pack_rows
+from treepack.trie.build import build_trie
+from treepack.trie.check import check_trie
+from treepack.trie.trie import Trie
 
 DATA = ROOT.parent / "shared" / "data"
 TOKENIZER = str(ROOT / "sample_data" / "tokenizer")

@@ -228,3 +228,6 @@ def list_values(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
     sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     return [flat[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(column))]
+
+
+LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")

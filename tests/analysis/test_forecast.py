@@ -21,13 +21,15 @@ from support.paths import SAMPLE_DATA
 from support.strategies import make
 from treepack.analysis import forecast, stats
 from treepack.analysis.forecast import Line, RowCounter, flat_work, trained_of, tree_work, turns_work, whole_work
-from treepack.analysis.model_cost import ModelShape, Work, operations
+from treepack.analysis.model_cost import FlopCount, ModelShape, operations
 from treepack.analysis.turns import cut_to_turns, turns_of
 from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.rows import Row, pack_rows
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 SAMPLES = SAMPLE_DATA
 SHAPE = ModelShape("made", weights=7, output=11, scores=3)
@@ -63,16 +65,16 @@ def length(trajectory: Trajectory) -> int:
     return len(trajectory.content.tokens)
 
 
-def counted(rows: list[Row]) -> Work:
+def counted(rows: list[Row]) -> FlopCount:
     """Tokens, score pairs and targets of rows, by the definition of each."""
-    work = Work(0, 0, 0)
+    work = FlopCount(0, 0, 0)
     for row in rows:
         seen = [int(np.sum((np.arange(row.num_tokens) <= q) & (row.subtree_end > q))) for q in range(row.num_tokens)]
-        work += Work(row.num_tokens, sum(seen), int((row.loss_weight > 0).sum()))
+        work += FlopCount(row.num_tokens, sum(seen), int((row.loss_weight > 0).sum()))
     return work
 
 
-def one_by_one(trie: Trie) -> Work:
+def one_by_one(trie: Trie) -> FlopCount:
     """The work of the trajectories in rows that share nothing."""
     plan = plan_rows(trie, capacity=1000, method="sequence")
     return counted(list(pack_rows(build_trie(trajectories_of(trie), share="none"), plan)))
@@ -149,8 +151,8 @@ def test_both_ways_come_from_either() -> None:
     assert [line.samples for line in found[0]] == ["trajectories"] * 3 + ["turns"] * 3
     assert found[0][:3] == found[1][3:]
     assert found[0][3:] == found[1][:3]
-    assert found[0][0].flat == Work(21, 3 * 28, 9)
-    assert found[0][3].flat == Work(33, 3 * (28 + 10), 9)
+    assert found[0][0].flat == FlopCount(21, 3 * 28, 9)
+    assert found[0][3].flat == FlopCount(33, 3 * (28 + 10), 9)
 
 
 def test_turns_that_fit_are_kept_of_trajectories_that_do_not() -> None:
@@ -176,17 +178,17 @@ def test_whole_trajectories_are_derived_from_turns_only_where_all_of_these_fit()
 def test_single_turns_that_share_a_prompt_have_one_line() -> None:
     trie = build_trie([make(f"t{i}", [1, 2, i], spans=[(2, 3, 1.0)]) for i in range(4)])
     (line,) = stats.forecast_lines(trie, [], method="contiguous")
-    assert line == Line("trajectories", None, Work(12, 24, 4), Work(6, 3 + 12, 4))
+    assert line == Line("trajectories", None, FlopCount(12, 24, 4), FlopCount(6, 3 + 12, 4))
 
 
 def test_samples_that_no_other_continues_train_what_is_trained_on_their_path() -> None:
     _, turns = turns_of_chats(1)
     trie = build_trie(turns)
-    assert whole_work(trie, trained_of(trie)) == Work(7, 28, 3)
+    assert whole_work(trie, trained_of(trie)) == FlopCount(7, 28, 3)
 
 
 def test_the_report_follows_from_the_lines() -> None:
-    flat, packed = Work(1000, 9000, 100), Work(200, 3000, 90)
+    flat, packed = FlopCount(1000, 9000, 100), FlopCount(200, 3000, 90)
     found = forecast.report([Line("turns", 64, flat, packed, 2)], SHAPE, DEVICE)
     (line,) = found["lines"]
     assert line["flops_flat"] == 6 * (7 * 1000 + 11 * 100 + 3 * 9000) == operations(SHAPE, flat)
@@ -198,7 +200,7 @@ def test_the_report_follows_from_the_lines() -> None:
 
 def line_of(samples: str, saved: float, capacity: int | None = None, left_out: int = 0) -> Line:
     """A line of no attention and no output, whose speed-up is 1 / (1 - saved)."""
-    return Line(samples, capacity, Work(1000, 0, 0), Work(round(1000 * (1 - saved)), 0, 0), left_out)
+    return Line(samples, capacity, FlopCount(1000, 0, 0), FlopCount(round(1000 * (1 - saved)), 0, 0), left_out)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from treepack.analysis.model_cost import PRESETS, Work, operations, read_shape, shape_of
+from treepack.analysis.model_cost import PRESETS, FlopCount, operations, read_shape, shape_of
 from treepack.errors import TreepackError
 
 SIZES = {
@@ -68,7 +68,9 @@ def test_forward_operations_are_those_that_torch_counts(model_type: str) -> None
     with counter, torch.no_grad():
         model(torch.arange(length)[None])
     shape = shape_of({**fields, "model_type": model_type}, name=model_type)
-    every_pair = Work(tokens=length, pairs=length * length, targets=length)  # eager attention scores all, then masks
+    every_pair = FlopCount(
+        tokens=length, pairs=length * length, targets=length
+    )  # eager attention scores all, then masks
     assert counter.get_total_flops() == operations(shape, every_pair) / 3
 
 

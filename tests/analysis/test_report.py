@@ -33,11 +33,12 @@ from treepack.analysis.report.rebuilt import trie_of_rows
 from treepack.analysis.report.words import headline
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import load_tokenizer
-from treepack.pack import files as shards
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie, paths, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.files import write_trie
+from treepack.trie.trie import Trie, paths, trajectories_of
 
 SHAPE = read_shape("qwen3-8b")
 SHARES = st.sampled_from(["all", "group", "none"])
@@ -330,7 +331,7 @@ def test_another_tokenizer_than_that_of_the_directory_is_refused(tmp_path: Path,
     (tmp_path / "trie").mkdir()
     known = {"name": "gone", "vocab_size": 9, "sha256": "0"}
     totals = measure(Subject("made", trie), SHAPE).totals
-    shards.write_trie(trie, tmp_path / "trie", {"tokenizer": known, "totals": totals})
+    write_trie(trie, tmp_path / "trie", {"tokenizer": known, "totals": totals})
     done = treepack(
         "report", tmp_path / "trie", "--tokenizer", ROOT / "sample_data" / "tokenizer", "--out", tmp_path / "page.html"
     )
@@ -376,7 +377,11 @@ def test_a_capacity_leaves_out_and_counts_what_is_longer() -> None:
 def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = settings["package-data"]["treepack.analysis.report"]
-    files = [path.name for path in (ROOT / "treepack" / "analysis" / "report").iterdir() if path.suffix in (".js", ".css", ".html")]
+    files = [
+        path.name
+        for path in (ROOT / "treepack" / "analysis" / "report").iterdir()
+        if path.suffix in (".js", ".css", ".html")
+    ]
     assert len(files) == 5
     assert "treepack.analysis.report" in settings["packages"]
     assert [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []

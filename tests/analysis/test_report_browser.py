@@ -23,7 +23,8 @@ from treepack.analysis.report.page import render
 from treepack.analysis.report.texts import decoder_of, ids_as_text, node_texts
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 TOKENIZER = SAMPLE_DATA / "tokenizer"
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">'

@@ -17,12 +17,13 @@ from support.strategies import make
 from treepack.analysis.show import selection, views
 from treepack.analysis.show.bodies import Look
 from treepack.analysis.show.drawing import row_lines, tree_lines
-from treepack.analysis.show.forest import Forest, forest_of_row, forest_of_trajectory, forest_of_trie, path_of_row
+from treepack.analysis.show.forest import DrawnForest, forest_of_row, forest_of_trajectory, forest_of_trie, path_of_row
 from treepack.analysis.show.nodes import ENDINGS, NODES
 from treepack.analysis.show.wrapping import Line
 from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.rows import Row, pack_rows
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.build import build_trie
 
@@ -34,7 +35,7 @@ def texts(lines: Iterator[Line]) -> list[str]:
     return ["".join(span.text for span in line) for line in lines]
 
 
-def shown(forest: Forest, lines: Iterator[Line]) -> list[tuple[int, float]]:
+def shown(forest: DrawnForest, lines: Iterator[Line]) -> list[tuple[int, float]]:
     """Ids and weights of all tokens in lines of ids with brackets, in the order of the lines."""
     found: list[tuple[int, float]] = []
     open_run: int | None = None

@@ -21,8 +21,9 @@ from treepack.attention.autograd import Kept, triton_attention
 from treepack.attention.portable import forward as portable
 from treepack.attention.schedule import Schedule, build_schedule
 from treepack.data.batch import make_batch
+from treepack.model.forward import row_loss
 from treepack.model.layers import checkpoint_layers
-from treepack.model.load import load_model, row_loss
+from treepack.model.load import load_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLES = [Sample((1, 2, 3, 4), (0.0, 1.0, 1.0, 1.0)), Sample((1, 2, 5), (0.0, 1.0, 2.0))]

@@ -28,7 +28,7 @@ from treepack.attention.portable.forward import Config, Configs
 from treepack.attention.reference import reference_attention
 from treepack.attention.schedule import build_schedule
 from treepack.errors import TreepackError
-from treepack.pack.plan.problem import Tree
+from treepack.pack.plan.problem import PlanTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDE = Config(128, 128, 8, 1)  # the fewest programs and steps, each of which costs the interpreter much the same
@@ -197,7 +197,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 @given(trees(max_leaves=8, max_size=30))
 @settings(max_examples=8)
-def test_any_tree_as_planners_make_them(tree: Tree) -> None:
+def test_any_tree_as_planners_make_them(tree: PlanTree) -> None:
     starts = np.append(0, tree.size.cumsum())
     end = torch.from_numpy(starts[tree.end].repeat(tree.size))[None]
     assume(end.numel() > 32)

@@ -16,7 +16,7 @@ from support.attention_trees import chain, ends_of, star
 from support.strategies import trees
 from treepack.attention.reference import visible_pairs
 from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
-from treepack.pack.plan.problem import Tree
+from treepack.pack.plan.problem import PlanTree
 
 MASKED = 0.25  # what a mask adds to the work of a tile
 
@@ -60,7 +60,7 @@ def random_tree(rng: np.random.Generator, steps: Iterable[int], size: int) -> Te
     return ends_of(*nodes)
 
 
-def ends_of_tree(tree: Tree, stretch: int) -> Tensor:
+def ends_of_tree(tree: PlanTree, stretch: int) -> Tensor:
     """subtree_end [1, T] of a planner's tree, every token `stretch` times."""
     size = tree.size * stretch
     begin = np.concatenate([[0], size.cumsum()])
@@ -139,7 +139,7 @@ def check_orders(schedule: Schedule) -> None:
 
 @given(trees(max_leaves=8, max_size=9), st.integers(1, 12))
 @settings(max_examples=80)
-def test_both_sides_cover_every_visible_pair_once(tree: Tree, stretch: int) -> None:
+def test_both_sides_cover_every_visible_pair_once(tree: PlanTree, stretch: int) -> None:
     end = ends_of_tree(tree, stretch)
     if end.shape[1]:
         check(end)

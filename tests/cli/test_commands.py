@@ -16,9 +16,11 @@ import pytest
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.written_rollouts import write_rollouts
+from treepack.pack.capacity import TOO_LONG
 from treepack.pack.plan import problem
-from treepack.pack.plan.planning import EFFORTS, FOREST_METHODS, GROUPS, METHODS
-from treepack.pack.rows import NORMALIZE, SEMANTICS, TOO_LONG
+from treepack.pack.plan.planning import FOREST_METHODS, GROUPS, METHODS
+from treepack.pack.plan.problem import EFFORTS
+from treepack.pack.weights import NORMALIZE, SEMANTICS
 
 SAMPLES = SAMPLE_DATA
 TREEPACK = Path(sys.executable).parent / "treepack"

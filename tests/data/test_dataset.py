@@ -25,8 +25,10 @@ from treepack.data import dataset as dataset_module
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.files import parts
 from treepack.model.objectives import choose_objective, objective_loss
-from treepack.pack import files as shards
+from treepack.pack import files as packed_files
+from treepack.pack.files import read_rows, row_of_table
 from treepack.train.options import TrainOptions
 from treepack.train.schedule import plan_steps
 from treepack.trajectory import Trajectory
@@ -48,7 +50,7 @@ def same(a: Batch, b: Batch) -> bool:
 @given(given_ones=strategies.trajectories())
 def test_batches_are_the_rows_that_were_written(tmp_path: Path, given_ones: list[Trajectory]) -> None:
     path = packed_directory(tmp_path / "packed", given_ones, capacity=20)
-    dataset, rows = PackedDataset(path), list(shards.read_rows(path))
+    dataset, rows = PackedDataset(path), list(read_rows(path))
     assert len(dataset) == len(rows) > 0
     for i in reversed(range(len(rows))):
         batch, row = dataset[i], rows[i]
@@ -90,7 +92,7 @@ def test_rows_of_an_older_treepack_are_refused(tmp_path: Path) -> None:
     path = packed_directory(tmp_path / "packed", forest(3), capacity=40)
     row = pq.read_table(path / "part-00000.parquet").drop_columns("trajectory_groups")
     with pytest.raises(TreepackError, match="no column trajectory_groups, so an older treepack wrote them; pack"):
-        shards.row_of_table(row, 0)
+        row_of_table(row, 0)
 
 
 def test_padding_sees_only_itself_and_counts_for_nothing(tmp_path: Path) -> None:
@@ -113,10 +115,10 @@ def test_padding_sees_only_itself_and_counts_for_nothing(tmp_path: Path) -> None
 
 def test_rows_are_read_by_group_and_few_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset_module, "CACHED_BYTES", 8000)
-    monkeypatch.setattr(shards, "GROUP_TOKENS", 40)
-    monkeypatch.setattr(shards, "PART_TOKENS", 200)
+    monkeypatch.setattr(packed_files, "GROUP_TOKENS", 40)
+    monkeypatch.setattr(parts, "PART_TOKENS", 200)
     path = packed_directory(tmp_path / "packed", forest(24), capacity=40)
-    dataset, rows = PackedDataset(path), list(shards.read_rows(path))
+    dataset, rows = PackedDataset(path), list(read_rows(path))
     assert len(dataset.manifest["files"]) > 2
     for i in np.random.default_rng(0).permutation(len(rows)).tolist():
         assert dataset[i].input_ids.tolist() == rows[i].input_ids.tolist()

@@ -18,13 +18,19 @@ from hypothesis import HealthCheck, given, settings
 from support import strategies
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.files import parts
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import file_sha256, read_manifest
-from treepack.pack import files as shards
+from treepack.pack import files as packed_files
+from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.rows import Row, pack_rows
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie
+from treepack.trie import files as trie_files
+from treepack.trie.build import build_trie
+from treepack.trie.files import read_trie, write_trie
+from treepack.trie.trie import Trie
 
 once_per_function = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -39,15 +45,15 @@ def equal(a: object, b: object) -> bool:
     return a == b
 
 
-def write_trie(trie: Trie, out: Path) -> Path:
+def save_trie(trie: Trie, out: Path) -> Path:
     with finished_directory(out, overwrite=True) as temporary:
-        shards.write_trie(trie, temporary, {})
+        write_trie(trie, temporary, {})
     return out
 
 
-def write_packed(rows: list[Row], out: Path) -> Path:
+def save_packed(rows: list[Row], out: Path) -> Path:
     with finished_directory(out, overwrite=True) as temporary:
-        shards.write_packed(rows, temporary, {"capacity": 20, "options": {"semantics": "branch", "normalize": "token"}})
+        write_packed(rows, temporary, {"capacity": 20, "options": {"semantics": "branch", "normalize": "token"}})
     return out
 
 
@@ -60,14 +66,14 @@ def rows_of(trajectories: list[Trajectory], capacity: int = 20) -> list[Row]:
 @given(given_ones=strategies.trajectories())
 def test_a_trie_reads_back_as_written(tmp_path: Path, given_ones: list[Trajectory]) -> None:
     trie = build_trie(given_ones)
-    assert equal(shards.read_trie(write_trie(trie, tmp_path / "trie")), trie)
+    assert equal(read_trie(save_trie(trie, tmp_path / "trie")), trie)
 
 
 @once_per_function
 @given(given_ones=strategies.trajectories())
 def test_rows_read_back_as_written(tmp_path: Path, given_ones: list[Trajectory]) -> None:
     rows = rows_of(given_ones)
-    back = list(shards.read_rows(write_packed(rows, tmp_path / "packed")))
+    back = list(read_rows(save_packed(rows, tmp_path / "packed")))
     assert len(back) == len(rows)
     assert all(map(equal, back, rows))
 
@@ -75,26 +81,27 @@ def test_rows_read_back_as_written(tmp_path: Path, given_ones: list[Trajectory])
 def test_terms_read_back_as_written(tmp_path: Path) -> None:
     a = make("a", [1, 2, 3], reward=1.0, advantages=np.array([0.5, -1]), old_logprobs=np.array([-1, -2], np.float32))
     rows = rows_of([a, make("b", [1, 5])])
-    (back,) = shards.read_rows(write_packed(rows, tmp_path / "packed"))
+    (back,) = read_rows(save_packed(rows, tmp_path / "packed"))
     assert equal(back, rows[0])
 
 
 def test_several_parts_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "PART_TOKENS", 40)
-    monkeypatch.setattr(shards, "GROUP_TOKENS", 20)
+    monkeypatch.setattr(parts, "PART_TOKENS", 40)
+    monkeypatch.setattr(trie_files, "PART_TOKENS", 40)
+    monkeypatch.setattr(packed_files, "GROUP_TOKENS", 20)
     given_ones = [make(f"t{i:02}", [i, *range(9)]) for i in range(30)]
     trie = build_trie(given_ones)
-    assert equal(shards.read_trie(write_trie(trie, tmp_path / "trie")), trie)
+    assert equal(read_trie(save_trie(trie, tmp_path / "trie")), trie)
     rows = rows_of(given_ones, capacity=10)
-    assert all(map(equal, shards.read_rows(write_packed(rows, tmp_path / "packed")), rows))
+    assert all(map(equal, read_rows(save_packed(rows, tmp_path / "packed")), rows))
     assert len(read_manifest(tmp_path / "packed")["files"]) > 3
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:
     given_ones = [make(f"t{i}", [1, 2, i, i]) for i in range(20)]
     for name, order in (("a", given_ones), ("b", given_ones[::-1])):
-        write_trie(build_trie(order), tmp_path / name)
-        write_packed(rows_of(order), tmp_path / f"{name}-rows")
+        save_trie(build_trie(order), tmp_path / name)
+        save_packed(rows_of(order), tmp_path / f"{name}-rows")
     for first, second in (("a", "b"), ("a-rows", "b-rows")):
         names = sorted(path.name for path in (tmp_path / first).iterdir())
         assert names == sorted(path.name for path in (tmp_path / second).iterdir())
@@ -107,18 +114,18 @@ def test_at_most_6_bytes_a_token_with_a_vocabulary_of_150_000(tmp_path: Path) ->
     trunk = rng.integers(0, 150_000, 1000).tolist()
     given_ones = [make(f"t{i}", trunk + rng.integers(0, 150_000, 700).tolist()) for i in range(40)]
     rows = rows_of(given_ones, capacity=8192)
-    out = write_packed(rows, tmp_path / "packed")
+    out = save_packed(rows, tmp_path / "packed")
     size = sum(path.stat().st_size for path in out.iterdir())
     assert size / sum(row.num_tokens for row in rows) <= 6
 
 
 def write_again(out: Path) -> None:
     with finished_directory(out) as temporary:
-        shards.write_trie(build_trie([make("other", [5, 6])]), temporary, {})
+        write_trie(build_trie([make("other", [5, 6])]), temporary, {})
 
 
 def test_existing_output_is_refused_and_kept(tmp_path: Path) -> None:
-    out = write_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    out = save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
     before = (out / "manifest.json").read_bytes()
     with pytest.raises(TreepackError, match="exists; choose another --out or give --overwrite"):
         write_again(out)
@@ -140,7 +147,7 @@ def write_half(out: Path, failure: BaseException) -> None:
 
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_failed_run_leaves_the_old_output_and_nothing_else(tmp_path: Path, failure: BaseException) -> None:
-    out = write_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    out = save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
     before = (out / "manifest.json").read_bytes()
     expected = TreepackError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
@@ -172,22 +179,22 @@ with directory.finished_directory(pathlib.Path("trie"), overwrite=True) as tempo
 )
 def test_a_run_killed_at_any_point_can_be_repeated(tmp_path: Path, patch: str, last: str) -> None:
     trie = build_trie([make("a", [1, 2])])
-    write_trie(trie, tmp_path / "trie")
+    save_trie(trie, tmp_path / "trie")
     code = KILLED.format(patch=patch, last=last)
     killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
     assert killed.returncode == -9
     assert len(list(tmp_path.iterdir())) > 1
-    write_trie(build_trie([make("b", [3, 4])]), tmp_path / "trie")
+    save_trie(build_trie([make("b", [3, 4])]), tmp_path / "trie")
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
-    assert shards.read_trie(tmp_path / "trie").trajectories["trajectory_id"].to_pylist() == ["b"]
+    assert read_trie(tmp_path / "trie").trajectories["trajectory_id"].to_pylist() == ["b"]
 
 
 def test_an_output_that_a_killed_swap_moved_away_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    out = write_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    out = save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
     out.rename(tmp_path / ".trie.old-999999999")
     with pytest.raises(TreepackError, match="exists; choose another --out"):
         write_again(out)
-    assert shards.read_trie(out).trajectories["trajectory_id"].to_pylist() == ["a"]
+    assert read_trie(out).trajectories["trajectory_id"].to_pylist() == ["a"]
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
 
 
@@ -195,25 +202,25 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
     left = tmp_path / ".trie.partial-999999999"
     left.mkdir()
     (left / "nodes-00000.parquet").write_bytes(b"half")
-    write_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
 
 
 @pytest.fixture
 def packed(tmp_path: Path) -> Path:
-    return write_packed(rows_of([make("a", [1, 2, 3])]), tmp_path / "packed")
+    return save_packed(rows_of([make("a", [1, 2, 3])]), tmp_path / "packed")
 
 
 def test_missing_manifest_is_named(packed: Path) -> None:
     (packed / "manifest.json").unlink()
     with pytest.raises(TreepackError, match=r"has no manifest\.json; it is not a treepack directory"):
-        list(shards.read_rows(packed))
+        list(read_rows(packed))
 
 
 def test_damaged_manifest_is_named(packed: Path) -> None:
     (packed / "manifest.json").write_text("{")
     with pytest.raises(TreepackError, match=r"manifest\.json: is damaged"):
-        list(shards.read_rows(packed))
+        list(read_rows(packed))
 
 
 @pytest.mark.parametrize(
@@ -228,20 +235,20 @@ def test_other_versions_and_formats_are_refused(packed: Path, key: str, value: o
     path = packed / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     with pytest.raises(TreepackError, match=sentence):
-        list(shards.read_rows(packed))
+        list(read_rows(packed))
 
 
 def test_missing_part_is_named(packed: Path) -> None:
     (packed / "part-00000.parquet").unlink()
     with pytest.raises(TreepackError, match=r"part-00000\.parquet: is missing"):
-        list(shards.read_rows(packed))
+        list(read_rows(packed))
 
 
 def test_truncated_part_is_named(packed: Path) -> None:
     path = packed / "part-00000.parquet"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(TreepackError, match=r"part-00000\.parquet: has \d+ bytes, its manifest says \d+"):
-        list(shards.read_rows(packed))
+        list(read_rows(packed))
 
 
 def test_altered_part_is_named(packed: Path) -> None:
@@ -250,7 +257,7 @@ def test_altered_part_is_named(packed: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(TreepackError, match=r"part-00000\.parquet: was altered since it was written"):
-        list(shards.read_rows(packed))
+        list(read_rows(packed))
 
 
 @pytest.mark.parametrize(("column", "value"), [("total_weight", 99.0), ("num_pairs", 7), ("num_tokens", 1)])
@@ -265,4 +272,4 @@ def test_stored_sums_must_match(packed: Path, column: str, value: float) -> None
     manifest["files"][0] |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (packed / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(TreepackError, match=f"row 0: {column} is {value} and its other columns give"):
-        list(shards.read_rows(packed))
+        list(read_rows(packed))

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from support.oracle_model import Sample, make_row, tiny_config
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
+from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers, compile_layers
-from treepack.model.load import LoadedModel, load_model, row_loss
+from treepack.model.load import LoadedModel, load_model
 
 LENGTHS = (9, 17, 30, 41)
 

@@ -34,7 +34,8 @@ from treepack.attention import register
 from treepack.data.batch import Batch, make_batch
 from treepack.model.layers import checkpoint_layers
 from treepack.model.load import LoadedModel
-from treepack.pack.plan.planning import FOREST_METHODS, METHODS, Limits, packed_trie, plan_rows
+from treepack.pack.plan.planning import FOREST_METHODS, METHODS, packed_trie, plan_rows
+from treepack.pack.plan.problem import Limits
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory, spans_of_mask
 from treepack.trie.build import build_trie

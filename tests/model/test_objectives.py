@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from support.oracle_model import gradients, worst_error, write_rows
 from support.oracle_objectives import Rollout, gspo_of_sequences, step_loss
 from support.packed_objectives import COLUMNS, as_trajectories, opened, packed_model, plain, rollouts
-from treepack.data.batch import Terms
+from treepack.data.batch import TermTensors
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
-from treepack.model.load import LoadedModel, row_logprobs
+from treepack.model.forward import row_logprobs
+from treepack.model.load import LoadedModel
 from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss, preference_pairs
 
 TOLERANCE = 1e-9
@@ -147,15 +148,15 @@ def test_gspo_of_one_advantage_per_sequence_is_the_sequence_formula(tmp_path: Pa
     assert worst_error(grads, wanted) <= TOLERANCE
 
 
-def many_terms(num_tokens: int, copies: int) -> Terms:
-    """Terms of `copies` trajectories through every token."""
+def many_terms(num_tokens: int, copies: int) -> TermTensors:
+    """TermTensors of `copies` trajectories through every token."""
     rng = np.random.default_rng(0)
     num = num_tokens * copies
 
     def values() -> Tensor:
         return torch.from_numpy(rng.normal(size=num))
 
-    return Terms(
+    return TermTensors(
         tokens=torch.arange(1, num_tokens + 1),
         index=torch.arange(num_tokens, dtype=torch.int32).repeat(copies),
         trajectory=torch.arange(copies, dtype=torch.int32).repeat_interleave(num_tokens),

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from support import oracle, strategies
 from treepack.pack import child_order as layout
 from treepack.pack.check import check_packed
+from treepack.pack.placement import unordered_tiles
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.rows import Row, pack_rows, row_counts, row_totals, unordered_tiles
+from treepack.pack.row import Row, row_counts, row_totals
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Int64, Tokens, Trajectory
 from treepack.trie.build import build_trie
 

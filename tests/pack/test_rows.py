@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 from support import oracle, strategies
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.pack.capacity import fit_capacity
 from treepack.pack.check import check_packed, check_row
-from treepack.pack.plan.planning import FOREST_METHODS, METHODS, Limits, check_plan, packed_trie, plan_rows
-from treepack.pack.rows import NORMALIZE, SEMANTICS, Row, fit_capacity, pack_rows, row_counts, row_totals
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.planning import FOREST_METHODS, METHODS, packed_trie, plan_rows
+from treepack.pack.plan.problem import Limits
+from treepack.pack.row import Row, row_counts, row_totals
+from treepack.pack.rows import pack_rows
+from treepack.pack.weights import NORMALIZE, SEMANTICS
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import trajectories_of
 
 
 def packed(trajectories: list[Trajectory], capacity: int, method: str = "contiguous", **options: str) -> list[Row]:

@@ -31,7 +31,8 @@ from treepack.rl.advantages.flat import dr_grpo, grpo, rloo
 from treepack.rl.advantages.tree import tree_grpo_segments, treerpo
 from treepack.rl.segments import segment_tree
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 few = settings(max_examples=40)  # every example builds a trie
 REWARDS = [0.0, 0.5, 1.0, 0.1, 1 / 3]

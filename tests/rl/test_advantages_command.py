@@ -17,10 +17,11 @@ from support.oracle_model import tiny_config
 from support.paths import ROOT
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.pack.files import read_trie
 from treepack.rl.advantages.estimate import ESTIMATORS, AdvantageOptions, estimate_advantages
 from treepack.rl.segments import segment_tree
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.files import read_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 PRINTED = """\
 trajectories                      4

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from support import oracle_rl as oracle
 from support.command_line import Run
 from support.strategies import make
-from treepack.pack.files import read_trie
 from treepack.rl.advantages.estimate import group_codes
 from treepack.rl.segments import segment_tree
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.trajectory import Tokens
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.files import read_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 # Turns of one token with an observation after each but the last.
 ROLLOUTS: dict[str, tuple[list[int], float]] = {"a": ([7, 1, 2, 3, 4, 5], 1.0), "b": ([7, 6, 2, 8], 0.0)}

@@ -26,8 +26,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from treepack.files.directory import finished_directory
 from treepack.pack.files import write_packed
-from treepack.pack.plan.planning import Limits, Plan, plan_rows
-from treepack.pack.rows import Row, pack_rows
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.plan.problem import Limits
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
 

@@ -17,7 +17,8 @@ from support.oracle_model import (
 )
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.data.batch import Batch
-from treepack.model.load import LoadedModel, row_loss
+from treepack.model.forward import row_loss
+from treepack.model.load import LoadedModel
 
 
 @functools.cache

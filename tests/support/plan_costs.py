@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from support import strategies
-from treepack.pack.plan.problem import Limits, Solution, Tree, path_pairs
+from treepack.pack.plan.problem import Limits, PlanTree, Solution, path_pairs
 from treepack.trajectory import Int64
 
 Cost = tuple[int, int]
 
 
-def cost_of(tree: Tree, row_of_leaf: Int64, limits: Limits) -> Cost:
+def cost_of(tree: PlanTree, row_of_leaf: Int64, limits: Limits) -> Cost:
     """Tokens and rows of a plan, which must be one."""
     assert row_of_leaf.shape == (tree.num_leaves,)
     rows = rows_of(row_of_leaf)
@@ -20,18 +20,18 @@ def cost_of(tree: Tree, row_of_leaf: Int64, limits: Limits) -> Cost:
     return sum(int(tree.size[nodes_of(tree, leaves)].sum()) for leaves in rows), len(rows)
 
 
-def proven_cost(tree: Tree, solution: Solution, limits: Limits) -> Cost:
+def proven_cost(tree: PlanTree, solution: Solution, limits: Limits) -> Cost:
     cost = cost_of(tree, solution.row_of_leaf, limits)
     assert solution.lower_bound == cost[0]
     return cost
 
 
-def alone(tree: Tree) -> Int64:
+def alone(tree: PlanTree) -> Int64:
     return np.arange(tree.num_leaves)
 
 
 @st.composite
-def limited(draw: st.DrawFn, *, max_leaves: int) -> tuple[Tree, Limits]:
+def limited(draw: st.DrawFn, *, max_leaves: int) -> tuple[PlanTree, Limits]:
     """A tree and limits of which at least one other than the capacity is set; every leaf fits alone."""
     tree, capacity = draw(strategies.trees_and_capacities(max_leaves=max_leaves))
     pairs = int(path_pairs(tree.length).max()) + draw(st.integers(0, 60))
@@ -44,13 +44,13 @@ def rows_of(row_of_leaf: Int64) -> list[list[int]]:
     return [np.flatnonzero(row_of_leaf == row).tolist() for row in range(int(row_of_leaf.max()) + 1)]
 
 
-def nodes_of(tree: Tree, leaves: list[int]) -> list[int]:
+def nodes_of(tree: PlanTree, leaves: list[int]) -> list[int]:
     """The union of the leaves' paths."""
     paths = paths_of(tree)
     return sorted({node for leaf in leaves for node in paths[leaf]})
 
 
-def fits(tree: Tree, leaves: list[int], limits: Limits) -> bool:
+def fits(tree: PlanTree, leaves: list[int], limits: Limits) -> bool:
     nodes = nodes_of(tree, leaves)
     return (
         int(tree.size[nodes].sum()) <= limits.capacity
@@ -59,7 +59,7 @@ def fits(tree: Tree, leaves: list[int], limits: Limits) -> bool:
     )
 
 
-def paths_of(tree: Tree) -> list[list[int]]:
+def paths_of(tree: PlanTree) -> list[list[int]]:
     """Each leaf's nodes from the root down."""
     found = []
     for leaf in tree.leaf.tolist():

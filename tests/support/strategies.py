@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from treepack.pack.plan.problem import Tree
+from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Int32, Tokens, Trajectory
 
 Nested = tuple[int, list["Nested"]]  # a node's tokens and its children
@@ -88,8 +88,8 @@ def trajectories(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, st
     return made
 
 
-def tree_of(nested: Nested, terms: list[int] | None = None) -> Tree:
-    """The `Tree` of nested sizes, e.g. `(3, [(1, []), (2, [])])`; every leaf has one loss term unless told."""
+def tree_of(nested: Nested, terms: list[int] | None = None) -> PlanTree:
+    """The `PlanTree` of nested sizes, e.g. `(3, [(1, []), (2, [])])`; every leaf has one loss term unless told."""
     size: list[int] = []
     depth: list[int] = []
     parent: list[int] = []
@@ -105,11 +105,11 @@ def tree_of(nested: Nested, terms: list[int] | None = None) -> Tree:
         end[parent[node]] = max(end[parent[node]], end[node])
     leaf = [node for node in range(len(size)) if end[node] == node + 1]
     terms = [1] * len(leaf) if terms is None else terms
-    return Tree(*(np.array(column, np.int64) for column in (size, depth, parent, end, leaf, terms)))
+    return PlanTree(*(np.array(column, np.int64) for column in (size, depth, parent, end, leaf, terms)))
 
 
 @st.composite
-def trees(draw: st.DrawFn, *, max_leaves: int = 8, max_size: int = 9) -> Tree:
+def trees(draw: st.DrawFn, *, max_leaves: int = 8, max_size: int = 9) -> PlanTree:
     """A planner's tree whose inner nodes branch: chains, stars, equal and single-token nodes, leaves of no tokens."""
     sizes = draw(st.sampled_from([st.integers(1, max_size), st.integers(1, 3), st.just(1), st.just(max_size)]))
     leaf_sizes = draw(st.sampled_from([sizes, st.integers(0, max_size)]))
@@ -132,7 +132,7 @@ def trees(draw: st.DrawFn, *, max_leaves: int = 8, max_size: int = 9) -> Tree:
 
 
 @st.composite
-def trees_and_capacities(draw: st.DrawFn, *, max_leaves: int = 8, max_size: int = 9) -> tuple[Tree, int]:
+def trees_and_capacities(draw: st.DrawFn, *, max_leaves: int = 8, max_size: int = 9) -> tuple[PlanTree, int]:
     """A tree and a capacity from that of its longest path, often just that, to that of the whole tree."""
     tree = draw(trees(max_leaves=max_leaves, max_size=max_size))
     longest = max(1, int(tree.length.max()))

@@ -33,7 +33,7 @@ from support.checkpoint_processes import (
     update,
 )
 from treepack.errors import TreepackError
-from treepack.train.checkpoint import Checkpoints, Found, latest, restore
+from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 
 
 def save(directory: Path, *steps: int, keep: int = 2) -> Path:
@@ -45,7 +45,7 @@ def save(directory: Path, *steps: int, keep: int = 2) -> Path:
     return directory / f"step-{steps[-1]:08d}"
 
 
-def found_in(directory: Path) -> Found:
+def found_in(directory: Path) -> SavedCheckpoint:
     """The latest checkpoint, once it is restored and every weight is seen to be its step."""
     found, _ = latest(directory)
     assert found is not None

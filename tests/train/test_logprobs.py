@@ -18,7 +18,7 @@ from support.packed_objectives import as_trajectories, packed_model, plain, roll
 from support.written_rollouts import write_rollouts
 from treepack.errors import TreepackError
 from treepack.pack.files import read_rows
-from treepack.pack.rows import Row
+from treepack.pack.row import Row
 from treepack.train.logprobs import ScoreOptions, open_scoring, scored_rows, term_scores
 
 PACKINGS = [[0] * 10, [i % 2 for i in range(10)], list(range(10))]

@@ -25,7 +25,7 @@ from treepack.model.verify import verify_gradients
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import find_device
-from treepack.train.run import Run, open_run, open_verification
+from treepack.train.run import TrainingRun, open_run, open_verification
 from treepack.train.schedule import learning_rate, plan_steps
 from treepack.trajectory import Tokens, Trajectory
 
@@ -181,7 +181,7 @@ def test_the_learning_rate_warms_up_and_ends_at_its_least() -> None:
     assert rates[-1] == pytest.approx(0.1)
 
 
-def poisoned(packed: Path, config: Path, **changes: Any) -> tuple[Run, set[int]]:
+def poisoned(packed: Path, config: Path, **changes: Any) -> tuple[TrainingRun, set[int]]:
     """A run whose model gives no number for rows that hold the token 2, and these rows (indices)."""
     run = open_run(packed, config, replace(CPU, **changes))
     with torch.no_grad():

@@ -22,7 +22,7 @@ from treepack.model.objectives import PRESETS, Objective, choose_objective
 from treepack.model.verify import verify_gradients
 from treepack.train.loop import StepMetrics, train
 from treepack.train.options import TrainOptions
-from treepack.train.run import Run, open_run, open_verification
+from treepack.train.run import TrainingRun, open_run, open_verification
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
 OVER_TERMS = [name for name in PRESETS if name != "sft"]
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> Path:
     return tiny_config(tmp_path / "tiny.json")
 
 
-def trained(packed: Path, config: Path, objective: Objective, **changes: Any) -> tuple[list[StepMetrics], Run]:
+def trained(packed: Path, config: Path, objective: Objective, **changes: Any) -> tuple[list[StepMetrics], TrainingRun]:
     run = open_run(packed, config, replace(CPU, objective=objective, **changes))
     return list(train(run, packed.parent / f"out-{packed.name}", overwrite=True)), run
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from support import oracle, strategies
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.pack.check import check_trie
 from treepack.trajectory import Tokens, Trajectory
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.check import check_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 
 def content(trajectory: Trajectory) -> Tokens:

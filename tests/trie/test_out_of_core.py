@@ -21,11 +21,14 @@ from support import oracle, strategies
 from support.strategies import make, random_sequences
 from treepack.columns import Sequences, as_columns, unique_ids
 from treepack.errors import TreepackError
-from treepack.pack import files as shards
+from treepack.files import parts
 from treepack.trajectory import Tokens, Trajectory
+from treepack.trie import files as trie_files
 from treepack.trie import out_of_core as runs
-from treepack.trie.build import SHARES, Trie, build_trie
+from treepack.trie.build import SHARES, build_trie
+from treepack.trie.files import write_trie
 from treepack.trie.out_of_core import build_large_trie
+from treepack.trie.trie import Trie
 
 in_one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")
@@ -41,7 +44,7 @@ def same(a: Trie, b: Trie) -> bool:
 
 def files(trie: Trie, folder: Path) -> dict[str, bytes]:
     folder.mkdir()
-    shards.write_trie(trie, folder, {})
+    write_trie(trie, folder, {})
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -81,7 +84,8 @@ def logprobs(count: int | None, rng: random.Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", ["all", "group"])
 def test_files_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str) -> None:
-    monkeypatch.setattr(shards, "PART_TOKENS", 1 << 17)
+    monkeypatch.setattr(parts, "PART_TOKENS", 1 << 17)
+    monkeypatch.setattr(trie_files, "PART_TOKENS", 1 << 17)
     monkeypatch.setattr(runs, "TABLE_TOKENS", 100_000)
     rng = random.Random(0)
     rollouts = [

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treepack.analysis.model_cost import ModelShape, Work, operations
+from treepack.analysis.model_cost import FlopCount, ModelShape, operations
 from treepack.analysis.turns import Turns, turns_of
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 if TYPE_CHECKING:
-    from treepack.pack.rows import Row
+    from treepack.pack.row import Row
 
 DEFAULT_MODEL = "qwen3-8b"
 DEFAULT_DEVICE = "h200"
@@ -72,8 +72,8 @@ class Line:
 
     samples: str
     capacity: int | None
-    flat: Work
-    packed: Work
+    flat: FlopCount
+    packed: FlopCount
     num_left_out: int = 0
 
 
@@ -100,28 +100,28 @@ def _pairs(lengths: Int64) -> int:
     return int((lengths * (lengths + 1) // 2).sum())
 
 
-def tree_work(trie: Trie, trained: Trained) -> Work:
+def tree_work(trie: Trie, trained: Trained) -> FlopCount:
     """The work of `trie` without a capacity, every token computed once."""
     pairs = _pairs(trie.path_length) - _pairs(trie.depth)
     return plan_work(trained, np.zeros(trie.num_trajectories, np.int64), num_tokens=trie.tokens_tree, num_pairs=pairs)
 
 
-def plan_work(trained: Trained, row_of: Int64, *, num_tokens: int, num_pairs: int) -> Work:
+def plan_work(trained: Trained, row_of: Int64, *, num_tokens: int, num_pairs: int) -> FlopCount:
     """The work of rows, whose tokens and score pairs are known, of the trie in which this is trained."""
-    return Work(num_tokens, num_pairs, int(trained.new_in_rows(row_of).sum()))
+    return FlopCount(num_tokens, num_pairs, int(trained.new_in_rows(row_of).sum()))
 
 
-def flat_work(trie: Trie) -> Work:
+def flat_work(trie: Trie) -> FlopCount:
     """The work of the trajectories one by one."""
-    return Work(trie.tokens_flat, _pairs(trie.lengths), _num_trained(trie))
+    return FlopCount(trie.tokens_flat, _pairs(trie.lengths), _num_trained(trie))
 
 
-def turns_work(trie: Trie, turns: Turns) -> Work:
+def turns_work(trie: Trie, turns: Turns) -> FlopCount:
     """The work of the samples of `turns` one by one, where `trie` is cut to them: each trains its own turn."""
-    return Work(int(turns.ends.sum()), _pairs(turns.ends), _num_trained(trie))
+    return FlopCount(int(turns.ends.sum()), _pairs(turns.ends), _num_trained(trie))
 
 
-def whole_work(trie: Trie, trained: Trained) -> Work:
+def whole_work(trie: Trie, trained: Trained) -> FlopCount:
     """The work, one by one, of the samples that no other one continues; they train every trained token on their path.
 
     A Python step for each node.
@@ -133,7 +133,7 @@ def whole_work(trie: Trie, trained: Trained) -> Work:
             on_path[node] += on_path[up]
     ends = trie.end_node[_is_last(trie)]
     lengths = trie.path_length[ends]
-    return Work(int(lengths.sum()), _pairs(lengths), int(on_path[ends].sum()))
+    return FlopCount(int(lengths.sum()), _pairs(lengths), int(on_path[ends].sum()))
 
 
 def _num_trained(trie: Trie) -> int:
@@ -205,15 +205,15 @@ def trained_of(trie: Trie) -> Trained:
 
 def row_work(
     position_ids: ArrayLike, scale: ArrayLike, loss_weight: ArrayLike, trajectory_ends: ArrayLike
-) -> tuple[Work, Work]:
+) -> tuple[FlopCount, FlopCount]:
     """The work of a packed row, and of its trajectories one by one; the columns are those of the packed format.
 
     The row does not say which trajectories train a token, so all that pass through a trained one are counted.
     """
     position, trained = np.asarray(position_ids).astype(np.int64), np.asarray(loss_weight) > 0
     lengths = position[np.asarray(trajectory_ends)] + 1
-    tree = Work(len(position), int(position.sum()) + len(position), int(trained.sum()))
-    return tree, Work(int(lengths.sum()), _pairs(lengths), int(np.asarray(scale)[trained].sum(dtype=np.int64)))
+    tree = FlopCount(len(position), int(position.sum()) + len(position), int(trained.sum()))
+    return tree, FlopCount(int(lengths.sum()), _pairs(lengths), int(np.asarray(scale)[trained].sum(dtype=np.int64)))
 
 
 class RowCounter:
@@ -221,7 +221,7 @@ class RowCounter:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self.packed = self.flat = Work(0, 0, 0)
+        self.packed = self.flat = FlopCount(0, 0, 0)
 
     def over(self, rows: Iterable[Row]) -> Iterator[Row]:
         """`rows`, counted."""

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from treepack.analysis.text_differences import Difference, classify
 from treepack.columns import SpanView
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 CALL = re.compile(r"(?P<rollout>.*)/(?:turn|part)-(?P<number>\d+)(?:@.*)?", re.DOTALL)
 MOST = 10_000

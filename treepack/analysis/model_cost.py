@@ -85,18 +85,18 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class FlopCount:
     """What a training pass goes through: tokens, attention score pairs, and trained targets of the output layer."""
 
     tokens: int
     pairs: int
     targets: int
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.targets + other.targets)
+    def __add__(self, other: FlopCount) -> FlopCount:
+        return FlopCount(self.tokens + other.tokens, self.pairs + other.pairs, self.targets + other.targets)
 
 
-def operations(shape: ModelShape, work: Work) -> float:
+def operations(shape: ModelShape, work: FlopCount) -> float:
     """Floating-point operations of forward and backward over `work`."""
     return 6.0 * (shape.weights * work.tokens + shape.output * work.targets + shape.scores * work.pairs)
 

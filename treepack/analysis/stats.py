@@ -26,13 +26,17 @@ from treepack.analysis.forecast import (
     ways_to_cut,
     whole_work,
 )
-from treepack.analysis.model_cost import Work
+from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import Turns, cut_to_turns, turns_of
 from treepack.columns import num_trained
-from treepack.pack.plan.planning import Plan, PlanTotals, Search, check_plan, packed_trie, plan_rows
-from treepack.pack.rows import Row, fit_capacity
+from treepack.pack.capacity import fit_capacity
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.plan import Plan, PlanTotals
+from treepack.pack.plan.planning import packed_trie, plan_rows
+from treepack.pack.plan.problem import Search
+from treepack.pack.row import Row
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 Report = dict[str, Any]
 
@@ -239,13 +243,13 @@ def forecast_lines(trie: Trie, planned: list[Planned], *, method: str, search: S
     return lines
 
 
-def _rows_work(planned: Planned, trained: Trained) -> Work:
+def _rows_work(planned: Planned, trained: Trained) -> FlopCount:
     totals = planned.totals
     tokens, pairs = totals.tokens_packed, int(totals.row_pairs.sum())
     return plan_work(trained, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
 
 
-def _turns_line(trie: Trie, turns: Turns, whole: tuple[Planned, Work], *, method: str, search: Search) -> Line:
+def _turns_line(trie: Trie, turns: Turns, whole: tuple[Planned, FlopCount], *, method: str, search: Search) -> Line:
     """The line of the turns that fit the capacity of `whole`, in its rows if these hold nothing else."""
     planned, work = whole
     capacity = planned.plan.capacity

@@ -17,7 +17,7 @@ import pyarrow as pa
 from treepack.columns import SpanView
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ _REMEDY = "treepack computes plain softmax attention over the tree and nothing e
 _PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of attention: the layer's attention module, and the head dimensions of query and key and of value."""
 
     module: nn.Module
@@ -68,7 +68,7 @@ def attention_forward(
     """`dispatch.tree_attention` as transformers calls it: [B, H, T, D] in, [B, T, H, D_v] out."""
     check_request(module, query, attention_mask, options)
     if options.get("record") is not None:
-        options["record"].append(Call(module, (query.shape[-1], value.shape[-1])))
+        options["record"].append(AttentionCall(module, (query.shape[-1], value.shape[-1])))
     # Under autocast the three may differ: a norm of float32 weights promotes queries and keys but not values.
     kind = query.device.type
     if torch.is_autocast_enabled(kind):

@@ -20,8 +20,7 @@ from torch import Tensor
 from treepack.errors import TreepackError
 
 if TYPE_CHECKING:
-    from treepack.pack import rows as pack
-    from treepack.pack.rows import Row
+    from treepack.pack.row import Row, RowTerms
 
 _KINDS = {
     "input_ids": torch.int64,
@@ -35,7 +34,7 @@ _TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_l
 
 
 @dataclass(frozen=True)
-class Terms:
+class TermTensors:
     """The N terms of a row of K trajectories: one per (trajectory, trained token) pair.
 
     `tokens` int64 [n] are the row indices of all trained tokens, ascending, and `index` int32 [N] says which of them a
@@ -55,18 +54,18 @@ class Terms:
     group: Tensor
     reward: Tensor | None
 
-    def to(self, device: torch.device | str) -> Terms:
+    def to(self, device: torch.device | str) -> TermTensors:
         """The same terms with their tensors on `device`."""
         return self._changed(lambda tensor: _moved(tensor, device))
 
-    def pin_memory(self) -> Terms:
+    def pin_memory(self) -> TermTensors:
         """The same terms in memory that a GPU copies from while it works."""
         return self._changed(Tensor.pin_memory)
 
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> Terms:
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> TermTensors:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
-        return Terms(**changed)
+        return TermTensors(**changed)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Batch:
     num_tokens: int
     total_weight: float
     tokens_flat: int
-    terms: Terms | None = None
+    terms: TermTensors | None = None
     schedule: Any = None
 
     def to(self, device: torch.device | str) -> Batch:
@@ -102,7 +101,7 @@ class Batch:
         """The same row in memory that a GPU copies from while it works; without its schedule."""
         return self._changed(Tensor.pin_memory, None if self.terms is None else self.terms.pin_memory())
 
-    def _changed(self, change: Callable[[Tensor], Tensor], terms: Terms | None) -> Batch:
+    def _changed(self, change: Callable[[Tensor], Tensor], terms: TermTensors | None) -> Batch:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
         return Batch(**{**values, **changed, "terms": terms, "schedule": None})
@@ -130,10 +129,12 @@ def empty_batch(length: int, *, terms: bool = False) -> Batch:
     return Batch(row_id=-1, step=None, trajectory_ids=(), num_tokens=0, total_weight=0.0, tokens_flat=0, **columns)
 
 
-def _no_terms() -> Terms:
+def _no_terms() -> TermTensors:
     kinds = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32, "group": torch.int32}
     kinds |= {"weight": torch.float64, "advantage": torch.float64, "reward": torch.float64}
-    return Terms(**{field.name: torch.zeros(0, dtype=kinds.get(field.name, torch.float32)) for field in fields(Terms)})
+    return TermTensors(
+        **{field.name: torch.zeros(0, dtype=kinds.get(field.name, torch.float32)) for field in fields(TermTensors)}
+    )
 
 
 def make_batch(row: Row, *, multiple: int = 1) -> Batch:
@@ -167,7 +168,7 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
     )
 
 
-def _make_terms(terms: pack.Terms, groups: list[str], length: int) -> Terms:
+def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
     trained = np.zeros(length, bool)
     trained[terms.token] = True
     place = np.cumsum(trained, dtype=np.int32) - np.int32(1)
@@ -176,7 +177,7 @@ def _make_terms(terms: pack.Terms, groups: list[str], length: int) -> Terms:
         name: None if (values := getattr(terms, column)) is None else torch.tensor(values)
         for name, column in {**{name: name for name in _TERM_COLUMNS}, "reward": "trajectory_rewards"}.items()
     }
-    return Terms(
+    return TermTensors(
         tokens=torch.from_numpy(np.flatnonzero(trained)),
         index=torch.from_numpy(place[terms.token]),
         group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),

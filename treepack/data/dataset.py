@@ -44,7 +44,7 @@ _REMEDY = "the file was truncated or altered, so pack the trie again"
 
 
 @dataclass(frozen=True)
-class _Group:
+class _RowGroup:
     """A row group of the part file `file`; `first` is the index of its first row in the whole directory."""
 
     file: str
@@ -119,7 +119,7 @@ class PackedDataset(Dataset[Batch]):
         self.manifest = read_manifest(self._location, PACKED_FORMAT)
         self._process = os.getpid()
         self._files: dict[str, pq.ParquetFile] = {}
-        self._cache: OrderedDict[_Group, pa.Table] = OrderedDict()
+        self._cache: OrderedDict[_RowGroup, pa.Table] = OrderedDict()
         self._cached = 0
         self._groups = self._list_groups()
         present = self._open(self._groups[0].file).schema_arrow.names if self._groups else []
@@ -222,7 +222,7 @@ class PackedDataset(Dataset[Batch]):
         """Those columns of all rows in order, a row group at a time."""
         return (self._read(group, [*columns]) for group in self._groups)
 
-    def _list_groups(self) -> list[_Group]:
+    def _list_groups(self) -> list[_RowGroup]:
         groups, first = [], 0
         for entry in self.manifest["files"]:
             if self._location.is_local:
@@ -236,7 +236,7 @@ class PackedDataset(Dataset[Batch]):
                     f"{entry['rows']}; {_REMEDY}"
                 )
             for number in range(metadata.num_row_groups):
-                groups.append(_Group(entry["name"], number, first))
+                groups.append(_RowGroup(entry["name"], number, first))
                 first += metadata.row_group(number).num_rows
         return groups
 
@@ -244,7 +244,7 @@ class PackedDataset(Dataset[Batch]):
         wanted = pa.schema([ROWS.field(name) for name in _SCALARS])
         return pa.concat_tables([wanted.empty_table(), *self.tables(_SCALARS)])
 
-    def _load(self, group: _Group) -> pa.Table:
+    def _load(self, group: _RowGroup) -> pa.Table:
         if group not in self._cache:
             self._cache[group] = self._read(group, [*ROWS.names, *(self.term_columns if self.terms else ())])
             self._cached += self._cache[group].nbytes
@@ -253,7 +253,7 @@ class PackedDataset(Dataset[Batch]):
         self._cache.move_to_end(group)
         return self._cache[group]
 
-    def _read(self, group: _Group, columns: list[str]) -> pa.Table:
+    def _read(self, group: _RowGroup, columns: list[str]) -> pa.Table:
         path = self._location.file_name(group.file)
         file = self._open(group.file)
         try:

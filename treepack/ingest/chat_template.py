@@ -40,7 +40,7 @@ Convert = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RenderedTurn:
     """A trained assistant turn: the rendering up to its end, and the spans of characters in it that are trained.
 
     `index` counts the assistant messages from 0, `message` all messages; `weight` is the message's loss weight.
@@ -89,7 +89,7 @@ class ChatTemplate:
         self._special = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
         self._converters: dict[tuple[str, bool], Convert | str] = {}
 
-    def turns(self, chat: Chat, *, tools: Tools, source: str) -> list[Turn]:
+    def turns(self, chat: Chat, *, tools: Tools, source: str) -> list[RenderedTurn]:
         """The assistant turns of `chat` with non-zero weight and something generated, each rendered as its last.
 
         Raises:
@@ -98,7 +98,7 @@ class ChatTemplate:
         """
         setting = self._setting(chat, tools, source)
         messages = self._with_arguments(chat.messages, setting)
-        found: list[Turn] = []
+        found: list[RenderedTurn] = []
         index = -1
         for k, message in enumerate(messages):
             index += message["role"] == "assistant"
@@ -106,7 +106,7 @@ class ChatTemplate:
                 continue
             text, spans = self._generated(messages[: k + 1], setting.at(f"{source}: turn {k + 1}"))
             if spans:
-                found.append(Turn(index, k, text[: spans[-1][1]], spans, chat.message_weights[k]))
+                found.append(RenderedTurn(index, k, text[: spans[-1][1]], spans, chat.message_weights[k]))
         return found
 
     def whole(self, chat: Chat, *, tools: Tools, source: str) -> str:

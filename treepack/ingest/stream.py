@@ -53,7 +53,7 @@ def read(
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = _parts_and_job(inputs, options, tokenizer, input_hash)
-    for found in in_order(_Work, job, parts, workers=options.workers, fewest=_fewest(job)):
+    for found in in_order(_ReadWork, job, parts, workers=options.workers, fewest=_fewest(job)):
         yield from found
 
 
@@ -100,7 +100,7 @@ def _fewest(job: Job) -> int:
     return 1 if job.tokenizer else 8
 
 
-class _Work:
+class _ReadWork:
     """Reads and tokenises parts."""
 
     def __init__(self, job: Job) -> None:
@@ -114,7 +114,7 @@ class _ColumnsWork:
     """Reads and tokenises parts, and makes columns of what is usable."""
 
     def __init__(self, job: Job) -> None:
-        self._read = _Work(job)
+        self._read = _ReadWork(job)
 
     def __call__(self, part: Part) -> tuple[Sequences | None, Counter[str]]:
         counts: Counter[str] = Counter()

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.chat_template import ChatTemplate, Tools, Turn
+from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, Tools
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.processes import batched, in_order
 from treepack.trajectory import (
@@ -215,7 +215,9 @@ class Tokenisation:
             yield from _samples(item, encoder, turns, whole)
 
 
-def _samples(item: Trajectory, encoder: Encoder, turns: list[Turn], whole: str) -> Iterator[Trajectory | Skipped]:
+def _samples(
+    item: Trajectory, encoder: Encoder, turns: list[RenderedTurn], whole: str
+) -> Iterator[Trajectory | Skipped]:
     """The samples of a conversation; `whole` is its full rendering if messages follow the last trained turn."""
     runs = _chained(turns)
     texts = [run[-1].text for run in runs]
@@ -239,7 +241,7 @@ def _named(
         yield _finished(replace(item, trajectory_id=name, notes=notes), own)
 
 
-def _chained(turns: list[Turn]) -> list[list[Turn]]:
+def _chained(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
     """`turns` in runs in which each one's text continues the one before."""
     runs = [[turns[0]]]
     for turn in turns[1:]:
@@ -251,7 +253,7 @@ def _chained(turns: list[Turn]) -> list[list[Turn]]:
     return runs
 
 
-def _spans(turn: Turn) -> list[tuple[int, int, float]]:
+def _spans(turn: RenderedTurn) -> list[tuple[int, int, float]]:
     return [(start, end, turn.weight) for start, end in turn.spans]
 
 

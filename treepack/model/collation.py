@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from treepack.attention import IMPLEMENTATIONS, prepare
-from treepack.data.batch import Batch, Terms, empty_batch
+from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.errors import TreepackError
 from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
 
@@ -35,9 +35,9 @@ def collate(batches: Sequence[Batch]) -> dict[str, Any]:
 
     Returns:
         input_ids, position_ids and parent int64 [B, T], parent counting within its row; subtree_end and scale int32
-        [B, T]; loss_weight float64 [B, T]; row_id int64 [B]. If the rows hold terms, also "terms": one `Terms` of all
-        rows, whose `tokens` count within the B * T tokens of the batch and whose trajectories are those of the first
-        row, of the second, and so on.
+        [B, T]; loss_weight float64 [B, T]; row_id int64 [B]. If the rows hold terms, also "terms": one `TermTensors`
+        of all rows: its `tokens` count within the B * T tokens of the batch, and its trajectories are those of the
+        first row, then of the second, and so on.
 
     Raises:
         TreepackError: there is no row.
@@ -60,15 +60,15 @@ def _padded(batch: Batch, name: str, length: int) -> Tensor:
     return torch.cat([column, tail + len(column) if name == "subtree_end" else tail])
 
 
-def _terms_of_none() -> Terms:
+def _terms_of_none() -> TermTensors:
     terms = empty_batch(0, terms=True).terms
     assert terms is not None
     return terms
 
 
-def _joined(rows: Sequence[Terms], length: int) -> Terms:
+def _joined(rows: Sequence[TermTensors], length: int) -> TermTensors:
     """The terms of rows of `length` tokens each, side by side; a column that a row with terms lacks is left out."""
-    columns: dict[str, list[Tensor] | None] = {field.name: [] for field in fields(Terms)}
+    columns: dict[str, list[Tensor] | None] = {field.name: [] for field in fields(TermTensors)}
     shift = {"tokens": 0, "index": 0, "trajectory": 0, "group": 0}
     for terms in rows:
         for name in columns:
@@ -82,7 +82,7 @@ def _joined(rows: Sequence[Terms], length: int) -> Terms:
         shift["trajectory"] += len(terms.group)
         shift["group"] += len(terms.group)  # more than the codes of its groups: groups are compared within a row
     joined: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
-    return Terms(**joined)
+    return TermTensors(**joined)
 
 
 def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Tensor:

@@ -19,20 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS, Kept, prepare, register, resolve, row_multiple, takes_chains
-from treepack.data.batch import Batch
+from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
-from treepack.model.layers import recomputes
-from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
-from treepack.model.objectives import Objective, objective_loss
-from treepack.model.probe import ONLY, one_line, probe, refusing
+from treepack.model.probe import ONLY, probe, refusing
 
 T = TypeVar("T")
 
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -212,156 +206,3 @@ def check_config(config: Any, *, source: str) -> None:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, name, None) is not None:
             raise TreepackError(f"{source}: {name} is {getattr(config, name)}; {ONLY}, with logits left as they are")
-
-
-def sliding_window(config: Any) -> int | None:
-    """The window of a model's sliding layers, or None if it has none."""
-    kinds = getattr(config, "layer_types", None)
-    window: int | None = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
-    return window if slides else None
-
-
-def position_limit(model: Any) -> tuple[int, str] | None:
-    """Least position that the model has no exact answer for and why, or None if there is no such limit."""
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None:
-        return None
-    words = model.get_input_embeddings()
-    tables = [m for m in model.base_model.modules() if isinstance(m, nn.Embedding) and m is not words]
-    if any(limit <= table.num_embeddings <= limit + 8 for table in tables):
-        return limit, "its positions are a learned table"
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes, *(each for each in ropes.values() if isinstance(each, dict))]:
-        if rope.get("rope_type") in ("dynamic", "longrope"):
-            original = rope.get("original_max_position_embeddings") or limit
-            return original, f"its {rope['rope_type']} rotary frequencies then depend on the longest branch of the row"
-    return None
-
-
-def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: int) -> None:
-    """Refuse data that the model cannot be trained on.
-
-    Args:
-        loaded: the model.
-        manifest: manifest of the packed directory; capacity, max_token_id and tokenizer are read.
-        max_position: greatest position id of the rows.
-
-    Raises:
-        TreepackError: ids beyond the vocabulary, another tokenizer, positions beyond the model's, or rows longer
-            than its sliding window.
-    """
-    source, model = loaded.source, loaded.model
-    vocabulary = min(len(model.get_input_embeddings().weight), len(model.get_output_embeddings().weight))
-    if manifest["max_token_id"] >= vocabulary:
-        raise TreepackError(
-            f"{source}: the data holds the token id {manifest['max_token_id']} and the vocabulary ends at "
-            f"{vocabulary - 1}; use the model whose tokenizer made the data"
-        )
-    _check_tokenizer(source, manifest.get("tokenizer"))
-    limit = position_limit(model)
-    if limit is not None and max_position >= limit[0]:
-        raise TreepackError(
-            f"{source}: the data has positions up to {max_position} and the model's end at {limit[0] - 1}, because "
-            f"{limit[1]}; truncate the trajectories to {limit[0]} tokens"
-        )
-    multiple = row_multiple(loaded.attention)
-    window, rows = sliding_window(model.config.get_text_config()), -(-manifest["capacity"] // multiple) * multiple
-    if window is not None and window < rows:
-        remedy = f"pack with --capacity {window // multiple * multiple}"
-        if window < multiple:
-            remedy = (
-                f"pack with --capacity {window} and use --attention reference, "
-                f"for {loaded.attention} pads rows to {multiple}"
-            )
-        raise TreepackError(f"{source}: its sliding window of {window} tokens is shorter than rows of {rows}; {remedy}")
-
-
-def saved_tokenizer(source: str) -> Any:
-    """The tokenizer that lies beside the weights at `source`, or None.
-
-    Raises:
-        TreepackError: if a hub name has none, or it cannot be loaded.
-    """
-    from treepack.ingest.tokenization import load_tokenizer
-
-    path = Path(source)
-    if path.suffix == ".json" or (path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES)):
-        return None
-    return load_tokenizer(source)
-
-
-def _check_tokenizer(source: str, expected: dict[str, Any] | None) -> None:
-    tokenizer = saved_tokenizer(source) if expected is not None else None
-    if expected is None or tokenizer is None:
-        return
-    from treepack.ingest.tokenization import fingerprint
-
-    found = fingerprint(tokenizer)
-    if found["sha256"] != expected["sha256"]:
-        raise TreepackError(
-            f"{source}: its tokenizer is not the one that made the data ({expected['name']}, "
-            f"{expected['vocab_size']} tokens); tokenise the data with this model's tokenizer"
-        )
-
-
-def placed(loaded: LoadedModel, batch: Batch) -> Batch:
-    """The row on the model's device with its schedule, which a row on the CPU gets without waiting for the GPU."""
-    schedule = prepare(batch.subtree_end, loaded.attention, device=loaded.device, varlen=loaded.varlen)
-    return replace(batch.to(loaded.device), schedule=schedule)
-
-
-def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Hidden states [T, D] of a packed row, after the final norm; one without a schedule gets it here.
-
-    Raises:
-        TreepackError: for positions beyond a table that the model keeps.
-    """
-    # A model switched to another attention would take no notice of subtree_end and train on wrong gradients.
-    chosen = loaded.model.config.get_text_config()._attn_implementation
-    assert chosen == IMPLEMENTATIONS[loaded.attention], f"the model attends through {chosen}"
-    if batch.schedule is None:
-        batch = placed(loaded, batch)
-    try:
-        output = loaded.model.base_model(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            subtree_end=batch.subtree_end[None],
-            schedule=batch.schedule,
-            kept=Kept() if recomputes(loaded.model) else None,
-            use_cache=False,
-        )
-    except IndexError as error:
-        raise TreepackError(
-            f"{loaded.source}: it cannot run row {batch.row_id}, whose positions reach {int(batch.position_ids.max())} "
-            f"({one_line(error)}); truncate the trajectories to the positions that it has"
-        ) from error
-    states: Tensor = output.last_hidden_state
-    return states[0]
-
-
-def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor:
-    """Sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
-    head = loaded.model.get_output_embeddings()
-    states = hidden_states(loaded, batch)
-    return weighted_nll(states, head.weight, batch.targets, bias=getattr(head, "bias", None), chunk=chunk)
-
-
-def row_logprobs(loaded: LoadedModel, batch: Batch, tokens: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [n] of the row's tokens int64 [n], each once; see `loss.tree_logprobs`."""
-    head = loaded.model.get_output_embeddings()
-    states, bias = hidden_states(loaded, batch), getattr(head, "bias", None)
-    return tree_logprobs(states, head.weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
-
-
-def row_objective(
-    loaded: LoadedModel, batch: Batch, factors: Tensor, objective: Objective, *, chunk: int = CHUNK
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The row's part of the loss of an optimiser step and of its means; see `objectives.objective_loss`.
-
-    `batch` must hold its terms, and lie with `factors` float64 [num_trajectories] on the model's device.
-    """
-    assert batch.terms is not None, "open the dataset with terms=True"
-    logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=chunk)
-    return objective_loss(logprobs, entropies, batch.terms, factors, objective)

@@ -52,7 +52,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from treepack.data.batch import Terms
+from treepack.data.batch import TermTensors
 from treepack.errors import TreepackError
 
 LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo")
@@ -153,7 +153,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
 def objective_loss(
     logprobs: Tensor,
     entropies: Tensor,
-    terms: Terms,
+    terms: TermTensors,
     factors: Tensor,
     objective: Objective,
     *,
@@ -205,24 +205,24 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
     return ("weight", *(name for name in _MEANS if name not in absent))
 
 
-def _slices(terms: Terms, chunk: int) -> list[Terms]:
+def _slices(terms: TermTensors, chunk: int) -> list[TermTensors]:
     """Views of `terms`, `chunk` terms each."""
     per_term = ("index", "trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob")
     values = {field.name: getattr(terms, field.name) for field in fields(terms)}
     found = []
     for start in range(0, len(terms.index), chunk):
         cut = {name: values[name][start : start + chunk] for name in per_term if values[name] is not None}
-        found.append(Terms(**{**values, **cut}))
+        found.append(TermTensors(**{**values, **cut}))
     return found
 
 
-def _gathered(logprobs: Tensor, part: Terms) -> tuple[Tensor, Tensor]:
+def _gathered(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
     """Current and old log-probabilities of the terms, float64."""
     current = logprobs.index_select(0, part.index).double()
     return current, current.detach() if part.old_logprob is None else part.old_logprob.double()
 
 
-def _sequence_log_ratios(logprobs: Tensor, terms: Terms, num_trajectories: int, chunk: int) -> Tensor:
+def _sequence_log_ratios(logprobs: Tensor, terms: TermTensors, num_trajectories: int, chunk: int) -> Tensor:
     """Mean over each trajectory's trained tokens of logp - old, float64 [num_trajectories]."""
     sums = torch.zeros(2, num_trajectories, dtype=torch.float64, device=logprobs.device)
     for part in _slices(terms, chunk):
@@ -233,7 +233,12 @@ def _sequence_log_ratios(logprobs: Tensor, terms: Terms, num_trajectories: int, 
 
 
 def _term_sums(
-    logprobs: Tensor, entropies: Tensor, part: Terms, factors: Tensor, log_ratios: Tensor | None, objective: Objective
+    logprobs: Tensor,
+    entropies: Tensor,
+    part: TermTensors,
+    factors: Tensor,
+    log_ratios: Tensor | None,
+    objective: Objective,
 ) -> tuple[Tensor, Tensor]:
     """Sum of f w l over some terms, and of w times each of `_MEANS`."""
     current, old = _gathered(logprobs, part)
@@ -299,7 +304,7 @@ def preference_pairs(group: Tensor, reward: Tensor, trained: Tensor) -> tuple[Te
 
 
 def _dpo(
-    logprobs: Tensor, terms: Terms, factors: Tensor, objective: Objective, chunk: int
+    logprobs: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     assert terms.reward is not None
     num = len(factors)
@@ -317,7 +322,7 @@ def _dpo(
     return loss, {"weight": margins.new_tensor(len(margins)), **dict(zip(_PAIR_MEANS, sums, strict=True))}
 
 
-def _shift_sums(logprobs: Tensor, part: Terms, num_trajectories: int) -> Tensor:
+def _shift_sums(logprobs: Tensor, part: TermTensors, num_trajectories: int) -> Tensor:
     """Sum over each trajectory's trained tokens of logp - ref, float64 [num_trajectories]."""
     assert part.ref_logprob is not None
     shift = logprobs.index_select(0, part.index).double() - part.ref_logprob.double()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from treepack.attention import IMPLEMENTATIONS
-from treepack.attention.interface import Call
+from treepack.attention.interface import AttentionCall
 from treepack.errors import TreepackError
 
 # Relative error of a branch in the tree against the branch alone; transformers' eager softmax is float32 at best.
@@ -95,11 +95,11 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
     return frozenset(call.head_dims for call in calls)
 
 
-def _probe_tree(model: Any, ids: Tensor, source: str) -> tuple[Tensor, Tensor, list[Call]]:
+def _probe_tree(model: Any, ids: Tensor, source: str) -> tuple[Tensor, Tensor, list[AttentionCall]]:
     """Hidden states [T, D] and logits [T, V] of the probe tree, and the calls of attention behind the first."""
     positions = torch.tensor([len(_path(i)) - 1 for i in range(len(ids))], device=ids.device)
     end = torch.tensor(_PROBE_END, device=ids.device)
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     row = {"input_ids": ids[None], "position_ids": positions[None], "subtree_end": end[None], "use_cache": False}
     try:
         tree: Tensor = model.base_model(**row, record=calls)[0][0]

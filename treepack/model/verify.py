@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from treepack.data.batch import Batch, Terms
+from treepack.data.batch import Batch, TermTensors
 from treepack.errors import TreepackError
-from treepack.model.load import LoadedModel, row_loss, row_objective
+from treepack.model.forward import row_loss, row_objective
+from treepack.model.load import LoadedModel
 from treepack.model.objectives import Objective, objective_loss
 from treepack.model.probe import attention_of
 
@@ -172,7 +173,7 @@ def _objective_alone(model: Any, batch: Batch, factors: Tensor, objective: Objec
         value = torch.zeros_like(value)
 
 
-def _statistics_alone(model: Any, batch: Batch, terms: Terms, i: int) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_alone(model: Any, batch: Batch, terms: TermTensors, i: int) -> tuple[Tensor, Tensor, Tensor]:
     """Trajectory `i` run alone: which terms are its own, their log-probabilities and entropies."""
     own = (terms.trajectory == i).nonzero().squeeze(-1)
     path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=own.device)

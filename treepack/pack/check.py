@@ -17,69 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from treepack.columns import SpanView, list_values
+from treepack.columns import LOGPROBS, SpanView, list_values
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
-from treepack.pack.rows import LOGPROBS, Row, Terms, row_counts, row_totals, times_trained, trajectory_factors
+from treepack.pack.row import Row, RowTerms, row_counts, row_totals
+from treepack.pack.weights import times_trained, trajectory_factors
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie, sequences_of
-
-
-def check_trie(trie: Trie) -> None:
-    """Check the invariants of a trie.
-
-    Raises:
-        TreepackError: naming the node or trajectory.
-    """
-    path = trie.path_length
-    below = trie.parent >= 0
-    faults = {
-        "has no token": trie.node_length < 1,
-        "comes before its parent": trie.parent >= np.arange(trie.num_nodes),
-        "does not begin where its parent ends": trie.depth != np.where(below, path[trie.parent], 0),
-    }
-    for fault, where in faults.items():
-        if where.any():
-            raise TreepackError(f"node {int(where.argmax())} {fault}; build the trie again")
-    ends = np.bincount(trie.end_node, minlength=trie.num_nodes)
-    passing = np.concatenate([[0], np.cumsum(ends)])
-    if (passing[trie.node_end] - passing[:-1] != trie.num_passing).any():
-        raise TreepackError("num_trajectories of the nodes do not match the trajectories; build the trie again")
-    table = trie.trajectories
-    if (table["num_tokens"].to_numpy() != trie.lengths).any():
-        raise TreepackError("num_tokens of the trajectories do not match the nodes they end in; build the trie again")
-    if (table["tree_id"].to_numpy() != trie.tree_id[trie.end_node]).any():
-        raise TreepackError("tree_id of the trajectories does not match the nodes they end in; build the trie again")
-    _refuse_equal_siblings(trie)
-    _check_trained(trie)
-
-
-def _check_trained(trie: Trie) -> None:
-    """Spans must lie inside their trajectory, ascending and apart; per-token lists have a value per trained token."""
-    spans = SpanView.of(trie.trajectories)
-    owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
-    follows = np.concatenate([[False], owner[1:] == owner[:-1]])
-    least = np.where(follows, np.concatenate([[0], spans.ends[:-1]]), 1)
-    good = (spans.starts >= least) & (spans.starts < spans.ends) & (spans.ends <= trie.lengths[owner])
-    names = trie.trajectories["trajectory_id"]
-    if not good.all():
-        raise TreepackError(
-            f"trajectory {names[int(owner[(~good).argmax()])]}: its spans are wrong; build the trie again"
-        )
-    trained = spans.total(spans.sizes.astype(np.float64))
-    for column in ("advantages", *LOGPROBS):
-        for i, values in enumerate(list_values(trie.trajectories, column)):
-            if values is not None and len(values) != trained[i]:
-                raise TreepackError(f"trajectory {names[i]}: {column} has {len(values)} values; build the trie again")
-
-
-def _refuse_equal_siblings(trie: Trie) -> None:
-    """Siblings must begin with different tokens, or a prefix would be stored twice."""
-    below = trie.parent >= 0
-    first = trie.tokens[trie.node_start[:-1]]
-    pairs = np.stack([trie.parent[below], first[below]])
-    if np.unique(pairs, axis=1).shape[1] != pairs.shape[1]:
-        raise TreepackError("two sibling nodes begin with the same token; build the trie again")
+from treepack.trie.trie import Trie, sequences_of
 
 
 def check_row(row: Row, *, capacity: int) -> None:
@@ -115,7 +59,7 @@ def check_row(row: Row, *, capacity: int) -> None:
         _check_terms(row, row.terms)
 
 
-def _check_terms(row: Row, terms: Terms) -> None:
+def _check_terms(row: Row, terms: RowTerms) -> None:
     sizes = {
         len(values)
         for field in fields(terms)
@@ -154,7 +98,7 @@ def _nearest(row: Row) -> Int64:
     return nearest
 
 
-class _Paths:
+class _RowPaths:
     """Paths of one row, run by run: a run is a stretch of tokens whose parent is the token before."""
 
     def __init__(self, row: Row) -> None:
@@ -235,7 +179,7 @@ class _Expected:
         self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
 
     def check(self, row: Row) -> None:
-        paths = _Paths(row)
+        paths = _RowPaths(row)
         weights = np.zeros(row.num_tokens)
         for order, (name, end) in enumerate(zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True)):
             if name not in self.waiting:
@@ -260,7 +204,7 @@ class _Expected:
                 share = share / self.counts[_forest_positions(self.trie, i)[start:end]]
             weights[path[start:end]] += share
 
-    def _check_values(self, row: Row, terms: Terms, order: int, path: Int64, i: int) -> None:
+    def _check_values(self, row: Row, terms: RowTerms, order: int, path: Int64, i: int) -> None:
         """Check the terms of the row's trajectory number `order`, which is the trie's `i`, token by token."""
         where = f"row {row.row_id}: trajectory {row.trajectory_ids[order]}"
         mine = terms.trajectory == order

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
+class NodePaths:
     """Searches up the paths of a forest in O(log depth): `jumps[k]` leads 2^k nodes up, a root to itself.
 
     `path_length` int64 [num_nodes] are the tokens up to the end of each node.
@@ -31,7 +31,7 @@ class Paths:
     jumps: list[Int64]
 
     @classmethod
-    def of(cls, parent: NDArray[np.integer], path_length: Int64) -> Paths:
+    def of(cls, parent: NDArray[np.integer], path_length: Int64) -> NodePaths:
         """Those of the forest with this `parent` [num_nodes], -1 at a root."""
         jump = np.where(parent < 0, np.arange(len(parent)), parent)
         jumps = [jump]
@@ -55,9 +55,9 @@ class Paths:
         return np.where(b > a, self.jumps[0][b], b)
 
 
-def node_paths(trie: Trie) -> Paths:
+def node_paths(trie: Trie) -> NodePaths:
     """The paths of the nodes of `trie`."""
-    return Paths.of(trie.parent, trie.path_length)
+    return NodePaths.of(trie.parent, trie.path_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class GroupTree:
     by group and depth-first. `end` is the index of the node where each trajectory ends.
     """
 
-    paths: Paths
+    paths: NodePaths
     node: Int64
     up: Int64
     first: Int64
@@ -78,7 +78,7 @@ class GroupTree:
     end: Int64
 
 
-def group_tree(trie: Trie, paths: Paths, members: Int64, group: Int64) -> GroupTree:
+def group_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> GroupTree:
     """The trees of the trajectories `members` of `trie` (ascending), whose groups are `group`, codes from 0.
 
     Their nodes are those where trajectories of a group end and the common ancestors of neighbours among them. `paths`
@@ -94,7 +94,7 @@ def group_tree(trie: Trie, paths: Paths, members: Int64, group: Int64) -> GroupT
     order = np.argsort(key, kind="stable")
     whose, node = np.divmod(keys, size)
     return GroupTree(
-        paths=Paths.of(up, paths.path_length[node]),
+        paths=NodePaths.of(up, paths.path_length[node]),
         node=node,
         up=up,
         first=np.searchsorted(key[order], keys),
@@ -104,7 +104,7 @@ def group_tree(trie: Trie, paths: Paths, members: Int64, group: Int64) -> GroupT
     )
 
 
-def _meetings(keys: Int64, tree: Int64, paths: Paths) -> tuple[NDArray[np.bool_], Int64]:
+def _meetings(keys: Int64, tree: Int64, paths: NodePaths) -> tuple[NDArray[np.bool_], Int64]:
     """Which of `keys`, group and node in one number, lie in the group and tree of the one before; where they meet."""
     whose, node = np.divmod(keys, len(tree))
     near = (whose[1:] == whose[:-1]) & (tree[node[1:]] == tree[node[:-1]])

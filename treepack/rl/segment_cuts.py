@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import METADATA_DICTS
-from treepack.rl.group_tree import Continued, Paths, continued, group_tree
+from treepack.rl.group_tree import Continued, NodePaths, continued, group_tree
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 SEGMENTS = ("auto", "recorded", "turn", "node")
 MAX_SIZE = 2**31 - 1
@@ -46,7 +46,7 @@ class Cuts(NamedTuple):
     start: Int64
 
 
-def find_cuts(trie: Trie, paths: Paths, members: Int64, group: Int64, *, segment: str) -> Cuts:
+def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, segment: str) -> Cuts:
     """Where segments of the trajectories `members` of `trie` (ascending) start; `group` are codes from 0.
 
     `segment` as in `segments.segment_tree`; `paths` are the trie's.
@@ -78,7 +78,7 @@ def _first_trained(trie: Trie, members: Int64) -> Int64:
 
 
 def _continued(
-    trie: Trie, paths: Paths, members: Int64, group: Int64, *, first: Int64, cuts: tuple[Int64, Int64]
+    trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, first: Int64, cuts: tuple[Int64, Int64]
 ) -> Continued:
     """`group_tree.continued`, where of equally good ones that is preferred whose own cuts differ by an earlier one."""
     if (first == first[np.unique(group, return_index=True)[1]][group]).all():  # all start with their group
@@ -91,7 +91,7 @@ def _continued(
     return continued(group_tree(trie, paths, members, group), first, np.array([ranks[one] for one in lists]))
 
 
-def _every(trie: Trie, paths: Paths, members: Int64, group: Int64, *, size: int) -> tuple[Int64, Int64]:
+def _every(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, size: int) -> tuple[Int64, Int64]:
     first = _first_trained(trie, members)
     own = np.arange(len(members)), first
     by = _continued(trie, paths, members, group, first=first, cuts=own).by
@@ -105,7 +105,7 @@ def _every(trie: Trie, paths: Paths, members: Int64, group: Int64, *, size: int)
     return owner, origin[owner] + number * size
 
 
-def _turns(trie: Trie, paths: Paths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
+def _turns(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
     owner, start = own = _trained_runs(trie, members)
     found = _continued(trie, paths, members, group, first=_first_trained(trie, members), cuts=own)
     taken, at = _taken_over(owner, start, found)
@@ -196,7 +196,7 @@ def _fault(offsets: Any, length: int) -> str | None:
     return None
 
 
-def _branchings(trie: Trie, paths: Paths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
+def _branchings(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
     """Cuts where two or more trajectories of a group go on differently in the trie.
 
     Of the nodes of the group's own tree the ones with several children branch; the others are where a trajectory ends

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.rl.group_tree import Paths, node_paths
+from treepack.rl.group_tree import NodePaths, node_paths
 from treepack.rl.segment_cuts import Cuts, find_cuts
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
     return _merged(trie, paths, members, group, Cuts(segment, owner[order], start[order]))
 
 
-def _merged(trie: Trie, paths: Paths, members: Int64, group: Int64, cuts: Cuts) -> SegmentTree:
+def _merged(trie: Trie, paths: NodePaths, members: Int64, group: Int64, cuts: Cuts) -> SegmentTree:
     """The tree of segments that start at `cuts`, ascending, each trajectory's first after its root."""
     segment, owner, start = cuts
     num_groups = int(group.max(initial=-1)) + 1

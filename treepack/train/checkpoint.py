@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """A whole checkpoint on disk: `step` and `position` as they were given to `save`, by `world_size` ranks."""
 
     path: Path
@@ -67,7 +67,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class _RankFiles:
     """The processes of the run that `group` joins; this one alone where torch.distributed is not initialised."""
 
     group: dist.ProcessGroup | None
@@ -87,11 +87,11 @@ class _Ranks:
         return {"process_group": self.group, "no_dist": self.size == 1}
 
 
-def _all_ranks(*, own_group: bool = False) -> _Ranks:
+def _all_ranks(*, own_group: bool = False) -> _RankFiles:
     if not (dist.is_available() and dist.is_initialized()):
-        return _Ranks(None, 0, 1)
+        return _RankFiles(None, 0, 1)
     group = dist.new_group(backend="gloo") if own_group else None
-    return _Ranks(group, dist.get_rank(), dist.get_world_size())
+    return _RankFiles(group, dist.get_rank(), dist.get_world_size())
 
 
 class Checkpoints:
@@ -248,7 +248,7 @@ class Checkpoints:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def latest(directory: Path) -> tuple[Found | None, tuple[str, ...]]:
+def latest(directory: Path) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
     """The newest whole checkpoint in `directory`, and a sentence about each newer one that is not; None if none exists.
 
     Every file's size and hash is compared with checkpoint.json; each rank reads a share of the files.
@@ -267,7 +267,7 @@ def latest(directory: Path) -> tuple[Found | None, tuple[str, ...]]:
             damage = next((found for found in ranks.gather(next(filter(None, share), None)) if found), None)
             if damage is None:
                 notes = tuple(f"{fault}; {name} is used" for fault in faults)
-                return Found(path, record["step"], record["world_size"], record["position"]), notes
+                return SavedCheckpoint(path, record["step"], record["world_size"], record["position"]), notes
             record = damage
         faults.append(f"{directory.name}/{name} is damaged ({record})")
     if faults:
@@ -278,7 +278,7 @@ def latest(directory: Path) -> tuple[Found | None, tuple[str, ...]]:
     return None, ()
 
 
-def restore(found: Found, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+def restore(found: SavedCheckpoint, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
     """Give `model`, `optimiser` and the generators of random numbers the state they had, and return the position.
 
     Tensors are filled in place, sharded as the model is now. The generators of a rank that did not exist then are left

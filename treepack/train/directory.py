@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.files.directory import RUN, finished_file, refuse_existing
 from treepack.files.location import first_line
 from treepack.model.load import without_bars
-from treepack.train.run import Run
+from treepack.train.run import TrainingRun
 
 FORMAT = "treepack-train"
 VERSION = 2
@@ -44,7 +44,7 @@ def check_out(out: Path, *, inputs: Iterable[str | Path], overwrite: bool, resum
     refuse_existing(out, overwrite=overwrite, inputs=inputs)
 
 
-def begin(run: Run, out: Path, *, overwrite: bool, resume: bool) -> None:
+def begin(run: TrainingRun, out: Path, *, overwrite: bool, resume: bool) -> None:
     """Make `out` the directory of `run`: new, or with `resume` the one that an equal run has left.
 
     Raises:
@@ -77,7 +77,7 @@ def is_finished(out: Path) -> bool:
     return (out / FINISHED).exists()
 
 
-def finish(run: Run, out: Path, weights: dict[str, Any] | None) -> None:
+def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
     """Write the model in its own format, and last `train.json`; an earlier attempt that was cut off is replaced.
 
     Args:
@@ -119,7 +119,7 @@ def finish(run: Run, out: Path, weights: dict[str, Any] | None) -> None:
         ) from error
 
 
-def _identity(run: Run) -> dict[str, Any]:
+def _identity(run: TrainingRun) -> dict[str, Any]:
     """What makes two runs compute the same, but for the weights that they begin with."""
     parts = [entry["sha256"] for entry in run.dataset.manifest["files"]]
     config = {name: value for name, value in run.loaded.model.config.to_dict().items() if name not in _INCIDENTAL}
@@ -138,7 +138,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_same(run: Run, out: Path) -> None:
+def _check_same(run: TrainingRun, out: Path) -> None:
     path, expected = out / RUN, _identity(run)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

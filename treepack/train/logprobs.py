@@ -23,10 +23,12 @@ from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
-from treepack.model.load import LoadedModel, check_fits, load_model, placed, position_limit, row_logprobs
+from treepack.model.compatibility import check_fits, position_limit
+from treepack.model.forward import placed, row_logprobs
+from treepack.model.load import LoadedModel, load_model
 from treepack.model.loss import CHUNK
 from treepack.pack.files import read_rows
-from treepack.pack.rows import Row
+from treepack.pack.row import Row
 from treepack.train.ranks import find_device
 from treepack.trajectory import Float64
 

@@ -28,12 +28,12 @@ from torch import Tensor
 from treepack.data.batch import Batch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
-from treepack.model.load import placed, row_loss, row_objective
+from treepack.model.forward import placed, row_loss, row_objective
 from treepack.model.objectives import sum_names
 from treepack.train.checkpoint import Checkpoints, latest, restore
 from treepack.train.directory import METRICS, begin, finish, is_finished
 from treepack.train.metrics import MetricsLog
-from treepack.train.run import Run
+from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal, learning_rate
 from treepack.train.sharding import whole_state
 
@@ -73,7 +73,7 @@ class StepMetrics:
 
 
 def train(
-    run: Run,
+    run: TrainingRun,
     out: str | Path,
     *,
     overwrite: bool = False,
@@ -105,7 +105,7 @@ def train(
         yield from _steps(run, out, stop or (lambda: False), tell)
 
 
-def _steps(run: Run, out: Path, stop: Callable[[], bool], note: Callable[[str], None]) -> Iterator[StepMetrics]:
+def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable[[str], None]) -> Iterator[StepMetrics]:
     options, ranks, model = run.options, run.ranks, run.loaded.model
     optimiser = make_optimiser(run)
     done, skipped = _position(run, out, optimiser, note)
@@ -162,7 +162,9 @@ def _telling(note: Callable[[str], None]) -> Iterator[None]:
         note(str(error))
 
 
-def _position(run: Run, out: Path, optimiser: torch.optim.Optimizer, note: Callable[[str], None]) -> tuple[int, int]:
+def _position(
+    run: TrainingRun, out: Path, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
+) -> tuple[int, int]:
     """Steps done and steps skipped of late, with model and optimiser as they were then."""
     found, notes = latest(out / CHECKPOINTS)
     for each in notes:
@@ -174,14 +176,14 @@ def _position(run: Run, out: Path, optimiser: torch.optim.Optimizer, note: Calla
     return position["step"], position["skipped"]
 
 
-def _own_rows(run: Run, first: int) -> Iterator[int | None]:
+def _own_rows(run: TrainingRun, first: int) -> Iterator[int | None]:
     """The rows that this rank computes from optimiser step `first` on; see `steps.deal`."""
     costs = run.costs()
     for step in run.schedule[first:]:
         yield from deal(step.rows, costs, run.ranks.size)[run.ranks.rank]
 
 
-def make_optimiser(run: Run) -> torch.optim.AdamW:
+def make_optimiser(run: TrainingRun) -> torch.optim.AdamW:
     """AdamW over all parameters; biases and norms, which have one dimension, do not decay."""
     options, parameters = run.options, list(run.loaded.model.parameters())
     groups = [
@@ -193,7 +195,7 @@ def make_optimiser(run: Run) -> torch.optim.AdamW:
     return torch.optim.AdamW(kept, lr=options.lr, betas=options.betas, fused=fused)
 
 
-def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, rows: Prefetch) -> StepMetrics:
+def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, rows: Prefetch) -> StepMetrics:
     """Optimiser step `number`, counted from 0, from the rows that come next."""
     began, waited = time.perf_counter(), rows.waited
     step = run.schedule[number]
@@ -241,7 +243,7 @@ def train_step(run: Run, optimiser: torch.optim.Optimizer, number: int, rows: Pr
 class _Report:
     """What the ranks tell each other about a step: the loss of every row, and the sums that means are made from."""
 
-    def __init__(self, run: Run, rows: list[int]) -> None:
+    def __init__(self, run: TrainingRun, rows: list[int]) -> None:
         self.ranks, self.device, self.names = run.ranks, run.loaded.device, sum_names(run.options.objective)
         self.places = {row: place for place, row in enumerate(rows)}
         self.losses = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
@@ -263,7 +265,12 @@ class _Report:
 
 
 def _accumulate(
-    run: Run, batch: Batch, row: int | None, denominator: float, factors: dict[int, Tensor | None], report: _Report
+    run: TrainingRun,
+    batch: Batch,
+    row: int | None,
+    denominator: float,
+    factors: dict[int, Tensor | None],
+    report: _Report,
 ) -> None:
     """Forward and backward of one micro-batch; `row` is None for one of padding, which every layer still computes."""
     loaded, chunk = run.loaded, run.options.loss_chunk
@@ -282,7 +289,7 @@ def _accumulate(
         report.add(row, batch, loss, sums)
 
 
-def _clip(run: Run) -> float:
+def _clip(run: TrainingRun) -> float:
     """Norm of the gradient over all ranks; gradients are scaled down to the limit, if there is one."""
     limit = run.options.clip or math.inf
     norm: Any = torch.nn.utils.clip_grad_norm_(run.loaded.model.parameters(), limit)

@@ -17,9 +17,10 @@ from treepack.attention import row_multiple
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.ingest.tokenization import load_tokenizer
+from treepack.model.compatibility import check_fits, position_limit, saved_tokenizer
 from treepack.model.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
 from treepack.model.layers import adapt_layers
-from treepack.model.load import LoadedModel, check_fits, load_model, position_limit, saved_tokenizer
+from treepack.model.load import LoadedModel, load_model
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.schedule import OptimiserStep, plan_steps
@@ -28,7 +29,7 @@ from treepack.trajectory import Float64
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A checked training run: data, model, options, and the rows of every optimiser step."""
 
     dataset: PackedDataset
@@ -63,7 +64,7 @@ class Run:
         return costs
 
 
-def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks: Ranks | None = None) -> Run:
+def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks: Ranks | None = None) -> TrainingRun:
     """Open the data, load the model, and refuse what does not fit together.
 
     Args:
@@ -83,10 +84,10 @@ def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks
         lower = torch.bfloat16 if options.dtype == "bf16" else None
         loaded = load_model(model, attention=options.attention, autocast=lower, device=device, seed=options.seed)
         adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
-    return _checked(Run(dataset, loaded, options, schedule, None, (), table, ranks))
+    return _checked(TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks))
 
 
-def open_verification(packed: str | Path, model: str | Path, options: TrainOptions) -> Run:
+def open_verification(packed: str | Path, model: str | Path, options: TrainOptions) -> TrainingRun:
     """`open_run` for `verify.verify_gradients`: in float64, or in float32 where a fused kernel has nothing better.
 
     Raises:
@@ -98,7 +99,7 @@ def open_verification(packed: str | Path, model: str | Path, options: TrainOptio
     dataset, table, schedule = _open_data(packed, options)
     loaded = load_model(model, attention=options.attention, dtype=weights, device=device, seed=options.seed)
     adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
-    return _checked(Run(dataset, loaded, options, schedule, None, (), table))
+    return _checked(TrainingRun(dataset, loaded, options, schedule, None, (), table))
 
 
 def _open_data(
@@ -111,7 +112,7 @@ def _open_data(
     return dataset, table, plan_steps(dataset, options, table)
 
 
-def _checked(run: Run) -> Run:
+def _checked(run: TrainingRun) -> TrainingRun:
     """The run with its tokenizer and notes, if model and data suit each other."""
     dataset, loaded, objective = run.dataset, run.loaded, run.options.objective
     dataset.multiple = row_multiple(loaded.attention)
@@ -125,7 +126,9 @@ def _checked(run: Run) -> Run:
         notes = (*notes, f"{idle} rows without {lacking} are left out")
     if objective.loss not in ("sft", "dpo") and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "no old log-probabilities: every update counts as on-policy, with ratios of 1")
-    return Run(dataset, loaded, run.options, run.schedule, tokenizer, (*loaded.notes, *notes), run.table, run.ranks)
+    return TrainingRun(
+        dataset, loaded, run.options, run.schedule, tokenizer, (*loaded.notes, *notes), run.table, run.ranks
+    )
 
 
 def _tokenizer(loaded: LoadedModel, made_by: dict[str, Any] | None) -> tuple[Any, tuple[str, ...]]:

@@ -15,91 +15,22 @@ its own, as where sequences are trained one by one. The result does not depend o
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import Sequences, SpanView, collect, list_values
+from treepack.columns import Sequences, collect
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.trajectory import Int32, Int64, Tokens, Trajectory
+from treepack.trajectory import Int32, Int64, Trajectory
+from treepack.trie.trie import Trie
 
 SHARES = ("all", "group", "none")
 
 Partition = tuple[tuple[bool, int], str]  # whether there is a step, the step, the group
-
-
-@dataclass(frozen=True, slots=True)
-class Trie:
-    """A forest in depth-first order: the nodes of a subtree, and their tokens, are contiguous.
-
-    `tokens` int32 [N_tree]; node u owns `tokens[node_start[u]:node_start[u + 1]]`, `depth[u]` tokens come before it
-    on its path, its subtree is the nodes `u .. node_end[u] - 1`, `parent[u]` is -1 at a root. Trajectory i ends with
-    the last token of node `end_node[i]`; trajectories are sorted, so `end_node` never decreases. `trajectories` is a
-    table of `schema.TRAJECTORIES`.
-    """
-
-    tokens: Int32
-    node_start: Int64
-    node_end: Int32
-    parent: Int32
-    depth: Int64
-    num_passing: Int32
-    end_node: Int32
-    trajectories: pa.Table
-    share: str
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.parent)
-
-    @property
-    def num_trajectories(self) -> int:
-        return len(self.end_node)
-
-    @property
-    def num_trees(self) -> int:
-        return int((self.parent < 0).sum())
-
-    @property
-    def tree_id(self) -> Int32:
-        """Tree of each node, int32 [num_nodes]."""
-        return (np.cumsum(self.parent < 0) - 1).astype(np.int32)
-
-    @property
-    def step_rank(self) -> Int64:
-        """Training step of each trajectory as a rank from 0, missing steps first; int64 [num_trajectories]."""
-        steps = self.trajectories["step"].combine_chunks()
-        known = np.unique(steps.drop_null().to_numpy())
-        ranks = np.searchsorted(known, steps.fill_null(0).to_numpy()) + (steps.null_count > 0)
-        return np.where(steps.is_null().to_numpy(zero_copy_only=False), 0, ranks).astype(np.int64)
-
-    @property
-    def node_length(self) -> Int64:
-        return np.diff(self.node_start)
-
-    @property
-    def path_length(self) -> Int64:
-        """Tokens from the root to the end of each node, int64 [num_nodes]."""
-        return self.depth + self.node_length
-
-    @property
-    def lengths(self) -> Int64:
-        """Tokens of each trajectory, int64 [num_trajectories]."""
-        return self.path_length[self.end_node]
-
-    @property
-    def tokens_flat(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def tokens_tree(self) -> int:
-        return len(self.tokens)
 
 
 def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "all") -> Trie:
@@ -193,7 +124,7 @@ def _cuts(shared: array[int]) -> tuple[array[int], array[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
+class NodeArrays:
     """The nodes of a `Trie`, whose fields these are, without their tokens."""
 
     node_start: Int64
@@ -205,11 +136,11 @@ class Forest:
 
     def trie(self, tokens: Int32, trajectories: pa.Table, *, share: str) -> Trie:
         """The trie of this forest, with the tokens of its nodes and its trajectories in order."""
-        nodes = {name: getattr(self, name) for name in Forest.__slots__}
+        nodes = {name: getattr(self, name) for name in NodeArrays.__slots__}
         return Trie(tokens=tokens, trajectories=trajectories, share=share, **nodes)
 
 
-def forest_of(shared: array[int], lengths: array[int]) -> Forest:
+def forest_of(shared: array[int], lengths: array[int]) -> NodeArrays:
     """The forest of sorted trajectories of `lengths` tokens, which share `shared` with the one before.
 
     Integers are kept in arrays: about 100 bytes a trajectory.
@@ -244,7 +175,7 @@ def forest_of(shared: array[int], lengths: array[int]) -> Forest:
         end_node.append(path[-1])
     close(-1, len(shared))
     depths = np.array(depth)
-    return Forest(
+    return NodeArrays(
         node_start=_node_starts(depths, np.array(shared), np.array(lengths), np.array(first)),
         node_end=np.array(node_end, np.int32),
         parent=np.array(parent, np.int32),
@@ -261,7 +192,7 @@ def _node_starts(depth: Int64, shared: Int64, lengths: Int64, first: Int64) -> I
     return np.append(begins[first] + depth - shared[first], begins[-1]).astype(np.int64)
 
 
-def with_places(table: pa.Table, forest: Forest, first: int = 0) -> pa.Table:
+def with_places(table: pa.Table, forest: NodeArrays, first: int = 0) -> pa.Table:
     """`table`, trajectories in order from number `first` on, with the tree and the node where each ends."""
     end_node = forest.end_node[first : first + table.num_rows]
     tree_id = (np.cumsum(forest.parent < 0) - 1)[end_node]
@@ -269,60 +200,3 @@ def with_places(table: pa.Table, forest: Forest, first: int = 0) -> pa.Table:
     columns["tree_id"] = pa.array(tree_id, pa.int32())
     columns["node_id"] = pa.array(end_node, pa.int32())
     return pa.Table.from_arrays([columns[name] for name in schema.TRAJECTORIES.names], schema=schema.TRAJECTORIES)
-
-
-def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
-    """Token positions from the root to the end of each node of `ends`, which ascend; each valid until the next.
-
-    `starts` [nodes + 1] are the offsets of the nodes' tokens and `depth` [nodes] the tokens before each on its path, in
-    depth-first order. When a node is entered, its own positions replace what lay at its depths before.
-    """
-    path = np.zeros(int((depth + np.diff(starts)).max(initial=0)), np.int64)
-    begins, depths = starts.tolist(), depth.tolist()
-    node = -1
-    for end in ends.tolist():
-        while node < end:
-            node += 1
-            a, b = begins[node], begins[node + 1]
-            path[depths[node] : depths[node] + b - a] = np.arange(a, b)
-        yield path[: depths[end] + begins[end + 1] - begins[end]]
-
-
-def unshared(trie: Trie) -> Trie:
-    """The same trajectories in the same order, each a tree of one node: what `share="none"` builds."""
-    lengths, each = trie.lengths, np.arange(trie.num_trajectories, dtype=np.int32)
-    table = trie.trajectories
-    for name in ("tree_id", "node_id"):
-        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), pa.array(each))
-    return Trie(
-        tokens=np.concatenate(list(sequences_of(trie))),
-        node_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        node_end=each + np.int32(1),
-        parent=np.full_like(each, -1),
-        depth=np.zeros(len(each), np.int64),
-        num_passing=np.ones_like(each),
-        end_node=each,
-        trajectories=table,
-        share="none",
-    )
-
-
-def sequences_of(trie: Trie) -> Iterator[Int32]:
-    """Token ids of every trajectory, in trie order; each int32 [num_tokens]."""
-    for path in paths(trie.end_node, trie.node_start, trie.depth):
-        yield trie.tokens[path]
-
-
-def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
-    """The trajectories that the trie was built from, in trie order: the inverse of `build_trie`."""
-    table = trie.trajectories.combine_chunks()
-    scalars = table.select(["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source"])
-    spans = SpanView.of(table)
-    lists: dict[str, list[Any]] = {
-        name: list_values(table, name) for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs")
-    }
-    for i, (tokens, row) in enumerate(zip(sequences_of(trie), scalars.to_pylist(), strict=True)):
-        starts, ends, weights = spans[i]
-        content = Tokens(tokens, starts, ends, weights, **{name: values[i] for name, values in lists.items()})
-        row["metadata"] = json.loads(row["metadata"])
-        yield Trajectory(content=content, **row)

@@ -34,9 +34,8 @@ from treepack.columns import NO_TRAJECTORY, Sequences, join, unique_ids, with_un
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Int64
 from treepack.trie.build import (
-    Forest,
+    NodeArrays,
     Partition,
-    Trie,
     build_trie,
     forest_of,
     partitions,
@@ -44,7 +43,8 @@ from treepack.trie.build import (
     sorted_by_tokens,
     with_places,
 )
-from treepack.trie.run_merge import Merged, Run, merge
+from treepack.trie.run_merge import Merged, SortedRun, merge
+from treepack.trie.trie import Trie
 
 RUN_BYTES = 1 << 27
 TABLE_TOKENS = 1 << 23
@@ -200,7 +200,7 @@ def _merge(runs: list[_Stored], tokens: _Spool, tables: _Spool, *, share: str, f
     with _Spool(folder) as own, _Spool(folder) as trajectories:
         order = merge(
             [
-                Run(
+                SortedRun(
                     descriptor=tokens.file.fileno(),
                     start=run.tokens_start,
                     partition=np.array([ranks[key] for key in run.partitions])[run.partition],
@@ -258,7 +258,7 @@ def _places(order: Merged, names: list[pa.ChunkedArray]) -> tuple[Int32, Int32]:
 
 
 def _in_order(
-    parts: list[pa.Table], places: tuple[Int32, Int32], lengths: Int64, forest: Forest, source: mmap.mmap
+    parts: list[pa.Table], places: tuple[Int32, Int32], lengths: Int64, forest: NodeArrays, source: mmap.mmap
 ) -> Iterator[pa.Table]:
     """The trajectories in order, with their places in the forest, `TABLE_TOKENS` at a time."""
     bounds = np.flatnonzero(np.diff(np.cumsum(lengths) // TABLE_TOKENS, prepend=0)).tolist()

@@ -26,7 +26,7 @@ FIRST_STEP, LAST_STEP = 64, 1 << 14  # tokens compared at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SortedRun:
     """Sequences sorted by partition and tokens; arrays have one value for each.
 
     From byte `start` of the file `descriptor` on lie their tokens, int32, without the `shared` ones that each begins
@@ -58,7 +58,7 @@ class Merged:
     equal: array[int] = field(default_factory=lambda: array("b"))
 
 
-def merge(runs: Sequence[Run], write: Callable[[Int32], object], *, sharing: bool = True) -> Merged:
+def merge(runs: Sequence[SortedRun], write: Callable[[Int32], object], *, sharing: bool = True) -> Merged:
     """Merge `runs`, and `write` the tokens of each sequence that it does not share with the one before.
 
     Without `sharing` every sequence is written whole and shares nothing. O(tokens of the runs) steps of numpy, plus one
@@ -92,7 +92,7 @@ class _Head:
 
     __slots__ = ("_offset", "_partition", "_run", "_shared", "_sizes", "number", "path", "row", "shared", "size")
 
-    def __init__(self, number: int, run: Run) -> None:
+    def __init__(self, number: int, run: SortedRun) -> None:
         self.number, self._run, self._offset, self.row = number, run, run.start, -1
         same = np.diff(run.partition, prepend=-1) == 0
         self._shared = array("i", np.where(same, run.shared + 1, 0).astype(np.int32).tobytes())

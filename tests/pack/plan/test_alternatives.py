@@ -11,13 +11,16 @@ from support import strategies
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.pack.plan.alternatives import finished_best
+from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.fill import merge_rows
-from treepack.pack.plan.planning import METHODS, Limits, Plan, Search, check_plan, plan_rows
-from treepack.pack.plan.problem import forest_of
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import METHODS, plan_rows
+from treepack.pack.plan.problem import Limits, Search, forest_of
 from treepack.pack.plan.unions import row_sizes
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Int64, Trajectory
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 
 def cost(trie: Trie, plan: Plan) -> tuple[int, int]:

@@ -22,10 +22,10 @@ from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.packing import Target, pack
 from treepack.pack.plan.methods.single_path import choose_shared_nodes, single_path
 from treepack.pack.plan.methods.subsets import subsets
-from treepack.pack.plan.problem import Limits, Search, Tree
+from treepack.pack.plan.problem import Limits, PlanTree, Search
 
 
-def sequences_of(tree: Tree) -> list[list[int]]:
+def sequences_of(tree: PlanTree) -> list[list[int]]:
     """Each leaf's tokens, all different from node to node."""
     start = np.cumsum(tree.size) - tree.size
     return [[int(start[node]) + i for node in path for i in range(int(tree.size[node]))] for path in paths_of(tree)]
@@ -39,7 +39,7 @@ TIGHT_STAR = tree_of((2, [(size, []) for size in (6, 6, 5, 4, 4, 3, 3, 2)])), 13
 @given(strategies.trees_and_capacities(max_leaves=7))
 @example(ROUNDED_TWICE)
 @example(TIGHT_STAR)
-def test_subsets_are_the_best_of_all_partitions(problem: tuple[Tree, int]) -> None:
+def test_subsets_are_the_best_of_all_partitions(problem: tuple[PlanTree, int]) -> None:
     tree, limits = problem[0], Limits(problem[1])
     best = oracle.best_plan(sequences_of(tree), problem[1])
     assert proven_cost(tree, subsets(tree, limits, Search()), limits) == best
@@ -49,7 +49,7 @@ def test_subsets_are_the_best_of_all_partitions(problem: tuple[Tree, int]) -> No
 @settings(max_examples=300)
 @example(ROUNDED_TWICE)
 @example(TIGHT_STAR)
-def test_the_exact_program_finds_and_proves_the_best(problem: tuple[Tree, int]) -> None:
+def test_the_exact_program_finds_and_proves_the_best(problem: tuple[PlanTree, int]) -> None:
     tree, limits = problem[0], Limits(problem[1])
     best = proven_cost(tree, subsets(tree, limits, Search()), limits)
     assert proven_cost(tree, exact(tree, limits, Search()), limits) == best
@@ -58,7 +58,7 @@ def test_the_exact_program_finds_and_proves_the_best(problem: tuple[Tree, int]) 
 @given(strategies.trees_and_capacities(max_leaves=10))
 @settings(max_examples=100)
 @example(ROUNDED_TWICE)
-def test_the_integer_program_finds_and_proves_the_best(problem: tuple[Tree, int]) -> None:
+def test_the_integer_program_finds_and_proves_the_best(problem: tuple[PlanTree, int]) -> None:
     tree, limits = problem[0], Limits(problem[1])
     best = proven_cost(tree, subsets(tree, limits, Search()), limits)
     assert proven_cost(tree, direct(tree, limits, Search(), incumbent=alone(tree)), limits) == best
@@ -76,7 +76,7 @@ def partitions(count: int) -> Iterator[list[list[int]]]:
 
 @given(limited(max_leaves=6))
 @settings(max_examples=60)
-def test_exact_methods_honour_limits_of_pairs_and_terms(problem: tuple[Tree, Limits]) -> None:
+def test_exact_methods_honour_limits_of_pairs_and_terms(problem: tuple[PlanTree, Limits]) -> None:
     tree, limits = problem
     best = min(
         (sum(int(tree.size[nodes_of(tree, leaves)].sum()) for leaves in rows), len(rows))
@@ -121,7 +121,7 @@ def test_a_large_tree_gets_the_best_of_the_cheap_plans() -> None:
     assert int(np.bincount(solution.row_of_leaf, tree.size[tree.leaf]).max()) <= 35
 
 
-def selections(tree: Tree, limits: Limits, node: int = 0) -> Iterator[list[int]]:
+def selections(tree: PlanTree, limits: Limits, node: int = 0) -> Iterator[list[int]]:
     """Every way to cover the leaves below `node` by disjoint feasible nodes, eq. 3; a leaf is always feasible."""
     paths = [path for path in paths_of(tree) if node in path]
     shared = int(tree.depth[node] + tree.size[node])
@@ -135,7 +135,7 @@ def selections(tree: Tree, limits: Limits, node: int = 0) -> Iterator[list[int]]
 
 
 @given(strategies.trees_and_capacities(max_leaves=7))
-def test_single_path_saves_the_most_that_feasible_nodes_can(problem: tuple[Tree, int]) -> None:
+def test_single_path_saves_the_most_that_feasible_nodes_can(problem: tuple[PlanTree, int]) -> None:
     tree, limits = problem[0], Limits(problem[1])
     below = [sum(node in path for path in paths_of(tree)) for node in range(tree.num_nodes)]
     ends = tree.depth + tree.size
@@ -147,7 +147,7 @@ def test_single_path_saves_the_most_that_feasible_nodes_can(problem: tuple[Tree,
 
 
 @given(limited(max_leaves=8))
-def test_single_path_rows_cost_at_most_what_the_paper_counts(problem: tuple[Tree, Limits]) -> None:
+def test_single_path_rows_cost_at_most_what_the_paper_counts(problem: tuple[PlanTree, Limits]) -> None:
     tree, limits = problem
     saving, row_of_leaf = choose_shared_nodes(tree, limits)
     assert cost_of(tree, row_of_leaf, limits)[0] <= int(tree.length.sum()) - saving
@@ -216,9 +216,9 @@ def test_an_interrupt_after_a_solver_ran_is_still_an_exception() -> None:
     code = """
 import os, signal, numpy as np
 from treepack.pack.plan.methods.direct import direct
-from treepack.pack.plan.problem import Limits, Search, Tree
+from treepack.pack.plan.problem import Limits, PlanTree, Search
 columns = ([1, 2, 2], [0, 1, 1], [-1, 0, 0], [3, 2, 3], [1, 2], [1, 1])
-direct(Tree(*(np.array(column) for column in columns)), Limits(3), Search(), incumbent=np.arange(2))
+direct(PlanTree(*(np.array(column) for column in columns)), Limits(3), Search(), incumbent=np.arange(2))
 try:
     os.kill(os.getpid(), signal.SIGINT)
     signal.pause()

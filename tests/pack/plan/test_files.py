@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from support import strategies
 from support.command_line import Run
 from treepack.errors import TreepackError
-from treepack.pack.plan.planning import Limits, check_plan, plan_lines, plan_of_file, plan_rows, read_plan_file
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.files import read_plan_file
+from treepack.pack.plan.planning import plan_lines, plan_of_file, plan_rows
+from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
 

@@ -11,11 +11,14 @@ from support import oracle, strategies
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.pack.plan import fill as merge
-from treepack.pack.plan.planning import Limits, Plan, check_plan, plan_rows
-from treepack.pack.plan.problem import path_pairs
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.plan.problem import Limits, path_pairs
 from treepack.pack.plan.unions import RowSizes, range_minima, row_sizes
 from treepack.trajectory import Int64, Tokens, Trajectory
-from treepack.trie.build import Trie, build_trie, sequences_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, sequences_of
 
 
 def pieces_of(tokens: list[int]) -> RowSizes:

@@ -13,9 +13,12 @@ from support import strategies
 from support.command_line import Run
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.pack.plan.planning import Limits, check_plan, plan_rows
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 
 def groups_of(trie: Trie) -> list[tuple[int, str]]:

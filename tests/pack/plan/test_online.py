@@ -14,13 +14,18 @@ from support import strategies
 from support.strategies import make
 from treepack.data.dataset import PackedDataset
 from treepack.files.directory import finished_directory
-from treepack.pack import files as shards
-from treepack.pack.check import check_packed, check_trie
+from treepack.pack.check import check_packed
+from treepack.pack.files import write_packed
+from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.methods.online import arrival_order
-from treepack.pack.plan.planning import Limits, check_plan, plan_rows
-from treepack.pack.rows import Row, pack_rows, row_counts, row_totals
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.plan.problem import Limits
+from treepack.pack.row import Row, row_counts, row_totals
+from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie, sequences_of, unshared
+from treepack.trie.build import build_trie
+from treepack.trie.check import check_trie
+from treepack.trie.trie import Trie, sequences_of, unshared
 
 Prefix = tuple[int, ...]
 
@@ -136,7 +141,7 @@ def test_flat_rows_are_a_dataset(tmp_path: Path) -> None:
     options = {"semantics": "branch", "normalize": "token"}
     with finished_directory(tmp_path / "packed", overwrite=False) as path:
         rows = pack_rows(trie, plan_rows(trie, capacity=12, method="sequence"))
-        shards.write_packed(rows, path, {"options": options, "capacity": 12, "tokenizer": None})
+        write_packed(rows, path, {"options": options, "capacity": 12, "tokenizer": None})
     batches = list(PackedDataset(tmp_path / "packed"))
     assert [batch.num_tokens for batch in batches] == [12, 12, 12, 4]
     held = [batch.input_ids[batch.trajectory_ends].tolist() for batch in batches]

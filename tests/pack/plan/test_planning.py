@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from support import oracle, strategies
 from support.strategies import make, random_sequences
 from treepack.errors import TreepackError
-from treepack.pack.plan.planning import METHODS, Limits, Plan, Search, check_plan, plan_rows
-from treepack.pack.plan.problem import forest_of
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import METHODS, plan_rows
+from treepack.pack.plan.problem import Limits, Search, forest_of
 from treepack.pack.plan.unions import row_sizes
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie, sequences_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, sequences_of
 
 methods = pytest.mark.parametrize("method", sorted(METHODS))
 

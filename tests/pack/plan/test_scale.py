@@ -19,11 +19,13 @@ from support import strategies
 from support.paths import TESTS
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.pack.plan.planning import FOREST_METHODS, METHODS, Limits, Search, check_plan, plan_rows
-from treepack.pack.plan.problem import Solution, Tree, forest_of
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of
 from treepack.pack.plan.workers import Method, plan_trees
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 ALL = sorted([*METHODS, *FOREST_METHODS])
 every_method = pytest.mark.parametrize("method", ALL)
@@ -109,15 +111,15 @@ def test_one_tree_needs_no_workers() -> None:
     assert np.array_equal(plan_rows(trie, capacity=24, workers=3).row_of, plan_rows(trie, capacity=24).row_of)
 
 
-def refuse(tree: Tree, limits: Limits, search: Search) -> Solution:
+def refuse(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     raise TreepackError("no plan for this tree")
 
 
-def die(tree: Tree, limits: Limits, search: Search) -> Solution:
+def die(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     os._exit(1)
 
 
-def interrupt(tree: Tree, limits: Limits, search: Search) -> Solution:
+def interrupt(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     if tree.num_leaves == 2:
         os.kill(os.getppid(), signal.SIGINT)
     time.sleep(600)

@@ -17,26 +17,27 @@ from treepack.pack.plan.bounds import lower_bound as bounds
 from treepack.pack.plan.bounds.column_generation import Allowance
 from treepack.pack.plan.bounds.counting import count, passes
 from treepack.pack.plan.bounds.knapsack import most_profit
-from treepack.pack.plan.bounds.lower_bound import Proof, lower_bound, recursive_bound
+from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
+from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.methods import anneal as search
 from treepack.pack.plan.methods import contiguous as cuts
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.subsets import fewest, subsets
-from treepack.pack.plan.planning import check_plan, plan_rows
-from treepack.pack.plan.problem import Limits, Search, Tree, forest_of
+from treepack.pack.plan.planning import plan_rows
+from treepack.pack.plan.problem import Limits, PlanTree, Search, forest_of
 from treepack.trajectory import Int64, Trajectory
 from treepack.trie.build import build_trie
 
-Problem = tuple[Tree, int]
+Problem = tuple[PlanTree, int]
 
-PROGRAMS = Proof(sets=0, exact=0, programs=(1000,), entries=1e8)
+PROGRAMS = ProofEffort(sets=0, exact=0, programs=(1000,), entries=1e8)
 """Column generation alone."""
 PROOFS = [
     PROGRAMS,
     replace(PROGRAMS, programs=(1000, 1000)),
     replace(PROGRAMS, programs=(3, 1000)),
-    Proof(sets=3, exact=5, programs=(7, 1000), entries=1e8),
-    Proof(sets=12, exact=0, programs=(1000,), entries=1e8),
+    ProofEffort(sets=3, exact=5, programs=(7, 1000), entries=1e8),
+    ProofEffort(sets=12, exact=0, programs=(1000,), entries=1e8),
 ]
 # Every best plan has four rows though three could hold all leaves, for more tokens.
 MORE_ROWS_THAN_NEEDED = tree_of((2, [(3, [(1, []), (3, [])]), (9, []), (3, [(5, []), (11, [])])])), 16
@@ -78,7 +79,7 @@ def plans_of(problem: Problem) -> list[Int64]:
     return [alone(tree), cuts.contiguous(tree, limits, Search()).row_of_leaf]
 
 
-def unknown(tree: Tree) -> bounds._Known:
+def unknown(tree: PlanTree) -> bounds._Known:
     return bounds._Known(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
 
 
@@ -97,7 +98,7 @@ def least_of_every_node(problem: Problem) -> tuple[Int64, Int64]:
 
 @pytest.mark.parametrize("problem", edges)
 @pytest.mark.parametrize("proof", PROOFS)
-def test_bounds_of_extreme_trees_are_valid(problem: Problem, proof: Proof) -> None:
+def test_bounds_of_extreme_trees_are_valid(problem: Problem, proof: ProofEffort) -> None:
     tree, capacity = problem
     for rows in plans_of(problem):
         assert recursive_bound(tree, capacity) <= lower_bound(tree, capacity, rows, proof) <= best_of(problem)[0]
@@ -105,7 +106,7 @@ def test_bounds_of_extreme_trees_are_valid(problem: Problem, proof: Proof) -> No
 
 @given(some_trees, st.sampled_from(PROOFS))
 @settings(max_examples=80)
-def test_no_bound_exceeds_the_best_plan_whatever_plan_it_is_given(problem: Problem, proof: Proof) -> None:
+def test_no_bound_exceeds_the_best_plan_whatever_plan_it_is_given(problem: Problem, proof: ProofEffort) -> None:
     tree, capacity = problem
     for rows in plans_of(problem):
         assert recursive_bound(tree, capacity) <= lower_bound(tree, capacity, rows, proof) <= best_of(problem)[0]
@@ -206,7 +207,7 @@ def test_prices_in_large_rooms_do_not_overflow() -> None:
 
 @given(larger_trees, st.sampled_from(PROOFS))
 @settings(max_examples=12)
-def test_bounds_of_larger_trees_are_below_the_proven_best(problem: Problem, proof: Proof) -> None:
+def test_bounds_of_larger_trees_are_below_the_proven_best(problem: Problem, proof: ProofEffort) -> None:
     tree, limits = problem[0], Limits(problem[1])
     found = exact(tree, limits, Search(effort="low"))
     tokens = cost_of(tree, found.row_of_leaf, limits)[0]
@@ -215,7 +216,7 @@ def test_bounds_of_larger_trees_are_below_the_proven_best(problem: Problem, proo
 
 
 @st.composite
-def searches(draw: st.DrawFn) -> tuple[Tree, Limits, Int64]:
+def searches(draw: st.DrawFn) -> tuple[PlanTree, Limits, Int64]:
     """A tree of up to 200 leaves, limits of which some are tight, and a plan within them."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     parents, leaves = [-1], draw(st.integers(2, 200))
@@ -246,7 +247,7 @@ def searches(draw: st.DrawFn) -> tuple[Tree, Limits, Int64]:
 @given(searches(), st.sampled_from([2, 7, 48]), st.integers(1, 4))
 @settings(max_examples=40)
 def test_a_search_returns_a_plan_no_worse_than_its_start(
-    given_one: tuple[Tree, Limits, Int64], window: int, passes: int
+    given_one: tuple[PlanTree, Limits, Int64], window: int, passes: int
 ) -> None:
     tree, limits, start = given_one
     with pytest.MonkeyPatch.context() as patch:
@@ -279,7 +280,7 @@ def test_auto_is_the_best_of_small_trees(problem: Problem) -> None:
 
 @given(limited(max_leaves=8))
 @settings(max_examples=60)
-def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[Tree, Limits]) -> None:
+def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[PlanTree, Limits]) -> None:
     tree, limits = problem
     best = cost_of(tree, subsets(tree, limits, Search()).row_of_leaf, limits)
     solution = auto(tree, limits, Search())
@@ -300,7 +301,7 @@ def test_auto_needs_the_tokens_that_the_exact_method_proves(problem: Problem) ->
 
 @given(searches(), st.sampled_from(["low", "normal"]))
 @settings(max_examples=5)
-def test_auto_is_never_worse_than_the_quick_methods(given_one: tuple[Tree, Limits, Int64], effort: str) -> None:
+def test_auto_is_never_worse_than_the_quick_methods(given_one: tuple[PlanTree, Limits, Int64], effort: str) -> None:
     tree, limits, _ = given_one
     solution = auto(tree, limits, Search(effort, num_leaves=4000))
     cost = cost_of(tree, solution.row_of_leaf, limits)

@@ -14,10 +14,11 @@ from support.command_line import Run
 from support.oracle_model import Sample, alone, tiny_config
 from support.packed_gradients import assert_equal, gradients_of, packed, plain
 from treepack.data.batch import make_batch
-from treepack.pack.files import read_rows, read_trie
-from treepack.pack.rows import Row
+from treepack.pack.files import read_rows
+from treepack.pack.row import Row
 from treepack.trajectory import Tokens, positions
-from treepack.trie.build import trajectories_of
+from treepack.trie.files import read_trie
+from treepack.trie.trie import trajectories_of
 
 
 def written(path: Path, lines: list[dict[str, Any]]) -> Path:

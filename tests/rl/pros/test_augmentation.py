@@ -24,7 +24,8 @@ from treepack.pack.rows import pack_rows
 from treepack.rl.pros.augmentation import Augmentation, augment, valuable_prefix
 from treepack.rl.pros.signals import entropies_of_terms, read_signals
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 few = settings(max_examples=40)  # every example builds a trie
 

@@ -21,12 +21,12 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_directory
-from treepack.pack.files import write_trie
 from treepack.rl.pros import selection
 from treepack.rl.pros.pass_rates import Prior, conditional
 from treepack.rl.pros.selection import empty_state, forget_and_add, nearest, read_state, with_queries, write_state
 from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
+from treepack.trie.files import write_trie
 
 
 def state_of(parents: dict[str, str | None], counts: dict[str, tuple[float, float]] | None = None) -> selection.State:

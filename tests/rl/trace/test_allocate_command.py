@@ -18,7 +18,8 @@ from treepack.rl.trace.allocation import allocate_roots
 from treepack.rl.trace.expansion import prefix_table, root_table
 from treepack.rl.trace.predictions import correlations, read_predictions
 from treepack.rl.trace.targets import anchors, binary_rewards
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 ROOTS = """\
 prompts                             3

@@ -20,7 +20,8 @@ from treepack.errors import TreepackError
 from treepack.rl.trace.allocation import allocate_prefixes, allocate_roots
 from treepack.rl.trace.simulation import ARMS, Arm, Experiment, interval, simulate
 from treepack.rl.trace.worlds import MarkovWorld, World, recorded_world
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 SMALL = Experiment(candidates=60, budget=120, steps=20)
 

@@ -30,7 +30,8 @@ from treepack.rl.trace.targets import (
     trie_targets,
 )
 from treepack.trajectory import Float64, Tokens
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 few = settings(max_examples=40)  # every example builds a trie
 

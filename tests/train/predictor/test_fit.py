@@ -20,7 +20,8 @@ from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.train.predictor.fit import accumulate
 from treepack.train.predictor.model import ValueModel, end_states, node_values
 from treepack.train.predictor.rows import AnchorRow, Prefixes, anchor_prefixes, anchor_rows, draw_nodes
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 Prefix = tuple[int, ...]
 CAPACITIES = [16, 24, 400]  # many rows that repeat prefixes, some, and one

@@ -15,7 +15,6 @@ import torch
 from support.command_line import Run as Command
 from support.oracle_model import tiny_config
 from treepack.errors import TreepackError
-from treepack.pack.files import read_trie
 from treepack.rl.trace.predictions import read_predictions
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets, spearman
 from treepack.train.metrics import read_metrics
@@ -23,6 +22,7 @@ from treepack.train.options import TrainOptions
 from treepack.train.predictor.fit import FitOptions, fit, open_fit
 from treepack.train.predictor.model import load_values, node_values
 from treepack.train.predictor.rows import anchor_prefixes, anchor_rows, draw_nodes
+from treepack.trie.files import read_trie
 
 
 def rollout_records(groups: range, *, seed: int = 0) -> list[dict[str, Any]]:

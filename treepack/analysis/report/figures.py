@@ -18,11 +18,11 @@ import numpy as np
 from treepack.analysis.forecast import DEFAULT_DEVICE, Line, read_device
 from treepack.analysis.forecast import report as forecast
 from treepack.analysis.model_cost import ModelShape
-from treepack.analysis.report.parts import Parts, groups_of, rewards_of, trees_of
+from treepack.analysis.report.parts import SharedParts, groups_of, rewards_of, trees_of
 from treepack.analysis.stats import Planned, forecast_lines, plan_capacities, por_by_depth, predict, trie_totals
-from treepack.pack.plan.planning import Search
+from treepack.pack.plan.problem import Search
 from treepack.trajectory import Float64, Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 Record = dict[str, Any]
 
@@ -66,8 +66,8 @@ class Figures:
     """
 
     totals: Record
-    groups: Parts
-    trees: Parts
+    groups: SharedParts
+    trees: SharedParts
     depths: list[Record]
     lengths: list[Record]
     group_overlap: list[Record]
@@ -152,7 +152,7 @@ def _verdict(subject: Subject, shape: ModelShape, planned: list[Planned], method
     return str(forecast(lines, shape, read_device(DEFAULT_DEVICE))["verdict"])
 
 
-def _groups_of_one_reward(groups: Parts, rewards: Float64) -> int:
+def _groups_of_one_reward(groups: SharedParts, rewards: Float64) -> int:
     least, greatest = np.full(len(groups.names), np.inf), np.full(len(groups.names), -np.inf)
     known = ~np.isnan(rewards)
     all_known = np.bincount(groups.of, known, len(groups.names)) == groups.sizes

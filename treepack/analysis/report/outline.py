@@ -14,7 +14,7 @@ import numpy as np
 
 from treepack.analysis.report.parts import rewards_of
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)

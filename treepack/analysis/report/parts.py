@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.trajectory import Float64, Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SharedParts:
     """A partition of the trajectories: `of` [num_trajectories] is the part of each, the rest has one value per part.
 
     `flat` and `tree` are N_flat and N_tree of the part alone, `reward` the mean of the known rewards or else NaN.
@@ -37,7 +37,7 @@ class Parts:
         return 1 - self.tree / self.flat
 
 
-def groups_of(trie: Trie) -> Parts:
+def groups_of(trie: Trie) -> SharedParts:
     """The groups, in order of step and name; where trajectories have steps, the step is part of the name."""
     steps, groups = trie.trajectories["step"].to_pylist(), trie.trajectories["group_id"].to_pylist()
     keys = list(zip(trie.step_rank.tolist(), groups, strict=True))
@@ -47,7 +47,7 @@ def groups_of(trie: Trie) -> Parts:
     return _parts(trie, np.array([rank[key] for key in keys], np.int64), [shown[key] for key in order])
 
 
-def trees_of(trie: Trie) -> Parts:
+def trees_of(trie: Trie) -> SharedParts:
     """The trees, in order."""
     return _parts(trie, trie.tree_id[trie.end_node].astype(np.int64), [f"tree {i + 1}" for i in range(trie.num_trees)])
 
@@ -66,13 +66,13 @@ def mean_by(index: Int64, values: Float64, count: int) -> Float64:
     return np.where(numbers > 0, sums / np.maximum(numbers, 1), np.nan)
 
 
-def _parts(trie: Trie, of: Int64, names: list[str]) -> Parts:
+def _parts(trie: Trie, of: Int64, names: list[str]) -> SharedParts:
     lengths, count = trie.lengths, len(names)
     order = np.argsort(of, kind="stable")
     same = of[order[1:]] == of[order[:-1]]
     shared = np.zeros(len(order), np.int64)
     shared[1:][same] = _least_between(_shared_with_previous(trie), order[:-1][same], order[1:][same])
-    return Parts(
+    return SharedParts(
         names=names,
         of=of,
         sizes=np.bincount(of, minlength=count),

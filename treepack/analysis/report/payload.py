@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.analysis.report.figures import Figures
-from treepack.analysis.report.parts import Parts, rewards_of
+from treepack.analysis.report.parts import SharedParts, rewards_of
 from treepack.analysis.report.texts import Texts
 from treepack.columns import list_values
 from treepack.trajectory import Float64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 def payload(trie: Trie, figures: Figures, texts: Texts | None) -> dict[str, str]:
@@ -53,7 +53,7 @@ def advantages_of(trie: Trie) -> Float64:
     return np.array(means, np.float64)
 
 
-def _parts(parts: Parts) -> dict[str, str]:
+def _parts(parts: SharedParts) -> dict[str, str]:
     return {
         "names": _json(parts.names),
         "of": _array(parts.of, "<u4"),

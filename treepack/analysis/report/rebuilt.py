@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from treepack.pack.rows import Row
+from treepack.pack.row import Row
 from treepack.trajectory import Float64, Int64, Tokens, Trajectory, spans_of_mask
-from treepack.trie.build import Trie, build_trie
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie
 
 
 def trie_of_rows(rows: Iterable[Row]) -> Trie:

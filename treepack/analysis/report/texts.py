@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from treepack.pack.rows import times_trained
+from treepack.pack.weights import times_trained
 from treepack.trajectory import Int32, Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 CHUNK_CHARACTERS = 1 << 18
 

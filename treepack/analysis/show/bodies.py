@@ -17,8 +17,8 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from treepack.analysis.show.decoding import CONTEXT, Decoder
-from treepack.analysis.show.forest import Forest
-from treepack.analysis.show.wrapping import Chunk, Line, Span, TextRow, wrap
+from treepack.analysis.show.forest import DrawnForest
+from treepack.analysis.show.wrapping import Chunk, Line, StyledText, TextRow, wrap
 
 # Tokens that are shown of a stretch of text without special tokens, unless all are asked for or few would be left out.
 HEAD, TAIL, FEW = 64, 32, 32
@@ -49,7 +49,7 @@ class Segment:
         return self.high > 0
 
 
-def segments(forest: Forest, node: int, *, most: int = MOST_WEIGHTS) -> list[Segment]:
+def segments(forest: DrawnForest, node: int, *, most: int = MOST_WEIGHTS) -> list[Segment]:
     """The maximal runs of equal loss weight in a node; a trained run of more than `most` of them is one segment."""
     first, stop = forest.start[node : node + 2].tolist()
     weight = forest.loss_weight[first:stop]
@@ -64,20 +64,20 @@ def segments(forest: Forest, node: int, *, most: int = MOST_WEIGHTS) -> list[Seg
     return found
 
 
-def ids_rows(forest: Forest, node: int, look: Look, width: int) -> Iterator[TextRow]:
+def ids_rows(forest: DrawnForest, node: int, look: Look, width: int) -> Iterator[TextRow]:
     """All ids of a node on one row, the middle left out if they are too many; or on as many rows as they need."""
     first, stop = forest.start[node : node + 2].tolist()
     yield from _ids(forest.tokens[first:stop].tolist(), forest.loss_weight[first:stop].tolist(), first, look, width)
 
 
-def segment_ids(forest: Forest, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
+def segment_ids(forest: DrawnForest, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
     """The ids of a segment behind its mark."""
     ids = forest.tokens[segment.first : segment.stop].tolist()
     for row in _ids(ids, [0.0] * len(ids), segment.first, look, width - len(TRAINED)):
         yield _marked(TextRow(row.place, _as_trained(row.spans, segment)), segment)
 
 
-def segment_text(forest: Forest, node: int, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
+def segment_text(forest: DrawnForest, node: int, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
     """The text of a segment, wrapped, behind its mark; the middle of long stretches is left out."""
     chunks = _chunks(forest, node, segment, look)
     if segment.first > forest.start[node]:
@@ -91,14 +91,14 @@ def segment_text(forest: Forest, node: int, segment: Segment, look: Look, width:
 
 def _marked(row: TextRow, segment: Segment) -> TextRow:
     mark = TRAINED if segment.trained else UNTRAINED
-    return TextRow(row.place, (Span(mark, "", segment.trained), *row.spans))
+    return TextRow(row.place, (StyledText(mark, "", segment.trained), *row.spans))
 
 
 def _as_trained(line: Line, segment: Segment) -> Line:
-    return tuple(Span(span.text, span.style, segment.trained and not span.style) for span in line)
+    return tuple(StyledText(span.text, span.style, segment.trained and not span.style) for span in line)
 
 
-def _chunks(forest: Forest, node: int, segment: Segment, look: Look) -> Iterator[Chunk]:
+def _chunks(forest: DrawnForest, node: int, segment: Segment, look: Look) -> Iterator[Chunk]:
     assert look.decoder is not None
     own = int(forest.start[node])
     ids = forest.tokens[own : segment.stop].tolist()
@@ -143,7 +143,7 @@ def _ids(ids: list[int], weights: list[float], first: int, look: Look, width: in
     room = width - len(f" ... {len(ids):,} more ... ")
     head = _fitting(_words(ids, weights, 0, min(most, len(ids))), room * 2 // 3)
     tail = _fitting(_words(ids, weights, max(0, len(ids) - most), len(ids))[::-1], room // 3)[::-1]
-    left_out = Span(f" ... {len(ids) - len(head) - len(tail):,} more ... ", "faint")
+    left_out = StyledText(f" ... {len(ids) - len(head) - len(tail):,} more ... ", "faint")
     yield TextRow(first, (*_joined(head), left_out, *_joined(tail)))
 
 
@@ -158,7 +158,7 @@ def _all_ids(ids: list[int], weights: list[float], first: int, width: int) -> It
     yield TextRow(first + start, _joined(words[start:]))
 
 
-def _words(ids: list[int], weights: list[float], first: int, stop: int) -> list[Span]:
+def _words(ids: list[int], weights: list[float], first: int, stop: int) -> list[StyledText]:
     words = []
     for i in range(first, stop):
         weight, text = weights[i], str(ids[i])
@@ -166,11 +166,11 @@ def _words(ids: list[int], weights: list[float], first: int, stop: int) -> list[
             text = "[" + text
         if weight and (i + 1 == len(ids) or weights[i + 1] != weight):
             text += "]" if weight == 1 else f"]*{weight:.4g}"
-        words.append(Span(text, "", weight != 0))
+        words.append(StyledText(text, "", weight != 0))
     return words
 
 
-def _fitting(words: list[Span], room: int) -> list[Span]:
+def _fitting(words: list[StyledText], room: int) -> list[StyledText]:
     """The first of `words` that fit `room` columns, one at least."""
     taken = -1
     for i, word in enumerate(words):
@@ -180,14 +180,14 @@ def _fitting(words: list[Span], room: int) -> list[Span]:
     return words
 
 
-def _joined(words: list[Span]) -> Line:
+def _joined(words: list[StyledText]) -> Line:
     """`words` with blanks between, those that follow each other and are trained alike in one span."""
-    found: list[Span] = []
+    found: list[StyledText] = []
     for word in words:
         if found and found[-1].trained == word.trained:
-            found[-1] = Span(f"{found[-1].text} {word.text}", "", word.trained)
+            found[-1] = StyledText(f"{found[-1].text} {word.text}", "", word.trained)
         else:
             if found:
-                found[-1] = Span(found[-1].text + " ", "", found[-1].trained)
+                found[-1] = StyledText(found[-1].text + " ", "", found[-1].trained)
             found.append(word)
     return tuple(found)

@@ -23,16 +23,16 @@ import numpy as np
 
 from treepack.analysis.show.bodies import Look
 from treepack.analysis.show.figures import counted
-from treepack.analysis.show.forest import Forest
+from treepack.analysis.show.forest import DrawnForest
 from treepack.analysis.show.nodes import Nodes
 from treepack.analysis.show.wrapping import Line
 
 LEVELS = 12  # by which nodes of a row are indented
 
 
-def tree_lines(forest: Forest, look: Look) -> Iterator[Line]:
+def tree_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
     """The trees of a forest one below the other, as trunks with branches; their training steps if these differ."""
-    tree = _Tree(forest, look)
+    tree = _TreeDrawing(forest, look)
     roots = tree.children[-1]
     steps = forest.endings.step
     for root in roots:
@@ -42,10 +42,10 @@ def tree_lines(forest: Forest, look: Look) -> Iterator[Line]:
     yield from tree.missing(roots, "", "tree")
 
 
-class _Tree:
+class _TreeDrawing:
     """Trunks and branches of a forest, whose `nodes` draw themselves; the children of -1 are the roots."""
 
-    def __init__(self, forest: Forest, look: Look) -> None:
+    def __init__(self, forest: DrawnForest, look: Look) -> None:
         """Gather the children of each node."""
         self.forest = forest
         self.nodes = Nodes(forest, look, forest.depth)
@@ -86,7 +86,7 @@ class _Tree:
             yield self.nodes.left_out(prefix, what, [(node, int(self.forest.node_end[node])) for node in hidden])
 
 
-def row_lines(forest: Forest, look: Look) -> Iterator[Line]:
+def row_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
     """The nodes of a packed row in its order, with the interval `[first token, subtree_end)` of each at the left."""
     nodes = Nodes(forest, look, forest.start[:-1], intervals=True)
     level = [0] * forest.num_nodes
@@ -107,7 +107,7 @@ def row_lines(forest: Forest, look: Look) -> Iterator[Line]:
         node = stop
 
 
-def _whereabouts(forest: Forest, node: int) -> list[str]:
+def _whereabouts(forest: DrawnForest, node: int) -> list[str]:
     """The position and the parent of a node's first token where they are not what the token's index says."""
     first, position, up = int(forest.start[node]), int(forest.depth[node]), int(forest.parent[node])
     parts = [f"position {position}"] if position != first else []
@@ -116,7 +116,7 @@ def _whereabouts(forest: Forest, node: int) -> list[str]:
     return parts
 
 
-def path_lines(forest: Forest, look: Look) -> Iterator[Line]:
+def path_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
     """One trajectory turn by turn: each node of its path, and each run of trained and of other tokens in it."""
     nodes = Nodes(forest, look, forest.depth, by_turn=True)
     for node in range(forest.num_nodes):

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Quantiles:
     """Least, mean and greatest of the values that are known."""
 
     min: float
@@ -23,10 +23,10 @@ class Spread:
         return f"{number(self.min)} to {number(self.max)}, mean {number(self.mean)}"
 
 
-def spread(values: Iterable[float]) -> Spread | None:
+def spread(values: Iterable[float]) -> Quantiles | None:
     """The spread of those `values` that are not NaN; None if there are none."""
     known = np.array([value for value in values if not np.isnan(value)])
-    return Spread(float(known.min()), float(known.mean()), float(known.max())) if len(known) else None
+    return Quantiles(float(known.min()), float(known.mean()), float(known.max())) if len(known) else None
 
 
 def number(value: float) -> str:

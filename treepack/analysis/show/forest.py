@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from treepack.columns import SpanView
-from treepack.pack.rows import Row
+from treepack.pack.row import Row
 from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory, positions
-from treepack.trie.build import Trie, paths
+from treepack.trie.trie import Trie, paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Endings:
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
+class DrawnForest:
     """Nodes in depth-first order; node u owns the tokens `start[u] .. start[u + 1] - 1`.
 
     `tokens` int32 and `loss_weight` float64 are [num_tokens], the latter the sum over the trajectories shown of their
@@ -88,14 +88,14 @@ def trained_runs(loss_weight: Float64) -> int:
     return int((trained & ~np.concatenate([[False], trained[:-1]])).sum())
 
 
-def forest_of_trie(trie: Trie) -> Forest:
+def forest_of_trie(trie: Trie) -> DrawnForest:
     """All trees of `trie`, every token with the sum of its loss weights."""
     spans, weight = SpanView.of(trie.trajectories), trie.trajectories["weight"].to_numpy()
     loss_weight = np.zeros(trie.tokens_tree)
     for i, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)):
         starts, ends, own = spans[i]
         loss_weight[path[positions(starts, ends)]] += np.repeat(own, ends - starts) * weight[i]
-    return Forest(
+    return DrawnForest(
         tokens=trie.tokens,
         loss_weight=loss_weight,
         start=trie.node_start,
@@ -114,7 +114,7 @@ def forest_of_trie(trie: Trie) -> Forest:
     )
 
 
-def path_of_trie(trie: Trie, trajectory: Trajectory, node: int) -> Forest:
+def path_of_trie(trie: Trie, trajectory: Trajectory, node: int) -> DrawnForest:
     """The path of `trajectory`, which ends in `node`, with the trajectories of the whole trie that share each part."""
     nodes = [node]
     while (up := int(trie.parent[nodes[-1]])) >= 0:
@@ -124,14 +124,14 @@ def path_of_trie(trie: Trie, trajectory: Trajectory, node: int) -> Forest:
     return _chain(trajectory, start, trie.num_passing[index].astype(np.int64))
 
 
-def forest_of_trajectory(trajectory: Trajectory) -> Forest:
+def forest_of_trajectory(trajectory: Trajectory) -> DrawnForest:
     """One tokenised rollout by itself, as a single node."""
     content = trajectory.content
     assert isinstance(content, Tokens)
     return _chain(trajectory, np.array([0, len(content.tokens)]), np.ones(1, np.int64))
 
 
-def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> Forest:
+def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnForest:
     content = trajectory.content
     assert isinstance(content, Tokens)
     at = positions(content.starts, content.ends)
@@ -144,7 +144,7 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> Forest:
         if given is not None:
             values[name.removesuffix("s")] = column = np.full(len(content.tokens), np.nan)
             column[at] = given
-    return Forest(
+    return DrawnForest(
         tokens=content.tokens,
         loss_weight=loss_weight,
         start=start,
@@ -163,7 +163,7 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> Forest:
     )
 
 
-def forest_of_row(row: Row) -> Forest:
+def forest_of_row(row: Row) -> DrawnForest:
     """The nodes of a packed row: runs of tokens along which neither the parent nor `subtree_end` jumps."""
     ends_here = np.zeros(row.num_tokens, bool)
     ends_here[row.trajectory_ends] = True
@@ -174,7 +174,7 @@ def forest_of_row(row: Row) -> Forest:
     above = row.parent[start[:-1]]
     rewards = None if row.terms is None else row.terms.trajectory_rewards
     missing = np.full(len(row.trajectory_ids), np.nan)
-    return Forest(
+    return DrawnForest(
         tokens=row.input_ids,
         loss_weight=row.loss_weight,
         start=start,
@@ -193,7 +193,7 @@ def forest_of_row(row: Row) -> Forest:
     )
 
 
-def path_of_row(row: Row, trajectory: int) -> Forest:
+def path_of_row(row: Row, trajectory: int) -> DrawnForest:
     """The path of one trajectory of a row; its own weights where the row has terms, else those of all that pass."""
     whole = forest_of_row(row)
     nodes = [int(whole.endings.node[trajectory])]
@@ -213,7 +213,7 @@ def path_of_row(row: Row, trajectory: int) -> Forest:
                 values[name] = column = np.full(len(tokens), np.nan)
                 column[at] = given[mine]
     num = len(index)
-    return Forest(
+    return DrawnForest(
         tokens=row.input_ids[tokens],
         loss_weight=loss_weight,
         start=np.concatenate([[0], np.cumsum(whole.size[index])]),

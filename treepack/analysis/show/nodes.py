@@ -15,8 +15,8 @@ import numpy as np
 
 from treepack.analysis.show.bodies import Look, Segment, ids_rows, segment_ids, segment_text, segments
 from treepack.analysis.show.figures import counted, number, spread
-from treepack.analysis.show.forest import Forest, trained_runs
-from treepack.analysis.show.wrapping import Line, Span, TextRow, printable, width_of
+from treepack.analysis.show.forest import DrawnForest, trained_runs
+from treepack.analysis.show.wrapping import Line, StyledText, TextRow, printable, width_of
 from treepack.trajectory import Int64
 
 NODES = 100
@@ -32,7 +32,7 @@ class Nodes:
     """The lines of single nodes of one forest."""
 
     def __init__(
-        self, forest: Forest, look: Look, places: Int64, *, by_turn: bool = False, intervals: bool = False
+        self, forest: DrawnForest, look: Look, places: Int64, *, by_turn: bool = False, intervals: bool = False
     ) -> None:
         """Number the first token of node u `places[u]`, and choose the nodes to draw."""
         self.forest, self.look, self.places, self.by_turn, self.intervals = forest, look, places, by_turn, intervals
@@ -46,10 +46,10 @@ class Nodes:
         self.begins_turn = trained & ~np.concatenate([[False], trained[:-1]])
         self.turn = np.cumsum(self.begins_turn)
 
-    def line(self, place: int | str | None, prefix: str, *spans: Span) -> Line:
+    def line(self, place: int | str | None, prefix: str, *spans: StyledText) -> Line:
         """A line with its place in the gutter."""
         gutter = "" if place is None else str(place)
-        return (Span(f"{gutter:>{self.gutter}}  {prefix}", "faint"), *spans)
+        return (StyledText(f"{gutter:>{self.gutter}}  {prefix}", "faint"), *spans)
 
     def room(self, prefix: str) -> int:
         """Columns right of the gutter and `prefix`."""
@@ -60,12 +60,12 @@ class Nodes:
         endings = self._endings(node)
         *header, last = self.header(node, first, below, notes)
         if len(endings) == 1 and _width(last) + 2 + width_of(endings[0]) <= self.look.width:
-            last = (*last, Span("  " + endings[0], "name"))
+            last = (*last, StyledText("  " + endings[0], "name"))
             endings = []
         yield from (*header, last)
         yield from self.body(node, below)
         for ending in endings:
-            yield self.line(None, below, Span(ending, "name"))
+            yield self.line(None, below, StyledText(ending, "name"))
 
     def header(self, node: int, first: str, below: str, notes: Iterable[str] = ()) -> list[Line]:
         """How many tokens there are, shared by how many, how many are trained and with which weight; and `notes`."""
@@ -74,19 +74,21 @@ class Nodes:
         weight = forest.loss_weight[begin:stop]
         num_trained = int((weight != 0).sum())
         passing = int(forest.num_passing[node])
-        parts = [Span(f"* {counted(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
+        parts = [StyledText(f"* {counted(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
         if num_trained and not self.by_turn:
             turns, total = trained_runs(weight), float(weight.sum())
-            parts.append(Span(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), "", True))
+            parts.append(
+                StyledText(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), "", True)
+            )
             if abs(total - num_trained) > 1e-9 * num_trained:
-                parts.append(Span(f"loss weight {number(total)}", "", trained=True))
+                parts.append(StyledText(f"loss weight {number(total)}", "", trained=True))
         place: int | str = int(self.places[node])
         if self.intervals:
             place = f"[{place}, {forest.start[forest.node_end[node]]})"
         lines = [self.line(place, first, parts[0])]
-        for part in [*parts[1:], *(Span(note, "faint") for note in notes)]:
+        for part in [*parts[1:], *(StyledText(note, "faint") for note in notes)]:
             if _width(lines[-1]) + 2 + width_of(part.text) <= self.look.width:
-                lines[-1] = (*lines[-1], Span(", "), part)
+                lines[-1] = (*lines[-1], StyledText(", "), part)
             else:
                 lines.append(self.line(None, below, part))
         return lines
@@ -100,7 +102,7 @@ class Nodes:
             return
         for segment in segments(forest, node):
             if label := self._label(segment, forest.start[node] == segment.first):
-                yield self.line(None, prefix, Span("+ ", "", trained=True), Span(f"({label})", "faint"))
+                yield self.line(None, prefix, StyledText("+ ", "", trained=True), StyledText(f"({label})", "faint"))
             if look.decoder is None:
                 rows = segment_ids(forest, segment, look, width)
             else:
@@ -166,4 +168,4 @@ class Nodes:
         for separator, part in zip([": ", ", ", ", ", ", "], parts, strict=False):
             if width_of(text + separator + part) <= self.room(prefix):
                 text += separator + part
-        return self.line(None, prefix, Span(text, "faint"))
+        return self.line(None, prefix, StyledText(text, "faint"))

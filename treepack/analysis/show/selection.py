@@ -21,17 +21,18 @@ from treepack.analysis.show.wrapping import printable
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
-from treepack.pack import files as shards
-from treepack.pack.rows import Row
+from treepack.files.parts import open_part
+from treepack.pack.files import row_of_table
+from treepack.pack.row import Row
 from treepack.trajectory import Float64, Int64, Trajectory
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 COMPARED = 5000  # names before and behind the place of an unknown one that are compared with it
 SAMPLE = re.compile(r"/(turn|part)-\d+")  # what tokenisation adds to the id of a conversation of several samples
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SelectedGroup:
     """A group of a trie: its tokens if each trajectory stands alone, and those of the tree of the group alone."""
 
     group_id: str
@@ -45,7 +46,7 @@ class Group:
         return 1 - self.tokens_tree / self.tokens_flat
 
 
-def groups(trie: Trie) -> list[Group]:
+def groups(trie: Trie) -> list[SelectedGroup]:
     """The groups of a trie by falling overlap, then falling size; O(nodes of every group's paths)."""
     names = trie.trajectories["group_id"].to_pylist()
     parents, sizes, lengths = trie.parent.tolist(), trie.node_length.tolist(), trie.lengths.tolist()
@@ -62,7 +63,7 @@ def groups(trie: Trie) -> list[Group]:
                 node = parents[node]
         given = [np.nan if rewards[i] is None else rewards[i] for i in own]
         tokens = sum(lengths[i] for i in own), sum(sizes[node] for node in seen)
-        found.append(Group(name, len(own), *tokens, np.array(given, np.float64)))
+        found.append(SelectedGroup(name, len(own), *tokens, np.array(given, np.float64)))
     return sorted(found, key=lambda group: (-group.por, -group.tokens_flat, group.group_id))
 
 
@@ -153,11 +154,11 @@ def read_row(directory: Path, manifest: Manifest, number: int) -> Row:
     before = 0
     for entry in manifest["files"]:
         if number < before + entry["rows"]:
-            part = shards.open_part(directory, entry)
+            part = open_part(directory, entry)
             for group in range(part.num_row_groups):
                 size = part.metadata.row_group(group).num_rows
                 if number < before + size:
-                    return shards.row_of_table(part.read_row_group(group), number - before)
+                    return row_of_table(part.read_row_group(group), number - before)
                 before += size
         before += entry["rows"]
     raise TreepackError(f"{directory}: its parts hold fewer rows than its manifest says; pack the trie again")
@@ -172,7 +173,7 @@ def row_with(directory: Path, manifest: Manifest, wanted: str) -> tuple[Row, int
     ids: list[str] = []
     number = 0
     for entry in manifest["files"]:
-        column = shards.open_part(directory, entry).read(columns=["trajectory_ids"])["trajectory_ids"]
+        column = open_part(directory, entry).read(columns=["trajectory_ids"])["trajectory_ids"]
         for own in column.to_pylist():
             for i, name in enumerate(own):
                 if named(wanted, name, name):

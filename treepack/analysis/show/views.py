@@ -19,9 +19,9 @@ from treepack.analysis.show import selection
 from treepack.analysis.show.bodies import Look, segments
 from treepack.analysis.show.decoding import CONTEXT, Decoder
 from treepack.analysis.show.drawing import path_lines, row_lines, tree_lines
-from treepack.analysis.show.figures import Spread, spread
+from treepack.analysis.show.figures import Quantiles, spread
 from treepack.analysis.show.forest import (
-    Forest,
+    DrawnForest,
     forest_of_row,
     forest_of_trajectory,
     forest_of_trie,
@@ -29,11 +29,12 @@ from treepack.analysis.show.forest import (
     path_of_trie,
     trained_runs,
 )
-from treepack.analysis.show.wrapping import Line, Span, printable, shortened, width_of
+from treepack.analysis.show.wrapping import Line, StyledText, printable, shortened, width_of
 from treepack.files.manifest import Manifest
-from treepack.pack.rows import Row
+from treepack.pack.row import Row
 from treepack.trajectory import Trajectory
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 GROUPS = 10
 NAMES = ("trajectory_id", "group_id", "source")  # never shortened, for one would copy them to ask for more
@@ -45,7 +46,7 @@ class View:
 
     kind: str
     facts: dict[str, Any]
-    forest: Forest
+    forest: DrawnForest
 
 
 def group_view(trie: Trie, group_id: str, *, where: str) -> View:
@@ -157,7 +158,7 @@ def lines(view: View, look: Look) -> Iterator[Line]:
 
 def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Line]:
     """Names and values, as many on a line as fit."""
-    line: list[Span] = []
+    line: list[StyledText] = []
     taken = 0
     for name, value in facts.items():
         if value is None or (name, value) == ("weight", 1):
@@ -169,7 +170,7 @@ def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Line]:
         if line and taken + 3 + size > look.width:
             yield tuple(line)
             line, taken = [], 0
-        line += [Span(("   " if line else "") + f"{name} ", "faint"), Span(shown, "name")]
+        line += [StyledText(("   " if line else "") + f"{name} ", "faint"), StyledText(shown, "name")]
         taken += size + (3 if taken else 0)
     yield tuple(line)
 
@@ -177,7 +178,7 @@ def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Line]:
 def _text(name: str, value: Any) -> str:
     if name == "por":
         return f"{100 * value:.1f} %"
-    if isinstance(value, Spread):
+    if isinstance(value, Quantiles):
         return str(value)
     if isinstance(value, int):
         return f"{value:,}"
@@ -186,7 +187,7 @@ def _text(name: str, value: Any) -> str:
     return printable(value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False))
 
 
-def group_lines(groups: list[selection.Group], look: Look) -> Iterator[Line]:
+def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[Line]:
     """A table of groups, the first of many."""
     header = ("por", "trajectories", "tokens_flat", "tokens_tree", "rewards", "group_id")
     shown = groups if look.full else groups[:GROUPS]
@@ -202,13 +203,17 @@ def group_lines(groups: list[selection.Group], look: Look) -> Iterator[Line]:
     ]
     widths = [max(len(row[i]) for row in [header, *table]) for i in range(5)]
     pad = [f"{{:>{width}}}" for width in widths]
-    yield (Span("  ".join(form.format(cell) for form, cell in zip(pad, header, strict=False)) + "  group_id", "faint"),)
+    yield (
+        StyledText(
+            "  ".join(form.format(cell) for form, cell in zip(pad, header, strict=False)) + "  group_id", "faint"
+        ),
+    )
     for row, group in zip(table, shown, strict=True):
         figures = "  ".join(form.format(cell) for form, cell in zip(pad, row, strict=True))
-        yield Span(figures + "  "), Span(printable(group.group_id), "name")
+        yield StyledText(figures + "  "), StyledText(printable(group.group_id), "name")
     if len(groups) > len(shown):
-        yield (Span(f"... {len(groups) - len(shown):,} more groups", "faint"),)
-    yield (Span("choose one with --group ID", "faint"),)
+        yield (StyledText(f"... {len(groups) - len(shown):,} more groups", "faint"),)
+    yield (StyledText("choose one with --group ID", "faint"),)
 
 
 def as_json(view: View, decoder: Decoder | None) -> dict[str, Any]:
@@ -244,5 +249,5 @@ def as_json(view: View, decoder: Decoder | None) -> dict[str, Any]:
                 entry["text"] = "".join(piece.text for piece in decoder.pieces(ids, before))
             record["segments"].append(entry)
         nodes.append(record)
-    facts = {name: asdict(value) if isinstance(value, Spread) else value for name, value in view.facts.items()}
+    facts = {name: asdict(value) if isinstance(value, Quantiles) else value for name, value in view.facts.items()}
     return {"kind": view.kind, **facts, "nodes": nodes}

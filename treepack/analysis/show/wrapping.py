@@ -17,7 +17,7 @@ STYLES = ("", "name", "faint", "special", "escape")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StyledText:
     """A stretch of printable text in one of `STYLES`; `trained` says that it is of trained tokens."""
 
     text: str
@@ -25,7 +25,7 @@ class Span:
     trained: bool = False
 
 
-Line = tuple[Span, ...]
+Line = tuple[StyledText, ...]
 
 NEAR = 24  # characters from the end of a row within which a blank is looked for to break at
 BLANK = "\\x20"
@@ -102,7 +102,7 @@ def wrap(chunks: Iterable[Chunk], *, width: int, trained: bool, begins: bool = F
     A blank at the very end, and one at the beginning where a turn `begins` or ends, is written as an escape, for nobody
     would see it.
     """
-    spans: list[Span] = []  # of the row, one per character
+    spans: list[StyledText] = []  # of the row, one per character
     place: int | None = None
     taken, fresh = 0, True
 
@@ -115,7 +115,7 @@ def wrap(chunks: Iterable[Chunk], *, width: int, trained: bool, begins: bool = F
         if chunk.whole:
             if spans:
                 yield row(len(spans))
-            yield TextRow(None, (Span(chunk.text, chunk.style),))
+            yield TextRow(None, (StyledText(chunk.text, chunk.style),))
             place, taken, fresh = None, 0, True
             continue
         for character in chunk.text:
@@ -127,18 +127,18 @@ def wrap(chunks: Iterable[Chunk], *, width: int, trained: bool, begins: bool = F
                 place, taken = None, sum(width_of(span.text) for span in spans)
             if fresh:
                 place, fresh = chunk.place, False
-            spans.append(Span(shown, chunk.style if shown == character else "escape", trained))
+            spans.append(StyledText(shown, chunk.style if shown == character else "escape", trained))
             taken += own
             if character == "\n":
                 yield row(len(spans))
                 place, taken, fresh = None, 0, True
     if spans:
         if spans[-1].text == " ":
-            spans[-1] = Span(BLANK, "escape", trained)
+            spans[-1] = StyledText(BLANK, "escape", trained)
         yield row(len(spans))
 
 
-def _break(spans: list[Span]) -> int:
+def _break(spans: list[StyledText]) -> int:
     """How many of the characters of a full row stay on it."""
     for back in range(min(NEAR, len(spans) - 1)):
         if spans[-1 - back].text == " ":
@@ -146,10 +146,10 @@ def _break(spans: list[Span]) -> int:
     return len(spans)
 
 
-def _merged(spans: list[Span]) -> Iterator[Span]:
+def _merged(spans: list[StyledText]) -> Iterator[StyledText]:
     """Neighbours of one style as one span."""
     start = 0
     for i in range(1, len(spans) + 1):
         if i == len(spans) or (spans[i].style, spans[i].trained) != (spans[start].style, spans[start].trained):
-            yield Span("".join(span.text for span in spans[start:i]), spans[start].style, spans[start].trained)
+            yield StyledText("".join(span.text for span in spans[start:i]), spans[start].style, spans[start].trained)
             start = i

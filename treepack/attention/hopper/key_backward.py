@@ -60,7 +60,7 @@ class Pointers(NamedTuple):
     dv: gl.tensor
 
 
-class Work(NamedTuple):
+class KeyWork(NamedTuple):
     """The range of queries, `steps` tiles of it times heads, and what else a consumer needs to know."""
 
     steps: gl.tensor
@@ -234,7 +234,7 @@ def key_kernel(
     steps = (last - first) // QUERIES * GROUP
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
-    work = Work(steps, full_begin, full_end, last, length, padded, dk_strides[2], dv_strides[2], factor, scale)
+    work = KeyWork(steps, full_begin, full_end, last, length, padded, dk_strides[2], dv_strides[2], factor, scale)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     everything = (

@@ -125,7 +125,7 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
     Raises:
         TreepackError: ids that are none, or values that are not as many as the tokens they belong to.
     """
-    runs: list[_Run] = []
+    runs: list[_CallChain] = []
     for number, call in enumerate(calls):
         where = f"{source}: call {number + 1}"
         prompt, response = _ids(call.prompt, "prompt", where), _ids(call.response, "response", where)
@@ -133,7 +133,7 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
             continue
         run = max((run for run in runs if run.is_continued_by(prompt)), key=lambda run: len(run.ids), default=None)
         if run is None:
-            run = _Run()
+            run = _CallChain()
             runs.append(run)
         run.add(number, np.concatenate([prompt, response]), len(prompt), _values(call, len(response), where))
     return [run.joined() for run in runs]
@@ -184,7 +184,7 @@ def _messages(run: JoinedChat) -> Messages:
     return Messages(run.content.messages, run.content.message_weights, run.notes)
 
 
-class _Run:
+class _CallChain:
     """Calls that continue each other, being collected."""
 
     def __init__(self) -> None:

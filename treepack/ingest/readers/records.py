@@ -114,7 +114,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TableRows:
     """Rows of a Parquet or Arrow file from number `start` on."""
 
     path: str
@@ -129,7 +129,7 @@ class Rows:
             yield Record(f"{self.path}[{number}]", self.path, dict(zip(names, values, strict=True)))
 
 
-Piece = Lines | Values | Rows
+Piece = Lines | Values | TableRows
 
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
@@ -342,5 +342,5 @@ def _row_pieces(batches: Iterator[pa.RecordBatch], path: str) -> Iterator[Piece]
     start = 0
     for batch in batches:
         if batch.num_rows:
-            yield Rows(path, start, batch)
+            yield TableRows(path, start, batch)
         start += batch.num_rows

@@ -18,10 +18,10 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.pack.plan.balance import steps_of
 from treepack.pack.plan.methods import contiguous as cuts
-from treepack.pack.plan.problem import Forest, Limits, Search
+from treepack.pack.plan.problem import Limits, PlanForest, Search
 from treepack.pack.plan.unions import row_sizes
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 QUICK = (cuts.contiguous, cuts.deepest_first)
 
@@ -29,7 +29,7 @@ Finish = Callable[[Int64], Int64]
 
 
 def finished_best(
-    trie: Trie, forest: Forest, limits: Limits, pieces: Int64, finish: Finish, *, lower_bound: int, multiple_of: int
+    trie: Trie, forest: PlanForest, limits: Limits, pieces: Int64, finish: Finish, *, lower_bound: int, multiple_of: int
 ) -> Int64:
     """The final row of each trajectory, int64 [trajectories], from `pieces` or from other rows of single trees.
 
@@ -57,7 +57,7 @@ def finished_best(
     return best
 
 
-def _others(trie: Trie, forest: Forest, limits: Limits, pieces: Int64, *, mixed: bool) -> Iterator[Int64]:
+def _others(trie: Trie, forest: PlanForest, limits: Limits, pieces: Int64, *, mixed: bool) -> Iterator[Int64]:
     """Plans of the quick methods, and before each, if `mixed`, `pieces` with its rows for the trees it is as good for.
 
     A quick plan of more tokens can still win: pieces of one tree in one row share again.

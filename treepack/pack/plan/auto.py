@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treepack.pack.plan.bounds import lower_bound as bounds
-from treepack.pack.plan.bounds.lower_bound import Proof
+from treepack.pack.plan.bounds.lower_bound import ProofEffort
 from treepack.pack.plan.methods import contiguous as cuts
 from treepack.pack.plan.methods import online
-from treepack.pack.plan.problem import Limits, Search, Solution, Tree, path_pairs
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
 from treepack.trajectory import Int64
 
 PLENTY = 600  # leaves of all trees from which on the steps for each shrink, with the root of their number
@@ -27,7 +27,7 @@ MOST_LEAVES_OF_FIRST_FIT = 20_000  # it follows every path to the root: slow whe
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SearchWork:
     """Passes of the search, and steps for each leaf in each of them, fewer from `PLENTY` leaves in all trees on.
 
     `proofs` says how hard a bound is looked for, each with the most leaves in all trees that it is for.
@@ -35,49 +35,49 @@ class Work:
 
     steps: int
     passes: int
-    proofs: tuple[tuple[float, Proof], ...]
+    proofs: tuple[tuple[float, ProofEffort], ...]
 
     def search_for(self, leaves: int) -> tuple[int, int]:
         """Steps for each of so many leaves in each pass, and passes: fewer ones where steps are few."""
         steps = max(LEAST_STEPS, int(self.steps * math.sqrt(PLENTY / max(PLENTY, leaves))))
         return steps, self.passes if steps >= FEW_STEPS else min(2, self.passes)
 
-    def proof_for(self, own: int, leaves: int) -> Proof:
+    def proof_for(self, own: int, leaves: int) -> ProofEffort:
         """How hard to look for the bound of a tree of `own` leaves among so many in all."""
         proof = next(proof for most, proof in self.proofs if leaves <= most)
         return replace(proof, entries=proof.entries * own / leaves)
 
 
 # Column generation pays up to a few hundred leaves at once; in larger trees it is given smaller parts.
-_BASIC = (float("inf"), Proof(sets=12, exact=12, programs=(), entries=0))
-_SMALL_PARTS = (20_000, Proof(sets=12, exact=20, programs=(), entries=0))
+_BASIC = (float("inf"), ProofEffort(sets=12, exact=12, programs=(), entries=0))
+_SMALL_PARTS = (20_000, ProofEffort(sets=12, exact=20, programs=(), entries=0))
 WORK = {
-    "low": Work(steps=30, passes=2, proofs=(_SMALL_PARTS, _BASIC)),
-    "normal": Work(
+    "low": SearchWork(steps=30, passes=2, proofs=(_SMALL_PARTS, _BASIC)),
+    "normal": SearchWork(
         steps=300,
         passes=3,
         proofs=(
-            (400, Proof(sets=12, exact=60, programs=(120, 300), entries=5e9)),
-            (3000, Proof(sets=12, exact=40, programs=(120,), entries=2.5e9)),
+            (400, ProofEffort(sets=12, exact=60, programs=(120, 300), entries=5e9)),
+            (3000, ProofEffort(sets=12, exact=40, programs=(120,), entries=2.5e9)),
             _SMALL_PARTS,
-            (150_000, Proof(sets=13, exact=17, programs=(), entries=0)),
+            (150_000, ProofEffort(sets=13, exact=17, programs=(), entries=0)),
             _BASIC,
         ),
     ),
-    "high": Work(
+    "high": SearchWork(
         steps=2000,
         passes=6,
         proofs=(
-            (400, Proof(sets=12, exact=60, programs=(120, 400), entries=4e10)),
-            (3000, Proof(sets=12, exact=60, programs=(120, 240), entries=4e10)),
-            (20_000, Proof(sets=12, exact=60, programs=(120,), entries=4e10)),
+            (400, ProofEffort(sets=12, exact=60, programs=(120, 400), entries=4e10)),
+            (3000, ProofEffort(sets=12, exact=60, programs=(120, 240), entries=4e10)),
+            (20_000, ProofEffort(sets=12, exact=60, programs=(120,), entries=4e10)),
             _BASIC,
         ),
     ),
 }
 
 
-def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
+def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     """Fewest tokens, then fewest rows, as far as the effort reaches, and a proof of how far that can be from the least.
 
     Never worse than `contiguous`, `heuristic` and, in trees that are not very large, first fit in depth-first order.
@@ -106,14 +106,14 @@ def auto(tree: Tree, limits: Limits, search: Search) -> Solution:
     return Solution(rows, bound)
 
 
-def _by_first_fit(tree: Tree, limits: Limits) -> list[Int64]:
+def _by_first_fit(tree: PlanTree, limits: Limits) -> list[Int64]:
     """Plans that put leaf after leaf into the first row with room, in depth-first order and longest first."""
     pairs, steps = path_pairs(tree.depth + tree.size), np.zeros(tree.num_leaves, np.int64)
     orders = np.arange(tree.num_leaves), np.argsort(-tree.length, kind="stable")
     return [online.fill_rows(tree, pairs, order, steps, limits) for order in orders]
 
 
-def _exact(tree: Tree, limits: Limits, rows: Int64, bound: int) -> Solution:
+def _exact(tree: PlanTree, limits: Limits, rows: Int64, bound: int) -> Solution:
     """The better of `rows` and the plan of the multi-path program with little work."""
     from treepack.pack.plan.methods.exact import exact
 
@@ -122,7 +122,7 @@ def _exact(tree: Tree, limits: Limits, rows: Int64, bound: int) -> Solution:
     return Solution(best, max(bound, found.lower_bound))
 
 
-def _cost(tree: Tree, rows: Int64) -> tuple[int, int]:
+def _cost(tree: PlanTree, rows: Int64) -> tuple[int, int]:
     """Tokens and rows of a plan."""
     from treepack.pack.plan.bounds.counting import passes
 

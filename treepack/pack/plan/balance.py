@@ -23,7 +23,7 @@ from treepack.pack.plan.fill import by_step, merge_rows
 from treepack.pack.plan.problem import Limits, path_pairs
 from treepack.pack.plan.unions import RowSizes, row_sizes, shared_with_previous
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 TRIES = 32  # rows that are asked for room before placing by pairs gives up
 SAMPLE = 512  # rows among which partners are sought
@@ -111,7 +111,7 @@ def _spread(pieces: RowSizes, limits: Limits, num_rows: int) -> Int64:
         row_of = _unmerged(pieces.pairs, merge_rows(pieces, np.zeros(len(pieces.pairs), np.int64), limits), num_rows)
     else:
         row_of = by_pairs
-    return _improved(_Spread.of(pieces, limits, row_of))
+    return _improved(_PairSpread.of(pieces, limits, row_of))
 
 
 def _longest_first(pieces: RowSizes, limits: Limits, num_rows: int) -> Int64 | None:
@@ -176,7 +176,7 @@ def _unmerged(pairs: Int64, row_of: Int64, num_rows: int) -> Int64:
 
 
 @dataclass(slots=True)
-class _Spread:
+class _PairSpread:
     """Pieces in rows, while pieces move: `sizes` int64 [pieces, 3] of tokens, pairs and terms, `used` of each row."""
 
     sizes: Int64
@@ -186,7 +186,7 @@ class _Spread:
     used: Int64
 
     @classmethod
-    def of(cls, pieces: RowSizes, limits: Limits, row_of: Int64) -> _Spread:
+    def of(cls, pieces: RowSizes, limits: Limits, row_of: Int64) -> _PairSpread:
         sizes = np.stack([pieces.tokens, pieces.pairs, pieces.terms], axis=1)
         num_rows = int(row_of.max()) + 1
         used = np.zeros((num_rows, 3), np.int64)
@@ -205,7 +205,7 @@ class _Spread:
         self.row_of[piece] = row
 
 
-def _improved(spread: _Spread) -> Int64:
+def _improved(spread: _PairSpread) -> Int64:
     """Rows with the most pairs give pieces to others, or trade, as long as that lowers the greater of the two."""
     num_rows = len(spread.used)
     even = EVEN * spread.used[:, 1].mean()
@@ -226,7 +226,7 @@ def _improved(spread: _Spread) -> Int64:
     return spread.row_of
 
 
-def _best_trade(spread: _Spread, row: int, *, together: int) -> tuple[list[int], int, list[int]] | None:
+def _best_trade(spread: _PairSpread, row: int, *, together: int) -> tuple[list[int], int, list[int]] | None:
     """Up to `together` pieces that `row` gives, the row that takes them, and what it gives back; None if none helps."""
     stride = -(-len(spread.used) // SAMPLE)
     sample = np.arange(row % stride, len(spread.used), stride)

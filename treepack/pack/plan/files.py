@@ -21,7 +21,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import MOST_COUNTED, MOST_TOKENS, Limits
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 FORMAT = "treepack-plan"
 VERSION = 1

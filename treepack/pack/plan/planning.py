@@ -10,7 +10,6 @@ sees); then rows that are not full are put together, whatever trees they hold, w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,35 +18,18 @@ from treepack.pack.plan import auto, balance, files
 from treepack.pack.plan import fill as merge
 from treepack.pack.plan.alternatives import finished_best
 from treepack.pack.plan.bounds import lower_bound as bounds
-from treepack.pack.plan.files import read_plan_file
 from treepack.pack.plan.methods import contiguous as cuts
 from treepack.pack.plan.methods import exact, online, single_path
 from treepack.pack.plan.methods.groups import whole_groups
-from treepack.pack.plan.problem import EFFORTS, Forest, Limits, Search, Solution, Tree, forest_of, path_pairs
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution, forest_of, path_pairs
 from treepack.pack.plan.unions import row_sizes, trained_tokens
 from treepack.pack.plan.workers import plan_trees
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie, unshared
+from treepack.trie.trie import Trie, unshared
 
-__all__ = [
-    "EFFORTS",
-    "FOREST_METHODS",
-    "GROUPS",
-    "METHODS",
-    "Limits",
-    "Plan",
-    "PlanTotals",
-    "Search",
-    "check_plan",
-    "packed_trie",
-    "plan_lines",
-    "plan_of_file",
-    "plan_rows",
-    "read_plan_file",
-]
-
-Method = Callable[[Tree, Limits, Search], Solution]
-ForestMethod = Callable[[Forest, Int64, Int64, Limits], Int64]
+Method = Callable[[PlanTree, Limits, Search], Solution]
+ForestMethod = Callable[[PlanForest, Int64, Int64, Limits], Int64]
 
 METHODS: dict[str, Method] = {
     "auto": auto.auto,
@@ -62,51 +44,6 @@ FOREST_METHODS: dict[str, ForestMethod] = {"greedy-online": online.greedy_online
 
 GROUPS = "groups"
 """The method that keeps each group in one row, see `groups.py`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """`row_of` int64 [num_trajectories]: the row of each trajectory, rows numbered from 0 without a gap.
-
-    No plan within the same capacity has fewer tokens than `lower_bound`. Every step has a multiple of `multiple_of`
-    rows.
-    """
-
-    method: str
-    limits: Limits
-    row_of: Int64
-    lower_bound: int = 0
-    multiple_of: int = 1
-
-    @property
-    def capacity(self) -> int:
-        return self.limits.capacity
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.row_of.max(initial=-1)) + 1
-
-    def members(self) -> list[Int64]:
-        """Trajectories of each row, ascending."""
-        order = np.argsort(self.row_of, kind="stable")
-        return np.split(order, np.cumsum(np.bincount(self.row_of, minlength=self.num_rows))[:-1])
-
-
-@dataclass(frozen=True, slots=True)
-class PlanTotals:
-    """What a valid plan costs: tokens, attention score pairs and loss terms of each row, int64 [num_rows]."""
-
-    row_tokens: Int64
-    row_pairs: Int64
-    row_terms: Int64
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.row_tokens)
-
-    @property
-    def tokens_packed(self) -> int:
-        return int(self.row_tokens.sum())
 
 
 def plan_rows(
@@ -244,40 +181,3 @@ def _by_pairs(trie: Trie, row_of: Int64) -> Int64:
     steps = balance.steps_of(first, trie.step_rank, num_rows)
     order = np.lexsort([np.arange(num_rows), -row_sizes(trie, first, num_rows).pairs, steps])
     return np.argsort(order)[first].astype(np.int64)
-
-
-def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
-    """Check `plan` against the definition and count what its rows hold, sharing nothing with the methods.
-
-    Raises:
-        TreepackError: a trajectory without a row, a row over a limit, empty, or with several training steps.
-    """
-    row_of, num_rows = plan.row_of, plan.num_rows
-    if row_of.shape != (trie.num_trajectories,) or row_of.min(initial=0) < 0:
-        raise TreepackError(f"the plan does not give each of the {trie.num_trajectories} trajectories a row")
-    held = np.bincount(row_of, minlength=num_rows)
-    if not held.all():
-        raise TreepackError(f"row {int(held.argmin())} of the plan is empty")
-    sizes = row_sizes(trie, row_of, num_rows)
-    checked = (
-        (sizes.tokens, "tokens", "the capacity of", plan.limits.capacity),
-        (sizes.pairs, "score pairs", "the budget of pairs,", plan.limits.pairs),
-        (sizes.terms, "loss terms", "the budget of terms,", plan.limits.terms),
-    )
-    for values, unit, name, limit in checked:
-        if limit is not None and (values > limit).any():
-            row = int((values > limit).argmax())
-            raise TreepackError(f"row {row} of the plan has {values[row]} {unit}, over {name} {limit}")
-    steps = trie.step_rank
-    mixed = steps != balance.steps_of(row_of, steps, num_rows)[row_of]
-    if mixed.any():
-        raise TreepackError(f"row {int(row_of[mixed].min())} of the plan mixes training steps")
-    rows_of_step = np.bincount(balance.steps_of(row_of, steps, num_rows))
-    uneven = rows_of_step % plan.multiple_of > 0
-    if uneven.any():
-        raise TreepackError(
-            f"a training step of the plan has {rows_of_step[uneven][0]} rows; expected a multiple of {plan.multiple_of}"
-        )
-    if plan.lower_bound > sizes.tokens.sum():
-        raise TreepackError(f"the plan has {sizes.tokens.sum()} tokens, below its lower_bound of {plan.lower_bound}")
-    return PlanTotals(sizes.tokens, sizes.pairs, sizes.terms)

@@ -20,7 +20,7 @@ import numpy as np
 
 from treepack.columns import SpanView
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 EFFORTS = ("low", "normal", "high")
 
@@ -31,7 +31,7 @@ MOST_COUNTED = 10**18
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class PlanTree:
     """Nodes in depth-first order; all arrays int64.
 
     Node u adds `size[u]` tokens below the `depth[u]` tokens of its ancestors, `parent[u]` is -1 at the root, its
@@ -121,14 +121,14 @@ class Solution:
 
 
 @dataclass(frozen=True, slots=True)
-class Forest:
-    """All trees of a trie in one `Tree`-like set of arrays, and where each trajectory goes.
+class PlanForest:
+    """All trees of a trie in one `PlanTree`-like set of arrays, and where each trajectory goes.
 
     Tree i is the nodes `node_start[i] .. node_start[i + 1]` and the leaves `leaf_start[i] .. leaf_start[i + 1]`;
     `leaf_of` int64 [num_trajectories] is the leaf, counted over all trees, that each trajectory goes with.
     """
 
-    joined: Tree
+    joined: PlanTree
     node_start: Int64
     leaf_start: Int64
     leaf_of: Int64
@@ -141,7 +141,7 @@ class Forest:
     def num_leaves(self) -> int:
         return self.joined.num_leaves
 
-    def trees(self) -> Iterator[Tree]:
+    def trees(self) -> Iterator[PlanTree]:
         """Each tree alone, its nodes numbered from 0."""
         joined = self.joined
         nodes, leaves = self.node_start.tolist(), self.leaf_start.tolist()
@@ -149,17 +149,17 @@ class Forest:
             parent = joined.parent[a:b] - a
             parent[0] = -1
             leaf, terms = joined.leaf[first:last] - a, joined.terms[first:last]
-            yield Tree(joined.size[a:b], joined.depth[a:b], parent, joined.end[a:b] - a, leaf, terms)
+            yield PlanTree(joined.size[a:b], joined.depth[a:b], parent, joined.end[a:b] - a, leaf, terms)
 
 
-def forest_of(trie: Trie, *, split_ends: bool = False) -> Forest:
+def forest_of(trie: Trie, *, split_ends: bool = False) -> PlanForest:
     """The shapes of all trees of `trie`. O(nodes + trajectories), vectorised.
 
     With `split_ends` every trajectory is a leaf of its own, of no tokens where another passes through its end or ends
     there too: needed where loss terms are limited, since then duplicates and prefixes are no longer free.
     """
     parent, end, ends = (array.astype(np.int64) for array in (trie.parent, trie.node_end, trie.end_node))
-    nodes = _Nodes(trie.depth, trie.path_length, parent, end)
+    nodes = _NodeLists(trie.depth, trie.path_length, parent, end)
     if split_ends:
         nodes, ends = _with_ends_as_leaves(nodes, ends)
     joined = _chains_joined(nodes)
@@ -171,8 +171,8 @@ def forest_of(trie: Trie, *, split_ends: bool = False) -> Forest:
     spans = SpanView.of(trie.trajectories)
     terms = np.bincount(leaf_of, spans.total(spans.sizes.astype(np.float64)), minlength=len(leaf)).astype(np.int64)
     roots = np.flatnonzero(joined.parent < 0)
-    return Forest(
-        Tree(joined.stop - joined.depth, joined.depth, joined.parent, joined.end, leaf, terms),
+    return PlanForest(
+        PlanTree(joined.stop - joined.depth, joined.depth, joined.parent, joined.end, leaf, terms),
         np.append(roots, len(joined.parent)),
         np.append(np.searchsorted(leaf, roots), len(leaf)),
         leaf_of,
@@ -180,7 +180,7 @@ def forest_of(trie: Trie, *, split_ends: bool = False) -> Forest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Nodes:
+class _NodeLists:
     """Nodes in depth-first order: tokens of the path before and up to the end of each, parent, end of subtree."""
 
     depth: Int64
@@ -189,21 +189,21 @@ class _Nodes:
     end: Int64
 
 
-def _bottoms(nodes: _Nodes) -> Int64:
+def _bottoms(nodes: _NodeLists) -> Int64:
     """The last node of each chain of only children: those that do not have exactly one child."""
     return np.flatnonzero(np.bincount(nodes.parent[nodes.parent >= 0], minlength=len(nodes.parent)) != 1)
 
 
-def _chains_joined(nodes: _Nodes) -> _Nodes:
+def _chains_joined(nodes: _NodeLists) -> _NodeLists:
     # The only child of a node comes next in depth-first order, so a chain is a run of nodes that ends at its bottom.
     bottoms = _bottoms(nodes)
     tops = np.concatenate([[0], bottoms[:-1] + 1])
     above = nodes.parent[tops]
     parent = np.where(above < 0, -1, np.searchsorted(bottoms, above))
-    return _Nodes(nodes.depth[tops], nodes.stop[bottoms], parent, np.searchsorted(bottoms, nodes.end[bottoms]))
+    return _NodeLists(nodes.depth[tops], nodes.stop[bottoms], parent, np.searchsorted(bottoms, nodes.end[bottoms]))
 
 
-def _with_ends_as_leaves(nodes: _Nodes, ends: Int64) -> tuple[_Nodes, Int64]:
+def _with_ends_as_leaves(nodes: _NodeLists, ends: Int64) -> tuple[_NodeLists, Int64]:
     """A node of no tokens for every end that is not the only one of a childless node, right below that node."""
     num_nodes = len(nodes.parent)
     childless = nodes.end == np.arange(1, num_nodes + 1)
@@ -225,6 +225,6 @@ def _with_ends_as_leaves(nodes: _Nodes, ends: Int64) -> tuple[_Nodes, Int64]:
     parent = np.where(nodes.parent < 0, -1, old_at[nodes.parent])
     stop = nodes.stop[above]
     end = nodes.end + shift[nodes.end]
-    return _Nodes(
+    return _NodeLists(
         merged(nodes.depth, stop), merged(nodes.stop, stop), merged(parent, old_at[above]), merged(end, extra_at + 1)
     ), new_ends

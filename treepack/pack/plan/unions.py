@@ -19,7 +19,7 @@ import numpy as np
 from treepack.columns import SpanView
 from treepack.pack.plan.problem import path_pairs
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)

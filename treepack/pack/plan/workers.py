@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from treepack.pack.plan.bounds import lower_bound as bounds
-from treepack.pack.plan.problem import Forest, Limits, Search, Solution, Tree
+from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution
 from treepack.processes import deaths_named, ignore_interrupts, started
 from treepack.trajectory import Int64
 
-Method = Callable[[Tree, Limits, Search], Solution]
+Method = Callable[[PlanTree, Limits, Search], Solution]
 Planned = tuple[Int64, int]
 
 PARTS = 8  # per worker: enough that the last ones end together
 TREE = 20  # work of a tree besides its nodes, in nodes
 
 
-def plan_trees(forest: Forest, limits: Limits, method: Method, search: Search, *, workers: int = 1) -> Planned:
+def plan_trees(forest: PlanForest, limits: Limits, method: Method, search: Search, *, workers: int = 1) -> Planned:
     """Rows of all leaves, numbered over all trees, and a lower bound on the tokens of all.
 
     With several `workers` the calling script needs its `if __name__ == "__main__":` guard.
@@ -53,7 +53,7 @@ def plan_trees(forest: Forest, limits: Limits, method: Method, search: Search, *
 _Job = tuple[Limits, Method, Search]
 
 
-def _plan(forest: Forest, job: _Job) -> Planned:
+def _plan(forest: PlanForest, job: _Job) -> Planned:
     limits, method, search = job
     rows, num_rows, bound = [], 0, 0
     for tree in forest.trees():
@@ -64,7 +64,7 @@ def _plan(forest: Forest, job: _Job) -> Planned:
     return np.concatenate(rows), bound
 
 
-def _parts(forest: Forest, count: int) -> list[Forest]:
+def _parts(forest: PlanForest, count: int) -> list[PlanForest]:
     """Runs of whole trees, at most about `count` of about equal work."""
     work = np.cumsum(np.diff(forest.node_start) + TREE)
     share = -(-int(work[-1]) // count)
@@ -73,10 +73,10 @@ def _parts(forest: Forest, count: int) -> list[Forest]:
     return [_trees_between(forest, a, b) for a, b in zip(begins.tolist(), stops.tolist(), strict=True)]
 
 
-def _trees_between(forest: Forest, first: int, stop: int) -> Forest:
+def _trees_between(forest: PlanForest, first: int, stop: int) -> PlanForest:
     joined, at, leaves = forest.joined, int(forest.node_start[first]), int(forest.leaf_start[first])
     nodes, own = slice(at, int(forest.node_start[stop])), slice(leaves, int(forest.leaf_start[stop]))
-    part = Tree(
+    part = PlanTree(
         joined.size[nodes],
         joined.depth[nodes],
         np.maximum(joined.parent[nodes] - at, -1),
@@ -85,10 +85,10 @@ def _trees_between(forest: Forest, first: int, stop: int) -> Forest:
         joined.terms[own],
     )
     starts = forest.node_start[first : stop + 1] - at, forest.leaf_start[first : stop + 1] - leaves
-    return Forest(part, *starts, np.arange(part.num_leaves))
+    return PlanForest(part, *starts, np.arange(part.num_leaves))
 
 
-def _in_processes(parts: list[Forest], job: _Job, workers: int) -> list[Planned]:
+def _in_processes(parts: list[PlanForest], job: _Job, workers: int) -> list[Planned]:
     waiting = deque(sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes))
     results: dict[int, Planned] = {}
     under_way: dict[Connection, int] = {}

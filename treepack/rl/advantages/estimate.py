@@ -25,7 +25,8 @@ from treepack.rl.advantages.flat import EPSILON, dr_grpo, grpo, reinforce_pp, rl
 from treepack.rl.advantages.tree import tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
-from treepack.trie.build import Trie, build_trie, trajectories_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, trajectories_of
 
 FLAT = ("grpo", "dr-grpo", "rloo", "reinforce++")
 TREE = ("treepo", "treerpo", "tree-grpo", "treerl")

@@ -32,7 +32,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import UNTRAINED_PREFIX, marked
 from treepack.rl.pros.signals import PerToken
 from treepack.trajectory import Float64, Int32, Int64, positions
-from treepack.trie.build import Trie, sequences_of
+from treepack.trie.trie import Trie, sequences_of
 
 BOUNDARIES = ("token", "turn")
 TOP_VALUES = 0.1
@@ -149,7 +149,7 @@ def augment(
 
 
 @dataclass(frozen=True, slots=True)
-class _Rollout:
+class _SourceRollout:
     index: int
     name: str
     group: str
@@ -157,7 +157,7 @@ class _Rollout:
     marks: Marks | None
 
 
-def _successful(trie: Trie, counts: Counter[str], success_above: float) -> Iterator[tuple[_Rollout, Int64]]:
+def _successful(trie: Trie, counts: Counter[str], success_above: float) -> Iterator[tuple[_SourceRollout, Int64]]:
     """Rollouts whose reward is high enough, with the positions of their trained tokens."""
     table: pa.Table = trie.trajectories
     spans, marks = SpanView.of(table), marks_of(trie)
@@ -170,7 +170,7 @@ def _successful(trie: Trie, counts: Counter[str], success_above: float) -> Itera
             counts["not successful"] += 1
         else:
             starts, ends, _ = spans[i]
-            yield _Rollout(i, names[i], groups[i], tokens, marks.get(i)), positions(starts, ends)
+            yield _SourceRollout(i, names[i], groups[i], tokens, marks.get(i)), positions(starts, ends)
 
 
 def _checked(values: Float64 | None, length: int, what: str, *, cut_off: bool = False) -> Float64:
@@ -186,7 +186,7 @@ def _checked(values: Float64 | None, length: int, what: str, *, cut_off: bool = 
     return values
 
 
-def _query(found: _Rollout, prompt: Int32, *, first: int) -> AugmentedQuery:
+def _query(found: _SourceRollout, prompt: Int32, *, first: int) -> AugmentedQuery:
     marks = found.marks
     parent = found.group if marks is None else marks.parent_group
     original = first if marks is None else marks.untrained_prefix - marks.num_reused

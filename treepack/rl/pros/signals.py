@@ -25,7 +25,7 @@ from treepack.ingest.readers.fields import IDS
 from treepack.ingest.readers.records import Record, read_records
 from treepack.ingest.readers.token_fields import number_values
 from treepack.trajectory import Float64, Int32, Int64, positions
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 ENTROPIES, VALUES = "entropies", "values"
 

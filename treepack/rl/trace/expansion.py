@@ -24,7 +24,7 @@ from treepack.files.directory import finished_file
 from treepack.rl.trace.allocation import MOST_BUDGET, allocate_prefixes, allocate_roots, prefix_utility, root_utility
 from treepack.rl.trace.predictions import Predictions, group_ids, prefix_values
 from treepack.rl.trace.targets import anchors, binary_rewards
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 SUFFIXES = (".jsonl", ".parquet")
 

@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.records import Record, read_records
 from treepack.rl.trace.targets import Anchors, Correlation, recursive_targets, spearman
 from treepack.trajectory import Float64, Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)

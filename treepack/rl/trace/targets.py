@@ -19,7 +19,7 @@ from treepack.errors import TreepackError
 from treepack.rl.advantages.estimate import group_codes
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.rl.trace.targets import anchors, binary_rewards
 from treepack.trajectory import Float64, Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 EDGE = 1e-9  # chances nearer to 0 or 1 than this count as settled: the beta distribution needs positive parameters
 

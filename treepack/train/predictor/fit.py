@@ -27,7 +27,6 @@ from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
 from treepack.model.layers import adapt_layers
-from treepack.pack.files import read_trie
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.train.metrics import MetricsLog
 from treepack.train.options import TrainOptions
@@ -45,6 +44,7 @@ from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_row
 from treepack.train.ranks import find_device
 from treepack.train.schedule import OptimiserStep, learning_rate
 from treepack.trajectory import Float64
+from treepack.trie.files import read_trie
 
 USED = frozenset(
     {

@@ -33,14 +33,16 @@ from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import check_part, file_sha256, read_manifest
-from treepack.model.load import LoadedModel, check_fits, hidden_states, load_model, placed, without_bars
-from treepack.pack.files import read_trie
+from treepack.model.compatibility import check_fits
+from treepack.model.forward import hidden_states, placed
+from treepack.model.load import LoadedModel, load_model, without_bars
 from treepack.rl.trace.predictions import group_ids
 from treepack.rl.trace.targets import Anchors, anchors
 from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
 from treepack.train.ranks import find_device
 from treepack.trajectory import Float64
-from treepack.trie.build import Trie
+from treepack.trie.files import read_trie
+from treepack.trie.trie import Trie
 
 FORMAT, VERSION = "treepack-values", 1
 RECORD, HEAD, METRICS = "values.json", "head.safetensors", "metrics.jsonl"

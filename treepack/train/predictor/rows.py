@@ -23,10 +23,12 @@ import numpy as np
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.rows import Row, pack_rows
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
 from treepack.rl.trace.targets import Anchors
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
-from treepack.trie.build import Trie, build_trie, sequences_of
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, sequences_of
 
 
 @dataclass(frozen=True, slots=True)

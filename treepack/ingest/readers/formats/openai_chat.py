@@ -76,7 +76,7 @@ def _is_text(exchange: Exchange) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Choice:
     chat: ChatCall
     tokens: TokenCall | None
     has_logprobs: bool
@@ -94,7 +94,7 @@ def _choices(exchange: Exchange, options: ReadOptions) -> Iterator[Trajectory | 
         yield from _read(replace(record, value=of_choice), [call], options)
 
 
-def _read(record: Record, calls: Sequence[_Call], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read(record: Record, calls: Sequence[_Choice], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     tokens = [call.tokens for call in calls if call.tokens is not None]
     if tokens and len(tokens) == len(calls):
         yield from read_calls(record, tokens, options)
@@ -104,7 +104,7 @@ def _read(record: Record, calls: Sequence[_Call], options: ReadOptions) -> Itera
         yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) and number == 0 else item
 
 
-def _calls(exchange: Exchange) -> list[_Call]:
+def _calls(exchange: Exchange) -> list[_Choice]:
     """One call for each choice of the response."""
     source, request = exchange.record.source, exchange.request
     if not is_messages(exchange.response["choices"]) or not is_messages(request["messages"]):
@@ -118,7 +118,7 @@ def _calls(exchange: Exchange) -> list[_Call]:
         if said.get("content") is None and isinstance(message.get("refusal"), str):
             said["content"] = message["refusal"]
         chat = ChatCall(request["messages"], [said], request.get("tools") or request.get("functions") or None)
-        calls.append(_Call(chat, token_call(exchange.response, choice), bool(_parts(choice))))
+        calls.append(_Choice(chat, token_call(exchange.response, choice), bool(_parts(choice))))
     return calls
 
 

@@ -55,7 +55,7 @@ def matches(record: dict[str, Any]) -> bool:
 
 
 @dataclass(slots=True)
-class _Rollout:
+class _ResponseRollout:
     """The calls of a rollout so far, and what is said of it; `root` is what it branches off, or itself."""
 
     root: str
@@ -79,7 +79,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     Raises:
         TreepackError: a record is no call, or items that `response_items` refuses.
     """
-    rollouts: dict[str, _Rollout] = {}
+    rollouts: dict[str, _ResponseRollout] = {}
     said: dict[str, _Said] = {}  # by the ids of responses and conversations
     items: dict[str, Item] = {}
     for found in read_exchanges(records, asks="input", answers="output"):
@@ -107,7 +107,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         else:
             name, root = earlier.rollout, rollouts[earlier.rollout].root
             earlier.is_continued = True
-        rollout = rollouts.setdefault(name, _Rollout(root))
+        rollout = rollouts.setdefault(name, _ResponseRollout(root))
         now = _Said(name, _add(rollout, found, own, output, earlier.messages if earlier else []))
         for held in filter(is_messages, (given, found.response["output"])):
             items |= {item["id"]: item for item in held if isinstance(item.get("id"), str)}
@@ -134,7 +134,9 @@ def _items(exchange: Exchange, name: str, items: Any) -> ItemMessages:
     return messages_of_items(items, source=f"{exchange.record.source}: {name}")
 
 
-def _add(rollout: _Rollout, exchange: Exchange, own: ItemMessages, output: ItemMessages, earlier: Messages) -> Messages:
+def _add(
+    rollout: _ResponseRollout, exchange: Exchange, own: ItemMessages, output: ItemMessages, earlier: Messages
+) -> Messages:
     """Add the call of `exchange`, asked with its `own` input; all messages up to its end, without instructions."""
     request, response = exchange.request, exchange.response
     instructions = request.get("instructions") or response.get("instructions")

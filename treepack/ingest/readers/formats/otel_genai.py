@@ -53,7 +53,7 @@ ABOUT = About(
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _TraceSpan:
     source: str
     trace: str
     start: Any
@@ -66,7 +66,7 @@ class _Conversation:
     """The spans of LLM calls of one conversation, and the record of the first."""
 
     record: Record
-    spans: list[_Span] = field(default_factory=list)
+    spans: list[_TraceSpan] = field(default_factory=list)
 
 
 def matches(record: dict[str, Any]) -> bool:
@@ -111,7 +111,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             yield from read_chats(_description(conversation.record, name, spans), calls, options)
 
 
-def _spans(record: Record) -> Iterator[_Span]:
+def _spans(record: Record) -> Iterator[_TraceSpan]:
     value, source = record.value, record.source
     if not matches(value):
         raise TreepackError(f"{source}: has neither resourceSpans nor a span id beside attributes; expected spans")
@@ -135,7 +135,7 @@ def _spans(record: Record) -> Iterator[_Span]:
             else:
                 attributes |= found
         attributes |= _attributes(span.get("attributes"), source)
-        yield _Span(source, str(trace), start if isinstance(start, int | float | str) else 0, attributes, scores)
+        yield _TraceSpan(source, str(trace), start if isinstance(start, int | float | str) else 0, attributes, scores)
 
 
 def _below(held: Any, name: str, source: str) -> list[dict[str, Any]]:
@@ -166,7 +166,7 @@ def _unwrapped(value: Any) -> Any:
     return int(held) if kind == "intValue" and isinstance(held, str) and held.lstrip("-").isdecimal() else held
 
 
-def _calls(span: _Span) -> Iterator[ChatCall]:
+def _calls(span: _TraceSpan) -> Iterator[ChatCall]:
     """One call for each response of `span`."""
     given = _parsed(span, INSTRUCTIONS)
     parts = [{"type": "text", "content": given}] if isinstance(given, str) else given
@@ -180,7 +180,7 @@ def _calls(span: _Span) -> Iterator[ChatCall]:
         yield ChatCall(prompt, said, _parsed(span, TOOLS) or None)
 
 
-def _parsed(span: _Span, name: str) -> Any:
+def _parsed(span: _TraceSpan, name: str) -> Any:
     """The attribute `name`, parsed if it is JSON text."""
     held = span.attributes.get(name)
     if not isinstance(held, str):
@@ -191,7 +191,7 @@ def _parsed(span: _Span, name: str) -> Any:
         return held
 
 
-def _messages(messages: Any, span: _Span, name: str) -> list[dict[str, Any]]:
+def _messages(messages: Any, span: _TraceSpan, name: str) -> list[dict[str, Any]]:
     """Messages in chat form; each response of a tool is one of its own."""
     if not is_messages(messages):
         raise TreepackError(f"{span.source}: {name} is {shown(messages)}; expected a list of messages")
@@ -211,7 +211,7 @@ def _messages(messages: Any, span: _Span, name: str) -> list[dict[str, Any]]:
     return done
 
 
-def _message(role: Any, parts: list[dict[str, Any]], span: _Span, name: str) -> dict[str, Any]:
+def _message(role: Any, parts: list[dict[str, Any]], span: _TraceSpan, name: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role, "content": ""}
     for part in parts:
         kind, content = part.get("type"), part.get("content")
@@ -232,7 +232,7 @@ def _result(part: dict[str, Any]) -> str:
     return held if isinstance(held, str) else "" if held is None else json.dumps(held, ensure_ascii=False)
 
 
-def _description(record: Record, name: str, spans: list[_Span]) -> Record:
+def _description(record: Record, name: str, spans: list[_TraceSpan]) -> Record:
     """What the spans of a conversation say besides their calls."""
     value: dict[str, Any] = {"rollout_id": name}
     for key, names in (

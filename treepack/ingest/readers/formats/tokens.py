@@ -49,7 +49,7 @@ Mask = NDArray[np.uint8] | Float64
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _FieldLayout:
     """Where things lie in the stored ids: `[start, end)` is no padding, `[response, response_end)` is the response."""
 
     source: str
@@ -141,7 +141,7 @@ def _agreed(fields: tf.Fields, kind: str, source: str) -> tuple[Int32 | None, st
     return found, first
 
 
-def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: int | None) -> _Layout:
+def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: int | None) -> _FieldLayout:
     source = record.source
     start, end = 0, num_tokens
     if tf.ATTENTION in fields:
@@ -163,14 +163,14 @@ def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: i
             raise TreepackError(
                 f"{source}: response_length is {shown(length)}, but the response has {found} tokens; drop one"
             )
-        return _Layout(source, num_tokens, start, end, num_prompt, num_tokens)
+        return _FieldLayout(source, num_tokens, start, end, num_prompt, num_tokens)
     if length is None:
-        return _Layout(source, num_tokens, start, end)
+        return _FieldLayout(source, num_tokens, start, end)
     if not 0 <= length <= end - start:
         raise TreepackError(
             f"{source}: response_length is {shown(length)}; expected 0 to {end - start}, the number of tokens"
         )
-    return _Layout(source, num_tokens, start, end, end - length, end)
+    return _FieldLayout(source, num_tokens, start, end, end - length, end)
 
 
 def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[int, int]:
@@ -186,7 +186,7 @@ def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[in
     return start, end
 
 
-def _check_ids(ids: Int32, fields: tf.Fields, layout: _Layout, *, vocab_size: int | None) -> None:
+def _check_ids(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, vocab_size: int | None) -> None:
     source = layout.source
     if vocab_size is not None and (high := int(ids[layout.start : layout.end].max())) >= vocab_size:
         raise TreepackError(f"{source}: holds the token id {high}; expected ids below the vocabulary size {vocab_size}")
@@ -205,7 +205,7 @@ def _has_mask(fields: tf.Fields) -> bool:
     return tf.MASK in fields or tf.LABELS in fields
 
 
-def _trained_mask(ids: Int32, fields: tf.Fields, layout: _Layout, *, train_all: bool) -> Mask:
+def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_all: bool) -> Mask:
     """The weight of each stored token: the product of all masks, 0 on padding. [layout.num_tokens]"""
     mask: Mask | None = None
     for name, values in fields.get(tf.MASK, {}).items():
@@ -232,7 +232,7 @@ def _trained_mask(ids: Int32, fields: tf.Fields, layout: _Layout, *, train_all: 
     return mask
 
 
-def _without_reused(mask: Mask, record: Record, layout: _Layout) -> tuple[Mask, tuple[str, ...]]:
+def _without_reused(mask: Mask, record: Record, layout: _FieldLayout) -> tuple[Mask, tuple[str, ...]]:
     """`mask` without the tokens that the rollout took over from an augmented query, and whether that changed it."""
     prefix = marked(record.value, UNTRAINED_PREFIX)
     if prefix is None:
@@ -250,7 +250,7 @@ def _without_reused(mask: Mask, record: Record, layout: _Layout) -> tuple[Mask, 
     return mask, ("reused tokens not trained",)
 
 
-def _on_all_tokens(values: NDArray[Any], name: str, layout: _Layout) -> NDArray[Any]:
+def _on_all_tokens(values: NDArray[Any], name: str, layout: _FieldLayout) -> NDArray[Any]:
     """`values` over all tokens, given over all or over the response only."""
     if len(values) == layout.num_tokens:
         return values
@@ -269,7 +269,7 @@ def _on_all_tokens(values: NDArray[Any], name: str, layout: _Layout) -> NDArray[
     )
 
 
-def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _Layout) -> NDArray[np.uint8]:
+def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _FieldLayout) -> NDArray[np.uint8]:
     labels = tf.as_array(values) if len(values) else np.zeros(0, np.int64)
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise TreepackError(
@@ -286,7 +286,7 @@ def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _Layout) -> NDAr
     return flags
 
 
-def _padding_notes(layout: _Layout) -> tuple[str, ...]:
+def _padding_notes(layout: _FieldLayout) -> tuple[str, ...]:
     left = ("left padding removed",) if layout.start > 0 else ()
     right = ("right padding removed",) if layout.end < layout.num_tokens else ()
     return left + right
@@ -302,7 +302,7 @@ def _spans(mask: Mask) -> tuple[Int32, Int32, Float64]:
     return edges[0::2].copy(), edges[1::2].copy(), np.ones(len(edges) // 2)
 
 
-def _at_trained(values: Float64, name: str, mask: Mask, layout: _Layout) -> Float64:
+def _at_trained(values: Float64, name: str, mask: Mask, layout: _FieldLayout) -> Float64:
     """`values` at the trained tokens but the first token, given over all tokens, the response or the trained tokens.
 
     Raises:
@@ -332,7 +332,7 @@ def _at_trained(values: Float64, name: str, mask: Mask, layout: _Layout) -> Floa
     )
 
 
-def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _Layout) -> Float64 | None:
+def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -> Float64 | None:
     """The values of `kind` at the trained tokens, log-probabilities rounded to float32; all fields must agree there."""
     found: Float64 | None = None
     first = ""
@@ -355,12 +355,12 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _Layout) -> Flo
     return found
 
 
-def _logprobs(fields: tf.Fields, kind: str, mask: Mask, layout: _Layout) -> Float32 | None:
+def _logprobs(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -> Float32 | None:
     values = _per_token(fields, kind, mask, layout) if kind in fields else None
     return None if values is None else values.astype(np.float32)
 
 
-def _advantages(fields: tf.Fields, mask: Mask, layout: _Layout) -> tuple[float | None, Float64 | None]:
+def _advantages(fields: tf.Fields, mask: Mask, layout: _FieldLayout) -> tuple[float | None, Float64 | None]:
     """The advantage of the trajectory, or those of its trained tokens; at most one of the two."""
     given = fields.get(tf.ADVANTAGE)
     if given is None:

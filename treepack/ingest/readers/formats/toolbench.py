@@ -79,7 +79,7 @@ def _opening(answer: dict[str, Any], source: str) -> list[dict[str, Any]]:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _SearchStep:
     """The nodes of the turn being read."""
 
     thought: str | None = None
@@ -108,7 +108,7 @@ class _Turn:
 
 
 def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
-    turn = _Turn()
+    turn = _SearchStep()
     for node in path:
         kind, text = node.get("node_type"), node.get("description")
         if kind == "Thought":

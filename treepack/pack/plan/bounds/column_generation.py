@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.pack.plan.bounds.knapsack import dearest_row, fill_table, most_profit
-from treepack.pack.plan.problem import Tree
+from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Float64, Int32, Int64
 
 ROUNDS = 100
@@ -42,7 +42,7 @@ CLOSE = 0.0005  # gap to the best value of the rows found so far, at which to st
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class PricingProgram:
     """What is to be bounded: rows of at most `capacity` tokens, at least `times[u]` of them through node u.
 
     They spend at least `tokens[u]` tokens in its subtree; both int64 [nodes]. `cost` int64 [nodes] is what a row pays
@@ -50,7 +50,7 @@ class Program:
     `upper`. Some best plan has at most `most_rows` rows.
     """
 
-    tree: Tree
+    tree: PlanTree
     capacity: int
     cost: Int64
     times: Int64
@@ -72,7 +72,7 @@ class Allowance:
     left: float
 
 
-def lower_bound(program: Program, allowance: Allowance, *, known: int) -> int:
+def lower_bound(program: PricingProgram, allowance: Allowance, *, known: int) -> int:
     """Least cost that any plan can have, as far as this method proves it; at least `known`.
 
     Stops when nothing above `known` can come of it, when `upper` is proven, or when the allowance is used up.
@@ -96,7 +96,7 @@ class _Generator:
     that all amounts are about as large.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: PricingProgram) -> None:
         self.program = program
         tree, times, tokens = program.tree, program.times, program.tokens
         self.is_leaf = tree.end == np.arange(1, tree.num_nodes + 1)
@@ -295,7 +295,7 @@ class _Generator:
         return math.ceil(_bound(program, earned, dearest, unit=1, scale=scale))
 
 
-def _bound(program: Program, earned: float, dearest: Int32 | Int64, *, unit: int, scale: int) -> Fraction:
+def _bound(program: PricingProgram, earned: float, dearest: Int32 | Int64, *, unit: int, scale: int) -> Fraction:
     """The better of two bounds from prices that earn `earned`; `dearest[room]` is the highest excess of price over cost
     of a row of `room` units. Both are `scale` times too large.
 

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.pack.plan.problem import Tree
+from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Int32, Int64
 
 
@@ -43,7 +43,7 @@ def dearest_row(sizes: Int64, end: Int64, table: Int32) -> NDArray[np.bool_]:
     return taken
 
 
-def most_profit(tree: Tree, profit: Int64, capacity: int) -> Int64:
+def most_profit(tree: PlanTree, profit: Int64, capacity: int) -> Int64:
     """`best[0]` alone, int64 [capacity + 1], in whole tokens. O(nodes * capacity) time, O(capacity log nodes) memory.
 
     The order of children does not matter, and with the largest subtree last few lines are needed at a time: a node and
@@ -53,7 +53,7 @@ def most_profit(tree: Tree, profit: Int64, capacity: int) -> Int64:
     return np.asarray(_first_line(tree.size[order], profit[order], end, capacity))
 
 
-def _largest_last(tree: Tree) -> tuple[Int64, Int64]:
+def _largest_last(tree: PlanTree) -> tuple[Int64, Int64]:
     """Depth-first order of the nodes in which the largest child's subtree comes last, and the ends in that order."""
     held = tree.end - np.arange(tree.num_nodes)
     place, free = np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64)

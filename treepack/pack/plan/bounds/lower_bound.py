@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treepack.pack.plan.problem import Limits, Search, Tree
+from treepack.pack.plan.problem import Limits, PlanTree, Search
 from treepack.trajectory import Int64
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MOST_PROGRAMS = 24  # programs of row counts for each larger subtree: the nodes 
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class ProofEffort:
     """How hard to look for a bound.
 
     Most leaves of subtrees for which a program over sets, the multi-path program and, one after the other, column
@@ -39,7 +39,7 @@ class Proof:
     entries: float
 
 
-def recursive_bound(tree: Tree, capacity: int) -> int:
+def recursive_bound(tree: PlanTree, capacity: int) -> int:
     """Fewest tokens that rows of `capacity` can hold for `tree`, by counting from the leaves up. O(nodes).
 
     A row that passes through node u has `capacity - (depth[u] + size[u])` tokens left for what is below it. If
@@ -58,14 +58,14 @@ class _Known:
     times: Int64
 
 
-def _count(tree: Tree, capacity: int, known: _Known) -> _Known:
+def _count(tree: PlanTree, capacity: int, known: _Known) -> _Known:
     """`known` carried up from the leaves to the root."""
     from treepack.pack.plan.bounds.counting import count
 
     return _Known(*count(tree.parent, tree.end, tree.size, tree.depth + tree.size, capacity, known.tokens, known.times))
 
 
-def lower_bound(tree: Tree, capacity: int, rows: Int64, proof: Proof) -> int:
+def lower_bound(tree: PlanTree, capacity: int, rows: Int64, proof: ProofEffort) -> int:
     """Fewest tokens of any plan, as far as it can be proven with the programs that `proof` allows.
 
     `rows` int64 [leaves] is a good plan: it says where the bound may be loose, and the programs start from its rows.
@@ -94,29 +94,29 @@ def lower_bound(tree: Tree, capacity: int, rows: Int64, proof: Proof) -> int:
     return int(_count(tree, capacity, known).tokens[0])
 
 
-def _below(tree: Tree, values: Int64) -> Int64:
+def _below(tree: PlanTree, values: Int64) -> Int64:
     """Sum of `values` over each subtree."""
     sums = np.concatenate([[0], np.cumsum(values)])
     return np.asarray(sums[tree.end] - sums[:-1])
 
 
-def _maximal(tree: Tree, leaves: Int64, largest: int) -> Int64:
+def _maximal(tree: PlanTree, leaves: Int64, largest: int) -> Int64:
     """Nodes with at most `largest` leaves below them whose parents have more."""
     above = np.where(tree.parent < 0, largest + 1, leaves[tree.parent])
     return np.flatnonzero((leaves <= largest) & (above > largest))
 
 
-def subtree(tree: Tree, node: int) -> Tree:
+def subtree(tree: PlanTree, node: int) -> PlanTree:
     """The subtree of `node` alone; its rows may hold the capacity less `tree.depth[node]`."""
     part = slice(node, int(tree.end[node]))
     first, stop = np.searchsorted(tree.leaf, [part.start, part.stop])
     parent = tree.parent[part] - node
     parent[0] = -1
     depth, end = tree.depth[part] - tree.depth[node], tree.end[part] - node
-    return Tree(tree.size[part], depth, parent, end, tree.leaf[first:stop] - node, tree.terms[first:stop])
+    return PlanTree(tree.size[part], depth, parent, end, tree.leaf[first:stop] - node, tree.terms[first:stop])
 
 
-def _small_subtrees(tree: Tree, capacity: int, *, most_leaves: int) -> _Known:
+def _small_subtrees(tree: PlanTree, capacity: int, *, most_leaves: int) -> _Known:
     """Exact tokens and row counts of all nodes with at most `most_leaves` leaves below them."""
     from treepack.pack.plan.methods.subsets import fewest
 
@@ -130,13 +130,13 @@ def _small_subtrees(tree: Tree, capacity: int, *, most_leaves: int) -> _Known:
     return known
 
 
-def _fits(tree: Tree, node: int, capacity: int) -> bool:
+def _fits(tree: PlanTree, node: int, capacity: int) -> bool:
     return bool(tree.depth[node] + tree.size[node : tree.end[node]].sum() <= capacity)
 
 
-def _by_programs(tree: Tree, node: int, capacity: int, rows: Int64, known: _Known, proof: Proof) -> _Known:
+def _by_programs(tree: PlanTree, node: int, capacity: int, rows: Int64, known: _Known, proof: ProofEffort) -> _Known:
     """What column generation adds for the subtree of `node`: first row counts, where they matter most, then tokens."""
-    from treepack.pack.plan.bounds.column_generation import Allowance, Program, lower_bound
+    from treepack.pack.plan.bounds.column_generation import Allowance, PricingProgram, lower_bound
     from treepack.pack.plan.bounds.counting import passes
 
     part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
@@ -159,12 +159,12 @@ def _by_programs(tree: Tree, node: int, capacity: int, rows: Int64, known: _Know
         counted = _count(part, room, counted)
     base = int(counted.tokens[0])
     most_rows = _most_rows(part, room, upper, counted)
-    program = Program(part, room, part.size, counted.times, counted.tokens, plan, upper, most_rows)
+    program = PricingProgram(part, room, part.size, counted.times, counted.tokens, plan, upper, most_rows)
     counted.tokens[0] = lower_bound(program, Allowance(proof.entries * 2 / 3 + max(0.0, for_rows.left)), known=base)
     return counted
 
 
-def _most_rows(tree: Tree, capacity: int, upper: int, known: _Known) -> int:
+def _most_rows(tree: PlanTree, capacity: int, upper: int, known: _Known) -> int:
     """Rows of some plan of fewest tokens, at most; `upper` are the tokens of any plan.
 
     Of these plans take one of fewest rows. Two of its rows hold more than `capacity` and what they share, or they would
@@ -176,9 +176,9 @@ def _most_rows(tree: Tree, capacity: int, upper: int, known: _Known) -> int:
     return min(most, (upper - below) // root) if root else most
 
 
-def _fewest_rows(tree: Tree, node: int, capacity: int, plan: Int64, known: _Known, allowance: Allowance) -> int:
+def _fewest_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: _Known, allowance: Allowance) -> int:
     """Rows that must pass through `node`."""
-    from treepack.pack.plan.bounds.column_generation import Program, lower_bound
+    from treepack.pack.plan.bounds.column_generation import PricingProgram, lower_bound
 
     part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
     first = int(np.searchsorted(tree.leaf, node))
@@ -186,5 +186,5 @@ def _fewest_rows(tree: Tree, node: int, capacity: int, plan: Int64, known: _Know
     cost = np.zeros(part.num_nodes, np.int64)
     cost[0] = 1
     most, room = int(own.max()) + 1, capacity - int(tree.depth[node])
-    program = Program(part, room, cost, known.times[inside], known.tokens[inside], own, most, most)
+    program = PricingProgram(part, room, cost, known.times[inside], known.tokens[inside], own, most, most)
     return lower_bound(program, allowance, known=int(known.times[node]))

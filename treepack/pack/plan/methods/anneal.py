@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
-from treepack.pack.plan.problem import Limits, Tree, path_pairs
+from treepack.pack.plan.problem import Limits, PlanTree, path_pairs
 from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int64
 
@@ -31,7 +31,7 @@ HOT, COLD = 0.5, 0.005  # temperatures, in mean node sizes
 NO_LIMIT = 2**62
 
 
-class Shape(NamedTuple):
+class AnnealShape(NamedTuple):
     """The tree: for each node its parent, a `jump` to an ancestor, tokens and score pairs to its end; its leaves."""
 
     parent: Int64
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     shared: Int64
 
 
-class Rows(NamedTuple):
+class AnnealedRows(NamedTuple):
     """`through` int32 [nodes, rows]: children of the node that the row passes through, and leaves of it that end there.
 
     `passing` [nodes] counts the rows that pass through each node; what each row holds, [rows].
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     leaves: Int64
 
 
-def anneal(tree: Tree, limits: Limits, row_of_leaf: Int64, *, steps_per_leaf: int, passes: int = 3) -> Int64:
+def anneal(tree: PlanTree, limits: Limits, row_of_leaf: Int64, *, steps_per_leaf: int, passes: int = 3) -> Int64:
     """A plan that is at least as good as `row_of_leaf` int64 [leaves]: fewer tokens, then fewer rows.
 
     Each pass takes about `steps_per_leaf` steps for each leaf and starts from the result of the one before, its windows
@@ -139,9 +139,9 @@ def _nodes(lengths: Int64, shared: Int64) -> tuple[Int64, Int64, Int64]:
     return parent[:made], stop[:made], leaf
 
 
-def _shape(lengths: Int64, shared: Int64, terms: Int64) -> Shape:
+def _shape(lengths: Int64, shared: Int64, terms: Int64) -> AnnealShape:
     parent, stop, leaf = _nodes(lengths, shared)
-    return Shape(parent, _jumps(parent, stop), stop, path_pairs(stop), leaf, terms, shared)
+    return AnnealShape(parent, _jumps(parent, stop), stop, path_pairs(stop), leaf, terms, shared)
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
@@ -174,7 +174,7 @@ def _random(state: Any) -> float:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _put(shape: Shape, rows: Rows, k: int, row: int) -> None:
+def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
     """Add leaf k to a row."""
     end = shape.leaf[k]
     node = end
@@ -192,7 +192,7 @@ def _put(shape: Shape, rows: Rows, k: int, row: int) -> None:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _take(shape: Shape, rows: Rows, k: int) -> None:
+def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
     """Remove leaf k from its row."""
     row, end = rows.row_of[k], shape.leaf[k]
     node = end
@@ -210,7 +210,7 @@ def _take(shape: Shape, rows: Rows, k: int) -> None:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _tear(shape: Shape, rows: Rows, removed: Int64, was_in: Int64, state: Any) -> int:
+def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64, state: Any) -> int:
     """Take strings of neighbouring leaves out of a few rows; returns how many, in `removed` and `was_in` which."""
     num = len(shape.leaf)
     low = int(_random(state) * num)
@@ -249,7 +249,7 @@ def _tear(shape: Shape, rows: Rows, removed: Int64, was_in: Int64, state: Any) -
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _best_row(shape: Shape, rows: Rows, caps: Int64, k: int, state: Any) -> int:
+def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state: Any) -> int:
     """The row where leaf k adds fewest tokens, the fullest of those; an empty one if none has room, -1 if none is."""
     end = shape.leaf[k]
     node, seen = end, 0
@@ -278,7 +278,7 @@ def _best_row(shape: Shape, rows: Rows, caps: Int64, k: int, state: Any) -> int:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _put_back(shape: Shape, rows: Rows, caps: Int64, removed: Int64, state: Any) -> bool:
+def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int64, state: Any) -> bool:
     """Put all of `removed` somewhere: in random order, longest first, or along the tree from either side."""
     num = len(removed)
     keys = np.zeros(num)
@@ -300,13 +300,13 @@ def _put_back(shape: Shape, rows: Rows, caps: Int64, removed: Int64, state: Any)
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _anneal(shape: Shape, caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
+def _anneal(shape: AnnealShape, caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
     num, nodes = len(row_of), len(shape.parent)
     state = np.array([88172645463325252 + 2654435761 * (seed + 1)], np.uint64)
     empty = np.zeros(num_rows, np.int64)
     through = np.zeros((nodes, num_rows), np.int32)
     passing = np.zeros(nodes, np.int64)
-    rows = Rows(row_of.copy(), through, passing, empty.copy(), empty.copy(), empty.copy(), empty)
+    rows = AnnealedRows(row_of.copy(), through, passing, empty.copy(), empty.copy(), empty.copy(), empty)
     for k in range(num):
         _put(shape, rows, k, row_of[k])
     removed, was_in = np.zeros(num, np.int64), np.zeros(num, np.int64)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treepack.pack.plan.problem import Tree
+from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Int64
 
 Rooms = tuple[int, ...]  # what each traversal has left, ascending
@@ -26,7 +26,7 @@ MOST_SUMS = 1024  # more different sums than this hardly ever round anything
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SubtreeShape:
     """A tree as lists by node. `room` is what a row that passes through a node has left below it.
 
     `children` are in the order in which they are put together: most leaves first, then most tokens.
@@ -39,7 +39,7 @@ class Shape:
     num_leaves: int
 
     @classmethod
-    def of(cls, tree: Tree, capacity: int) -> Shape:
+    def of(cls, tree: PlanTree, capacity: int) -> SubtreeShape:
         parent, end = tree.parent.tolist(), tree.end.tolist()
         first = np.searchsorted(tree.leaf, np.arange(tree.num_nodes))
         leaves = (np.searchsorted(tree.leaf, tree.end) - first).tolist()
@@ -58,7 +58,7 @@ class Shape:
 class Completion:
     """Bounds for plans of at most `tokens` tokens, and of at most `rows` rows if of exactly `tokens`."""
 
-    shape: Shape
+    shape: SubtreeShape
     tokens: int
     rows: int
     lifted: list[Int64] = field(init=False)  # per node: tokens in it and below it with at most k traversals
@@ -133,7 +133,7 @@ class Sums:
     each by the true sums of the other would be wrong. What hangs off the path to the root adds nothing of the path.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: SubtreeShape) -> None:
         self.shape = shape
         num = len(shape.size)
         self.parts: list[int | None] = [1] * num  # of each node with what is below it, or nothing of it

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.problem import Limits, Search, Solution, Tree, path_pairs
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
 from treepack.trajectory import Int64
 
 
@@ -31,7 +31,7 @@ class _Measure:
     limit: int
 
 
-def _measures(tree: Tree, limits: Limits, order: Int64, shared: Int64) -> list[_Measure]:
+def _measures(tree: PlanTree, limits: Limits, order: Int64, shared: Int64) -> list[_Measure]:
     """The limits that are set, for the leaves in `order`, of which each shares `shared` tokens with the one before."""
     lengths = tree.length[order]
 
@@ -46,7 +46,7 @@ def _measures(tree: Tree, limits: Limits, order: Int64, shared: Int64) -> list[_
     return found
 
 
-def contiguous(tree: Tree, limits: Limits, search: Search) -> Solution:
+def contiguous(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     """The best cut of the depth-first order: fewest tokens, then fewest rows. O(leaves).
 
     The rows that can end at a leaf are a window that only moves forward, so a queue of window minima suffices.
@@ -81,7 +81,7 @@ def _rows_of_begins(begin: list[int]) -> Int64:
     return np.cumsum(rows) - 1
 
 
-def deepest_first(tree: Tree, limits: Limits, search: Search) -> Solution:
+def deepest_first(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     """Visit children by their deepest leaf, deepest first; a new row when the next leaf does not fit.
 
     Tree Training (arXiv 2511.00413), section 2.2.2, "heuristic algorithm".
@@ -97,7 +97,7 @@ def deepest_first(tree: Tree, limits: Limits, search: Search) -> Solution:
     return Solution(rows)
 
 
-def _deepest_first_order(tree: Tree) -> tuple[list[int], list[int]]:
+def _deepest_first_order(tree: PlanTree) -> tuple[list[int], list[int]]:
     """Leaves in that order and the tokens that each shares with the one before it."""
     deepest = (tree.depth + tree.size).tolist()
     parent, depth = tree.parent.tolist(), tree.depth.tolist()

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from treepack.pack.plan.problem import Limits, Search, Solution, Tree
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution
 from treepack.trajectory import Int64
 
 # Units of CP-SAT's own count of work, about a second each, for one tree without a time limit.
 _WORK = {"low": 5.0, "normal": 30.0, "high": 300.0}
 
 
-def direct(tree: Tree, limits: Limits, search: Search, *, incumbent: Int64) -> Solution:
+def direct(tree: PlanTree, limits: Limits, search: Search, *, incumbent: Int64) -> Solution:
     """The best plan found that is no worse than `incumbent` (rows of the leaves), and the bound proven.
 
     Fewest tokens, then fewest rows, within all limits; the same on any machine unless `search.time_limit` ends it.
@@ -58,7 +58,7 @@ def direct(tree: Tree, limits: Limits, search: Search, *, incumbent: Int64) -> S
     return Solution(np.unique(name, return_inverse=True)[1].astype(np.int64), bound)
 
 
-def _variables(model: Any, tree: Tree) -> dict[tuple[int, int], Any]:
+def _variables(model: Any, tree: PlanTree) -> dict[tuple[int, int], Any]:
     """A variable of each node and row that may hold it; a row's lowest leaf and its ancestors share one."""
     first = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)).tolist()
     stop = np.searchsorted(tree.leaf, tree.end).tolist()
@@ -70,7 +70,7 @@ def _variables(model: Any, tree: Tree) -> dict[tuple[int, int], Any]:
     }
 
 
-def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: Tree, limits: Limits) -> None:
+def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: PlanTree, limits: Limits) -> None:
     from ortools.sat.python.cp_model import LinearExpr
 
     weighted_sum = LinearExpr.weighted_sum
@@ -95,7 +95,7 @@ def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: Tree, lim
             model.add(weighted_sum([on[v, r] for v in leaves[r:]], terms[r:]) <= limits.terms * on[0, r])
 
 
-def _held(tree: Tree, rows: Int64) -> set[tuple[int, int]]:
+def _held(tree: PlanTree, rows: Int64) -> set[tuple[int, int]]:
     """Nodes and the rows, named after their lowest leaves, that hold them."""
     lowest = np.full(tree.num_leaves, tree.num_leaves)
     np.minimum.at(lowest, rows, np.arange(tree.num_leaves))

@@ -27,10 +27,10 @@ import numpy as np
 
 from treepack.pack.plan.methods import contiguous as cuts
 from treepack.pack.plan.methods import single_path
-from treepack.pack.plan.methods.completion import IMPOSSIBLE, Completion, Shape
+from treepack.pack.plan.methods.completion import IMPOSSIBLE, Completion, SubtreeShape
 from treepack.pack.plan.methods.direct import direct
-from treepack.pack.plan.methods.traversals import Budget, Outcome, OutOfWorkError, Program
-from treepack.pack.plan.problem import Limits, Search, Solution, Tree
+from treepack.pack.plan.methods.traversals import Budget, Outcome, OutOfWorkError, TraversalProgram
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution
 from treepack.trajectory import Int64
 
 MOST_LEAVES = 500  # of trees that are searched; bounds take leaves * nodes of memory
@@ -40,7 +40,7 @@ _TARGETS = (0.0, 0.125, 0.5)  # between the bound and the best plan
 _ALL = 1 << 50
 
 
-def exact(tree: Tree, limits: Limits, search: Search) -> Solution:
+def exact(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     """The plan of fewest tokens, then fewest rows; the best one found if the time or work allowed does not suffice.
 
     It has the fewest tokens for certain if they equal `lower_bound`.
@@ -52,9 +52,9 @@ def exact(tree: Tree, limits: Limits, search: Search) -> Solution:
         return _exact_within(tree, limits, search, best)
     if tree.num_leaves > MOST_LEAVES:
         return Solution(best.row_of_leaf)
-    shape = Shape.of(tree, limits.capacity)
+    shape = SubtreeShape.of(tree, limits.capacity)
     bounds = Completion(shape, best.tokens, best.rows)
-    proof = _Proof(tree, shape, best, bounds.bound(), Budget.of(search))
+    proof = _ExactProof(tree, shape, best, bounds.bound(), Budget.of(search))
     least_rows = int(np.argmax(bounds.lifted[0] < IMPOSSIBLE))
     if (proof.lower, least_rows) != (best.tokens, best.rows):
         with contextlib.suppress(OutOfWorkError):
@@ -62,7 +62,7 @@ def exact(tree: Tree, limits: Limits, search: Search) -> Solution:
     return Solution(proof.best.row_of_leaf, proof.lower)
 
 
-def _exact_within(tree: Tree, limits: Limits, search: Search, best: _Incumbent) -> Solution:
+def _exact_within(tree: PlanTree, limits: Limits, search: Search, best: _Incumbent) -> Solution:
     """The best plan for the capacity alone if it is within all limits, else the integer program's."""
     seconds = None if search.time_limit is None else search.time_limit / 2
     search = Search(search.effort, seconds)
@@ -84,11 +84,11 @@ class _Incumbent:
 
 
 @dataclass(slots=True)
-class _Proof:
+class _ExactProof:
     """The best plan and the greatest bound known so far."""
 
-    tree: Tree
-    shape: Shape
+    tree: PlanTree
+    shape: SubtreeShape
     best: _Incumbent
     lower: int
     budget: Budget
@@ -114,7 +114,7 @@ class _Proof:
         return self._run(self.best.tokens, self.best.rows - 1, width)
 
     def _run(self, tokens: int, rows: int, width: int) -> Outcome:
-        outcome = Program(self.shape, Completion(self.shape, tokens, rows), self.budget, width).run()
+        outcome = TraversalProgram(self.shape, Completion(self.shape, tokens, rows), self.budget, width).run()
         if outcome.rows is not None:
             found = _measured(self.tree, outcome.rows)
             assert (found.tokens, found.rows) < (self.best.tokens, self.best.rows), "a run found nothing better"
@@ -122,19 +122,19 @@ class _Proof:
         return outcome
 
 
-def _incumbent(tree: Tree, limits: Limits, search: Search) -> _Incumbent:
+def _incumbent(tree: PlanTree, limits: Limits, search: Search) -> _Incumbent:
     methods = (cuts.contiguous, cuts.deepest_first, single_path.single_path)
     plans = [_measured(tree, method(tree, limits, search).row_of_leaf) for method in methods]
     return min(plans, key=lambda plan: (plan.tokens, plan.rows))
 
 
-def _measured(tree: Tree, row_of_leaf: Int64) -> _Incumbent:
+def _measured(tree: PlanTree, row_of_leaf: Int64) -> _Incumbent:
     sizes = tree.size.tolist()
     tokens = sum(sizes[node] for node, _ in _held(tree, row_of_leaf))
     return _Incumbent(row_of_leaf, tokens, int(row_of_leaf.max()) + 1)
 
 
-def _is_within(tree: Tree, row_of_leaf: Int64, limits: Limits) -> bool:
+def _is_within(tree: PlanTree, row_of_leaf: Int64, limits: Limits) -> bool:
     """Whether no row has more score pairs or loss terms than the limits."""
     nodes, rows = np.array(sorted(_held(tree, row_of_leaf))).T
     pairs = np.zeros(rows.max() + 1, np.int64)
@@ -145,7 +145,7 @@ def _is_within(tree: Tree, row_of_leaf: Int64, limits: Limits) -> bool:
     return within_pairs and (limits.terms is None or int(terms.max()) <= limits.terms)
 
 
-def _held(tree: Tree, row_of_leaf: Int64) -> set[tuple[int, int]]:
+def _held(tree: PlanTree, row_of_leaf: Int64) -> set[tuple[int, int]]:
     """Every node with every row that holds it."""
     parent = tree.parent.tolist()
     held: set[tuple[int, int]] = set()

@@ -13,7 +13,7 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.problem import Limits
 from treepack.pack.plan.unions import row_sizes
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
 def whole_groups(trie: Trie, limits: Limits) -> Int64:

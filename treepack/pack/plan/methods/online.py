@@ -14,12 +14,12 @@ import sys
 
 import numpy as np
 
-from treepack.pack.plan.problem import Forest, Limits, Tree, path_pairs
+from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, path_pairs
 from treepack.trajectory import Int64
-from treepack.trie.build import Trie
+from treepack.trie.trie import Trie
 
 
-def greedy_online(forest: Forest, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
     """Row of each leaf, int64 [num_leaves], by first fit in the `order` of arrival, a permutation of the leaves.
 
     `steps` int64 [num_leaves] is each leaf's training step; rows never mix steps. The baseline of online trainers
@@ -30,19 +30,19 @@ def greedy_online(forest: Forest, order: Int64, steps: Int64, limits: Limits) ->
     return fill_rows(tree, pairs, order, steps, limits)
 
 
-def sequence(forest: Forest, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
     """Row of each leaf, int64 [num_leaves], by first fit decreasing over whole lengths: N_pack is N_flat.
 
     Rows of a trie that shares prefixes share them all the same; `trie.unshared` gives the trie whose rows do not.
     """
     length, nothing = forest.joined.length, np.full(forest.num_leaves, -1)
     alone = np.arange(forest.num_leaves)
-    tree = Tree(length, np.zeros_like(length), nothing, alone + 1, alone, forest.joined.terms)
+    tree = PlanTree(length, np.zeros_like(length), nothing, alone + 1, alone, forest.joined.terms)
     longest_first = order[np.argsort(-length[order], kind="stable")]
     return fill_rows(tree, path_pairs(length), longest_first, steps, limits)
 
 
-def fill_rows(tree: Tree, pairs: Int64, order: Int64, steps: Int64, limits: Limits) -> Int64:
+def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: Limits) -> Int64:
     """Row of each leaf by first fit in `order`; `pairs` [nodes] score pairs of a path down to the end of each node."""
     from treepack.pack.plan.methods.first_fit import first_fit
 
@@ -63,7 +63,7 @@ def fill_rows(tree: Tree, pairs: Int64, order: Int64, steps: Int64, limits: Limi
     return row_of
 
 
-def _least_below(tree: Tree) -> Int64:
+def _least_below(tree: PlanTree) -> Int64:
     """Fewest tokens between the end of each node and the end of a leaf below it, int64 [num_nodes]."""
     path = tree.depth + tree.size
     first, last = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)), np.searchsorted(tree.leaf, tree.end)

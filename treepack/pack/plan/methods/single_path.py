@@ -16,11 +16,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.pack.plan.problem import Limits, Search, Solution, Tree
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution
 from treepack.trajectory import Int64
 
 
-def single_path(tree: Tree, limits: Limits, search: Search) -> Solution:
+def single_path(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     """Rows of the nodes that save the most, fewest rows among those. O(nodes).
 
     Tree Training (arXiv 2511.00413), section 2.2.1, eq. 3-5.
@@ -28,7 +28,7 @@ def single_path(tree: Tree, limits: Limits, search: Search) -> Solution:
     return Solution(choose_shared_nodes(tree, limits)[1])
 
 
-def choose_shared_nodes(tree: Tree, limits: Limits) -> tuple[int, Int64]:
+def choose_shared_nodes(tree: PlanTree, limits: Limits) -> tuple[int, Int64]:
     """The most that feasible nodes can save, eq. 5, and the row of each leaf, int64 [num_leaves]."""
     first = np.searchsorted(tree.leaf, np.arange(tree.num_nodes))
     stop = np.searchsorted(tree.leaf, tree.end)
@@ -58,7 +58,7 @@ def choose_shared_nodes(tree: Tree, limits: Limits) -> tuple[int, Int64]:
     return total, rows
 
 
-def _feasible(tree: Tree, limits: Limits, first: Int64, stop: Int64) -> NDArray[np.bool_]:
+def _feasible(tree: PlanTree, limits: Limits, first: Int64, stop: Int64) -> NDArray[np.bool_]:
     """Eq. 3 of every node; where limited, also the pairs and terms of its row."""
     lengths = np.concatenate([[0], np.cumsum(tree.length)])
     shared = tree.depth + tree.size

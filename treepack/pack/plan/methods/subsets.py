@@ -13,13 +13,13 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.pack.plan.problem import Limits, Search, Solution, Tree, path_pairs
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
 from treepack.trajectory import Int64
 
 MOST_LEAVES = 13
 
 
-def subsets(tree: Tree, limits: Limits, search: Search) -> Solution:
+def subsets(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     """The plan of fewest tokens, then fewest rows, within all limits; its own proof.
 
     For trees of at most `MOST_LEAVES` leaves, each of which fits alone.
@@ -36,7 +36,7 @@ def subsets(tree: Tree, limits: Limits, search: Search) -> Solution:
     return Solution(rows, int(best[-1]) // (num + 1))
 
 
-def fewest(tree: Tree, limits: Limits) -> tuple[Int64, Int64]:
+def fewest(tree: PlanTree, limits: Limits) -> tuple[Int64, Int64]:
     """For each node the least tokens of its subtree and the least rows through it, each on its own; int64 [nodes]."""
     tokens, fits = _tokens_of_sets(tree, limits)
     rows = _best_of_sets(np.ones_like(tokens), fits)[0]
@@ -50,7 +50,7 @@ def fewest(tree: Tree, limits: Limits) -> tuple[Int64, Int64]:
     return least, rows[((1 << (high - low)) - 1) << low]
 
 
-def _tokens_of_sets(tree: Tree, limits: Limits) -> tuple[Int64, NDArray[np.bool_]]:
+def _tokens_of_sets(tree: PlanTree, limits: Limits) -> tuple[Int64, NDArray[np.bool_]]:
     """Tokens of a row of each set of leaves, and whether it keeps the limits."""
     num = tree.num_leaves
     assert num <= MOST_LEAVES, f"{num} leaves are too many for a program over subsets"

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.methods.completion import Completion, Rooms, Shape, State, Sums, added, suffix_maximum
+from treepack.pack.plan.methods.completion import Completion, Rooms, State, SubtreeShape, Sums, added, suffix_maximum
 from treepack.pack.plan.methods.packing import Target, is_small, pack
 from treepack.pack.plan.problem import Search
 from treepack.trajectory import Int64
@@ -112,10 +112,10 @@ class Outcome:
     excess: int
 
 
-class Program:
+class TraversalProgram:
     """One run of the dynamic program for the plans within the target of `completion`."""
 
-    def __init__(self, shape: Shape, completion: Completion, budget: Budget, width: int) -> None:
+    def __init__(self, shape: SubtreeShape, completion: Completion, budget: Budget, width: int) -> None:
         self.shape, self.completion, self.budget, self.width = shape, completion, budget, width
         self.sums = Sums(shape)
         self.exhaustive = True

@@ -1,0 +1,65 @@
+"""Drop or truncate trajectories longer than the capacity."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from treepack.columns import LOGPROBS
+from treepack.errors import TreepackError
+from treepack.trajectory import Tokens, Trajectory, positions
+from treepack.trie.build import build_trie
+from treepack.trie.trie import Trie, trajectories_of
+
+TOO_LONG = ("error", "drop", "truncate")
+
+
+def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Counter[str]]:
+    """Drop or truncate trajectories longer than `capacity`; what happened is counted.
+
+    Truncation keeps the first `capacity` tokens; a trajectory that has no trained token left is dropped.
+
+    Raises:
+        TreepackError: nothing is left, or an unknown choice.
+    """
+    if too_long not in TOO_LONG:
+        raise TreepackError(f"too_long is {too_long!r}; expected one of {', '.join(TOO_LONG)}")
+    counts: Counter[str] = Counter()
+    if too_long == "error" or not (trie.lengths > capacity).any():
+        return trie, counts
+    kept = []
+    for trajectory, length in zip(trajectories_of(trie), trie.lengths.tolist(), strict=True):
+        if length <= capacity:
+            kept.append(trajectory)
+        elif too_long == "drop":
+            counts["dropped: longer than the capacity"] += 1
+        elif (shorter := _truncated(trajectory, capacity)) is None:
+            counts["dropped: no trained token within the capacity"] += 1
+        else:
+            kept.append(shorter)
+            counts["truncated to the capacity"] += 1
+            counts["tokens cut off"] += length - capacity
+    if not kept:
+        raise TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity")
+    return build_trie(kept, share=trie.share), counts
+
+
+def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:
+    content = trajectory.content
+    assert isinstance(content, Tokens)
+    kept = content.starts < capacity
+    if not kept.any():
+        return None
+    num_trained = int((positions(content.starts, content.ends) < capacity).sum())
+    per_token = {name: getattr(content, name) for name in ("advantages", *LOGPROBS)}
+    cut = {name: None if values is None else values[:num_trained] for name, values in per_token.items()}
+    shorter = Tokens(
+        content.tokens[:capacity],
+        content.starts[kept],
+        np.minimum(content.ends[kept], capacity).astype(np.int32),
+        content.span_weights[kept],
+        **cut,
+    )
+    return replace(trajectory, content=shorter)

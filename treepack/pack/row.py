@@ -1,0 +1,85 @@
+"""One training row and its counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from treepack.pack.child_order import tile_counts
+from treepack.trajectory import Float32, Float64, Int32
+
+
+@dataclass(frozen=True, slots=True)
+class RowTerms:
+    """(trajectory, trained token) pairs of a row; one entry per pair in every array, or None where nothing is known.
+
+    `trajectory_rewards` has one entry per trajectory. NaN stands for the missing values of single trajectories.
+    """
+
+    token: Int32
+    trajectory: Int32
+    weight: Float64
+    advantage: Float64 | None
+    sampling_logprob: Float32 | None
+    old_logprob: Float32 | None
+    ref_logprob: Float32 | None
+    entropy: Float32 | None
+    trajectory_rewards: Float64 | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One training row; the fields are the columns of `schema.ROWS`, per-token ones of length `num_tokens`."""
+
+    row_id: int
+    step: int | None
+    input_ids: Int32
+    position_ids: Int32
+    parent: Int32
+    subtree_end: Int32
+    scale: Int32
+    loss_weight: Float64
+    trajectory_ids: list[str]
+    trajectory_groups: list[str]
+    trajectory_ends: Int32
+    terms: RowTerms | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_pairs(self) -> int:
+        return int(self.position_ids.sum(dtype=np.int64)) + self.num_tokens
+
+    @property
+    def total_weight(self) -> float:
+        return float(self.loss_weight.sum())
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Partial and full tiles of its attention mask; see `layout.py`."""
+        return tile_counts(self.subtree_end)
+
+
+def row_counts(row: Row) -> dict[str, int]:
+    """What a row adds to the counts of its directory."""
+    tiles_partial, tiles_full = row.tiles
+    return {
+        "num_rows": 1,
+        "num_trajectories": len(row.trajectory_ids),
+        "num_pairs": row.num_pairs,
+        "tokens_packed": row.num_tokens,
+        "tokens_flat": int(row.scale.sum(dtype=np.int64)),
+        "tiles_partial": tiles_partial,
+        "tiles_full": tiles_full,
+    }
+
+
+def row_totals(counted: Counter[str], *, capacity: int) -> dict[str, float]:
+    """Summed `row_counts` with the ratios that follow: token_ratio N_pack / N_flat, err = 1 - token_ratio, fill."""
+    ratio = counted["tokens_packed"] / counted["tokens_flat"]
+    fill = counted["tokens_packed"] / (counted["num_rows"] * capacity)
+    return {**counted, "token_ratio": ratio, "err": 1 - ratio, "fill": fill}

@@ -1,0 +1,142 @@
+"""Loss weights and terms of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from treepack.columns import LOGPROBS, SpanView, list_values
+from treepack.errors import TreepackError
+from treepack.pack.placement import PlacedNodes
+from treepack.pack.row import RowTerms
+from treepack.trajectory import Float64, Int32, Int64, positions
+from treepack.trie.trie import Trie, paths
+
+SEMANTICS = ("branch", "once")
+
+
+NORMALIZE = ("token", "trajectory", "group")
+
+
+def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
+    """Factor of all loss weights of each trajectory, float64 [num_trajectories].
+
+    With w the trajectory's own weight and s the sum of its span weights over its trained tokens:
+
+        token        w                            every trained token counts alike
+        trajectory   w / s                        every trajectory counts alike
+        group        w / (sum of w s in group)    every (step, group) counts alike
+
+    Raises:
+        TreepackError: weights so large or small that they overflow.
+    """
+    spans = SpanView.of(trie.trajectories)
+    sums = spans.total(spans.weights * spans.sizes)
+    weight = trie.trajectories["weight"].to_numpy()
+    if normalize == "token":
+        factors = np.asarray(weight)
+    elif normalize == "trajectory":
+        factors = _ratio(weight, sums)
+    else:
+        keys = list(zip(trie.step_rank.tolist(), trie.trajectories["group_id"].to_pylist(), strict=True))
+        index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        group = np.array([index[key] for key in keys])
+        factors = _ratio(weight, np.bincount(group, weights=weight * sums)[group])
+    if not np.isfinite(factors * sums).all():
+        name = trie.trajectories["trajectory_id"][int((~np.isfinite(factors * sums)).argmax())].as_py()
+        raise TreepackError(f"trajectory {name}: its loss weights overflow; give weights nearer to 1")
+    return factors
+
+
+def _ratio(a: Float64, b: Float64) -> Float64:
+    with np.errstate(over="ignore"):
+        return np.divide(a, b, out=np.zeros_like(a), where=b > 0)
+
+
+def times_trained(trie: Trie) -> Int32:
+    """How many trajectories of the whole trie train each of its tokens, int32 [N_tree]."""
+    counts = np.zeros(trie.tokens_tree, np.int32)
+    spans = SpanView.of(trie.trajectories)
+    for i, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)):
+        starts, ends, _ = spans[i]
+        counts[path[positions(starts, ends)]] += 1
+    return counts
+
+
+class RowWeights:
+    """Loss weights and terms of rows."""
+
+    def __init__(self, trie: Trie, *, normalize: str, semantics: str) -> None:
+        self.trie = trie
+        self.spans = SpanView.of(trie.trajectories)
+        self.factors = trajectory_factors(trie, normalize=normalize)
+        self.counts = times_trained(trie) if semantics == "once" else None
+        self.values = {name: _known(trie, name) for name in ("advantages", *LOGPROBS)}
+        rewards = trie.trajectories["reward"]
+        known = rewards.null_count < trie.num_trajectories
+        self.rewards = rewards.to_numpy() if known else None
+        self.has_terms = known or any(values is not None for values in self.values.values())
+
+    def of(self, placed: PlacedNodes) -> tuple[Float64, RowTerms | None]:
+        """`loss_weight` float64 [num_tokens] and the terms of the row's trajectories."""
+        loss_weight = np.zeros(len(placed.source), np.float64)
+        tokens: list[Int64] = []
+        weights: list[Float64] = []
+        for i, index, weight in self._pairs(placed):
+            if self.counts is not None:
+                weight = weight / self.counts[placed.source[index]]
+            weight = weight * self.factors[i]
+            loss_weight[index] += weight
+            if self.has_terms:
+                tokens.append(index)
+                weights.append(weight)
+        return loss_weight, self._terms(placed.members, tokens, weights) if self.has_terms else None
+
+    def _pairs(self, placed: PlacedNodes) -> Iterator[tuple[int, Int64, Float64]]:
+        """Each trajectory with the row indices and span weights of its trained tokens."""
+        to_ends = paths(placed.ends_at, placed.begin, self.trie.depth[placed.nodes])
+        for i, path in zip(placed.members.tolist(), to_ends, strict=True):
+            starts, ends, weights = self.spans[i]
+            yield i, path[positions(starts, ends)], np.repeat(weights, ends - starts)
+
+    def _terms(self, members: Int64, tokens: list[Int64], weights: list[Float64]) -> RowTerms:
+        sizes = [len(index) for index in tokens]
+
+        def gather(name: str) -> Float64 | None:
+            values = self.values[name]
+            if values is None:
+                return None
+            parts = [values[i] for i in members.tolist()]
+            return np.concatenate(
+                [
+                    np.full(n, np.nan) if part is None else np.broadcast_to(part, n)
+                    for part, n in zip(parts, sizes, strict=True)
+                ]
+            )
+
+        sampling, old, ref = (None if (v := gather(name)) is None else v.astype(np.float32) for name in LOGPROBS)
+        return RowTerms(
+            token=np.concatenate(tokens).astype(np.int32),
+            trajectory=np.repeat(np.arange(len(members), dtype=np.int32), sizes),
+            weight=np.concatenate(weights),
+            advantage=gather("advantages"),
+            sampling_logprob=sampling,
+            old_logprob=old,
+            ref_logprob=ref,
+            entropy=None,
+            trajectory_rewards=None if self.rewards is None else self.rewards[members],
+        )
+
+
+def _known(trie: Trie, name: str) -> list[NDArray[Any] | None] | None:
+    """Per-trajectory values of a per-token column, a scalar advantage standing for all tokens; None if all missing."""
+    table: pa.Table = trie.trajectories
+    values = list_values(table, name)
+    if name == "advantages":
+        scalars = table["advantage"].to_pylist()
+        values = [np.array(s) if v is None and s is not None else v for v, s in zip(values, scalars, strict=True)]
+    return None if all(value is None for value in values) else values

@@ -1,0 +1,66 @@
+"""Check the invariants of a trie."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from treepack.columns import LOGPROBS, SpanView, list_values
+from treepack.errors import TreepackError
+from treepack.trie.trie import Trie
+
+
+def check_trie(trie: Trie) -> None:
+    """Check the invariants of a trie.
+
+    Raises:
+        TreepackError: naming the node or trajectory.
+    """
+    path = trie.path_length
+    below = trie.parent >= 0
+    faults = {
+        "has no token": trie.node_length < 1,
+        "comes before its parent": trie.parent >= np.arange(trie.num_nodes),
+        "does not begin where its parent ends": trie.depth != np.where(below, path[trie.parent], 0),
+    }
+    for fault, where in faults.items():
+        if where.any():
+            raise TreepackError(f"node {int(where.argmax())} {fault}; build the trie again")
+    ends = np.bincount(trie.end_node, minlength=trie.num_nodes)
+    passing = np.concatenate([[0], np.cumsum(ends)])
+    if (passing[trie.node_end] - passing[:-1] != trie.num_passing).any():
+        raise TreepackError("num_trajectories of the nodes do not match the trajectories; build the trie again")
+    table = trie.trajectories
+    if (table["num_tokens"].to_numpy() != trie.lengths).any():
+        raise TreepackError("num_tokens of the trajectories do not match the nodes they end in; build the trie again")
+    if (table["tree_id"].to_numpy() != trie.tree_id[trie.end_node]).any():
+        raise TreepackError("tree_id of the trajectories does not match the nodes they end in; build the trie again")
+    _refuse_equal_siblings(trie)
+    _check_trained(trie)
+
+
+def _check_trained(trie: Trie) -> None:
+    """Spans must lie inside their trajectory, ascending and apart; per-token lists have a value per trained token."""
+    spans = SpanView.of(trie.trajectories)
+    owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    follows = np.concatenate([[False], owner[1:] == owner[:-1]])
+    least = np.where(follows, np.concatenate([[0], spans.ends[:-1]]), 1)
+    good = (spans.starts >= least) & (spans.starts < spans.ends) & (spans.ends <= trie.lengths[owner])
+    names = trie.trajectories["trajectory_id"]
+    if not good.all():
+        raise TreepackError(
+            f"trajectory {names[int(owner[(~good).argmax()])]}: its spans are wrong; build the trie again"
+        )
+    trained = spans.total(spans.sizes.astype(np.float64))
+    for column in ("advantages", *LOGPROBS):
+        for i, values in enumerate(list_values(trie.trajectories, column)):
+            if values is not None and len(values) != trained[i]:
+                raise TreepackError(f"trajectory {names[i]}: {column} has {len(values)} values; build the trie again")
+
+
+def _refuse_equal_siblings(trie: Trie) -> None:
+    """Siblings must begin with different tokens, or a prefix would be stored twice."""
+    below = trie.parent >= 0
+    first = trie.tokens[trie.node_start[:-1]]
+    pairs = np.stack([trie.parent[below], first[below]])
+    if np.unique(pairs, axis=1).shape[1] != pairs.shape[1]:
+        raise TreepackError("two sibling nodes begin with the same token; build the trie again")

@@ -1,0 +1,88 @@
+"""A trie directory: `write_trie` and `read_trie`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from treepack.files import schema
+from treepack.files.manifest import Manifest, new_manifest, read_manifest, write_manifest
+from treepack.files.parts import PART_TOKENS, PartWriter, read_parts, token_slices
+from treepack.trajectory import Int32
+from treepack.trie.trie import Trie
+
+
+def write_trie(
+    trie: Trie, directory: Path, manifest: Manifest, *, release: Callable[[], object] = lambda: None
+) -> Manifest:
+    """Write `trie` and then `manifest`, completed by format, token range and files; returns it.
+
+    `release` is called after every piece written, so that mapped tokens need not stay in memory.
+    """
+    nodes = PartWriter(directory, "nodes", schema.NODES)
+    tree_id = trie.tree_id
+    max_token_id = 0
+    for a, b in token_slices(trie.node_length, PART_TOKENS // 8):
+        offsets = (trie.node_start[a : b + 1] - trie.node_start[a]).astype(np.int32)
+        own = pa.array(trie.tokens[trie.node_start[a] : trie.node_start[b]])
+        max_token_id = max(max_token_id, int(own.to_numpy().max()))
+        columns = [
+            tree_id[a:b],
+            np.arange(a, b, dtype=np.int32),
+            trie.parent[a:b],
+            trie.depth[a:b].astype(np.int32),
+            pa.ListArray.from_arrays(offsets, own),
+            trie.num_passing[a:b],
+        ]
+        nodes.write(pa.Table.from_arrays([pa.array(c) for c in columns], schema=schema.NODES), tokens=len(own))
+        release()
+    trajectories = PartWriter(directory, "trajectories", schema.TRAJECTORIES)
+    lengths = trie.lengths
+    for a, b in token_slices(lengths, PART_TOKENS // 2):
+        # Where chunks end, pages do too: one chunk, so that the bytes do not depend on how the table was put together.
+        trajectories.write(trie.trajectories.slice(a, b - a).combine_chunks(), tokens=int(lengths[a:b].sum()))
+        release()
+    manifest = new_manifest(schema.TRIE_FORMAT, manifest) | {
+        "share": trie.share,
+        "max_token_id": max_token_id,
+        "files": nodes.entries() + trajectories.entries(),
+    }
+    write_manifest(directory, manifest)
+    return manifest
+
+
+def read_trie(directory: Path | str) -> Trie:
+    """Read a trie directory.
+
+    Raises:
+        TreepackError: see `read_manifest` and `check_part`.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory, schema.TRIE_FORMAT)
+    nodes = read_parts(directory, manifest, "nodes", schema.NODES)
+    trajectories = read_parts(directory, manifest, "trajectories", schema.TRAJECTORIES)
+    chunks = nodes["tokens"].chunks
+    sizes = np.concatenate([chunk.value_lengths().to_numpy() for chunk in chunks])
+    parent = nodes["parent_id"].to_numpy()
+    return Trie(
+        tokens=np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]),
+        node_start=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),
+        node_end=_subtree_ends(parent),
+        parent=parent,
+        depth=nodes["depth"].to_numpy().astype(np.int64),
+        num_passing=nodes["num_trajectories"].to_numpy(),
+        end_node=trajectories["node_id"].to_numpy(),
+        trajectories=trajectories,
+        share=manifest["share"],
+    )
+
+
+def _subtree_ends(parent: Int32) -> Int32:
+    ends = list(range(1, len(parent) + 1))
+    for node, up in zip(range(len(parent) - 1, -1, -1), reversed(parent.tolist()), strict=True):
+        if up >= 0:
+            ends[up] = max(ends[up], ends[node])
+    return np.array(ends, np.int32)

@@ -1,0 +1,139 @@
+"""The prefix trie as arrays, and walks along its paths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from treepack.columns import SpanView, list_values
+from treepack.trajectory import Int32, Int64, Tokens, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Trie:
+    """A forest in depth-first order: the nodes of a subtree, and their tokens, are contiguous.
+
+    `tokens` int32 [N_tree]; node u owns `tokens[node_start[u]:node_start[u + 1]]`, `depth[u]` tokens come before it
+    on its path, its subtree is the nodes `u .. node_end[u] - 1`, `parent[u]` is -1 at a root. Trajectory i ends with
+    the last token of node `end_node[i]`; trajectories are sorted, so `end_node` never decreases. `trajectories` is a
+    table of `schema.TRAJECTORIES`.
+    """
+
+    tokens: Int32
+    node_start: Int64
+    node_end: Int32
+    parent: Int32
+    depth: Int64
+    num_passing: Int32
+    end_node: Int32
+    trajectories: pa.Table
+    share: str
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parent)
+
+    @property
+    def num_trajectories(self) -> int:
+        return len(self.end_node)
+
+    @property
+    def num_trees(self) -> int:
+        return int((self.parent < 0).sum())
+
+    @property
+    def tree_id(self) -> Int32:
+        """Tree of each node, int32 [num_nodes]."""
+        return (np.cumsum(self.parent < 0) - 1).astype(np.int32)
+
+    @property
+    def step_rank(self) -> Int64:
+        """Training step of each trajectory as a rank from 0, missing steps first; int64 [num_trajectories]."""
+        steps = self.trajectories["step"].combine_chunks()
+        known = np.unique(steps.drop_null().to_numpy())
+        ranks = np.searchsorted(known, steps.fill_null(0).to_numpy()) + (steps.null_count > 0)
+        return np.where(steps.is_null().to_numpy(zero_copy_only=False), 0, ranks).astype(np.int64)
+
+    @property
+    def node_length(self) -> Int64:
+        return np.diff(self.node_start)
+
+    @property
+    def path_length(self) -> Int64:
+        """Tokens from the root to the end of each node, int64 [num_nodes]."""
+        return self.depth + self.node_length
+
+    @property
+    def lengths(self) -> Int64:
+        """Tokens of each trajectory, int64 [num_trajectories]."""
+        return self.path_length[self.end_node]
+
+    @property
+    def tokens_flat(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def tokens_tree(self) -> int:
+        return len(self.tokens)
+
+
+def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
+    """Token positions from the root to the end of each node of `ends`, which ascend; each valid until the next.
+
+    `starts` [nodes + 1] are the offsets of the nodes' tokens and `depth` [nodes] the tokens before each on its path, in
+    depth-first order. When a node is entered, its own positions replace what lay at its depths before.
+    """
+    path = np.zeros(int((depth + np.diff(starts)).max(initial=0)), np.int64)
+    begins, depths = starts.tolist(), depth.tolist()
+    node = -1
+    for end in ends.tolist():
+        while node < end:
+            node += 1
+            a, b = begins[node], begins[node + 1]
+            path[depths[node] : depths[node] + b - a] = np.arange(a, b)
+        yield path[: depths[end] + begins[end + 1] - begins[end]]
+
+
+def unshared(trie: Trie) -> Trie:
+    """The same trajectories in the same order, each a tree of one node: what `share="none"` builds."""
+    lengths, each = trie.lengths, np.arange(trie.num_trajectories, dtype=np.int32)
+    table = trie.trajectories
+    for name in ("tree_id", "node_id"):
+        table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), pa.array(each))
+    return Trie(
+        tokens=np.concatenate(list(sequences_of(trie))),
+        node_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        node_end=each + np.int32(1),
+        parent=np.full_like(each, -1),
+        depth=np.zeros(len(each), np.int64),
+        num_passing=np.ones_like(each),
+        end_node=each,
+        trajectories=table,
+        share="none",
+    )
+
+
+def sequences_of(trie: Trie) -> Iterator[Int32]:
+    """Token ids of every trajectory, in trie order; each int32 [num_tokens]."""
+    for path in paths(trie.end_node, trie.node_start, trie.depth):
+        yield trie.tokens[path]
+
+
+def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
+    """The trajectories that the trie was built from, in trie order: the inverse of `build_trie`."""
+    table = trie.trajectories.combine_chunks()
+    scalars = table.select(["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source"])
+    spans = SpanView.of(table)
+    lists: dict[str, list[Any]] = {
+        name: list_values(table, name) for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs")
+    }
+    for i, (tokens, row) in enumerate(zip(sequences_of(trie), scalars.to_pylist(), strict=True)):
+        starts, ends, weights = spans[i]
+        content = Tokens(tokens, starts, ends, weights, **{name: values[i] for name, values in lists.items()})
+        row["metadata"] = json.loads(row["metadata"])
+        yield Trajectory(content=content, **row)
