@@ -1,0 +1,36 @@
+"""Options that several commands share, passed to each as one value."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+Option = Callable[[F], F]
+
+
+def option_group(name: str, options: Sequence[Option[Any]], make: Callable[..., Any]) -> Callable[[F], F]:
+    """Add `options` to a command, which receives `make(**values of these options)` as the argument `name`.
+
+        @option_group("search", [click.option("--effort"), click.option("--time-limit", type=float)], Search)
+        def pack(search: Search) -> None: ...       search is Search(effort=..., time_limit=...)
+
+    `make` runs when the command is called, so it may import what the command needs.
+    """
+
+    def decorate(command: F) -> F:
+        @functools.wraps(command)
+        def collected(*args: Any, **kwargs: Any) -> Any:
+            values = {key: kwargs.pop(key) for key in keys}
+            return command(*args, **kwargs, **{name: make(**values)})
+
+        before = len(getattr(collected, "__click_params__", []))
+        decorated: Any = collected
+        for option in reversed(options):
+            decorated = option(decorated)
+        # click keeps the parameters of a function in this list, the last added first on the page.
+        keys = [parameter.name for parameter in decorated.__click_params__[before:]]
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
