@@ -1,4 +1,4 @@
-"""Work in several processes: the same answers in the same order, and nothing that outlives its parent."""
+"""Work in several processes: the same results in the same order, and no process that outlives its parent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from support.paths import TESTS
 from treepack.errors import TreepackError
-from treepack.processes import HELD, in_order
+from treepack.processes import WINDOW, in_order, unordered
 
 
 class Divide:
-    """12 over a number; a large one is a long wait, so that later answers are there before earlier ones."""
+    """Divide by a number; a large number takes long, so that later results arrive before earlier ones."""
 
     def __init__(self, numerator: int) -> None:
         self.numerator = numerator
@@ -46,32 +46,47 @@ class Die:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_answers_come_in_the_order_of_the_pieces(workers: int) -> None:
+def test_results_come_in_the_order_of_the_pieces(workers: int) -> None:
+    # 6 and 12 take 50 ms, the others nothing: many results overtake them.
     pieces = [6, 1, 12, 2, 3, 6, 1, 4, 12, 2, 3, 4, 6, 1, 2, 3, 4, 12, 1, 2]
     assert list(in_order(Divide, 12, pieces, workers=workers)) == [12 / piece for piece in pieces]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_comes_in_its_turn(workers: int) -> None:
-    answers = in_order(Divide, 12, [6, 3, 0, 1], workers=workers)
-    assert [next(answers), next(answers)] == [2, 4]
+    results = in_order(Divide, 12, [6, 3, 0, 1], workers=workers)
+    assert [next(results), next(results)] == [2, 4]
     with pytest.raises(ZeroDivisionError):
-        next(answers)
+        next(results)
 
 
-@pytest.mark.parametrize(("workers", "fewest"), [(1, 1), (2, 1), (2, 5)])
-def test_what_getting_a_piece_raises_comes_after_the_answers_before_it(workers: int, fewest: int) -> None:
+@pytest.mark.parametrize("workers", [1, 3])
+def test_unordered_results_have_the_numbers_of_their_pieces(workers: int) -> None:
+    pieces = [6, 1, 12, 2, 3, 4]
+    assert dict(unordered(Divide, 12, pieces, workers=workers)) == {0: 2, 1: 12, 2: 1, 3: 6, 4: 4, 5: 3}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_of_unordered_pieces_is_raised(workers: int) -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(unordered(Divide, 12, [6, 3, 0, 1], workers=workers))
+
+
+# min_pieces 5 of 2 pieces: the error of the iterator appears before any worker is started.
+@pytest.mark.parametrize(("workers", "min_pieces"), [(1, 1), (2, 1), (2, 5)])
+def test_an_error_of_the_iterator_comes_after_the_results_before_it(workers: int, min_pieces: int) -> None:
     def pieces() -> Iterator[int]:
         yield from (6, 3)
         raise TreepackError("no more")
 
-    answers = in_order(Divide, 12, pieces(), workers=workers, fewest=fewest)
-    assert [next(answers), next(answers)] == [2, 4]
+    results = in_order(Divide, 12, pieces(), workers=workers, min_pieces=min_pieces)
+    assert [next(results), next(results)] == [2, 4]
     with pytest.raises(TreepackError, match="no more"):
-        next(answers)
+        next(results)
 
 
-def test_no_piece_gives_no_answer_and_needs_no_worker() -> None:
+def test_no_piece_gives_no_result_and_needs_no_worker() -> None:
+    # Die would end a worker, so the empty list also shows that no worker was given anything.
     assert list(in_order(Die, None, iter(()), workers=2)) == []
 
 
@@ -83,13 +98,13 @@ class Process:
         return os.getpid()
 
 
-@pytest.mark.parametrize(("fewest", "is_here"), [(3, False), (4, True)])
-def test_few_pieces_are_worked_at_in_this_process(fewest: int, is_here: bool) -> None:
-    pids = list(in_order(Process, None, range(3), workers=2, fewest=fewest))
+@pytest.mark.parametrize(("min_pieces", "is_here"), [(3, False), (4, True)])
+def test_few_pieces_are_done_in_this_process(min_pieces: int, is_here: bool) -> None:
+    pids = list(in_order(Process, None, range(3), workers=2, min_pieces=min_pieces))
     assert [pid == os.getpid() for pid in pids] == [is_here] * 3
 
 
-def test_pieces_are_taken_up_only_as_answers_are_asked_for() -> None:
+def test_pieces_are_taken_only_as_results_are_consumed() -> None:
     taken = 0
 
     def pieces() -> Iterator[int]:
@@ -98,12 +113,13 @@ def test_pieces_are_taken_up_only_as_answers_are_asked_for() -> None:
             taken += 1
             yield 1
 
-    answers = in_order(Divide, 12, pieces(), workers=2)
-    assert next(answers) == 12
-    assert 2 <= taken <= 2 * HELD
+    results = in_order(Divide, 12, pieces(), workers=2)
+    assert next(results) == 12
+    assert 2 <= taken <= 2 * WINDOW
 
 
-def test_large_pieces_and_answers_do_not_wait_for_each_other() -> None:
+def test_large_pieces_and_results_do_not_wait_for_each_other() -> None:
+    # 3 MiB is far more than a pipe holds (64 KiB on Linux), so a send blocks until the other side receives.
     pieces = [bytes([i]) * (3 << 20) for i in range(12)]
     assert list(in_order(Echo, None, pieces, workers=2)) == pieces
 
@@ -161,8 +177,9 @@ def test_workers_end_with_their_parent_in_the_middle_of_a_piece(tmp_path: Path, 
     process.send_signal(how)
     out, err = process.communicate(timeout=60)
     assert "Traceback" not in err
+    # Only Ctrl-C lets the parent print; the other two signals kill it before it can.
     assert out == ("interrupted 0\n" if how == signal.SIGINT else "")
-    for _ in range(600):
+    for _ in range(600):  # at most 60 s: a worker ends when it notices the broken connection, not at the signal
         if not any(alive(pid) for pid in children):
             break
         time.sleep(0.1)
@@ -170,10 +187,11 @@ def test_workers_end_with_their_parent_in_the_middle_of_a_piece(tmp_path: Path, 
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; on Linux one that has ended and that nobody has asked about does not."""
+    """Return True if the process runs. A Linux zombie (ended, but its parent has not read its status) does not run."""
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # signal 0 sends nothing, it only checks that the process exists
         state = Path(f"/proc/{pid}/stat")
+        # "42 (python) Z 1 ..." -> Z; the name in brackets may contain spaces, so split after the last bracket.
         return not state.exists() or state.read_text().rpartition(")")[2].split()[0] != "Z"
     except (ProcessLookupError, FileNotFoundError):
         return False

@@ -1,10 +1,11 @@
-"""One function over many pieces of work, in this process or in several; the answers come in the order of the pieces.
+"""One function applied to many pieces of work, in this process or in several.
 
-    pieces --in_order--> worker, worker, ... --answers, held back until it is their turn--> the same as in one process
+    pieces --unordered--> worker, worker, ... --> (number of the piece, result), as soon as each piece is finished
+    pieces --in_order-->  worker, worker, ... --> result, each one held back until all earlier ones are yielded
 
-A worker is a fresh interpreter (spawn: safe with threads, the same on Linux and macOS) that ignores Ctrl-C, never
-imports torch, and ends at once when this process does, however that dies. Memory is bounded: a worker has at most
-`AHEAD` pieces, and at most `HELD` for each worker are anywhere between being taken up and being answered for.
+A worker is a fresh interpreter (the start method "spawn" is safe with threads and works the same on Linux and macOS).
+A worker ignores Ctrl-C, never imports torch, and ends at once when this process ends, even if this process is killed.
+`in_order` bounds memory: at most `WINDOW` pieces per worker are in the pool or wait for an earlier result.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -27,49 +29,87 @@ from treepack.errors import TreepackError
 
 Job = TypeVar("Job")
 Piece = TypeVar("Piece")
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
-AHEAD = 2  # pieces that a worker has been given: one that it works at and the next
-HELD = 4  # pieces per worker taken up and not yet answered for, so that one slow piece does not stop the others
+# Pieces sent to a worker of `in_order`: the one in work and the next, so that the worker never waits for this process.
+MAX_QUEUED = 2
+# Pieces per worker from the first unfinished one on. With 4, the other workers continue while one piece is slow.
+WINDOW = 4
 
 
 def in_order(
-    prepare: Callable[[Job], Callable[[Piece], Answer]],
+    prepare: Callable[[Job], Callable[[Piece], Result]],
     job: Job,
     pieces: Iterable[Piece],
     *,
     workers: int = 1,
-    fewest: int = 1,
-) -> Iterator[Answer]:
-    """`prepare(job)` of each of `pieces`, in their order; prepared once in each process.
+    min_pieces: int = 1,
+) -> Iterator[Result]:
+    """Yield `prepare(job)(piece)` for each of `pieces`, in their order; each process calls `prepare` once.
 
-    With several `workers` all arguments and answers are pickled, and the calling script needs its
-    `if __name__ == "__main__":` guard. Fewer than `fewest` pieces are not worth a process and worked at in this one.
-    What a piece, or getting it from `pieces`, raises is raised in its turn.
+    With several `workers`, all arguments and results are pickled, and the calling script needs its
+    `if __name__ == "__main__":` guard. This process does all the work if there are fewer than `min_pieces` pieces.
+    An exception from a piece, or from the iterator `pieces`, is raised after the results of all earlier pieces.
 
     Raises:
         TreepackError: a worker died.
     """
     rest = iter(pieces)
-    first, failure = _take(rest, fewest if workers > 1 else 0)
+    first, failure = _take(rest, min_pieces if workers > 1 else 0)
     if workers == 1 or failure is not None:
         work = prepare(job)
         for piece in chain(first, rest if failure is None else ()):
             yield work(piece)
         _raise_unless_ended(failure)
-    else:
-        yield from _in_processes(prepare, job, chain(first, rest), workers)
+        return
+    # Results come as 1, 0, 2 and wait here: {1: b} -> yield 0, 1 -> {} -> yield 2.
+    waiting: dict[int, Any] = {}
+    num_yielded = 0
+    pool = _pool(prepare, job, chain(first, rest), workers, max_queued=MAX_QUEUED, window=WINDOW * workers)
+    with contextlib.closing(pool):
+        for number, result in pool:
+            waiting[number] = result
+            while num_yielded in waiting:
+                yield _value(waiting.pop(num_yielded))
+                num_yielded += 1
+
+
+def unordered(
+    prepare: Callable[[Job], Callable[[Piece], Result]], job: Job, pieces: Iterable[Piece], *, workers: int = 1
+) -> Iterator[tuple[int, Result]]:
+    """Yield the number of each of `pieces` and `prepare(job)(piece)`, in the order in which they are finished.
+
+    A worker gets its next piece when it returns a result, so the last pieces should be the cheapest ones. Otherwise as
+    `in_order`, but the first exception is raised at once, and memory is bounded by the number of pieces only.
+
+    Raises:
+        TreepackError: a worker died.
+    """
+    if workers == 1:
+        yield from enumerate(map(prepare(job), pieces))
+        return
+    # Without `closing`, the workers would run on until the traceback of a raised exception is released.
+    with contextlib.closing(_pool(prepare, job, iter(pieces), workers, max_queued=1, window=None)) as pool:
+        for number, result in pool:
+            yield number, _value(result)
+
+
+def batched(items: Iterable[Piece], size: int = 16) -> Iterator[list[Piece]]:
+    """Yield `items` in lists of `size`; the last list may be shorter."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
 
 
 def _take(pieces: Iterator[Piece], count: int) -> tuple[list[Piece], Exception | None]:
-    """At most `count` of `pieces`, and what kept it from being more: StopIteration where they ended."""
-    found: list[Piece] = []
+    """Return at most `count` of `pieces`, and the exception that ended them early (StopIteration at their end)."""
+    taken: list[Piece] = []
     try:
-        while len(found) < count:
-            found.append(next(pieces))
+        while len(taken) < count:
+            taken.append(next(pieces))
     except Exception as error:
-        return found, error
-    return found, None
+        return taken, error
+    return taken, None
 
 
 def _raise_unless_ended(failure: Exception | None) -> None:
@@ -77,103 +117,107 @@ def _raise_unless_ended(failure: Exception | None) -> None:
         raise failure
 
 
-def batched(items: Iterable[Piece], size: int = 16) -> Iterator[list[Piece]]:
-    """`items` in lists of `size`, the last of which may be shorter."""
-    rest = iter(items)
-    while batch := list(islice(rest, size)):
-        yield batch
+def _value(result: Any) -> Any:
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
-def _in_processes(prepare: Any, job: Any, pieces: Iterator[Any], workers: int) -> Iterator[Any]:
-    given: dict[Connection, deque[int]] = {}  # numbers of the pieces that each worker has
-    waiting: deque[tuple[int, Any]] = deque()
-    answers: dict[int, Any] = {}
-    taken = answered = 0
+def _pool(
+    prepare: Any, job: Any, pieces: Iterator[Any], workers: int, *, max_queued: int, window: int | None
+) -> Iterator[tuple[int, Any]]:
+    """Yield number and result of each piece as soon as it is finished; the exception that a piece raised is a result.
+
+    A worker has at most `max_queued` pieces at a time. A piece is taken from `pieces` only if a worker can have it and
+    fewer than `window` pieces lie between it and the first unfinished one.
+    """
+    queues: dict[Connection, deque[int]] = {}  # numbers of the pieces that each worker has, in the order of its results
+    waiting: deque[tuple[int, Any]] = deque()  # pieces that no worker has yet
+    unfinished: set[int] = set()
+    num_taken = 0
     failure: Exception | None = None
-    with contextlib.ExitStack() as stack, deaths_named("worker"):
+    with contextlib.ExitStack() as stack, _death_of_a_worker_is_an_error():
         while True:
-            if failure is None:  # what was given before it comes first
-                room = min(workers - len(waiting), HELD * workers - (taken - answered))
-                found, failure = _take(pieces, room)
-                waiting.extend(enumerate(found, taken))
-                taken += len(found)
-            while len(given) < min(workers, len(given) + len(waiting)):  # all are started before any is waited for
-                given[started(_serve, (prepare, job), stack)] = deque()
-            while waiting and len(given[free := min(given, key=lambda worker: len(given[worker]))]) < AHEAD:
+            # An error from `pieces` is raised at the end, after the results of the pieces before it.
+            if failure is None:
+                room = workers - len(waiting)
+                if window is not None:
+                    # Pieces 3, 5, 6 of 7 unfinished -> 7 - 3 = 4 of the window are in use.
+                    room = min(room, window - (num_taken - min(unfinished, default=num_taken)))
+                taken, failure = _take(pieces, room)
+                waiting.extend(enumerate(taken, num_taken))
+                unfinished.update(range(num_taken, num_taken + len(taken)))
+                num_taken += len(taken)
+            # All workers are started before any result is awaited: a start takes longer than a small piece.
+            while len(queues) < min(workers, len(queues) + len(waiting)):
+                queues[_start_worker(prepare, job, stack)] = deque()
+            while waiting and len(queues[idlest := min(queues, key=lambda worker: len(queues[worker]))]) < max_queued:
                 number, piece = waiting.popleft()
-                free.send(piece)
-                given[free].append(number)
-            if answered == taken:
+                idlest.send(piece)
+                queues[idlest].append(number)
+            if not unfinished:
                 break
-            for ready in wait([worker for worker, numbers in given.items() if numbers]):
+            for ready in wait([worker for worker, numbers in queues.items() if numbers]):
                 assert isinstance(ready, Connection)
-                answers[given[ready].popleft()] = ready.recv()
-            while answered in answers:
-                answer = answers.pop(answered)
-                answered += 1
-                if isinstance(answer, BaseException):
-                    raise answer
-                yield answer
+                number = queues[ready].popleft()
+                result = ready.recv()
+                unfinished.remove(number)
+                yield number, result
     _raise_unless_ended(failure)
 
 
-def started(serve: Callable[..., None], arguments: tuple[Any, ...], stack: contextlib.ExitStack) -> Connection:
-    """The connection to a new process that runs `serve(connection, *arguments)`, and which `stack` ends.
-
-    It is not to be interrupted until `serve` calls `ignore_interrupts`.
-    """
+def _start_worker(prepare: Any, job: Any, stack: contextlib.ExitStack) -> Connection:
+    """Start a process that runs `_serve`, and return the connection to it; `stack` ends the process."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    resource_tracker.ensure_running()  # when it starts it changes the mask
-    process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
-    # A new interpreter inherits the mask: Ctrl-C waits until it is told to ignore it, and prints no traceback.
+    resource_tracker.ensure_running()  # it changes the signal mask when it starts, so start it before the mask is set
+    process = context.Process(target=_serve, args=(theirs, prepare, job), daemon=True)
+    # The new interpreter inherits this mask. A Ctrl-C during its start then waits until `_serve` ignores it, and does
+    # not print the traceback of a half-imported module.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
+    # ExitStack calls these in reverse order: close the connection, terminate, join.
     for end in (process.join, process.terminate, ours.close):
         stack.callback(end)
     return ours
 
 
-def ignore_interrupts() -> None:
-    """Leave Ctrl-C to the process that started this one; the first thing that `serve` does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
 @contextlib.contextmanager
-def deaths_named(kind: str) -> Iterator[None]:
-    """Say in one sentence that a process of this `kind` died, where a connection to one breaks."""
+def _death_of_a_worker_is_an_error() -> Iterator[None]:
+    """Turn a broken connection to a worker into a TreepackError of one sentence."""
     try:
         yield
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise TreepackError(
-            f"a {kind} process died: for want of memory, or of an `if __name__ == '__main__':` guard in the script; "
-            "use fewer workers, or one"
+            "a worker process died; if memory ran out, use fewer workers or one, and if your own script starts the "
+            "workers, put its code under `if __name__ == '__main__':`"
         ) from None
 
 
 def _serve(connection: Connection, prepare: Any, job: Any) -> None:
-    """Answer pieces until the other side is gone."""
-    ignore_interrupts()
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # transformers would take 2 s and 200 MB for it
+    """Run in a worker: return the result of each piece until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is left to the process that started this one
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # None makes `import torch` fail: transformers imports torch if it can, which costs 2 s and 200 MB per worker.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     pieces: SimpleQueue[Any] = SimpleQueue()
-    # Received in a thread, so that the other side never waits for this one to take a piece while this one waits for
-    # it to take an answer; and so that its end is noticed in the middle of a piece.
+    # A thread receives, for two reasons. With large pieces and results, each side would otherwise block in `send` until
+    # the other side receives. And the thread notices the end of the other side in the middle of a piece.
     Thread(target=_receive, args=(connection, pieces), daemon=True).start()
     work = None
     while True:
         piece = pieces.get()
         try:
-            work = work or prepare(job)
-            answer: Any = work(piece)
-        except Exception as error:  # handed to the other side, which raises it
-            answer = error
+            work = work or prepare(job)  # inside `try`: a failing `prepare` is the result of the first piece
+            result: Any = work(piece)
+        except Exception as error:  # the other side raises it
+            result = error
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.send_bytes(pickle.dumps(answer, protocol=5))
+            connection.send_bytes(pickle.dumps(result, protocol=5))  # 5: arrays without another copy
 
 
 def _receive(connection: Connection, pieces: SimpleQueue[Any]) -> None:
@@ -181,4 +225,35 @@ def _receive(connection: Connection, pieces: SimpleQueue[Any]) -> None:
         while True:
             pieces.put(connection.recv())
     except (EOFError, ConnectionResetError):
-        os._exit(0)
+        os._exit(0)  # not sys.exit, which would end this thread only
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a stage of a command is: `done` of `total` units; `total` is None if it is not known."""
+
+    stage: str
+    done: int
+    total: int | None
+    unit: str
+
+
+ReportProgress = Callable[[Progress], None]
+
+
+def with_progress(
+    items: Iterable[Piece],
+    progress: ReportProgress | None,
+    stage: str,
+    *,
+    unit: str,
+    total: int | None = None,
+    size: Callable[[Piece], int] = lambda item: 1,
+) -> Iterator[Piece]:
+    """Yield `items`, and after each one call `progress` with the sum of their sizes so far."""
+    done = 0
+    for item in items:
+        yield item
+        if progress is not None:
+            done += size(item)
+            progress(Progress(stage, done, total, unit))

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from treepack.columns import Sequences, as_columns
+from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
 from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer
@@ -24,26 +24,8 @@ from treepack.trajectory import Skipped, Trajectory
 Part = Unread | Done
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How inputs are read and tokenised; the meaning of each field is that of the option of `treepack build-trie`.
-
-    `shapes` is that of `ReadOptions`.
-    """
-
-    format: str = "auto"
-    tokenizer: str | None = None
-    tools: list[dict[str, Any]] | None = None
-    expand: str = "trajectory"
-    reward_key: str | None = None
-    train_all: bool = False
-    shapes: bool = False
-    normalize_ids: bool = False
-    workers: int = 1
-
-
 def read(
-    inputs: Sequence[str], options: Reading, *, tokenizer: Any = None, input_hash: InputHash | None = None
+    inputs: Sequence[str], options: BuildOptions, *, tokenizer: Any = None, input_hash: InputHash | None = None
 ) -> Iterator[Trajectory | Skipped]:
     """Tokenised trajectories of `inputs`, in a fixed order, and what is skipped.
 
@@ -53,13 +35,13 @@ def read(
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = _parts_and_job(inputs, options, tokenizer, input_hash)
-    for found in in_order(_ReadWork, job, parts, workers=options.workers, fewest=_fewest(job)):
+    for found in in_order(_ReadWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
         yield from found
 
 
 def read_columns(
     inputs: Sequence[str],
-    options: Reading,
+    options: BuildOptions,
     counts: Counter[str],
     *,
     tokenizer: Any = None,
@@ -73,14 +55,14 @@ def read_columns(
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = _parts_and_job(inputs, options, tokenizer, input_hash)
-    for batch, counted in in_order(_ColumnsWork, job, parts, workers=options.workers, fewest=_fewest(job)):
+    for batch, counted in in_order(_ColumnsWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
         counts.update(counted)
         if batch is not None:
             yield batch
 
 
 def _parts_and_job(
-    inputs: Sequence[str], options: Reading, tokenizer: Any, input_hash: InputHash | None
+    inputs: Sequence[str], options: BuildOptions, tokenizer: Any, input_hash: InputHash | None
 ) -> tuple[Iterator[Part], Job]:
     if tokenizer is None and options.tokenizer:
         tokenizer = load_tokenizer(options.tokenizer)
@@ -95,7 +77,7 @@ def _parts_and_job(
     return parts, job if options.workers == 1 else job.by_name()
 
 
-def _fewest(job: Job) -> int:
+def _min_parts(job: Job) -> int:
     """Parts that are worth a process: starting one costs about as much as reading 4 MB of token ids."""
     return 1 if job.tokenizer else 8
 

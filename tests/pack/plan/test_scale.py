@@ -130,7 +130,7 @@ def interrupt(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     ("method", "error", "sentence"),
     [
         (refuse, TreepackError, "no plan for this tree"),
-        (die, TreepackError, "a planning process died"),
+        (die, TreepackError, "a worker process died"),
     ],
 )
 def test_what_happens_in_a_worker_is_raised_and_no_worker_stays(

@@ -1,72 +1,82 @@
-"""All trees of a forest by a method that plans one tree at a time, in this process or in several.
+"""Plans of all trees of a forest by a method that plans one tree at a time, in this process or in several.
 
-    forest --parts of about equal work--> worker, worker, ... --rows, bound of each part--> the same as in one process
+    forest --parts of about equal work--> worker, worker, ... --> rows and bound of each part --> rows and bound of all
 
-Trees do not depend on each other, so the result does not depend on the number of workers. A worker is a fresh
-interpreter (spawn: safe with threads, the same on Linux and macOS) that ignores Ctrl-C and ends with this process; the
-largest parts go first, each worker gets its next part when it hands one in.
+Trees do not depend on each other, so the result does not depend on the number of workers. The workers are those of
+`processes.unordered`: the largest parts go first, and each worker gets its next part when it returns one.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from treepack.pack.plan.bounds import lower_bound as bounds
 from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution
-from treepack.processes import deaths_named, ignore_interrupts, started
+from treepack.processes import unordered
 from treepack.trajectory import Int64
 
 Method = Callable[[PlanTree, Limits, Search], Solution]
-Planned = tuple[Int64, int]
+RowsAndBound = tuple[Int64, int]
 
-PARTS = 8  # per worker: enough that the last ones end together
-TREE = 20  # work of a tree besides its nodes, in nodes
+# Parts are equal in nodes, not in time. With 8 parts per worker, the last parts are small and end at about one time.
+PARTS_PER_WORKER = 8
+# Fixed work of a tree, in nodes: even a tree of one node costs a method call and its bounds.
+WORK_PER_TREE = 20
 
 
-def plan_trees(forest: PlanForest, limits: Limits, method: Method, search: Search, *, workers: int = 1) -> Planned:
-    """Rows of all leaves, numbered over all trees, and a lower bound on the tokens of all.
+def plan_trees(forest: PlanForest, limits: Limits, method: Method, search: Search, *, workers: int = 1) -> RowsAndBound:
+    """Plan all trees. Return the row of each leaf, int64 [num_leaves], and a lower bound on the tokens of all rows.
 
-    With several `workers` the calling script needs its `if __name__ == "__main__":` guard.
+    Rows are numbered over all trees, from 0. With several `workers`, the calling script needs its
+    `if __name__ == "__main__":` guard.
 
     Raises:
-        TreepackError: what a method raises, or a worker that died.
+        TreepackError: the method refuses a tree, or a worker died.
     """
     job = (limits, method, replace(search, num_leaves=forest.num_leaves))
-    parts = _parts(forest, PARTS * workers) if workers > 1 else [forest]
-    workers = min(workers, len(parts))
-    planned = _in_processes(parts, job, workers) if workers > 1 else [_plan(part, job) for part in parts]
-    rows, num_rows, bound = [], 0, 0
-    for row_of_leaf, of_part in planned:
-        rows.append(row_of_leaf + num_rows)
-        num_rows += int(row_of_leaf.max()) + 1
-        bound += of_part
-    return np.concatenate(rows), bound
+    parts = _parts(forest, PARTS_PER_WORKER * workers) if workers > 1 else [forest]
+    # Parts of 3, 9, 5 nodes -> [1, 2, 0]; results come as (number in this list, plan) and go back to their part.
+    largest_first = sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes)
+    results = unordered(_planner, job, [parts[i] for i in largest_first], workers=min(workers, len(parts)))
+    plan_of = {largest_first[number]: plan for number, plan in results}
+    return _joined(plan_of[i] for i in range(len(parts)))
 
 
 _Job = tuple[Limits, Method, Search]
 
 
-def _plan(forest: PlanForest, job: _Job) -> Planned:
+def _planner(job: _Job) -> Callable[[PlanForest], RowsAndBound]:
+    return partial(_plan, job)
+
+
+def _plan(job: _Job, forest: PlanForest) -> RowsAndBound:
     limits, method, search = job
-    rows, num_rows, bound = [], 0, 0
+    plans = []
     for tree in forest.trees():
         solution = method(tree, limits, search)
-        rows.append(solution.row_of_leaf + num_rows)
-        num_rows += int(solution.row_of_leaf.max()) + 1
-        bound += max(solution.lower_bound, bounds.recursive_bound(tree, limits.capacity))
+        # A method may prove less than the general bound, and the general bound less than an exact method.
+        plans.append((solution.row_of_leaf, max(solution.lower_bound, bounds.recursive_bound(tree, limits.capacity))))
+    return _joined(plans)
+
+
+def _joined(plans: Iterable[RowsAndBound]) -> RowsAndBound:
+    """Join plans that each number their rows from 0: rows [0, 1, 0] and [0, 0, 1] -> [0, 1, 0, 2, 2, 3]."""
+    rows, num_rows, bound = [], 0, 0
+    for row_of_leaf, bound_of_plan in plans:
+        rows.append(row_of_leaf + num_rows)
+        num_rows += int(row_of_leaf.max()) + 1
+        bound += bound_of_plan
     return np.concatenate(rows), bound
 
 
 def _parts(forest: PlanForest, count: int) -> list[PlanForest]:
-    """Runs of whole trees, at most about `count` of about equal work."""
-    work = np.cumsum(np.diff(forest.node_start) + TREE)
+    """Cut the forest into runs of whole trees of about equal work, at most about `count`."""
+    # Trees of 10, 10, 60, 10 nodes, count 2: work 30 60 140 170, share 85 -> 0 0 1 2, parts begin at trees 0, 2, 3.
+    work = np.cumsum(np.diff(forest.node_start) + WORK_PER_TREE)
     share = -(-int(work[-1]) // count)
     begins = np.flatnonzero(np.diff(work // share, prepend=-1))
     stops = np.append(begins[1:], forest.num_trees)
@@ -74,49 +84,16 @@ def _parts(forest: PlanForest, count: int) -> list[PlanForest]:
 
 
 def _trees_between(forest: PlanForest, first: int, stop: int) -> PlanForest:
-    joined, at, leaves = forest.joined, int(forest.node_start[first]), int(forest.leaf_start[first])
-    nodes, own = slice(at, int(forest.node_start[stop])), slice(leaves, int(forest.leaf_start[stop]))
+    joined, node, leaf = forest.joined, int(forest.node_start[first]), int(forest.leaf_start[first])
+    nodes, leaves = slice(node, int(forest.node_start[stop])), slice(leaf, int(forest.leaf_start[stop]))
     part = PlanTree(
         joined.size[nodes],
         joined.depth[nodes],
-        np.maximum(joined.parent[nodes] - at, -1),
-        joined.end[nodes] - at,
-        joined.leaf[own] - at,
-        joined.terms[own],
+        # Node ids become ids of the part, roots stay -1: node 5, parents [-1, 5, 5] -> [-1, 0, 0].
+        np.maximum(joined.parent[nodes] - node, -1),
+        joined.end[nodes] - node,
+        joined.leaf[leaves] - node,
+        joined.terms[leaves],
     )
-    starts = forest.node_start[first : stop + 1] - at, forest.leaf_start[first : stop + 1] - leaves
+    starts = forest.node_start[first : stop + 1] - node, forest.leaf_start[first : stop + 1] - leaf
     return PlanForest(part, *starts, np.arange(part.num_leaves))
-
-
-def _in_processes(parts: list[PlanForest], job: _Job, workers: int) -> list[Planned]:
-    waiting = deque(sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes))
-    results: dict[int, Planned] = {}
-    under_way: dict[Connection, int] = {}
-    with contextlib.ExitStack() as stack, deaths_named("planning"):
-        idle = [started(_serve, (job,), stack) for _ in range(workers)]
-        while len(results) < len(parts):
-            while idle and waiting:
-                connection, part = idle.pop(), waiting.popleft()
-                connection.send(parts[part])
-                under_way[connection] = part
-            for ready in wait(list(under_way)):
-                assert isinstance(ready, Connection)
-                answer: Any = ready.recv()
-                if isinstance(answer, BaseException):
-                    raise answer
-                results[under_way.pop(ready)] = answer
-                idle.append(ready)
-    return [results[i] for i in range(len(parts))]
-
-
-def _serve(connection: Connection, job: _Job) -> None:
-    """Answer parts with their plans until the other side is gone."""
-    ignore_interrupts()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            part = connection.recv()
-            try:
-                answer: Any = _plan(part, job)
-            except Exception as error:  # handed to the other side, which raises it
-                answer = error
-            connection.send(answer)
