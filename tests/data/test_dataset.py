@@ -123,7 +123,7 @@ def test_rows_are_read_by_group_and_few_groups_are_kept(tmp_path: Path, monkeypa
     for i in np.random.default_rng(0).permutation(len(rows)).tolist():
         assert dataset[i].input_ids.tolist() == rows[i].input_ids.tolist()
     assert 1 < len(dataset._cache) < len(rows) // 2
-    assert sum(table.nbytes for table in dataset._cache.values()) == dataset._cached <= 8000
+    assert sum(table.nbytes for table in dataset._cache.values()) == dataset._cached_bytes <= 8000
 
 
 def test_a_worker_process_may_hold_a_copy(tmp_path: Path) -> None:
@@ -230,10 +230,10 @@ def test_an_unreadable_row_does_not_count_as_given(packed: Path) -> None:
 
 def test_a_state_of_another_dataset_is_refused(packed: Path, tmp_path: Path) -> None:
     other = PackedDataset(packed_directory(tmp_path / "other", forest(3), capacity=40))
-    with pytest.raises(TreepackError, match="of a dataset with another manifest"):
+    with pytest.raises(TreepackError, match="belongs to a dataset with another manifest"):
         other.load_state_dict(PackedDataset(packed).state_dict())
     for state in ({}, {**other.state_dict(), "position": None}):
-        with pytest.raises(TreepackError, match="expected what state_dict gave"):
+        with pytest.raises(TreepackError, match=r"pass the result of state_dict\(\)"):
             other.load_state_dict(state)
 
 

@@ -1,1 +1,1 @@
-"""Packed rows as tensors: batches, the dataset, the order of epochs, prefetching."""
+"""Packed rows as tensors: one row as a batch, the dataset, the order of rows in an epoch, and prefetching."""

@@ -1,10 +1,11 @@
-"""One packed row as torch tensors: what the model and the loss read.
+"""One packed row as torch tensors, the input of the model and of the loss.
 
     Row (numpy columns) --make_batch--> Batch (tensors, padded) --.to(device)--> model, loss
 
-Padding token i sees only itself and counts for nothing: `subtree_end = i + 1`, position 0, parent -1, weight 0.
-`schedule` is what the model's attention prepared for the row (`model.placed`), if it has. `terms` are the row's
-(trajectory, trained token) pairs, for objectives that need more than one weight per token (`objectives`).
+A padding token i attends to itself only and adds nothing to the loss: `subtree_end = i + 1`, position 0, parent -1,
+weight 0. `terms` are the row's (trajectory, trained token) pairs, for objectives that need more than one weight per
+token (`model.objectives`). `schedule` is the work list of the attention kernel for this row;
+`model.forward.prepare_batch` computes it, and it is None until then.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from treepack.errors import TreepackError
 if TYPE_CHECKING:
     from treepack.pack.row import Row, RowTerms
 
-_KINDS = {
+# Token ids and indices are int64 because torch indexes with int64; loss weights stay float64, as in the files.
+_DTYPES = {
     "input_ids": torch.int64,
     "position_ids": torch.int64,
     "parent": torch.int64,
@@ -30,6 +32,7 @@ _KINDS = {
     "scale": torch.int32,
     "loss_weight": torch.float64,
 }
+# Columns that `pack.row.RowTerms` and `TermTensors` have under the same name.
 _TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob")
 
 
@@ -37,10 +40,11 @@ _TERM_COLUMNS = ("trajectory", "weight", "advantage", "sampling_logprob", "old_l
 class TermTensors:
     """The N terms of a row of K trajectories: one per (trajectory, trained token) pair.
 
-    `tokens` int64 [n] are the row indices of all trained tokens, ascending, and `index` int32 [N] says which of them a
-    term is about: log-probabilities are computed for `tokens` and gathered by `index`. trajectory int32 [N]; weight
-    float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K], equal where trajectories of
-    the row share a group; reward float64 [K]. What the directory does not hold is None, a missing value NaN.
+    `tokens` int64 [n] are the row indices of all trained tokens, ascending. Term t is about the token
+    `tokens[index[t]]`, with `index` int32 [N]: log-probabilities are computed once for `tokens` and gathered by
+    `index`. trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group
+    int32 [K], equal for trajectories of the row that share a group; reward float64 [K]. A column that the directory
+    lacks is None; a missing value is NaN.
     """
 
     tokens: Tensor
@@ -55,25 +59,26 @@ class TermTensors:
     reward: Tensor | None
 
     def to(self, device: torch.device | str) -> TermTensors:
-        """The same terms with their tensors on `device`."""
-        return self._changed(lambda tensor: _moved(tensor, device))
+        """Return the same terms with their tensors on `device`."""
+        return self._map(lambda tensor: _to_device(tensor, device))
 
     def pin_memory(self) -> TermTensors:
-        """The same terms in memory that a GPU copies from while it works."""
-        return self._changed(Tensor.pin_memory)
+        """Return the same terms in page-locked memory, which a GPU can read while it computes."""
+        return self._map(Tensor.pin_memory)
 
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> TermTensors:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TermTensors:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
-        return TermTensors(**changed)
+        tensors: dict[str, Any] = {name: None if value is None else change(value) for name, value in values.items()}
+        return TermTensors(**tensors)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One packed row of T tokens, of which the first `num_tokens` are no padding.
+    """One packed row of T tokens: `num_tokens` tokens of trajectories, then padding.
 
     input_ids, position_ids and parent are int64 [T]; subtree_end and scale int32 [T]; loss_weight float64 [T];
-    trajectory_ends int64 [num_trajectories]. `tokens_flat` is what its trajectories hold one by one.
+    trajectory_ends int64 [num_trajectories]. `tokens_flat` is the total length of the trajectories, with each shared
+    token counted once for every trajectory through it.
     """
 
     row_id: int
@@ -93,68 +98,71 @@ class Batch:
     schedule: Any = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same row with its tensors on `device`; a schedule belongs to one device and stays behind."""
+        """Return the same row with its tensors on `device`, without its schedule, which belongs to one device."""
         terms = None if self.terms is None else self.terms.to(device)
-        return self._changed(lambda tensor: _moved(tensor, device), terms)
+        return self._map(lambda tensor: _to_device(tensor, device), terms)
 
     def pin_memory(self) -> Batch:
-        """The same row in memory that a GPU copies from while it works; without its schedule."""
-        return self._changed(Tensor.pin_memory, None if self.terms is None else self.terms.pin_memory())
+        """Return the same row in page-locked memory, which a GPU can read while it computes; without its schedule."""
+        return self._map(Tensor.pin_memory, None if self.terms is None else self.terms.pin_memory())
 
-    def _changed(self, change: Callable[[Tensor], Tensor], terms: TermTensors | None) -> Batch:
+    def _map(self, change: Callable[[Tensor], Tensor], terms: TermTensors | None) -> Batch:
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
-        return Batch(**{**values, **changed, "terms": terms, "schedule": None})
+        tensors = {name: change(value) for name, value in values.items() if isinstance(value, Tensor)}
+        return Batch(**{**values, **tensors, "terms": terms, "schedule": None})
 
     @property
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What the loss needs of the row: input_ids, parent and loss_weight."""
+        """The columns that the loss reads: input_ids, parent and loss_weight."""
         return self.input_ids, self.parent, self.loss_weight
 
 
-def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+def _to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    # A copy can overlap with computation only if its source is page-locked; a copy back to the CPU must wait.
     return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def empty_batch(length: int, *, terms: bool = False) -> Batch:
-    """A row of nothing but `length` padding tokens, for a rank that has no row left when others have one.
+    """Return a row of `length` padding tokens, which a rank computes if it has no row left and another rank has one.
 
-    With `terms`, it holds those of no trajectory.
+    With `terms`, the row has terms of length 0.
     """
-    columns: dict[str, Any] = {name: torch.zeros(length, dtype=kind) for name, kind in _KINDS.items()}
+    columns: dict[str, Any] = {name: torch.zeros(length, dtype=dtype) for name, dtype in _DTYPES.items()}
     columns["parent"] = torch.full((length,), -1)
-    columns["subtree_end"] = torch.arange(1, length + 1, dtype=torch.int32)
+    columns["subtree_end"] = torch.arange(1, length + 1, dtype=torch.int32)  # length 3: [1, 2, 3]
     columns["trajectory_ends"] = torch.zeros(0, dtype=torch.int64)
-    columns["terms"] = _no_terms() if terms else None
+    columns["terms"] = _empty_terms() if terms else None
     return Batch(row_id=-1, step=None, trajectory_ids=(), num_tokens=0, total_weight=0.0, tokens_flat=0, **columns)
 
 
-def _no_terms() -> TermTensors:
-    kinds = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32, "group": torch.int32}
-    kinds |= {"weight": torch.float64, "advantage": torch.float64, "reward": torch.float64}
+def _empty_terms() -> TermTensors:
+    # Every column is present, so that an objective finds the columns that it reads; the rest is float32.
+    dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32, "group": torch.int32}
+    dtypes |= {"weight": torch.float64, "advantage": torch.float64, "reward": torch.float64}
     return TermTensors(
-        **{field.name: torch.zeros(0, dtype=kinds.get(field.name, torch.float32)) for field in fields(TermTensors)}
+        **{field.name: torch.zeros(0, dtype=dtypes.get(field.name, torch.float32)) for field in fields(TermTensors)}
     )
 
 
 def make_batch(row: Row, *, multiple: int = 1) -> Batch:
-    """A `Batch` from one packed row, padded to a multiple of `multiple` tokens.
+    """Return one packed row as a `Batch`, padded to a multiple of `multiple` tokens.
 
     Raises:
-        TreepackError: if its token columns differ in length.
+        TreepackError: if the row's token columns differ in length.
     """
     length = len(row.input_ids)
-    padding = -length % multiple
+    padding = -length % multiple  # length 5, multiple 4: 3 tokens
+    # Length 5, 3 tokens of padding: subtree_end of the padding is [6, 7, 8], so each of them sees only itself.
     fill = {"parent": np.array(-1), "subtree_end": np.arange(length + 1, length + padding + 1)}
     tensors = {}
-    for name, kind in _KINDS.items():
+    for name, dtype in _DTYPES.items():
         column = getattr(row, name)
         if column.shape != (length,):
             raise TreepackError(
                 f"row {row.row_id}: {name} has {column.size} entries for {length} tokens; pack the trie again"
             )
         tail = np.broadcast_to(fill.get(name, np.array(0)), padding).astype(column.dtype)
-        tensors[name] = torch.from_numpy(np.concatenate([column, tail])).to(kind)
+        tensors[name] = torch.from_numpy(np.concatenate([column, tail])).to(dtype)
     return Batch(
         row_id=row.row_id,
         step=row.step,
@@ -169,17 +177,23 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
 
 
 def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
+    # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:
+    #   terms.token   [1, 2, 1, 3]    one entry per term
+    #   trained       [F, T, T, T]    one entry per token
+    #   rank         [-1, 0, 1, 2]    number of trained tokens before this one
+    #   tokens        [1, 2, 3]       and index = rank[terms.token] = [0, 1, 0, 2]
     trained = np.zeros(length, bool)
     trained[terms.token] = True
-    place = np.cumsum(trained, dtype=np.int32) - np.int32(1)
+    rank = np.cumsum(trained, dtype=np.int32) - np.int32(1)
+    # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
     codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
     columns: dict[str, Any] = {
         name: None if (values := getattr(terms, column)) is None else torch.tensor(values)
-        for name, column in {**{name: name for name in _TERM_COLUMNS}, "reward": "trajectory_rewards"}.items()
+        for name, column in [*((name, name) for name in _TERM_COLUMNS), ("reward", "trajectory_rewards")]
     }
     return TermTensors(
         tokens=torch.from_numpy(np.flatnonzero(trained)),
-        index=torch.from_numpy(place[terms.token]),
+        index=torch.from_numpy(rank[terms.token]),
         group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),
         **columns,
     )

@@ -1,12 +1,15 @@
-"""The rows of a packed directory as `Batch`es, read when they are asked for.
+"""The rows of a packed directory as `Batch`es, read on demand.
 
     packed/, s3://..., hf://... --PackedDataset--> dataset[i]            a Batch, in any order
-                                                   for batch in dataset  one epoch, or what is left of it
+                                                   for batch in dataset  one epoch, or the rest of it
 
-Opening checks every part against the manifest and reads the scalar columns of every row, so that the weight of an
-optimiser step is known before its first row is loaded; token columns are read by row group. A local part is checked by
-its sha256. Of a remote one, which hashing would download, the size is checked, and every page that is read by its
-checksum. The order of an epoch is in `order`, filesystems are in `storage`.
+The constructor checks every part file against the manifest. It also reads the scalar columns of every row, so that the
+total weight of an optimiser step is available before the first row of the step is loaded. Token columns are read one
+row group at a time, when a row needs them.
+
+A local part is checked by its sha256. A hash of a remote part would download it, so its size is checked instead, and
+each Parquet page is checked by its own checksum when it is read. The order of an epoch is in `data.epochs`, filesystems
+are in `files.location`.
 """
 
 from __future__ import annotations
@@ -34,18 +37,20 @@ from treepack.files.manifest import check_part, check_size, read_manifest
 from treepack.files.schema import PACKED_FORMAT, ROWS, TERMS
 from treepack.pack.files import row_of_table
 
-# Row groups are kept up to this size: some 9 million tokens. Beyond it, a row in random order decodes its whole group
-# of 2^18 tokens: 30 to 40 ms a row of 8,192 tokens, against 2 to 3 ms in order, on 2 cores.
+# Maximum size of the cached row groups, about 9 million tokens. In a larger directory, a row read in random order must
+# decode its whole row group of 2^18 tokens: 30 to 40 ms for a row of 8,192 tokens on 2 cores, 2 to 3 ms in file order.
 CACHED_BYTES = 1 << 28
-PADDING = 16  # tokens of a row of padding: next to nothing, and not the one token that a compiler specialises on
+# Length of a row of padding: cheap to compute, but more than 1 because torch.compile specialises on a length of 1.
+PADDING_TOKENS = 16
 
+# One number per row: small enough to keep for every row of the directory.
 _SCALARS = ("row_id", "step", "num_tokens", "num_pairs", "total_weight")
 _REMEDY = "the file was truncated or altered, so pack the trie again"
 
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """A row group of the part file `file`; `first` is the index of its first row in the whole directory."""
+    """Row group `number` of the part file `file`; `first` is the index of its first row in the whole directory."""
 
     file: str
     number: int
@@ -53,31 +58,31 @@ class _RowGroup:
 
 
 class PackedDataset(Dataset[Batch]):
-    """The rows of a packed directory: a map-style dataset, which can also be iterated over, an epoch at a time.
+    """The rows of a packed directory: a map-style dataset that also supports iteration, one epoch at a time.
 
-    `dataset[i]` is row i of the files, whatever `shuffle`, `rank` and `world` say; those are about iteration alone. A
-    DataLoader takes it as it is: give the loader a sampler, and `collate` as its `collate_fn`. Its workers open the
-    files themselves; where the directory is remote, start them by `multiprocessing_context="spawn"`.
+    `dataset[i]` is row i of the files. `shuffle`, `rank` and `world` affect iteration only. A DataLoader accepts the
+    dataset directly: give the loader a sampler, and `collate` as its `collate_fn`. Its workers open the files
+    themselves; if the directory is remote, start them with `multiprocessing_context="spawn"`.
 
-    Iteration gives the rows of this rank, in the order of the files or, with `shuffle`, in one of (seed, epoch) that
-    keeps the rows of a training step together and the steps in order. Rank r takes every `world`-th row. Every rank
-    gets equally many: where the rows of a training step do not divide by `world`, the ranks that have none left get
-    `batch.empty_batch`, of weight 0, and no row is left out or repeated.
+    Iteration yields the rows of this rank. They come in the order of the files or, with `shuffle`, in an order that
+    depends on (seed, epoch), keeps the rows of a training step together and keeps the steps in order. Rank r takes
+    every `world`-th row. Every rank gets the same number of rows, and no row is left out or repeated: if the rows of a
+    training step do not divide by `world`, the remaining ranks get a `batch.empty_batch` of weight 0.
 
-    There is one position, as in an open file: `iter` goes on where the last iteration stopped, also after
-    `load_state_dict`; at the end of the epoch it ends, and the next `iter` begins the next epoch. `state_dict` between
-    two rows counts those that were given, on all ranks.
+    The dataset has one position, like an open file. `iter` continues after the last row that an iteration yielded, also
+    after `load_state_dict`. It stops at the end of the epoch, and the next `iter` starts the next epoch. A `state_dict`
+    taken between two rows counts the rows that all ranks got so far.
 
     Attributes:
-        path: where it is.
+        path: the directory.
         manifest: the directory's manifest.
-        steps: training step of every row, None where its trajectories name none.
+        steps: training step of every row; None if its trajectories have no step.
         total_weight: float64 [num_rows], sum of loss_weight.
         num_tokens: int64 [num_rows].
         num_pairs: int64 [num_rows], attention score pairs.
         row_ids: int64 [num_rows].
         term_columns: the columns of `schema.TERMS` that the directory has.
-        epoch: the epoch that iteration is in, counted from 0.
+        epoch: the current epoch of the iteration, counted from 0.
     """
 
     def __init__(
@@ -96,17 +101,17 @@ class PackedDataset(Dataset[Batch]):
 
         Args:
             path: a local path, a URI that pyarrow or fsspec reads, or a path inside `filesystem`.
-            multiple: rows are padded to a multiple of this many tokens.
-            terms: whether rows hold their terms.
-            shuffle: whether iteration shuffles the rows of a training step.
-            seed: of the order, with the epoch.
-            rank: this process among the `world` that iterate together.
-            world: number of such processes.
-            filesystem: of pyarrow; by default what `path` says.
+            multiple: pad rows to a multiple of this number of tokens.
+            terms: read the terms of the rows too.
+            shuffle: shuffle the rows of a training step during iteration.
+            seed: seed of the shuffled order; the epoch is mixed into it.
+            rank: index of this process among the `world` processes that iterate together.
+            world: number of these processes.
+            filesystem: a pyarrow filesystem; by default the one that `path` names.
 
         Raises:
-            TreepackError: if the directory cannot be reached, is unfinished, of another format, or not what its
-                manifest says; or there is no such rank.
+            TreepackError: if the directory cannot be reached, is unfinished, has another format or does not match its
+                manifest, or if `rank` is not below `world`.
         """
         if not 0 <= rank < world:
             raise TreepackError(f"{path}: rank is {rank} and world {world}; expected a rank from 0 to world - 1")
@@ -115,13 +120,14 @@ class PackedDataset(Dataset[Batch]):
         self.multiple, self.terms = multiple, terms
         self.shuffle, self.seed, self.rank, self.world = shuffle, seed, rank, world
         self.epoch, self._position = 0, 0
-        self._left: Iterator[tuple[int, int]] | None = None
+        self._remaining: Iterator[tuple[int, int]] | None = None  # rounds of this epoch, None until one is needed
         self.manifest = read_manifest(self._location, PACKED_FORMAT)
         self._process = os.getpid()
         self._files: dict[str, pq.ParquetFile] = {}
-        self._cache: OrderedDict[_RowGroup, pa.Table] = OrderedDict()
-        self._cached = 0
+        self._cache: OrderedDict[_RowGroup, pa.Table] = OrderedDict()  # oldest use first
+        self._cached_bytes = 0
         self._groups = self._list_groups()
+        # All parts have the columns of the first one: one command writes the directory.
         present = self._open(self._groups[0].file).schema_arrow.names if self._groups else []
         self.term_columns = tuple(name for name in TERMS.names if name in present)
         self._firsts = np.array([group.first for group in self._groups], np.int64)
@@ -133,27 +139,34 @@ class PackedDataset(Dataset[Batch]):
         self.steps: list[int | None] = index["step"].to_pylist()
 
     def __len__(self) -> int:
-        """Number of rows, of all ranks."""
+        """Return the number of rows, over all ranks."""
         return len(self.row_ids)
 
     def __getitem__(self, index: int) -> Batch:
-        """Row `index` in the order of the files."""
+        """Return row `index` in the order of the files.
+
+        Raises:
+            IndexError: if there is no such row.
+            TreepackError: if the row cannot be read.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+        # first rows of the groups [0, 5, 9]: index 4 -> group 0, index 5 -> group 1, index 20 -> group 2
         group = self._groups[int(np.searchsorted(self._firsts, index, side="right")) - 1]
         table = self._load(group)
         return make_batch(row_of_table(table, index - group.first), multiple=self.multiple)
 
     def __iter__(self) -> Iterator[Batch]:
-        """The rows of this rank that are left in the epoch."""
+        """Yield the rows of this rank that remain in the epoch."""
         epoch = self.epoch
         while self.epoch == epoch:
             yield self._next()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration is, as JSON holds it; the same on every rank after equally many rows.
+        """Return the position of the iteration as a JSON object; ranks that got the same number of rows agree on it.
 
-        It goes on with any number of ranks: `position` counts the rows that all of them were given in the epoch.
+        A state can be loaded with another number of ranks, because `position` counts the rows of the epoch that all
+        ranks got in total.
         """
         return {
             "dataset": self._fingerprint(),
@@ -164,62 +177,71 @@ class PackedDataset(Dataset[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, with the rows that were left, in its order: `shuffle` and `seed` become those of `state`.
+        """Continue with the rows that remained at `state`, in the same order; `shuffle` and `seed` change to match it.
 
         Raises:
-            TreepackError: it is no such state, or one of another dataset.
+            TreepackError: if `state` does not come from `state_dict`, or comes from another dataset.
         """
         expected = self.state_dict()
+        # `type` instead of isinstance: True is an int, but no epoch.
         if not isinstance(state, dict) or any(type(state.get(key)) is not type(expected[key]) for key in expected):
-            raise TreepackError(f"{self.path}: the state is none of a PackedDataset; expected what state_dict gave")
+            raise TreepackError(f"{self.path}: this is no state of a PackedDataset; pass the result of state_dict()")
         if state["dataset"] != expected["dataset"]:
             raise TreepackError(
-                f"{self.path}: the state is of a dataset with another manifest; open the directory that it was made on"
+                f"{self.path}: the state belongs to a dataset with another manifest; open the directory where "
+                "state_dict() was called"
             )
         self.shuffle, self.seed = state["shuffle"], state["seed"]
-        self.epoch, self._position, self._left = state["epoch"], state["position"], None
+        self.epoch, self._position, self._remaining = state["epoch"], state["position"], None
 
     def padding(self) -> Batch:
-        """A row of nothing but padding, for a rank that has no row left when others have one."""
-        length = -(-PADDING // self.multiple) * self.multiple
+        """Return a row of padding, which a rank computes if it has no row left while another rank still has one."""
+        length = -(-PADDING_TOKENS // self.multiple) * self.multiple  # rounded up: multiple 24 -> 24, multiple 3 -> 18
         return empty_batch(length, terms=self.terms and bool(self.term_columns))
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a worker process, which opens the files itself."""
-        unopened: dict[str, Any] = {"_process": None, "_left": None, "_files": {}}
-        unopened |= {"_cache": OrderedDict(), "_cached": 0}
+        """Return the state for a worker process, without open files: the worker opens them itself."""
+        unopened: dict[str, Any] = {"_process": None, "_remaining": None, "_files": {}}
+        unopened |= {"_cache": OrderedDict(), "_cached_bytes": 0}
         return {**self.__dict__, **unopened}
 
     def _next(self) -> Batch:
-        turns, self._left = self._left or self._turns(), None  # worked out anew should the row be unreadable
-        index, taken = next(turns)
+        # If the row cannot be read, `_remaining` stays None: the next call computes the rounds again from `_position`,
+        # which has not moved, and tries the same row.
+        remaining, self._remaining = self._remaining or self._rounds(), None
+        index, num_rows = next(remaining)
         batch = self.padding() if index < 0 else self[index]
-        self._position += taken
+        self._position += num_rows
         if self._position < len(self):
-            self._left = turns
+            self._remaining = remaining
         else:
             self.epoch, self._position = self.epoch + 1, 0
         return batch
 
-    def _turns(self) -> Iterator[tuple[int, int]]:
-        """What is left of the epoch: this rank's row, and how many rows all ranks get with it."""
+    def _rounds(self) -> Iterator[tuple[int, int]]:
+        """Yield, per remaining round of the epoch, this rank's row and the number of rows over all ranks."""
         if self.shuffle:
             parts = epoch_order(self.steps, range(len(self)), seed=self.seed, epoch=self.epoch)
         else:
             parts = file_order(self.steps)
-        left = rounds(parts, self.world, done=self._position)
-        return iter(zip(left[:, self.rank].tolist(), (left >= 0).sum(axis=1).tolist(), strict=True))
+        table = rounds(parts, self.world, done=self._position)
+        # rank 1 of 2, table [[3, 1], [2, -1]] -> (1, 2), (-1, 1): the second round is padding here and counts one row
+        return iter(zip(table[:, self.rank].tolist(), (table >= 0).sum(axis=1).tolist(), strict=True))
 
     def _fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def max_position(self) -> int:
-        """The greatest position id of any row; reads one column."""
+        """Return the largest position id of any row; reads one column."""
         columns = (table["position_ids"] for table in self.tables(["position_ids"]))
         return max((compute.max(compute.list_flatten(column)).as_py() or 0 for column in columns), default=0)
 
     def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Those columns of all rows in order, a row group at a time."""
+        """Yield the given columns of all rows in order, one table per row group.
+
+        Raises:
+            TreepackError: if a row group cannot be read or lacks a column.
+        """
         return (self._read(group, [*columns]) for group in self._groups)
 
     def _list_groups(self) -> list[_RowGroup]:
@@ -232,8 +254,8 @@ class PackedDataset(Dataset[Batch]):
             metadata = self._open(entry["name"]).metadata
             if metadata.num_rows != entry["rows"]:
                 raise TreepackError(
-                    f"{self._location.file_name(entry['name'])}: holds {metadata.num_rows} rows and the manifest says "
-                    f"{entry['rows']}; {_REMEDY}"
+                    f"{self._location.file_name(entry['name'])}: contains {metadata.num_rows} rows, but the manifest "
+                    f"lists {entry['rows']}; {_REMEDY}"
                 )
             for number in range(metadata.num_row_groups):
                 groups.append(_RowGroup(entry["name"], number, first))
@@ -241,15 +263,17 @@ class PackedDataset(Dataset[Batch]):
         return groups
 
     def _read_scalars(self) -> pa.Table:
-        wanted = pa.schema([ROWS.field(name) for name in _SCALARS])
-        return pa.concat_tables([wanted.empty_table(), *self.tables(_SCALARS)])
+        schema = pa.schema([ROWS.field(name) for name in _SCALARS])
+        # The empty table gives a directory without rows its columns.
+        return pa.concat_tables([schema.empty_table(), *self.tables(_SCALARS)])
 
     def _load(self, group: _RowGroup) -> pa.Table:
         if group not in self._cache:
             self._cache[group] = self._read(group, [*ROWS.names, *(self.term_columns if self.terms else ())])
-            self._cached += self._cache[group].nbytes
-            while self._cached > CACHED_BYTES and len(self._cache) > 1:
-                self._cached -= self._cache.popitem(last=False)[1].nbytes
+            self._cached_bytes += self._cache[group].nbytes
+            # The newest group stays even if it alone is larger than the limit: the caller is about to read it.
+            while self._cached_bytes > CACHED_BYTES and len(self._cache) > 1:
+                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         self._cache.move_to_end(group)
         return self._cache[group]
 
@@ -258,8 +282,8 @@ class PackedDataset(Dataset[Batch]):
         file = self._open(group.file)
         try:
             table = file.read_row_group(group.number, columns=columns)
-            table.validate(full=True)
-        except Exception as error:
+            table.validate(full=True)  # damaged offsets would otherwise surface later as a crash
+        except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
             raise TreepackError(
                 f"{path}: row group {group.number} cannot be read ({first_line(error)}); {_REMEDY}"
                 f"{'' if self._location.is_local else ', or the network failed'}"
