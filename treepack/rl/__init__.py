@@ -1,19 +1,22 @@
-"""Reinforcement learning on the trie: what a tree of rollouts says beyond its rewards.
+"""Reinforcement learning on the trie: advantages and targets from the tree of rollouts, and the choice of new rollouts.
 
-    segments           a Trie to a SegmentTree: the tree the sampler branched, node by node (cuts: where segments start;
-                       group_tree: what a group shares, and which rollout each one continues)
-    advantages_flat    grpo, dr_grpo, rloo, reinforce_pp     rewards of a group against each other
-    advantages_tree    treepo, treerpo, tree_grpo, treerl    rewards below a node against those beside or above it
-    advantages         which groups can be used, any estimator by name, and the columns of a trie directory
+    segments           Trie to SegmentTree: the tree that the sampler branched, node by node
+    segment_cuts       the tokens where segments start
+    group_tree         the branches of one group in the trie, and the rollout that each rollout continues
 
-    targets            prefixes that can be continued, shares of successes below them, effective ratios, correlations
-    allocation         how many rollouts each prompt and how many continuations each prefix gets (greedy: the loops)
-    predictions        a file of predicted values, matched to a trie; expansion: tables for a rollout system
-    simulation         what allocation is worth, on rollouts of worlds
+    advantages.flat      grpo, dr_grpo, rloo, reinforce_pp     rewards of a group, compared with each other
+    advantages.tree      treepo, treerpo, tree_grpo, treerl    rewards below a node, compared with its siblings or above
+    advantages.estimate  groups that can be used, any estimator by name, and the columns of a trie directory
 
-    augmentation       queries that begin with the valuable prefix of a successful rollout (signals: by which entropies)
-    selection          what is remembered of queries' rewards, and the queries whose pass rate is nearest to 0.5
-    pass_rates         the pass rates: a Gibbs sampler over polya_gamma variables
+    trace.targets      prefixes that can be continued, shares of successes below them, effective ratios, correlations
+    trace.allocation   number of rollouts of each prompt and of continuations of each prefix (trace.greedy: the loops)
+    trace.predictions  a file of predicted values, matched to a trie
+    trace.expansion    allocations as tables for a rollout system
+    trace.simulation   comparison of allocations on simulated rollouts (trace.worlds: their source)
 
-Arrays in, arrays out; no model is run.
+    pros.augmentation  queries that start with the valuable prefix of a successful rollout (pros.signals: entropies)
+    pros.selection     pass counts of queries, and the queries whose pass rate is nearest to 0.5
+    pros.pass_rates    pass rates from a Gibbs sampler over the variables of pros.polya_gamma
+
+All functions take and return arrays. No model is run.
 """

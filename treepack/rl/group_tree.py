@@ -1,11 +1,17 @@
-"""Paths through a trie, and the small tree that one group's trajectories make in it.
+"""Paths through a trie, and the small tree that one group's trajectories form in it.
 
-    Trie --node_paths--> Paths            any node's ancestor by token offset, lowest common ancestors
-    Trie, group of each trajectory --group_tree--> GroupTree       ends and branchings of the group, nothing between
-    GroupTree, first trained tokens --continued--> Continued       which trajectory each one is a continuation of
+    Trie --node_paths--> NodePaths        ancestor of any node by token offset, lowest common ancestors
+    Trie, group of each trajectory --group_tree--> GroupTree       end nodes and branch nodes of the group, no others
+    GroupTree, first trained tokens --find_origins--> Origins      the trajectory that each trajectory continues
 
-A trie that several groups share branches where groups part too; a `GroupTree` has only what its own group does. Time
-and memory are O(n log n) in the number of trajectories plus O(nodes of the trie), whatever the length of the paths.
+        1 - 2 - 3 4 - 5 6   a, group g        The trie has 7 nodes, a node for each run of tokens between branches.
+        |   |     '-- 7     b, group g        The tree of g omits the node `1`: only h leaves g there.
+        |   '-- 8           c, group g
+        '-- 9               d, group h
+
+A trie that several groups share also has branches at which one group leaves another. A `GroupTree` has only the
+branches of its own group. Time and memory are O(n log n) in the number of trajectories plus O(nodes of the trie), for
+any path length.
 """
 
 from __future__ import annotations
@@ -22,9 +28,9 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class NodePaths:
-    """Searches up the paths of a forest in O(log depth): `jumps[k]` leads 2^k nodes up, a root to itself.
+    """Paths of a forest, searched upwards in O(log depth): `jumps[k]` leads 2^k nodes up, or from a root to itself.
 
-    `path_length` int64 [num_nodes] are the tokens up to the end of each node.
+    `path_length` int64 [num_nodes] is the number of tokens from the root to the end of each node.
     """
 
     path_length: Int64
@@ -32,7 +38,8 @@ class NodePaths:
 
     @classmethod
     def of(cls, parent: NDArray[np.integer], path_length: Int64) -> NodePaths:
-        """Those of the forest with this `parent` [num_nodes], -1 at a root."""
+        """Build the paths of the forest with this `parent` [num_nodes], -1 at a root."""
+        # parent [-1, 0, 1, 2, 2, 1, 0] -> jumps [0, 0, 1, 2, 2, 1, 0], [0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 0]
         jump = np.where(parent < 0, np.arange(len(parent)), parent)
         jumps = [jump]
         while not np.array_equal(jump, further := jump[jump]):
@@ -40,15 +47,21 @@ class NodePaths:
             jumps.append(jump)
         return cls(path_length, jumps)
 
-    def holding(self, node: Int64, offset: Int64) -> Int64:
-        """The node on the path to each `node` that holds the path's token `offset`, counted from 0."""
+    def node_at(self, node: Int64, offset: Int64) -> Int64:
+        """Return the node that contains token `offset`, counted from 0, of the path to each `node`."""
+        # Jump as far as the ancestor still reaches past `offset`: from node `5 6` of the header to offset 1, node `2`.
         for jump in reversed(self.jumps):
             above = jump[node]
             node = np.where(self.path_length[above] > offset, above, node)
         return node
 
-    def common(self, a: Int64, b: Int64) -> Int64:
-        """The lowest common ancestor of `a` <= `b`, in depth-first order; some other node of b's path if none."""
+    def common_ancestor(self, a: Int64, b: Int64) -> Int64:
+        """Return the lowest common ancestor of `a` <= `b`, numbered depth-first.
+
+        If the nodes have no common ancestor, the result is some other node on the path of b.
+        """
+        # An ancestor of b with a number above a is below the branch, so climb while the number stays above a. Its
+        # parent is the answer.
         for jump in reversed(self.jumps):
             above = jump[b]
             b = np.where(above > a, above, b)
@@ -56,17 +69,18 @@ class NodePaths:
 
 
 def node_paths(trie: Trie) -> NodePaths:
-    """The paths of the nodes of `trie`."""
+    """Build the paths of the nodes of `trie`."""
     return NodePaths.of(trie.parent, trie.path_length)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTree:
-    """The forest of the trie nodes where trajectories of a group end and where any two of them part, for all groups.
+    """The trie nodes where trajectories of a group end or two of them branch, as one forest of all groups.
 
-    All int64, sorted by group and then depth-first: the trie `node` of each, the index `up` of the next one towards the
-    root, -1 at a root, and [`first`, `last`) its trajectories, as places in `order`, which lists all trajectories group
-    by group and depth-first. `end` is the index of the node where each trajectory ends.
+    All arrays are int64. Nodes are sorted by group and then depth-first. Each has its trie `node`, the index `up` of
+    the next node towards the root (-1 at a root), and its trajectories [`first`, `last`), which are places in `order`.
+    `order` lists all trajectories group by group and depth-first. `end` is the index of the node where each trajectory
+    ends. `paths` are the paths of this forest, not of the trie.
     """
 
     paths: NodePaths
@@ -79,78 +93,95 @@ class GroupTree:
 
 
 def group_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> GroupTree:
-    """The trees of the trajectories `members` of `trie` (ascending), whose groups are `group`, codes from 0.
+    """Build the trees of the trajectories `members` of `trie` (ascending), whose groups are `group`, codes from 0.
 
-    Their nodes are those where trajectories of a group end and the common ancestors of neighbours among them. `paths`
-    are those of `trie`.
+    The nodes are the end nodes of each group's trajectories, and the common ancestors of neighbours among them. `paths`
+    are the paths of `trie`.
     """
     tree, size = trie.tree_id.astype(np.int64), trie.num_nodes
+    # One number for group and node: groups [0, 0, 0, 1], end nodes [3, 4, 5, 6] of 7 nodes -> [3, 4, 5, 13].
     key = group * size + trie.end_node[members]
     ends = np.unique(key)
-    keys = np.unique(np.concatenate([ends, _meetings(ends, tree, paths)[1]]))
-    near, meetings = _meetings(keys, tree, paths)
+    # Depth-first neighbours suffice: the ancestors of [3, 4, 5] are [2, 1], so the keys become [1, 2, 3, 4, 5, 13].
+    keys = np.unique(np.concatenate([ends, _common_ancestors(ends, tree, paths)[1]]))
+    # After that, the common ancestor of a node and the one before it is its parent: up = [-1, 0, 1, 1, 0, -1].
+    near, ancestors = _common_ancestors(keys, tree, paths)
     up = np.full(len(keys), -1)
-    up[1:][near] = np.searchsorted(keys, meetings)
+    up[1:][near] = np.searchsorted(keys, ancestors)
     order = np.argsort(key, kind="stable")
-    whose, node = np.divmod(keys, size)
+    key_group, node = np.divmod(keys, size)
     return GroupTree(
         paths=NodePaths.of(up, paths.path_length[node]),
         node=node,
         up=up,
+        # Trajectories below a node end at keys from its own up to the end of its subtree: first = [0, 0, 0, 1, 2, 3],
+        # last = [3, 2, 1, 2, 3, 4].
         first=np.searchsorted(key[order], keys),
-        last=np.searchsorted(key[order], whose * size + trie.node_end[node]),
+        last=np.searchsorted(key[order], key_group * size + trie.node_end[node]),
         order=order,
         end=np.searchsorted(keys, key),
     )
 
 
-def _meetings(keys: Int64, tree: Int64, paths: NodePaths) -> tuple[NDArray[np.bool_], Int64]:
-    """Which of `keys`, group and node in one number, lie in the group and tree of the one before; where they meet."""
-    whose, node = np.divmod(keys, len(tree))
-    near = (whose[1:] == whose[:-1]) & (tree[node[1:]] == tree[node[:-1]])
-    return near, whose[1:][near] * len(tree) + paths.common(node[:-1][near], node[1:][near])
+def _common_ancestors(keys: Int64, tree: Int64, paths: NodePaths) -> tuple[NDArray[np.bool_], Int64]:
+    """Mark each key that has the same group and tree as the key before, and return the common ancestors of these pairs.
+
+    A key combines group and node in one number. The mark is bool [len(keys) - 1]; the ancestors are keys too.
+    """
+    # keys [3, 4, 5, 13] of 7 nodes -> near [True, True, False], ancestors [2, 1]
+    key_group, node = np.divmod(keys, len(tree))
+    near = (key_group[1:] == key_group[:-1]) & (tree[node[1:]] == tree[node[:-1]])
+    return near, key_group[1:][near] * len(tree) + paths.common_ancestor(node[:-1][near], node[1:][near])
 
 
-class Continued(NamedTuple):
-    """Which trajectory each one continues, `by`, -1 if none, and how many tokens both have, `shared`; int64 [n].
+class Origins(NamedTuple):
+    """The trajectory `origin` that each trajectory continues, -1 if none, and their common tokens `shared`; int64 [n].
 
-    `shared` counts no further than the first trained token of the one that continues.
+    `shared` stops at the first trained token of the trajectory that continues.
     """
 
-    by: Int64
+    origin: Int64
     shared: Int64
 
 
-def continued(tree: GroupTree, first: Int64, rank: Int64) -> Continued:
-    """Which trajectory of its group each one continues, given their `first` trained tokens, int64 [n].
+def find_origins(tree: GroupTree, first: Int64, rank: Int64) -> Origins:
+    """Find the trajectory of its group that each one continues, from their `first` trained tokens, int64 [n].
 
-    i may continue d if both are the same up to and with token `first[d]` and that is before `first[i]`. It continues
-    the one with which it has most tokens in common before `first[i]`; of several, that with the smallest `first`, and
-    of these that with the smallest `rank`, int64 [n].
+    Trajectory i may continue d if both are the same up to and including token `first[d]`, and that token is before
+    `first[i]`. It continues the trajectory with which it has the longest common prefix before `first[i]`. If several
+    have the same, the smallest `first` decides, and then the smallest `rank`, int64 [n].
     """
+    # place [n]: position of each trajectory in the order of preference, so that a minimum finds the preferred one.
     preferred = np.lexsort((rank, first))
     place = np.empty_like(preferred)
     place[preferred] = np.arange(len(preferred))
-    who = preferred[_range_minima(place[tree.order], tree.first, tree.last)]
-    earliest = first[who]
+    # best [num_nodes]: the preferred trajectory among all that pass through the node.
+    best = preferred[_range_minima(place[tree.order], tree.first, tree.last)]
+    earliest = first[best]
+    # From each node up to the nearest node, itself included, that already contains a trained token of its best one.
     above = np.where(earliest < tree.paths.path_length, np.arange(len(tree.node)), tree.up)
     above = np.append(above, -1)  # so that -1 leads to -1
     while not np.array_equal(above, further := above[above]):
         above = further
-    # All that share the token before first[i] pass through this node, whichever way they then go.
-    last = tree.paths.holding(tree.end, first - 1)
-    found = np.where(earliest[last] < first, last, above[tree.up[last]])
-    none = found < 0
-    shared = np.minimum(tree.paths.path_length[found], first)
-    return Continued(np.where(none, -1, who[found]), np.where(none, 0, shared))
+    # Every trajectory that shares the token before first[i] passes through this node, whatever follows there.
+    last = tree.paths.node_at(tree.end, first - 1)
+    node = np.where(earliest[last] < first, last, above[tree.up[last]])
+    none = node < 0
+    shared = np.minimum(tree.paths.path_length[node], first)
+    return Origins(np.where(none, -1, best[node]), np.where(none, 0, shared))
 
 
 def _range_minima(values: Int64, start: Int64, stop: Int64) -> Int64:
-    """The smallest of `values[start[i]:stop[i]]` for each i, none of them empty."""
+    """Return the smallest of `values[start[i]:stop[i]]` for each i; no range may be empty.
+
+    A sparse table: `table` contains the minimum of every run of 2^k values, and two such runs cover any range of
+    2^k to 2^(k+1) - 1 values. O((len(values) + len(start)) log len(values)).
+    """
+    # values [4, 2, 5, 1, 3], ranges 0:5, 1:3, 2:3 -> level [2, 1, 0] -> minima [1, 2, 5]
     level = np.frexp(stop - start)[1] - 1
-    found, table = np.empty(len(start), np.int64), values
+    minima, table = np.empty(len(start), np.int64), values
     for k in range(int(level.max(initial=-1)) + 1):
-        mine = np.flatnonzero(level == k)
-        found[mine] = np.minimum(table[start[mine]], table[stop[mine] - 2**k])
+        at_level = np.flatnonzero(level == k)
+        minima[at_level] = np.minimum(table[start[at_level]], table[stop[at_level] - 2**k])
         table = np.minimum(table[: -(2**k)], table[2**k :])
-    return found
+    return minima

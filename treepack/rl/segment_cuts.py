@@ -1,16 +1,16 @@
-"""Where the segments of a group's rollouts start: as recorded, at turns, where they branch, or every N tokens.
+"""Starts of the segments of a group's rollouts: recorded, at turns, at branches of the trie, or every N tokens.
 
     Trie, group of each trajectory, segment --find_cuts--> Cuts(owner, start)
 
         1 2 3 | 4 5 6 | 7 8       d  trained: 4 5 and 7 8, so cut at 3 and 6
-        1 2 3   4 5 6 | 9         i  trained: 9 alone, a continuation of d that came back with its prompt
-        1 2 3 | 4 5 6 | 9            d's cut at 3 is i's too: both share the segment 4 5 6
+        1 2 3   4 5 6 | 9         i  trained: only 9; a continuation of d, recorded with its prompt
+        1 2 3 | 4 5 6 | 9            i takes over the cut of d at 3, so both share the segment 4 5 6
 
-A rollout that starts inside another one comes back as a prompt, which trains nothing, and a response. The turns of its
-prompt are those of the rollout that it continues (`group_tree.continued`): of that one's cuts, those it took over
-itself included, it has the ones that lie within the tokens that they share. Its own begin with its first trained token,
-so cuts of rollouts that start at the prompt stay as they are, whatever continuations join them. N tokens are counted
-from the first token on the path of a trajectory that any of its group trains there.
+A rollout that was sampled from inside another one is recorded as a prompt, which trains nothing, and a response. Its
+prompt is cut at the turns of the rollout that it continues (`group_tree.find_origins`). It takes over all cuts of that
+rollout within the tokens that both share, including cuts that the other rollout took over itself. Its own cuts start
+at its first trained token. Therefore the cuts of rollouts that start at the prompt never change when continuations are
+added. N tokens are counted from the first token of a trajectory's path that any trajectory of its group trains there.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from numpy.typing import NDArray
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import METADATA_DICTS
-from treepack.rl.group_tree import Continued, NodePaths, continued, group_tree
+from treepack.rl.group_tree import NodePaths, Origins, find_origins, group_tree
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 SEGMENTS = ("auto", "recorded", "turn", "node")
-MAX_SIZE = 2**31 - 1
+MAX_SIZE = 2**31 - 1  # tokens: positions are int32 in files, so a longer segment cannot exist
 
 
 class Cuts(NamedTuple):
-    """The token `start` of every segment and its `owner`, an index into the members; int64, in any order, distinct.
+    """The token `start` of every segment, and its `owner`, an index into the members; int64, distinct, in any order.
 
-    `segment` is how they were cut: what was asked for, and what "auto" found. A member may have none.
+    `segment` is the method that was used: the requested one, or the one that "auto" chose. A member may have no cuts.
     """
 
     segment: str
@@ -47,146 +47,170 @@ class Cuts(NamedTuple):
 
 
 def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, segment: str) -> Cuts:
-    """Where segments of the trajectories `members` of `trie` (ascending) start; `group` are codes from 0.
+    """Find the starts of the segments of the trajectories `members` of `trie` (ascending); `group` are codes from 0.
 
-    `segment` as in `segments.segment_tree`; `paths` are the trie's.
+    `segment` has the values of `segments.segment_tree`; `paths` are the paths of the trie.
 
     Raises:
-        TreepackError: an unknown `segment`, or no or faulty recorded offsets.
+        TreepackError: unknown `segment`, or recorded offsets that are missing or malformed.
     """
     if segment.isdecimal() and 0 < int(segment) <= MAX_SIZE:
-        return Cuts(segment, *_every(trie, paths, members, group, size=int(segment)))
+        return Cuts(segment, *_even_cuts(trie, paths, members, group, size=int(segment)))
     if segment not in SEGMENTS:
         raise TreepackError(f"segment is {segment!r}; expected {', '.join(SEGMENTS)} or a number of tokens")
     if segment == "turn":
-        return Cuts(segment, *_turns(trie, paths, members, group))
-    recorded = None if segment == "node" else _recorded(trie, members)
+        return Cuts(segment, *_turn_cuts(trie, paths, members, group))
+    recorded = None if segment == "node" else _recorded_cuts(trie, members)
     if recorded is not None:
         return Cuts("recorded", *recorded)
     if segment == "recorded":
         raise TreepackError("no trajectory has 'segments' in its metadata; record them or give another --segment")
-    return Cuts("node", *_branchings(trie, paths, members, group))
+    return Cuts("node", *_branch_cuts(trie, paths, members, group))
 
 
 def _first_trained(trie: Trie, members: Int64) -> Int64:
-    """First trained token of each trajectory, its length if it has none."""
+    """Return the first trained token of each member, or its length if it has none."""
     spans = SpanView.of(trie.trajectories)
-    found = trie.lengths.copy()
-    some = np.flatnonzero(np.diff(spans.offsets))
-    found[some] = spans.starts[spans.offsets[some]]
-    return found[members]
+    first = trie.lengths.copy()
+    # Trajectory i has the spans offsets[i] .. offsets[i + 1] - 1: offsets [0, 2, 2, 3] -> trajectories 0 and 2 train.
+    trained = np.flatnonzero(np.diff(spans.offsets))
+    first[trained] = spans.starts[spans.offsets[trained]]
+    return first[members]
 
 
-def _continued(
+def _origins(
     trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, first: Int64, cuts: tuple[Int64, Int64]
-) -> Continued:
-    """`group_tree.continued`, where of equally good ones that is preferred whose own cuts differ by an earlier one."""
-    if (first == first[np.unique(group, return_index=True)[1]][group]).all():  # all start with their group
-        return Continued(np.full(len(members), -1), np.zeros(len(members), np.int64))
+) -> Origins:
+    """Find origins by `group_tree.find_origins`, preferring the earlier cut at the first place where cuts differ."""
+    if (first == first[np.unique(group, return_index=True)[1]][group]).all():  # every member starts with its group
+        return Origins(np.full(len(members), -1), np.zeros(len(members), np.int64))
     owner, start = cuts
+    # Big-endian bytes sort as the lists of numbers do. The end marker is above every cut, so of [3] and [3, 6] the
+    # longer list is first: 00000003 00000006 ffffffff < 00000003 ffffffff.
     begin = (4 * np.searchsorted(owner, np.arange(len(members) + 1))).tolist()
     packed, end = start.astype(">u4").tobytes(), b"\xff" * 4
     lists = [packed[a:b] + end for a, b in itertools.pairwise(begin)]
-    ranks = {known: rank for rank, known in enumerate(sorted(set(lists)))}
-    return continued(group_tree(trie, paths, members, group), first, np.array([ranks[one] for one in lists]))
+    ranks = {cut_list: rank for rank, cut_list in enumerate(sorted(set(lists)))}
+    return find_origins(group_tree(trie, paths, members, group), first, np.array([ranks[one] for one in lists]))
 
 
-def _every(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, size: int) -> tuple[Int64, Int64]:
+def _even_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, size: int) -> tuple[Int64, Int64]:
+    """Cut every `size` tokens, starting at the first trained token of the rollout where the path starts."""
     first = _first_trained(trie, members)
-    own = np.arange(len(members)), first
-    by = _continued(trie, paths, members, group, first=first, cuts=own).by
-    begun = np.where(by < 0, np.arange(len(members)), by)
-    while not np.array_equal(begun, further := begun[begun]):
-        begun = further
-    origin = first[begun]
-    counts = -((origin - trie.lengths[members]) // size)
+    firsts = np.arange(len(members)), first
+    origin = _origins(trie, paths, members, group, first=first, cuts=firsts).origin
+    # Follow continuations of continuations to the rollout that starts at the prompt: origin [-1, 0, 1] -> [0, 0, 0].
+    source = np.where(origin < 0, np.arange(len(members)), origin)
+    while not np.array_equal(source, further := source[source]):
+        source = further
+    begin = first[source]
+    # ceil((length - begin) / size) cuts each: lengths [8, 7], begin [3, 3], size 2 -> counts [3, 2].
+    counts = -((begin - trie.lengths[members]) // size)
     owner = np.repeat(np.arange(len(members)), counts)
+    # Number the cuts of each owner from 0: counts [3, 2] -> [0, 1, 2, 0, 1], so the cuts are 3 5 7 and 3 5.
     number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return owner, origin[owner] + number * size
+    return owner, begin[owner] + number * size
 
 
-def _turns(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
-    owner, start = own = _trained_runs(trie, members)
-    found = _continued(trie, paths, members, group, first=_first_trained(trie, members), cuts=own)
-    taken, at = _taken_over(owner, start, found)
-    return np.concatenate([owner, taken]), np.concatenate([start, at])
+def _turn_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
+    """Cut at each run of trained tokens, and within a continued prompt at the cuts of its origin."""
+    owner, start = runs = _trained_runs(trie, members)
+    origins = _origins(trie, paths, members, group, first=_first_trained(trie, members), cuts=runs)
+    # d and i of the header: runs at 3 and 6 of d, 6 of i; i, which continues d, takes over 3.
+    heir, inherited = _inherited_cuts(owner, start, origins)
+    return np.concatenate([owner, heir]), np.concatenate([start, inherited])
 
 
 def _trained_runs(trie: Trie, members: Int64) -> tuple[Int64, Int64]:
-    """Owner and first token of each run of trained tokens, ascending."""
+    """Return owner and first token of each run of trained tokens, ascending."""
     spans = SpanView.of(trie.trajectories)
-    of_span = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
-    opens = np.ones(len(of_span), bool)
-    opens[1:] = (of_span[1:] != of_span[:-1]) | (spans.starts[1:] != spans.ends[:-1])
+    span_owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    # Spans of different weight may adjoin. [3, 5) and [5, 6) are one run, [3, 5) and [6, 8) are two.
+    is_start = np.ones(len(span_owner), bool)
+    is_start[1:] = (span_owner[1:] != span_owner[:-1]) | (spans.starts[1:] != spans.ends[:-1])
     index = np.full(trie.num_trajectories, -1)
     index[members] = np.arange(len(members))
-    opens &= index[of_span] >= 0
-    return index[of_span[opens]], spans.starts[opens].astype(np.int64)
+    is_start &= index[span_owner] >= 0
+    return index[span_owner[is_start]], spans.starts[is_start].astype(np.int64)
 
 
-def _taken_over(owner: Int64, start: Int64, found: Continued) -> tuple[Int64, Int64]:
-    """The cuts that each trajectory has from the one it continues, whose own are `start`, ascending by `owner`.
+def _inherited_cuts(owner: Int64, start: Int64, origins: Origins) -> tuple[Int64, Int64]:
+    """Return the cuts that each trajectory takes over from its origin: owner and token of each.
 
-    In rounds: one is served once the one it continues has been, so continuations of continuations have theirs too.
+    `start` are the cuts at trained runs, ascending by `owner`. The loop works in rounds: a trajectory is ready in the
+    round after its origin, so a continuation of a continuation also receives the cuts that its origin took over.
     """
-    count = len(found.by)
-    own = np.searchsorted(owner, np.arange(count + 1))
+    count = len(origins.origin)
+    # Cuts of trajectory i: start[own_begin[i]:own_begin[i + 1]], and after its round also pool[begin[i]:][:size[i]].
+    own_begin = np.searchsorted(owner, np.arange(count + 1))
     pool, begin, size = np.zeros(0, np.int64), np.zeros(count, np.int64), np.zeros(count, np.int64)
     owners = [np.zeros(0, np.int64)]
-    served, waiting = found.by < 0, np.flatnonzero(found.by >= 0)
+    done, waiting = origins.origin < 0, np.flatnonzero(origins.origin >= 0)
     while len(waiting):
-        ready = served[found.by[waiting]]
-        mine, waiting = waiting[ready], waiting[~ready]
-        by = found.by[mine]
-        taken, at = _lists([(start, own[by], own[by + 1]), (pool, begin[by], begin[by] + size[by])])
-        kept = at < found.shared[mine][taken]
-        taken, at = taken[kept], at[kept]
-        size[mine] = np.bincount(taken, minlength=len(mine))
-        begin[mine] = len(pool) + np.cumsum(size[mine]) - size[mine]
-        pool = np.concatenate([pool, at[np.argsort(taken, kind="stable")]])
-        owners.append(np.repeat(mine, size[mine]))
-        served[mine] = True
+        is_ready = done[origins.origin[waiting]]
+        ready, waiting = waiting[is_ready], waiting[~is_ready]
+        origin = origins.origin[ready]
+        heir, cut = _slices(
+            [(start, own_begin[origin], own_begin[origin + 1]), (pool, begin[origin], begin[origin] + size[origin])]
+        )
+        # Only cuts before the first token that the two do not share: of 3 and 6 with shared = 6, i takes 3.
+        shared = cut < origins.shared[ready][heir]
+        heir, cut = heir[shared], cut[shared]
+        size[ready] = np.bincount(heir, minlength=len(ready))
+        begin[ready] = len(pool) + np.cumsum(size[ready]) - size[ready]
+        # The slices come array by array; a stable sort by heir makes each heir's cuts contiguous in the pool.
+        pool = np.concatenate([pool, cut[np.argsort(heir, kind="stable")]])
+        owners.append(np.repeat(ready, size[ready]))
+        done[ready] = True
     return np.concatenate(owners), pool
 
 
-def _lists(parts: list[tuple[Int64, Int64, Int64]]) -> tuple[Int64, Int64]:
-    """The values [start[i], stop[i]) of each of several arrays, and the i of each value."""
+def _slices(parts: list[tuple[Int64, Int64, Int64]]) -> tuple[Int64, Int64]:
+    """Return the values [start[i], stop[i]) of each of several arrays, after the i of each value."""
     owners, values = [], []
     for array, start, stop in parts:
         size = stop - start
         owners.append(np.repeat(np.arange(len(start)), size))
+        # start [0, 5], size [2, 1]: arange [0, 1, 2] + shift [0, 0, 3] -> indices [0, 1, 5]
         values.append(array[np.arange(size.sum()) + np.repeat(start - np.cumsum(size) + size, size)])
     return np.concatenate(owners), np.concatenate(values)
 
 
-def _recorded(trie: Trie, members: Int64) -> tuple[Int64, Int64] | None:
-    """The offsets in the metadata of all trajectories, or None if none has any."""
+def _recorded_cuts(trie: Trie, members: Int64) -> tuple[Int64, Int64] | None:
+    """Return the offsets in the metadata of all members, owner and token of each, or None if no member has any.
+
+    Raises:
+        TreepackError: some members have offsets and others do not, or offsets are malformed.
+    """
     table: pa.Table = trie.trajectories.take(pa.array(members))
-    named = pc.match_substring(table["metadata"], '"segments"').to_numpy()
-    if not named.any():
+    # A search for the name is far cheaper than parsing: most tries record no segments.
+    mentioned = pc.match_substring(table["metadata"], '"segments"').to_numpy()
+    if not mentioned.any():
         return None
     rows = table.select(["metadata", "source"]).to_pylist()
-    found = [_offsets(row["metadata"]) for row in rows]
-    if all(offsets is None for offsets in found):  # the word stands somewhere else in the metadata
+    lists = [_recorded_offsets(row["metadata"]) for row in rows]
+    if all(offsets is None for offsets in lists):  # the word occurs somewhere else in the metadata
         return None
-    for row, offsets, length in zip(rows, found, trie.lengths[members].tolist(), strict=True):
+    for row, offsets, length in zip(rows, lists, trie.lengths[members].tolist(), strict=True):
         if fault := _fault(offsets, length):
             raise TreepackError(
                 f"{row['source']}: {fault}; expected the ascending token offsets of its segments, or --segment node"
             )
-    starts = np.array([offset for offsets in found for offset in offsets], np.int64)
-    return np.repeat(np.arange(len(members)), [len(offsets) for offsets in found]), starts
+    starts = np.array([offset for offsets in lists for offset in offsets], np.int64)
+    return np.repeat(np.arange(len(members)), [len(offsets) for offsets in lists]), starts
 
 
-def _offsets(metadata: str) -> Any:
+def _recorded_offsets(metadata: str) -> Any:
+    """Return "segments" of a metadata object or of an object nested in it, unchecked; None if there is none."""
     fields = orjson.loads(metadata)
     nested = [fields[name] for name in sorted(METADATA_DICTS) if isinstance(fields.get(name), dict)]
-    return next((held["segments"] for held in (fields, *nested) if "segments" in held), None)
+    return next((level["segments"] for level in (fields, *nested) if "segments" in level), None)
 
 
 def _fault(offsets: Any, length: int) -> str | None:
     if offsets is None:
         return "its metadata has no 'segments' and that of other trajectories has"
+    # type() because True and False are integers for isinstance.
     if not isinstance(offsets, list) or not offsets or any(type(offset) is not int for offset in offsets):
         return "'segments' is no list of integers"
     if any(a >= b for a, b in itertools.pairwise(offsets)):
@@ -196,32 +220,36 @@ def _fault(offsets: Any, length: int) -> str | None:
     return None
 
 
-def _branchings(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
-    """Cuts where two or more trajectories of a group go on differently in the trie.
+def _branch_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
+    """Cut after every node of the trie where two or more trajectories of a group continue differently.
 
-    Of the nodes of the group's own tree the ones with several children branch; the others are where a trajectory ends
-    inside another.
+    In the tree of the group, only nodes with several children are branches. At any other node a trajectory ends inside
+    another one, and nothing is cut.
     """
     tree = group_tree(trie, paths, members, group)
+    # Point every node at its nearest ancestor that branches: the loop skips ancestors with one child.
     up = tree.up.copy()
     branches = np.bincount(up[up >= 0], minlength=len(up)) > 1
     while (idle := (up >= 0) & ~branches[up]).any():
         up[idle] = up[up[idle]]
 
-    found_owner, found_start = [], []
+    # Climb from all ends at once, one branch a round; trajectories drop out at the root. In the header of group_tree,
+    # a and b are cut at 4 and 2, c at 2.
+    owners, starts = [], []
     at, owner = up[tree.end], np.arange(len(members))
     while (inside := at >= 0).any():
         at, owner = at[inside], owner[inside]
-        found_owner.append(owner)
-        found_start.append(tree.paths.path_length[at])
+        owners.append(owner)
+        starts.append(tree.paths.path_length[at])
         at = up[at]
-    # Where first tokens differ nothing is in common, so the root is empty.
+    # If first tokens differ, the group shares no token at all, so its root segment is empty: cut at 0.
     apart = np.flatnonzero(_in_several_trees(trie.tree_id[trie.end_node[members]].astype(np.int64), group)[group])
-    return np.concatenate([apart, *found_owner]), np.concatenate([np.zeros_like(apart), *found_start])
+    return np.concatenate([apart, *owners]), np.concatenate([np.zeros_like(apart), *starts])
 
 
 def _in_several_trees(tree: Int64, group: Int64) -> NDArray[np.bool_]:
-    """Whether the trajectories of each group lie in more than one tree, bool [num_groups]."""
-    some = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
-    some[group] = tree
-    return np.bincount(group, weights=some[group] != tree) > 0
+    """Mark each group whose trajectories are in more than one tree, bool [num_groups]."""
+    # Compare with any one member: tree [4, 4, 5], group [0, 0, 0] -> 5 remains, 4 != 5 twice -> [True].
+    sample = np.zeros(int(group.max(initial=-1)) + 1, np.int64)
+    sample[group] = tree
+    return np.bincount(group, weights=sample[group] != tree) > 0

@@ -1,1 +1,1 @@
-"""Advantage estimators: from the rewards of a group, and from the tree of its rollouts."""
+"""Advantage estimators: from the rewards of a group (flat), and from the tree of its rollouts (tree)."""

@@ -1,11 +1,12 @@
-"""Advantages by an estimator's name, for the trajectories of a trie, as columns of a new one.
+"""Advantages of a trie's trajectories by the name of an estimator, as columns of a new trie.
 
     Trie, AdvantageOptions --estimate_advantages--> Estimates(kept, advantage of each trajectory or each trained token)
     Trie, Estimates --with_advantages--> Trie      the same rollouts with the column filled in, ready for pack and train
 
-Groups that an estimator cannot use are left out whole, each for a reason that is counted: a reward that is missing or
-not finite, a single trajectory where trajectories are compared, equal rewards where those are to be rejected. A group
-is the trajectories of one `group_id` in one training step; a step is the batch of `reinforce++` and `std="batch"`.
+A group that an estimator cannot use is rejected as a whole and counted under one reason: a reward is missing or not
+finite, a single trajectory has nothing to be compared with, or all rewards are equal and such groups are rejected. A
+group is the trajectories of one `group_id` in one training step. A step is the batch of `reinforce++` and
+`std="batch"`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from treepack.trie.trie import Trie, trajectories_of
 FLAT = ("grpo", "dr-grpo", "rloo", "reinforce++")
 TREE = ("treepo", "treerpo", "tree-grpo", "treerl")
 ESTIMATORS = (*FLAT, *TREE)
-REJECTED = ("drop", "zero")
+REJECTED_CHOICES = ("drop", "zero")
 
-# Options that only some estimators have.
-_OWN = {
+# Options that only some estimators have. They are refused for the others, because they would have no effect.
+_ESTIMATORS_OF_OPTION = {
     "std": ("grpo", "treepo"),
     "size_weighted": ("treepo",),
     "reject_subgroups": ("treepo",),
@@ -50,11 +51,11 @@ _OWN = {
 class AdvantageOptions:
     """An estimator and its variants.
 
-    `segment` and `min_depth` say what the tree's nodes are, see `segments.segment_tree`. `std` "batch" takes the
-    standard deviation over the training step instead of the group. `per_segment` is `tree_grpo_segments`; the others
-    are arguments of the estimators. `reject_equal` leaves out groups whose rewards are all equal; None is as the paper
-    has it, so treepo does (equation 5) and the others give them 0. `rejected` "drop" leaves the trajectories of groups
-    that cannot be used out of the trie, "zero" keeps them with an advantage of 0.
+    `segment` and `min_depth` define the nodes of the tree, see `segments.segment_tree`. `std` "batch" takes the
+    standard deviation over the training step instead of the group. `per_segment` selects `tree_grpo_segments`; the
+    other flags are arguments of the estimators. `reject_equal` rejects groups whose rewards are all equal. None follows
+    the papers: treepo rejects them (equation 5), and the other estimators give them 0. `rejected` "drop" removes the
+    trajectories of rejected groups from the trie, "zero" keeps them with an advantage of 0.
     """
 
     estimator: str
@@ -71,11 +72,15 @@ class AdvantageOptions:
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
-        for name, known in (("estimator", ESTIMATORS), ("std", ("group", "batch")), ("rejected", REJECTED)):
+        """Check every value and name the option that is wrong.
+
+        Raises:
+            TreepackError: an unknown or impossible value, or an option that the estimator does not have.
+        """
+        for name, known in (("estimator", ESTIMATORS), ("std", ("group", "batch")), ("rejected", REJECTED_CHOICES)):
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
-        for name, estimators in _OWN.items():
+        for name, estimators in _ESTIMATORS_OF_OPTION.items():
             if self.estimator not in estimators and getattr(self, name) != getattr(type(self), name):
                 raise TreepackError(f"{name} is an option of {', '.join(estimators)}; {self.estimator} has none")
         if self.min_depth < 0:
@@ -85,7 +90,7 @@ class AdvantageOptions:
 
     @property
     def gives_segments(self) -> bool:
-        """Whether advantages belong to segments, and so to tokens, rather than to whole trajectories."""
+        """True if advantages belong to segments, and so to tokens, instead of whole trajectories."""
         return self.estimator in ("treerpo", "treerl") or self.per_segment
 
     @property
@@ -95,11 +100,11 @@ class AdvantageOptions:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Advantages of the trajectories `kept` (indices into the trie's, ascending), one number each or one per token.
+    """Advantages of the trajectories `kept` (indices into the trie's, ascending), one per trajectory or one per token.
 
-    `advantage` is float64 [num_kept], or None if `per_token` holds them: float64, the trained tokens of all kept
-    trajectories one after the other, in order. `rejected` counts the groups left out by reason, `num_groups` those
-    compared; `tree` is None where the estimator needs none.
+    Either `advantage` is float64 [num_kept], or `per_token` is float64 [trained tokens of all kept trajectories, in
+    order]; the other is None. `rejected` counts the rejected groups by reason, `num_groups` the compared groups. `tree`
+    is None if the estimator needs no tree.
     """
 
     kept: Int64
@@ -111,44 +116,51 @@ class Estimates:
 
     @property
     def values(self) -> Float64:
-        """All advantages, whichever they belong to."""
-        found = self.advantage if self.per_token is None else self.per_token
-        assert found is not None
-        return found
+        """All advantages, of trajectories or of tokens."""
+        values = self.advantage if self.per_token is None else self.per_token
+        assert values is not None
+        return values
 
 
 def group_codes(trie: Trie) -> Int64:
-    """Code of each trajectory's group, its `group_id` in its training step, from 0; int64 [num_trajectories]."""
+    """Code of each trajectory's group (its `group_id` in its training step), from 0; int64 [num_trajectories]."""
+    # One number for step and name: step_rank [0, 0, 1], names [0, 1, 0] -> keys [0, 1, 2] -> three groups.
     names = trie.trajectories["group_id"].combine_chunks().dictionary_encode().indices.to_numpy()
     keys = trie.step_rank * (int(names.max(initial=0)) + 1) + names
     return np.unique(keys, return_inverse=True)[1].astype(np.int64)
 
 
 def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
-    """Advantages of every trajectory of `trie` whose group can be used.
+    """Estimate the advantages of every trajectory of `trie` whose group can be used.
 
     Raises:
-        TreepackError: no group can be used, rewards so large that they overflow, or what `segment_tree` refuses.
+        TreepackError: no group can be used, rewards so large that they overflow, or any error of `segment_tree`.
     """
     reward = trie.trajectories["reward"].to_numpy().astype(np.float64)
     groups = group_codes(trie)
-    usable, rejected = _usable(reward, groups, options)
+    usable, rejected = _usable_groups(reward, groups, options)
     kept = np.flatnonzero(usable[groups])
     if len(kept) == 0:
         reasons = "; ".join(f"{name}: {count}" for name, count in rejected.items())
         raise TreepackError(
-            f"no group is left to compare ({reasons}); give the rollouts rewards, and those of one task one group"
+            f"no group is left to compare ({reasons}); give the rollouts rewards, and put all rollouts of one task in "
+            "one group"
         )
     largest = float(np.abs(reward[kept]).max())
+    # Two rewards differ by at most 2 |R|, and a variance sums n squares of such differences.
     if not math.isfinite(4 * largest * largest * len(kept)):
         raise TreepackError(f"a reward of {largest:g} makes advantages overflow; give rewards nearer to 1")
+    # Number the groups and steps that remain from 0 again: groups [0, 2, 2] -> [0, 1, 1].
     reward, group = reward[kept], np.unique(groups[kept], return_inverse=True)[1].astype(np.int64)
     step = np.unique(trie.step_rank[kept], return_inverse=True)[1].astype(np.int64)
     tree = None
     if options.estimator in TREE:
         tree = segment_tree(trie, kept, group, segment=options.segment, min_depth=options.min_depth)
-    values = _flat(reward, group, step, options) if tree is None else _from_tree(tree, reward, step, options)
-    per_token = _of_tokens(trie, kept, tree, values) if tree is not None and options.gives_segments else None
+    if tree is None:
+        values = _flat_advantages(reward, group, step, options)
+    else:
+        values = _tree_advantages(tree, reward, step, options)
+    per_token = _token_advantages(trie, kept, tree, values) if tree is not None and options.gives_segments else None
     return Estimates(
         kept=kept,
         advantage=values if per_token is None else None,
@@ -159,24 +171,25 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     )
 
 
-def _usable(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """Whether each group can be used, and how many cannot for which reason, each counted once."""
+def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) -> tuple[NDArray[np.bool_], Counter[str]]:
+    """Mark the groups that can be used, bool [num_groups], and count the others by their first reason."""
     faults = {"rewards missing": np.bincount(groups, weights=~np.isfinite(reward)) > 0}
     if options.estimator != "reinforce++":
         faults["a single trajectory"] = np.bincount(groups) == 1
     if options.rejects_equal:
-        some = np.zeros(int(groups.max()) + 1)
-        some[groups] = reward
-        faults["rewards all equal"] = np.bincount(groups, weights=reward != some[groups]) == 0
+        # Compare with any one reward of the group: exact, unlike a variance, which rounding keeps above 0.
+        sample = np.zeros(int(groups.max()) + 1)
+        sample[groups] = reward
+        faults["rewards all equal"] = np.bincount(groups, weights=reward != sample[groups]) == 0
     usable, counts = np.ones(int(groups.max()) + 1, bool), Counter[str]()
     for reason, faulty in faults.items():
-        if found := int((usable & faulty).sum()):
-            counts[reason] = found
+        if count := int((usable & faulty).sum()):
+            counts[reason] = count
         usable &= ~faulty
     return usable, counts
 
 
-def _flat(reward: Float64, group: Int64, step: Int64, options: AdvantageOptions) -> Float64:
+def _flat_advantages(reward: Float64, group: Int64, step: Int64, options: AdvantageOptions) -> Float64:
     if options.estimator == "grpo":
         return grpo(reward, group, scope=step if options.std == "batch" else None, epsilon=options.epsilon)
     if options.estimator == "reinforce++":
@@ -184,7 +197,7 @@ def _flat(reward: Float64, group: Int64, step: Int64, options: AdvantageOptions)
     return {"dr-grpo": dr_grpo, "rloo": rloo}[options.estimator](reward, group)
 
 
-def _from_tree(tree: SegmentTree, reward: Float64, step: Int64, options: AdvantageOptions) -> Float64:
+def _tree_advantages(tree: SegmentTree, reward: Float64, step: Int64, options: AdvantageOptions) -> Float64:
     """One advantage per listed segment if `options.gives_segments`, else one per trajectory."""
     if options.estimator == "treerpo":
         return treerpo(tree, reward, epsilon=options.epsilon)
@@ -207,55 +220,63 @@ def _from_tree(tree: SegmentTree, reward: Float64, step: Int64, options: Advanta
     )
 
 
-def _of_tokens(trie: Trie, kept: Int64, tree: SegmentTree, of_segment: Float64) -> Float64:
-    """The advantage of its segment for every trained token of the trajectories `kept`."""
-    owner, at = _trained(trie, kept)
-    return of_segment[tree.segment_of(owner, at)]
+def _token_advantages(trie: Trie, kept: Int64, tree: SegmentTree, of_segment: Float64) -> Float64:
+    """Give every trained token of the trajectories `kept` the advantage of its segment."""
+    # Segments listed 0 1 2 of a and 3 4 5 of b, trained tokens 2 3 4 of each, segments from 0, 2, 4 -> [1 1 2 4 4 5].
+    owner, position = _trained_tokens(trie, kept)
+    return of_segment[tree.segment_of(owner, position)]
 
 
-def _trained(trie: Trie, kept: Int64) -> tuple[Int64, Int64]:
-    """Index into `kept` and position of every trained token, in order."""
+def _trained_tokens(trie: Trie, kept: Int64) -> tuple[Int64, Int64]:
+    """Return index into `kept` and position of every trained token, in order."""
+    # kept [0, 2] with the spans [2, 5) and [2, 4) -> owner [0 0 0 1 1], position [2 3 4 2 3]
     spans = SpanView.of(trie.trajectories)
     index = np.full(trie.num_trajectories, -1)
     index[kept] = np.arange(len(kept))
     owner = np.repeat(index, np.diff(spans.offsets))
-    mine = owner >= 0
-    sizes = spans.sizes[mine]
+    is_kept = owner >= 0
+    sizes = spans.sizes[is_kept]
     if len(sizes) == 0:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.repeat(owner[mine], sizes), positions(spans.starts[mine], spans.ends[mine])
+    return np.repeat(owner[is_kept], sizes), positions(spans.starts[is_kept], spans.ends[is_kept])
 
 
 def with_advantages(trie: Trie, estimates: Estimates, *, rejected: str = "drop") -> Trie:
-    """`trie` with the columns advantage and advantages replaced; `rejected` as in `AdvantageOptions`.
+    """Replace the columns advantage and advantages of `trie`; `rejected` is that of `AdvantageOptions`.
 
-    O(N_flat) where trajectories are dropped, for the trie is then built again; else no token is touched.
+    If trajectories are dropped, the trie is built again in O(N_flat). Otherwise no token is touched.
+
+    Raises:
+        TreepackError: more trained tokens than one list column can have.
     """
     count, kept = trie.num_trajectories, estimates.kept
     known = np.zeros(count, bool)
     known[kept] = True
     scalar, lists = np.zeros(count), pa.nulls(count, pa.list_(pa.float64()))
-    none = np.zeros(count, bool)
+    no_scalar = np.zeros(count, bool)
     if estimates.per_token is None:
         scalar[kept] = estimates.values
     else:
-        none = known
+        # Rejected trajectories keep the scalar 0; the others have a list instead.
+        no_scalar = known
         sizes = np.zeros(count, np.int64)
-        sizes[kept] = np.bincount(_trained(trie, kept)[0], minlength=len(kept))
-        lists = pa.ListArray.from_arrays(_offsets(sizes), estimates.per_token, mask=pa.array(~known))
+        sizes[kept] = np.bincount(_trained_tokens(trie, kept)[0], minlength=len(kept))
+        lists = pa.ListArray.from_arrays(_list_offsets(sizes), estimates.per_token, mask=pa.array(~known))
     table: pa.Table = trie.trajectories
-    for name, column in (("advantage", pa.array(scalar, mask=none)), ("advantages", lists)):
+    for name, column in (("advantage", pa.array(scalar, mask=no_scalar)), ("advantages", lists)):
         field = schema.TRAJECTORIES.field(name)
         table = table.set_column(table.schema.get_field_index(name), field, column)
     filled = replace(trie, trajectories=table)
     if rejected == "zero" or known.all():
         return filled
     rollouts = zip(known.tolist(), trajectories_of(filled), strict=True)
-    return build_trie((rollout for wanted, rollout in rollouts if wanted), share=trie.share)
+    return build_trie((rollout for is_known, rollout in rollouts if is_known), share=trie.share)
 
 
-def _offsets(sizes: Int64) -> Int32:
+def _list_offsets(sizes: Int64) -> Int32:
+    """Return the Arrow offsets of lists of these sizes: [2, 0, 3] -> [0, 2, 2, 5]."""
     total = int(sizes.sum())
+    # Arrow's list offsets are int32.
     if total > np.iinfo(np.int32).max:
         raise TreepackError(f"{total:,} trained tokens are too many for one trie directory; write several")
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)

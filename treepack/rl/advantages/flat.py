@@ -1,9 +1,12 @@
-"""Advantages of whole trajectories from the rewards of their group, without looking at the tree.
+"""Advantages of whole trajectories from the rewards of their group, without the tree.
 
     reward float64 [n], group int64 [n] (codes from 0) --grpo | dr_grpo | rloo | reinforce_pp--> float64 [n]
 
-Every standard deviation is that of a sample (n - 1), as the papers' trainers have it, and `epsilon` is added to it.
-Where it is below `ROUNDING` times the largest of the rewards compared, the values differ by rounding alone and the
+        reward  1  0 | 2  2  5        dr_grpo   0.5  -0.5 | -1    -1    2          reward less the mean of the group
+        group   0  0 | 1  1  1        rloo      1    -1   | -1.5  -1.5  3          reward less the mean of the others
+
+Every standard deviation is the sample deviation (n - 1), as in the trainers of the papers, and `epsilon` is added to
+it. If it is below `ROUNDING` times the largest of the compared rewards, the values differ only by rounding, and the
 advantage is 0.
 """
 
@@ -13,7 +16,9 @@ import numpy as np
 
 from treepack.trajectory import Float64, Int64
 
+# Added to deviations, as verl does: it limits the quotient if a deviation is tiny and is invisible if it is about 1.
 EPSILON = 1e-6
+# Relative to the largest reward. Sums of n float64 values are off by up to n * 1e-16, so this covers 10^4 trajectories.
 ROUNDING = 1e-12
 
 
@@ -25,12 +30,13 @@ def dr_grpo(reward: Float64, group: Int64) -> Float64:
 def grpo(reward: Float64, group: Int64, *, scope: Int64 | None = None, epsilon: float = EPSILON) -> Float64:
     """Reward less the mean of its group, over a standard deviation: GRPO (TRACE, equation 44; TreePO, equation 2).
 
-    That of the rewards of its group; or, with `scope` int64 [n], that of the differences themselves over all
-    trajectories of one scope, say a training step: the baseline variant of REINFORCE++ (arXiv 2501.03262).
+    The deviation is that of the rewards in the group. With `scope` int64 [n], it is the deviation of the differences
+    themselves over all trajectories of one scope, for example a training step. This is the baseline variant of
+    REINFORCE++ (arXiv 2501.03262).
     """
     if scope is None:
-        return standardised(dr_grpo(reward, group), group, magnitudes(reward, group), epsilon=epsilon)
-    return standardised(dr_grpo(reward, group), scope, magnitudes(reward, scope), epsilon=epsilon)
+        return standardise(dr_grpo(reward, group), group, magnitudes(reward, group), epsilon=epsilon)
+    return standardise(dr_grpo(reward, group), scope, magnitudes(reward, scope), epsilon=epsilon)
 
 
 def rloo(reward: Float64, group: Int64) -> Float64:
@@ -45,13 +51,13 @@ def rloo(reward: Float64, group: Int64) -> Float64:
 def reinforce_pp(reward: Float64, scope: Int64, *, epsilon: float = EPSILON) -> Float64:
     """Reward less the mean of its `scope`, over its standard deviation: REINFORCE++ (arXiv 2501.03262).
 
-    The scope is a global batch, not a group; its trajectories count alike, whatever their number of tokens.
+    The scope is a global batch, not a group. Every trajectory counts once, independent of its number of tokens.
     """
     return grpo(reward, scope, epsilon=epsilon)
 
 
 def means(values: Float64, part: Int64, *, num_parts: int = 0) -> Float64:
-    """Mean of the `values` of each part, float64 [at least num_parts]; 0 where a part has none."""
+    """Mean of the `values` of each part, float64 [at least num_parts]; 0 for a part without values."""
     count = np.bincount(part, minlength=num_parts)
     total = np.bincount(part, weights=values, minlength=num_parts)
     return np.divide(total, count, out=np.zeros(len(count)), where=count > 0)
@@ -59,25 +65,30 @@ def means(values: Float64, part: Int64, *, num_parts: int = 0) -> Float64:
 
 def magnitudes(values: Float64, part: Int64) -> Float64:
     """Largest absolute value of the `values` of each part, float64 [num_parts]."""
-    found = np.zeros(int(part.max(initial=-1)) + 1)
-    np.maximum.at(found, part, np.abs(values))
-    return found
+    # values [-1, 0, -2, -2, -5], part [0, 0, 1, 1, 1] -> [1, 5]
+    largest = np.zeros(int(part.max(initial=-1)) + 1)
+    np.maximum.at(largest, part, np.abs(values))
+    return largest
 
 
-def deviations(values: Float64, part: Int64, within: Float64) -> Float64:
-    """Standard deviation (n - 1) of the `values` of each part; 0 where it is rounding beside `within` [num_parts]."""
-    count = np.bincount(part, minlength=len(within))
+def deviations(values: Float64, part: Int64, magnitude: Float64) -> Float64:
+    """Standard deviation (n - 1) of the `values` of each part; 0 if it is only rounding.
+
+    `magnitude` float64 [num_parts] is the largest reward that the values were computed from.
+    """
+    count = np.bincount(part, minlength=len(magnitude))
+    # Two passes: the difference of large sums of squares would lose the digits that ROUNDING relies on.
     apart = values - means(values, part)[part]
-    squares = np.bincount(part, weights=apart**2, minlength=len(within))
-    found: Float64 = np.sqrt(np.divide(squares, count - 1, out=np.zeros(len(count)), where=count > 1))
-    return np.where(found > ROUNDING * within, found, 0.0)
+    squares = np.bincount(part, weights=apart**2, minlength=len(magnitude))
+    deviation: Float64 = np.sqrt(np.divide(squares, count - 1, out=np.zeros(len(count)), where=count > 1))
+    return np.where(deviation > ROUNDING * magnitude, deviation, 0.0)
 
 
-def standardised(values: Float64, part: Int64, within: Float64, *, epsilon: float) -> Float64:
-    """`values` over (standard deviation of their part + epsilon), 0 where that deviation is 0."""
-    return scaled(values, deviations(values, part, within)[part], epsilon=epsilon)
+def standardise(values: Float64, part: Int64, magnitude: Float64, *, epsilon: float) -> Float64:
+    """Divide `values` by (standard deviation of their part + epsilon); 0 if that deviation is 0."""
+    return divide_by_deviation(values, deviations(values, part, magnitude)[part], epsilon=epsilon)
 
 
-def scaled(values: Float64, deviation: Float64, *, epsilon: float) -> Float64:
-    """`values` over (deviation + epsilon), 0 where the deviation is 0; both float64 [n]."""
+def divide_by_deviation(values: Float64, deviation: Float64, *, epsilon: float) -> Float64:
+    """Divide `values` by (deviation + epsilon); 0 if the deviation is 0. Both are float64 [n]."""
     return np.divide(values, deviation + epsilon, out=np.zeros(len(values)), where=deviation > 0)

@@ -1,12 +1,16 @@
-"""Advantages from the tree: the rewards below a node against those beside or above it.
+"""Advantages from the tree: the rewards below a node, compared with the rewards beside it or above it.
 
     SegmentTree, reward float64 [n] --treepo | tree_grpo--> float64 [n], one per trajectory
                                     --treerpo | tree_grpo_segments | treerl--> float64 [num_segments], one per segment
 
-A segment's advantage is for its trained tokens. An only child goes on with the segment above it: nothing was sampled
-beside it, so it has the same advantage, and below a root that of the root. Deviations and `epsilon` are those of
-`advantages_flat`. In a star, where trajectories share their root alone: treepo and treerpo are grpo, tree_grpo is twice
-grpo, treerl twice dr_grpo.
+        [1 2] -+- [3 4] -+- [5]      a  reward 1      subgroups: all of a, b, c at [1 2]; a and b at [3 4]
+               |         '- [6]      b  reward 0      treepo compares in both, tree_grpo in the deepest and the group
+               '- [8 9]              c  reward 0      docs/tree-rl.md has every estimator on this tree in numbers
+
+A segment's advantage applies to its trained tokens. An only child continues the segment above it: nothing was sampled
+beside it, so both have the same advantage. Below a root, this is the advantage of the root. Deviations and `epsilon`
+are defined in `advantages.flat`. In a star, whose trajectories share only their root, treepo and treerpo are grpo,
+tree_grpo is twice grpo, and treerl is twice dr_grpo.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.rl.advantages.flat import EPSILON, deviations, grpo, magnitudes, means, scaled
+from treepack.rl.advantages.flat import EPSILON, deviations, divide_by_deviation, grpo, magnitudes, means
 from treepack.rl.segments import SegmentTree
 from treepack.trajectory import Float64, Int64
 
@@ -31,20 +35,23 @@ def treepo(
 ) -> Float64:
     """Mean over the nested subgroups of a trajectory of its reward less the subgroup's mean: TreePO, equation 5.
 
-        G_j   = the trajectories that pass through node j, for every node above the last segment of trajectory i
+        G_j   = the trajectories that pass through node j, with j any node above the last segment of trajectory i
         A_ij  = R_i - mean of R over G_j
         A_i   = sum_j A_ij / (|J| std)            equation 5
         A_i   = sum_j |G_j| A_ij / (std sum_j |G_j|)     equation 6, `size_weighted`
 
-    std is over all A_ij of the group, as the superscript G of equation 5 says (equations 6 and 7 have J - 1 there and
-    the text names no other deviation); or, with `scope` int64 [num_groups], over those of all groups of one scope, as
-    the text's global variance does. J counts depths, so the same trajectories at two depths count twice. Subgroups of
-    one trajectory compare nothing and are not in J; nor are those of equal rewards with `reject_subgroups` (equation 7
-    is both, this and `size_weighted`), nor the group itself with `without_root` (section 4.2). A trajectory without any
-    subgroup has 0.
+    The std is taken over all A_ij of the group, following the superscript G of equation 5. (Equations 6 and 7 have
+    J - 1 there, and the text names no other deviation.) With `scope` int64 [num_groups], it is taken over the A_ij of
+    all groups of one scope, which is the global variance of the text. J counts depths, so the same trajectories at two
+    depths count twice.
+
+    A subgroup of one trajectory compares nothing and is not in J. `reject_subgroups` also removes subgroups of equal
+    rewards (equation 7 is this together with `size_weighted`), and `without_root` removes the group itself (section
+    4.2). A trajectory without any subgroup has 0.
     """
-    sizes, averages, spread = _below(tree, reward)
-    above = _above(tree)
+    sizes, averages, spread = _reward_statistics(tree, reward)
+    # One pair (trajectory i, node j) for each A_ij. In the header: owner [0 0 1 1 2], node [0 1 0 1 0].
+    above = _inner_segments(tree)
     owner, node = tree.owner[above], tree.node[above]
     counted = sizes[node] > 1
     if reject_subgroups:
@@ -53,6 +60,7 @@ def treepo(
         counted &= node >= tree.num_groups
     owner, node = owner[counted], node[counted]
 
+    # apart [num_pairs] is A_ij: 2/3 and 1/2 for a, -1/3 and -1/2 for b, -1/3 for c.
     apart = reward[owner] - averages[node]
     weight = sizes[node].astype(np.float64) if size_weighted else np.ones(len(node))
     count = tree.num_trajectories
@@ -63,108 +71,118 @@ def treepo(
     group = tree.groups
     part = group if scope is None else scope[group]
     deviation = deviations(apart, part[owner], magnitudes(reward, part))
-    return scaled(average, deviation[part], epsilon=epsilon)
+    return divide_by_deviation(average, deviation[part], epsilon=epsilon)
 
 
 def treerpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
-    """Value of a segment against its siblings': TreeRPO as TRACE has it, equations 45 and 46.
+    """Value of a segment compared with its siblings: TreeRPO in the form of TRACE, equations 45 and 46.
 
-    A leaf is worth its reward, any other node the mean of its children. Each child's advantage is its value less the
-    mean of the children of its parent, over their standard deviation. Roots have 0.
+    The value of a leaf is its reward, the value of any other node the mean of its children. The advantage of a child is
+    its value less the mean of its parent's children, over their standard deviation. Roots have 0.
     """
-    value = _backed_up(tree, reward)
+    value = _backed_up_values(tree, reward)
     child = np.flatnonzero(tree.parent >= 0)
     parent = tree.parent[child]
-    within = magnitudes(reward, tree.groups)[_roots(tree)]
-    deviation = deviations(value[child], parent, within[: tree.num_inner])
+    magnitude = magnitudes(reward, tree.groups)[_roots(tree)]
+    deviation = deviations(value[child], parent, magnitude[: tree.num_inner])
     advantage = np.zeros(len(value))
-    advantage[child] = scaled(value[child] - value[parent], deviation[parent], epsilon=epsilon)
-    return advantage[_branched(tree)[tree.node]]
+    # The mean of the children of a node is the node's own value.
+    advantage[child] = divide_by_deviation(value[child] - value[parent], deviation[parent], epsilon=epsilon)
+    return advantage[_chain_heads(tree)[tree.node]]
 
 
 def tree_grpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
-    """Reward against the trajectories of the same prefix, plus against all of the group: Tree-GRPO, TRACE equation 48.
+    """Reward compared with trajectories of the same prefix, plus with the whole group: Tree-GRPO, TRACE equation 48.
 
-    Both terms are a reward less a mean over a standard deviation. The second is `grpo`; the first is taken among the
-    trajectories that share the deepest of its prefixes that any other shares.
+    Both terms are a reward less a mean, over a standard deviation. The second term is `grpo`. The first term compares
+    the trajectories through the deepest prefix that this trajectory shares with any other.
     """
-    sizes, averages, spread = _below(tree, reward)
-    above = _above(tree)
+    sizes, averages, spread = _reward_statistics(tree, reward)
+    above = _inner_segments(tree)
     above = above[sizes[tree.node[above]] > 1]
     deepest = tree.groups.copy()
-    deepest[tree.owner[above]] = tree.node[above]  # listed root first, so the last written is the deepest
-    intra = scaled(reward - averages[deepest], spread[deepest], epsilon=epsilon)
+    # Segments are listed root first and numpy keeps the last value written, so the deepest shared node remains.
+    deepest[tree.owner[above]] = tree.node[above]
+    intra = divide_by_deviation(reward - averages[deepest], spread[deepest], epsilon=epsilon)
     return intra + grpo(reward, tree.groups, epsilon=epsilon)
 
 
 def tree_grpo_segments(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
-    """As `tree_grpo`, with the first term taken segment by segment, among the trajectories through its parent.
+    """Same as `tree_grpo`, but with a first term per segment, among the trajectories through its parent.
 
-    So every segment is compared with what else was sampled where it branched off, and a root with nothing.
+    So every segment is compared with the other samples from the place where it branched off. A root is compared with
+    nothing.
     """
-    _, averages, spread = _below(tree, reward)
+    _, averages, spread = _reward_statistics(tree, reward)
     apart = np.zeros(len(tree.owner))
-    branched = tree.parent[_branched(tree)[tree.node]]
-    later = np.flatnonzero(branched >= 0)
-    parent = branched[later]
-    apart[later] = scaled(reward[tree.owner[later]] - averages[parent], spread[parent], epsilon=epsilon)
+    # Parent of the node where the chain of only children starts, -1 for a root and for a chain that starts at a root.
+    branch = tree.parent[_chain_heads(tree)[tree.node]]
+    later = np.flatnonzero(branch >= 0)
+    parent = branch[later]
+    apart[later] = divide_by_deviation(reward[tree.owner[later]] - averages[parent], spread[parent], epsilon=epsilon)
     return apart + grpo(reward, tree.groups, epsilon=epsilon)[tree.owner]
 
 
 def treerl(tree: SegmentTree, reward: Float64, *, leaf_scaled: bool = False) -> Float64:
-    """Value of a segment less that of its root plus less that of its parent: TreeRL (arXiv 2506.11902).
+    """Value of a segment less the value of its root, plus the same less its parent: TreeRL (arXiv 2506.11902).
 
-    A node is worth the mean reward of the trajectories through it, so the first term is its global and the second its
-    local advantage; a root has 0. `leaf_scaled` divides by the square root of their number, the paper's weight against
-    training a shared segment once per trajectory.
+    The value of a node is the mean reward of the trajectories through it. The first term is therefore the global
+    advantage and the second the local one; a root has 0. `leaf_scaled` divides by the square root of the number of
+    these trajectories, the weight by which the paper compensates that a shared segment is trained once per trajectory.
     """
-    sizes, averages, _ = _below(tree, reward)
+    sizes, averages, _ = _reward_statistics(tree, reward)
     value = np.concatenate([averages, reward])
     size = np.concatenate([sizes, np.ones(len(reward), np.int64)])
     up = np.where(tree.parent < 0, np.arange(len(value)), tree.parent)
     advantage = 2 * value - value[_roots(tree)] - value[up]
     if leaf_scaled:
         advantage /= np.sqrt(size)
+    # Already 0 in exact arithmetic; set it so that no rounding remains.
     advantage[: tree.num_groups] = 0.0
-    found: Float64 = advantage[_branched(tree)[tree.node]]
-    return found
+    per_segment: Float64 = advantage[_chain_heads(tree)[tree.node]]
+    return per_segment
 
 
 def _roots(tree: SegmentTree) -> Int64:
-    """Root of each node."""
+    """Root of each node, int64 [num_nodes]."""
     roots = np.zeros(len(tree.parent), np.int64)
     roots[tree.node] = tree.groups[tree.owner]
     return roots
 
 
-def _branched(tree: SegmentTree) -> Int64:
-    """For each node the one it goes on from through only children: the nearest that has siblings, or the root."""
+def _chain_heads(tree: SegmentTree) -> Int64:
+    """Head of each node's chain of only children: the nearest node, itself included, with siblings, or the root."""
+    # d has the chain 0 - 1 - 2 - 3, and e leaves it after the root: parent [-1 0 1 2 0] -> heads [0 1 1 1 4].
     children = np.bincount(tree.parent[tree.parent >= 0], minlength=len(tree.parent))
     only = (tree.parent >= 0) & (children[tree.parent] == 1)
-    found = np.where(only, tree.parent, np.arange(len(tree.parent)))
-    while not np.array_equal(found, further := found[found]):
-        found = further
-    return found
+    heads = np.where(only, tree.parent, np.arange(len(tree.parent)))
+    while not np.array_equal(heads, further := heads[heads]):
+        heads = further
+    return heads
 
 
-def _above(tree: SegmentTree) -> NDArray[np.intp]:
-    """The listed segments that are not the last of their trajectory: its predecessors, root first."""
+def _inner_segments(tree: SegmentTree) -> NDArray[np.intp]:
+    """Indices of the listed segments that are not the last of their trajectory, root first."""
+    # node [0 1 2 | 0 1 3 | 0 4], num_inner 2 -> [0 1 | 3 4 | 6]
     return np.flatnonzero(tree.node < tree.num_inner)
 
 
-def _below(tree: SegmentTree, reward: Float64) -> tuple[Int64, Float64, Float64]:
+def _reward_statistics(tree: SegmentTree, reward: Float64) -> tuple[Int64, Float64, Float64]:
     """Number, mean and standard deviation of the rewards of the trajectories through each inner node."""
-    above = _above(tree)
+    # The header: numbers [3 2], means [1/3 1/2], deviations [0.577 0.707] of the nodes [1 2] and [3 4].
+    above = _inner_segments(tree)
     owner, node = tree.owner[above], tree.node[above]
-    within = magnitudes(reward, tree.groups)[_roots(tree)[: tree.num_inner]]
-    return np.bincount(node), means(reward[owner], node), deviations(reward[owner], node, within)
+    magnitude = magnitudes(reward, tree.groups)[_roots(tree)[: tree.num_inner]]
+    return np.bincount(node), means(reward[owner], node), deviations(reward[owner], node, magnitude)
 
 
-def _backed_up(tree: SegmentTree, reward: Float64) -> Float64:
-    """Value of each node: its reward at a leaf, else the mean of its children, level by level from the deepest."""
+def _backed_up_values(tree: SegmentTree, reward: Float64) -> Float64:
+    """Value of each node: the reward of a leaf, else the mean of the children, level by level from the deepest."""
+    # The header: leaves [1 0 0], then [3 4] = (1 + 0) / 2, then the root (1/2 + 0) / 2 -> [1/4 1/2 1 0 0].
     value = np.concatenate([np.zeros(tree.num_inner), reward])
     child = tree.parent >= 0
     count = np.bincount(tree.parent[child], minlength=tree.num_inner)
+    # Leaves are at any depth, so their rewards are added first; inner nodes then add their values level by level.
     total = np.bincount(tree.parent[tree.num_inner :], weights=reward, minlength=tree.num_inner)
     starts = tree.level_start.tolist()
     for level in range(len(starts) - 2, -1, -1):
