@@ -1,11 +1,13 @@
-"""Compile kernels of tree attention for a GPU that need not be there, and report on them as JSON.
+"""Compile the kernels of tree attention for a GPU that need not exist, and report on them as JSON.
 
     python tests/support/ahead_of_time.py hopper  bf16   90          64 128
                                   table   dtype  capability  head dimensions
 
-prints a line for each pass (forward, query, key) and head dimension. It runs without TRITON_INTERPRET, under which
-there is nothing to compile, so tests start it as a process of its own. `table` is hopper for the Gluon kernels, or
-HOPPER, PORTABLE or FLOAT32, the configurations of `portable`.
+prints one line for each pass (forward, query, key) and head dimension. The kernels and their arguments come from the
+same `Launch` values that the library runs, built here from tensors on the CPU.
+
+Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process of its own, without that variable.
+`table` is hopper for the Gluon kernels, or HOPPER, PORTABLE or FLOAT32, the shapes in `portable.forward`.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-GROUP = 4
-INDICES = {"end", "ends", "granules", "offsets", "partial", "order", "ranges", "query_offsets", "query_partial"}
-INDICES |= {"query_order", "key_granules", "key_ranges", "key_order"}
-TENSORS = {"q", "k", "v", "o", "do", "dq", "dk", "dv"}
+import torch
+from torch import Tensor
+
+GROUP = 4  # query heads per key head, as in most models with grouped queries
+LENGTH = 256  # any length compiles the same code, because kernels do not specialise on it
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "i32": torch.int32}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What Triton and ptxas say of a kernel: bytes a thread spills, bytes a program shares, remarks, wgmma products."""
+    """Findings of Triton and ptxas: bytes spilled by a thread, bytes shared by a program, remarks, wgmma products."""
 
     kernel: str
     spills: int
@@ -40,102 +44,117 @@ class Report:
 
 
 def read(output: str) -> list[Report]:
-    """The reports that a run of this file printed."""
+    """Return the reports in the output of a run of this file."""
     return [Report(**json.loads(line)) for line in output.splitlines()]
 
 
 def main(table: str, dtype: str, capability: str, *widths: str) -> None:
-    """Print the reports; the arguments are the header's."""
+    """Print the reports; the header explains the arguments."""
     from triton import knobs
 
-    knobs.compilation.always_compile = True  # for the log, which only a compilation has
+    knobs.compilation.always_compile = True  # a cached kernel has no log
     knobs.nvidia.dump_ptxas_log = True
-    build = hopper_source if table == "hopper" else portable_source
     for width in map(int, widths):
         for which in ("forward", "query", "key"):
-            source, options = build(which, table, dtype, width)
-            print(json.dumps(asdict(report(f"{which} {width}", source, options, int(capability)))))
+            compilable, options = source(which, table, dtype, width)
+            print(json.dumps(asdict(report(f"{which} {width}", compilable, options, int(capability)))))
 
 
-def report(name: str, source: Any, options: dict[str, int], capability: int) -> Report:
+def report(name: str, compilable: Any, options: dict[str, int], capability: int) -> Report:
     """Compile a kernel and report on it."""
     import triton
     from triton.backends.compiler import GPUTarget
 
     with redirect_stdout(StringIO()) as printed:
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled = triton.compile(compilable, target=GPUTarget("cuda", capability, 32), options=options)
     log = printed.getvalue()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(made.asm["cubin"])
+        Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
         sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return Report(
         kernel=name,
         spills=max(int(size) for size in re.findall(r"(\d+) bytes spill stores", log)),
-        shared=made.metadata.shared,
+        shared=compiled.metadata.shared,
         remarks=[line for line in log.splitlines() if re.search(r"warning|\(C\d+\)", line)],
         wgmma=sass.count("HGMMA"),
     )
 
 
-def hopper_source(which: str, table: str, dtype: str, width: int) -> tuple[Any, dict[str, int]]:
-    """A Gluon kernel as `hopper` launches it."""
-    from triton.experimental.gluon._runtime import GluonASTSource
-    from triton.experimental.gluon.language import NVMMASharedLayout
-
-    from treepack.attention.hopper import launch as hopper
-    from treepack.attention.hopper.forward import forward_kernel
-    from treepack.attention.hopper.key_backward import key_kernel
-    from treepack.attention.hopper.query_backward import query_kernel
-    from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE
-
-    kernels = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel}
-    constants = {"forward": hopper.FORWARD, "query": hopper.QUERY, "key": hopper.KEY}[which] | {"GROUP": GROUP}
-    queries = QUERY_TILE if which == "key" else QUERY_BLOCK
-    rows = {"q_descriptor": queries, "do_descriptor": queries, "k_descriptor": GRANULE, "v_descriptor": GRANULE}
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    described = {name: f"tensordesc<{dtype}{[count, width]},{layout!r}>" for name, count in rows.items()}
-    return GluonASTSource(kernels[which], *signature(kernels[which], dtype, constants, described)), hopper.LAUNCH
-
-
-def portable_source(which: str, table: str, dtype: str, width: int) -> tuple[Any, dict[str, int]]:
-    """A Triton kernel as `portable` launches it with a table's configuration."""
+def source(which: str, table: str, dtype: str, width: int) -> tuple[Any, dict[str, int]]:
+    """Return the compilable source of one kernel, and the compiler options that the library launches it with."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
+    launch = launches(table, dtype, width)[which]
+    kind = GluonASTSource if table == "hopper" else ASTSource
+    return kind(launch.kernel, *signature(launch)), launch.options
+
+
+def launches(table: str, dtype: str, width: int) -> dict[str, Any]:
+    """Return the `Launch` of each pass over one row of one key head."""
+    from treepack.attention.kernel_launch import Incoming, Inputs
+    from treepack.attention.schedule import build_schedule
+
+    query, grad, out, dq = (torch.empty(1, GROUP, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(4))
+    key, value, dk, dv = (torch.empty(1, 1, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(4))
+    lse, delta = torch.empty(2, 1, GROUP, LENGTH)
+    inputs = Inputs(query, key, value, build_schedule(torch.full((1, LENGTH), LENGTH)), scale=1.0)
+    incoming = Incoming(grad, lse, delta)
+    if table == "hopper":
+        from treepack.attention.hopper import launch as hopper
+
+        return {
+            "forward": hopper.forward_launch(inputs, out, lse),
+            "query": hopper.query_launch(inputs, incoming, dq),
+            "key": hopper.key_launch(inputs, incoming, dk, dv),
+        }
     from treepack.attention.portable import backward as portable_backward
     from treepack.attention.portable import forward as portable
 
-    config = getattr(getattr(portable, table)[width], which)
-    kernels = {"query": portable_backward._query_kernel, "key": portable_backward._key_kernel}
-    kernel = kernels.get(which, portable._forward_kernel)
-    constants = {"GROUP": GROUP, "BLOCK": config.block, "TILE": config.tile, "D": width, "BLOCK_D": width}
-    constants["PRECISION"] = "ieee" if dtype == "fp32" else "tf32"
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return ASTSource(kernel, *signature(kernel, dtype, constants, {})), options
+    configs = getattr(portable, table)[width]
+    return {
+        "forward": portable.forward_launch(inputs, out, lse, configs.forward),
+        "query": portable_backward.query_launch(inputs, incoming, dq, configs.query),
+        "key": portable_backward.key_launch(inputs, incoming, dk, dv, configs.key),
+    }
 
 
-def signature(
-    kernel: Any, dtype: str, constants: dict[str, Any], described: dict[str, str]
-) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
-    """Types, constants and alignments of a kernel's arguments, as the launcher finds them for aligned tensors."""
+def signature(launch: Any) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Return types, constants and alignments of the parameters, as the launcher finds them for aligned tensors."""
+    names = launch.kernel.arg_names
+    assert set(names) == launch.arguments.keys() | launch.constants.keys(), "the launch passes every parameter"
     aligned = [["tt.divisibility", 16]]
     types: dict[str, Any] = {}
     alignments: dict[Any, Any] = {}
-    for i, name in enumerate(kernel.arg_names):
-        stem = name.removesuffix("_pointer")
-        if name in constants:
+    for i, name in enumerate(names):
+        if name in launch.constants:
             types[name] = "constexpr"
-        elif name in described:
-            types[name] = described[name]
-        elif name.endswith(("strides", "_at")):
-            types[name] = ("i32", "i32", "i32")
-            alignments |= {(i, j): aligned for j in range(3) if name.endswith("strides")}
-        elif stem in TENSORS | INDICES | {"lse", "delta"}:
-            types[name] = f"*{dtype if stem in TENSORS else 'i32' if stem in INDICES else 'fp32'}"
+            continue
+        types[name] = type_of(launch.arguments[name])
+        if isinstance(launch.arguments[name], Tensor):
             alignments[(i,)] = aligned
-        else:
-            types[name] = "fp32" if name in ("factor", "scale", "scale_log2") else "i32"
-    return types, {(kernel.arg_names.index(name),): value for name, value in constants.items()}, alignments
+        elif name.endswith("strides"):
+            alignments |= {(i, j): aligned for j in range(3)}
+    # {"GROUP": 4} and names [q, ..., GROUP at 21] -> {(21,): 4}
+    return types, {(names.index(name),): value for name, value in launch.constants.items()}, alignments
+
+
+def type_of(argument: Any) -> Any:
+    """Return Triton's type of a run-time argument: `*bf16`, `i32`, `fp32`, a triple of i32, or a descriptor."""
+    if isinstance(argument, Tensor):
+        return f"*{short_name(argument.dtype)}"
+    if isinstance(argument, tuple):
+        return ("i32",) * len(argument)
+    if isinstance(argument, (int, float)):
+        return "fp32" if isinstance(argument, float) else "i32"
+    # tensordesc<bf16[128, 64],NVMMASharedLayout(...)>
+    return f"tensordesc<{short_name(argument.base.dtype)}{list(argument.block_shape)},{argument.layout!r}>"
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return Triton's name of a dtype."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Tree attention for Hopper GPUs, in Gluon: one file per kernel, `launch` runs them."""
+"""Tree attention for Hopper GPUs in Gluon: one file per kernel, and `launch` to run them."""

@@ -1,7 +1,8 @@
 """Forward pass of tree attention on Hopper: one program for 128 queries of one head.
 
-Per key tile of 128, a consumer multiplies the next scores while the values of this tile are still being added, so
-that its exponentials are computed under a running product. In and out as in `portable.forward_kernel`.
+In step i a consumer issues the scores of key tile i and then the product with the values of tile i - 1; tiles have 128
+keys. It computes the exponentials of tile i while the second product is in flight. Inputs and outputs are those of
+`portable.forward`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from treepack.attention.hopper.tiles import feed, fetch, matrix, place, ring, st
 
 @gluon.jit
 def _produce(q, k, v, q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES: gl.constexpr):
+    # [128, D]
     mbarrier.expect(q_full, q.descriptor.block_type.nbytes)
     fetch(q.descriptor, [q.row, q.column], q_full, q_tile)
     feed(k, v, k_ring, v_ring, granules, tiles, STAGES)
@@ -34,56 +36,81 @@ def _consume(
     KEYS: gl.constexpr = k_ring.tiles.shape[1]
     D: gl.constexpr = k_ring.tiles.shape[2]
     dtype: gl.constexpr = q_tile.dtype
+    # Accumulators of wgmma (version 3, 4 warps of 16 rows); P is the second product's left operand, in registers.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
 
+    # [64]
     rows = FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     query = q0 + rows
+    # [KEYS]
     columns = gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
+    # [64, D] of [128, D]
     q = q_tile.slice(FIRST_ROW, 64, dim=0)
+    # [64, KEYS]
     zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
 
-    # The first tile is the block's own: every query sees itself in it, so the running maximum is finite from here on.
+    # The first tile holds the block's own keys. Every query sees itself in it, so the running maximum is finite.
     mbarrier.wait(q_full, 0)
     mbarrier.wait(k_ring.full.index(0), 0)
+    # [64, D] @ [D, KEYS] -> [64, KEYS]
     s = warpgroup_mma(q, k_ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False)
     mbarrier.arrive(k_ring.empty.index(0), count=1)
+    # [KEYS]
     end = gl.load(ends + q0 + columns)
+    # [1, KEYS] and [64, 1] -> [64, KEYS]
     s = gl.where((columns[None, :] <= rows[:, None]) & (query[:, None] < end[None, :]), s, float("-inf"))
+    # [64]
     highest = gl.max(s, 1) * factor
+    # [64, KEYS]
     p = gl.exp2(s * factor - highest[:, None])
+    # [64]
     total = gl.sum(p, 1)
+    # [64, KEYS], from the layout of an accumulator to that of an operand
     weights = gl.convert_layout(p.to(dtype), p_layout)
+    # [64, D]
     o = gl.zeros((64, D), gl.float32, o_layout)
     for i in range(1, tiles):
         stage = i % STAGES
         before = (i - 1) % STAGES
         mbarrier.wait(k_ring.full.index(stage), (i // STAGES) & 1)
+        # [64, D] @ [D, KEYS] -> [64, KEYS], tile i
         s_product = warpgroup_mma(q, k_ring.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_ring.full.index(before), ((i - 1) // STAGES) & 1)
+        # [64, KEYS] @ [KEYS, D] -> [64, D], tile i - 1
         o_product = warpgroup_mma(weights, v_ring.tiles.index(before), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s_product,))
         mbarrier.arrive(k_ring.empty.index(stage), count=1)
         if i < partial_tiles:
+            # [KEYS]; end is 0 for granule -1, so that no query is below it
             granule = gl.load(granules + i * (KEYS // 32) + columns // 32)
             end = gl.load(ends + granule * 32 + columns % 32, mask=granule >= 0, other=0)
+            # [64, 1] < [1, KEYS] -> [64, KEYS]; the keys precede the block, so key <= query holds
             s = gl.where(query[:, None] < end[None, :], s, float("-inf"))
+        # [64]
         raised = gl.maximum(highest, gl.max(s, 1) * factor)
+        # [64, KEYS]
         p = gl.exp2(s * factor - raised[:, None])
+        # [64]
         shrink = gl.exp2(highest - raised)
         total = total * shrink + gl.sum(p, 1)
         highest = raised
         o = warpgroup_mma_wait(0, deps=(o_product,))
         mbarrier.arrive(v_ring.empty.index(before), count=1)
+        # [64, D] * [64, 1] -> [64, D]
         o = o * gl.convert_layout(shrink, o_row)[:, None]
+        # [64, KEYS]
         weights = gl.convert_layout(p.to(dtype), p_layout)
     last = (tiles - 1) % STAGES
     mbarrier.wait(v_ring.full.index(last), ((tiles - 1) // STAGES) & 1)
+    # [64, KEYS] @ [KEYS, D] -> [64, D]
     o = warpgroup_mma(weights, v_ring.tiles.index(last), o)
 
+    # [64]
     gl.store(lse_pointer + query, highest + gl.log2(total))
+    # [64, D] / [64, 1] -> [64, D]; the queries are no longer needed, so their tile stages the output
     store_rows(o_pointer, o_stride, query, query < length, o / gl.convert_layout(total, o_row)[:, None], q)
 
 
@@ -114,10 +141,11 @@ def forward_kernel(
     GRANULES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Output and lse of 128 queries of one head; the grid is batch * blocks * heads.
+    """Write output and lse of 128 queries of one head; the grid is batch * blocks * heads.
 
-    Descriptors read 128 rows of q and one granule of k and v; q_at, k_at, v_at and o_strides are the steps from a
-    batch row, a head and a token to the next. lse has `padded` places per head, all of them written.
+    Descriptors read 128 rows of q and one granule of k and v. q_at, k_at and v_at are the steps of `tiles.matrix`;
+    o_strides are the elements from one batch row, head or token to the next. lse has `padded` places per head, and the
+    kernel writes all of them.
     """
     D: gl.constexpr = q_descriptor.block_type.shape[1]
     row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
@@ -128,9 +156,11 @@ def forward_kernel(
     group = head // GROUP
     q0 = block * 128
 
+    # [128, D]
     q_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
+    # [STAGES, GRANULES * 32, D]
     k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 1)
     v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
 
@@ -149,6 +179,6 @@ def forward_kernel(
             (_consume_second, everything),
             (_produce, everything),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of a thread of each
     )

@@ -1,10 +1,10 @@
 """Gradients of the keys and values on Hopper: one program for 128 gathered keys of one key head.
 
-It passes over the queries that see any of its keys, of all query heads of the group, from the last query back to the
-first: blocks of one branch end together, so programs that start together read the same queries from the L2 cache.
-Scores are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp enters
-as the initial value of the scores' accumulator, delta as that of dP's: so neither takes registers beside them.
-In and out as in `portable_backward`.
+A program passes over the queries that see any of its keys, of all query heads of the group, from the last query back to
+the first. The blocks of one branch end together, so programs that start together read the same queries from the L2
+cache. Scores are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp is
+the initial value of the scores' accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
+Inputs and outputs are those of `portable.backward`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from treepack.attention.hopper.tiles import Matrix, Ring, copy, fetch, gather, m
 
 
 class Shared(NamedTuple):
-    """What the parts share: the program's own keys and values, and rings over the queries and what goes with them."""
+    """Shared memory of a program: its keys and values, and rings of queries, output gradients, lse and delta."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
-    own_full: gl.shared_memory_descriptor
+    block_full: gl.shared_memory_descriptor
     q: Ring
     do: Ring
     lse: gl.shared_memory_descriptor
@@ -37,7 +37,7 @@ class Shared(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """What the producer reads; queries and output gradients are of many heads and tokens."""
+    """Sources of the producer; queries and output gradients come from many heads and tokens."""
 
     k: Matrix
     v: Matrix
@@ -50,7 +50,7 @@ class Sources(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Into global memory: the row's ends, the block's granules, and numbers and gradients of the group's heads."""
+    """Pointers into global memory: ends of the row, granules of the block, numbers and gradients of the group."""
 
     ends: gl.tensor
     granules: gl.tensor
@@ -61,7 +61,7 @@ class Pointers(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """The range of queries, `steps` tiles of it times heads, and what else a consumer needs to know."""
+    """Range of queries, `steps` (its tiles times the heads of the group), and the numbers that a consumer reads."""
 
     steps: gl.tensor
     full_begin: gl.tensor
@@ -79,12 +79,15 @@ class KeyWork(NamedTuple):
 def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr):
     QUERIES: gl.constexpr = shared.q.tiles.shape[1]
     mbarrier.expect(
-        shared.own_full, 4 * (sources.k.descriptor.block_type.nbytes + sources.v.descriptor.block_type.nbytes)
+        shared.block_full, 4 * (sources.k.descriptor.block_type.nbytes + sources.v.descriptor.block_type.nbytes)
     )
-    gather(sources.k, pointers.granules, shared.own_full, shared.k, 4)
-    gather(sources.v, pointers.granules, shared.own_full, shared.v, 4)
+    # [128, D] each
+    gather(sources.k, pointers.granules, shared.block_full, shared.k, 4)
+    gather(sources.v, pointers.granules, shared.block_full, shared.v, 4)
+    # [QUERIES]
     lanes = gl.arange(0, QUERIES, gl.BlockedLayout([QUERIES // 32], [32], [1], [0]))
     for step in range(work.steps):
+        # GROUP 2, QUERIES 64, last 512: step 0 1 2 3 4 ... -> query 448 448 384 384 320 ..., head 0 1 0 1 0 ...
         stage = step % STAGES
         phase = (step // STAGES) & 1
         query = work.last - (step // GROUP + 1) * QUERIES
@@ -98,9 +101,11 @@ def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.co
             source = matrix(descriptor, at, sources.row, sources.group * GROUP + head, query)
             full = ring_to.full.index(stage)
             mbarrier.wait(ring_to.empty.index(stage), phase ^ 1)
+            # [QUERIES], by the 32 lanes, whose arrivals the barrier counts
             copy(numbers_to.index(stage), numbers + head * work.padded + query + lanes)
             async_copy.mbarrier_arrive(full, increment_count=False)
             mbarrier.expect(full, descriptor.block_type.nbytes)
+            # [QUERIES, D]
             fetch(descriptor, [source.row, source.column], full, ring_to.tiles.index(stage))
 
 
@@ -119,36 +124,51 @@ def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, 
     p_layout: gl.constexpr = gl.DotOperandLayout(0, d_layout, 2)
     column: gl.constexpr = gl.SliceLayout(0, s_layout)
 
+    # [64]; key is negative and end is 0 for granule -1
     rows = FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     granule = gl.load(pointers.granules + rows // 32)
     key = granule * 32 + rows % 32
     end = gl.load(pointers.ends + key, mask=granule >= 0, other=0)
+    # [64, QUERIES]
     zeros = gl.zeros((64, QUERIES), gl.float32, s_layout)
+    # exp2((k q' - lse / factor) * factor) = exp2(k q' * factor - lse)
     inverse = -1.0 / work.factor
+    # [64, D] of [128, D]
     k = shared.k.slice(FIRST_ROW, 64, dim=0)
     v = shared.v.slice(FIRST_ROW, 64, dim=0)
+    # [64, D]
     dk = gl.zeros((64, D), gl.float32, d_layout)
     dv = gl.zeros((64, D), gl.float32, d_layout)
-    mbarrier.wait(shared.own_full, 0)
+    mbarrier.wait(shared.block_full, 0)
     for step in range(work.steps):
         stage = step % STAGES
         phase = (step // STAGES) & 1
         start = work.last - (step // GROUP + 1) * QUERIES
+        # [QUERIES, D]
         q = shared.q.tiles.index(stage)
         do = shared.do.tiles.index(stage)
         mbarrier.wait(shared.q.full.index(stage), phase)
+        # [64, QUERIES] + [1, QUERIES]
         s = zeros + (shared.lse.index(stage).load(column) * inverse)[None, :]
         mbarrier.wait(shared.do.full.index(stage), phase)
+        # [64, QUERIES] - [1, QUERIES]
         dp = zeros - shared.delta.index(stage).load(column)[None, :]
+        # [64, D] @ [D, QUERIES] -> [64, QUERIES], added to -lse / factor
         s_product = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
+        # [64, D] @ [D, QUERIES] -> [64, QUERIES], added to -delta
         dp_product = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s_product,))
+        # [64, QUERIES]
         p = gl.exp2(s * work.factor)
         if (start < work.full_begin) | (start >= work.full_end):
+            # [QUERIES]
             query = start + gl.arange(0, QUERIES, column)
+            # [64, 1] and [1, QUERIES] -> [64, QUERIES]
             p = gl.where((key[:, None] <= query[None, :]) & (query[None, :] < end[:, None]), p, 0.0)
+        # [64, QUERIES] @ [QUERIES, D] -> [64, D]
         dv_product = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp_product,))
+        # [64, QUERIES] @ [QUERIES, D] -> [64, D]
         dk_product = warpgroup_mma(gl.convert_layout((p * dp).to(dtype), p_layout), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv_product,))
         mbarrier.arrive(shared.do.empty.index(stage), count=1)
@@ -156,27 +176,32 @@ def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, 
         mbarrier.arrive(shared.q.empty.index(stage), count=1)
 
     row: gl.constexpr = gl.SliceLayout(1, d_layout)
+    # [64]
     token = gl.convert_layout(key, row)
     real = gl.convert_layout((granule >= 0) & (key < work.length), row)
+    # [64, D]; the keys and values are no longer needed, so their tiles stage the gradients
     store_rows(pointers.dk, work.dk_stride, token, real, dk * work.scale, k)
     store_rows(pointers.dv, work.dv_stride, token, real, dv, v)
 
 
 @gluon.jit
-def _allocated(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: gl.constexpr):
-    """What the parts share, with its barriers ready."""
+def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: gl.constexpr):
+    """Allocate the shared memory of a program and initialise its barriers."""
     QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
     D: gl.constexpr = q_descriptor.block_type.shape[1]
+    # [128, D] each
     k_tile = gl.allocate_shared_memory(k_descriptor.dtype, [128, D], k_descriptor.layout)
     v_tile = gl.allocate_shared_memory(v_descriptor.dtype, [128, D], v_descriptor.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
-    q_ring = ring(q_descriptor, QUERIES, STAGES, 33)  # the 32 lanes that copy lse or delta arrive too
+    block_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(block_full, count=1)
+    # [STAGES, QUERIES, D]; 33 arrivals: the producer's, and those of the 32 lanes that copy lse or delta
+    q_ring = ring(q_descriptor, QUERIES, STAGES, 33)
     do_ring = ring(do_descriptor, QUERIES, STAGES, 33)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # [STAGES, QUERIES]
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
-    return Shared(k_tile, v_tile, own_full, q_ring, do_ring, lse_tiles, delta_tiles)
+    return Shared(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -202,7 +227,7 @@ def key_kernel(
     length,
     padded,
     batch,
-    groups,
+    kv_heads,
     blocks,
     section,
     factor,
@@ -210,9 +235,10 @@ def key_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The gradients dk and dv of 128 keys of one key head; the grid is batch * blocks * groups.
+    """Write the gradients dk and dv of 128 keys of one key head; the grid is batch * blocks * kv_heads.
 
-    Descriptors read QUERIES rows of q and do and one granule of k and v; the rest as in `forward_kernel`.
+    Descriptors read QUERIES rows of q and do and one granule of k and v. The other arguments are those of
+    `forward_kernel`.
     """
     QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
     row, group, block = place(gl.program_id(0), section, batch, blocks, key_order)
@@ -220,9 +246,9 @@ def key_kernel(
     first = gl.load(ranges)
     last = gl.load(ranges + 3)
 
-    shared = _allocated(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES)
+    shared = _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES)
 
-    of_head = (row.to(gl.int64) * groups + group) * GROUP * padded
+    of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * padded
     pointers = Pointers(
         ends + row * padded,
         key_granules + (row * blocks + block) * 4,
@@ -251,6 +277,6 @@ def key_kernel(
             (_consume_second, everything),
             (_produce, everything),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of a thread of each
     )

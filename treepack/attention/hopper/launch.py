@@ -1,14 +1,15 @@
-"""Tree attention with the instructions of Hopper GPUs (wgmma, TMA, warp specialisation), written in Gluon.
+"""Launches of the Hopper kernels (wgmma, TMA, warp specialisation; written in Gluon).
 
-The same passes over the same lists as `portable`, in and out alike, about 1.5 times as fast; bfloat16 and float16,
-head dimensions 64 and 128; `kernel.backend` sends everything else to `portable`.
+Forward and backward make the same passes over the same lists as `portable`, with the same inputs and outputs, about 1.5
+times as fast. They take bfloat16 and float16 and head dimensions 64 and 128; `autograd.backend` gives every other
+tensor to `portable`.
 
-One difference in memory: lse and delta have T_pad places per head, so that whole tiles of them can be copied.
+One difference in memory: lse and delta have T_pad places per head, so that the copy engine can read whole tiles.
 """
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import torch
 import triton
@@ -20,59 +21,38 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from treepack.attention.hopper.forward import forward_kernel
 from treepack.attention.hopper.key_backward import key_kernel
 from treepack.attention.hopper.query_backward import query_kernel
-from treepack.attention.portable.forward import LOG2E, token_major
+from treepack.attention.kernel_launch import (
+    Incoming,
+    Inputs,
+    Launch,
+    key_arguments,
+    key_heads_per_section,
+    query_arguments,
+    token_major,
+)
 from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
 
-# Key granules per tile and stages per ring: the fastest on an H200 of what fits beside 128 rows of queries into 227 KB
-# of shared memory. The forward needs 4 granules, the whole diagonal in its first tile; for dq two at a time are faster
-# than four (head dimension 64: 3.7 ms against 5.8), and a third stage of queries gains dk and dv nothing.
+# Key granules per tile and stages per ring: the fastest values on an H200 that fit into 227 KB of shared memory beside
+# 128 rows of queries. The forward needs 4 granules, because its first tile must hold the whole diagonal. For dq, 2
+# granules are faster than 4 (head dimension 64: 3.7 ms against 5.8). For dk and dv, a third stage gains nothing.
 FORWARD = {"GRANULES": 4, "STAGES": 2}
 QUERY = {"GRANULES": 2, "STAGES": 3}
 KEY = {"STAGES": 2}
 
-# 12 warps of 168 registers start; the producer hands most of its own to the consumers, which then have 240.
+# A program starts with 12 warps of 168 registers. The producer keeps 24 and gives the others to the consumers, which
+# then have 240 each: 4 * 24 + 8 * 240 <= 12 * 168.
 LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
-# Keys and values of the heads that run at one time should stay in the L2 cache.
+# Keys and values of the heads that run at one time should stay in the L2 cache, which has 50 MB (H100) or 60 MB (H200).
 CACHE_BYTES = 32_000_000
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp, float32 [B, H, T_pad]."""
-    batch, heads, length, _ = query.shape
-    padded, blocks = schedule.end.shape[1], schedule.query_order.shape[1]
-    group = heads // key.shape[1]
+    """Return output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp, float32 [B, H, T_pad]."""
     out = token_major(query)
-    lse = torch.empty((batch, heads, padded), dtype=torch.float32, device=query.device)
-    q, q_at = _described(query, QUERY_BLOCK)
-    k, k_at = _described(key, GRANULE)
-    v, v_at = _described(value, GRANULE)
-    forward_kernel[(batch * heads * blocks,)](
-        q,
-        k,
-        v,
-        q_at,
-        k_at,
-        v_at,
-        out,
-        out.stride()[:3],
-        lse,
-        schedule.end,
-        schedule.granules,
-        schedule.query_offsets,
-        schedule.query_partial,
-        schedule.query_order,
-        length,
-        padded,
-        batch,
-        heads,
-        blocks,
-        _section(key, 1) * group,
-        scale * LOG2E,
-        GROUP=group,
-        **FORWARD,
-        **LAUNCH,
-    )
+    places = (*query.shape[:2], schedule.end.shape[1])
+    lse = torch.empty(places, dtype=torch.float32, device=query.device)
+    forward_launch(Inputs(query, key, value, schedule, scale), out, lse).run()
     return out, lse
 
 
@@ -86,131 +66,93 @@ def backward(
     schedule: Schedule,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in their shapes and dtypes and in memory [B, T, H, D].
+    """Return the gradients of query, key and value, in their shapes and dtypes and in memory [B, T, H, D].
 
     Args:
-        out, lse: what `forward` returned for the same query, key, value, schedule and scale.
+        query, key, value, schedule, scale: as in `forward`.
+        out, lse: the results of `forward` for the same arguments.
         grad: [B, H, T, D], the gradient of `out`.
     """
-    delta = torch.empty_like(lse)
-    batch, heads, length, width = query.shape
-    padded = lse.shape[-1]
-    _delta_kernel[(batch * heads * padded // QUERY_TILE,)](
-        out, grad, delta, out.stride()[:3], grad.stride()[:3], length, padded, heads, D=width, BLOCK=QUERY_TILE
-    )
-    dq = _query_gradient(query, key, value, grad, lse, delta, schedule, scale)
-    dk, dv = _key_gradients(query, key, value, grad, lse, delta, schedule, scale)
+    inputs = Inputs(query, key, value, schedule, scale)
+    incoming = Incoming(grad, lse, _delta(out, grad, lse))
+    dq, dk, dv = token_major(query), token_major(key), token_major(value)
+    query_launch(inputs, incoming, dq).run()
+    key_launch(inputs, incoming, dk, dv).run()
     return dq, dk, dv
 
 
-def _query_gradient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    schedule: Schedule,
-    scale: float,
-) -> Tensor:
-    batch, heads, length, _ = query.shape
-    group, blocks = heads // key.shape[1], schedule.query_order.shape[1]
-    dq = token_major(query)
-    q, q_at = _described(query, QUERY_BLOCK)
-    do, do_at = _described(grad, QUERY_BLOCK)
-    k, k_at = _described(key, GRANULE)
-    v, v_at = _described(value, GRANULE)
-    query_kernel[(batch * heads * blocks,)](
-        q,
-        do,
-        k,
-        v,
-        q_at,
-        do_at,
-        k_at,
-        v_at,
-        lse,
-        delta,
-        dq,
-        dq.stride()[:3],
-        schedule.end,
-        schedule.granules,
-        schedule.query_offsets,
-        schedule.query_partial,
-        schedule.query_order,
-        length,
-        lse.shape[-1],
-        batch,
-        heads,
-        blocks,
-        _section(key, 1) * group,
-        scale * LOG2E,
-        scale,
-        GROUP=group,
-        **QUERY,
-        **LAUNCH,
-    )
-    return dq
+def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
+    """Describe the launch that writes `out` [B, H, T, D] and `lse` [B, H, T_pad]."""
+    arguments = {
+        **_matrix("q", inputs.query, QUERY_BLOCK),
+        **_matrix("k", inputs.key, GRANULE),
+        **_matrix("v", inputs.value, GRANULE),
+        "o_pointer": out,
+        "o_strides": out.stride()[:3],
+        "lse_pointer": lse,
+        **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
+    }
+    return Launch(forward_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **FORWARD}, LAUNCH)
 
 
-def _key_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    schedule: Schedule,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    batch, groups, length, _ = key.shape
-    group, blocks = query.shape[1] // groups, schedule.key_order.shape[1]
-    dk, dv = token_major(key), token_major(value)
-    q, q_at = _described(query, QUERY_TILE)
-    do, do_at = _described(grad, QUERY_TILE)
-    k, k_at = _described(key, GRANULE)
-    v, v_at = _described(value, GRANULE)
-    key_kernel[(batch * groups * blocks,)](
-        q,
-        do,
-        k,
-        v,
-        q_at,
-        do_at,
-        k_at,
-        v_at,
-        lse,
-        delta,
-        dk,
-        dk.stride()[:3],
-        dv,
-        dv.stride()[:3],
-        schedule.end,
-        schedule.key_granules,
-        schedule.key_ranges,
-        schedule.key_order,
-        length,
-        lse.shape[-1],
-        batch,
-        groups,
-        blocks,
-        _section(key, group),
-        scale * LOG2E,
-        scale,
-        GROUP=group,
-        **KEY,
-        **LAUNCH,
-    )
-    return dk, dv
+def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
+    """Describe the launch that writes `dq` [B, H, T, D]."""
+    arguments = {
+        **_matrix("q", inputs.query, QUERY_BLOCK),
+        **_matrix("do", incoming.grad, QUERY_BLOCK),
+        **_matrix("k", inputs.key, GRANULE),
+        **_matrix("v", inputs.value, GRANULE),
+        "lse_pointer": incoming.lse,
+        "delta_pointer": incoming.delta,
+        "dq_pointer": dq,
+        "dq_strides": dq.stride()[:3],
+        "scale": inputs.scale,
+        **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
+    }
+    return Launch(query_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **QUERY}, LAUNCH)
 
 
-def _described(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
-    """A descriptor that copies `rows` tokens of a head of x [B, H, T, D] at a time, and how heads lie under it.
+def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> Launch:
+    """Describe the launch that writes `dk` and `dv`, both [B, H_kv, T, D]."""
+    batch, kv_heads = inputs.key.shape[:2]
+    arguments = {
+        **_matrix("q", inputs.query, QUERY_TILE),
+        **_matrix("do", incoming.grad, QUERY_TILE),
+        **_matrix("k", inputs.key, GRANULE),
+        **_matrix("v", inputs.value, GRANULE),
+        "lse_pointer": incoming.lse,
+        "delta_pointer": incoming.delta,
+        "dk_pointer": dk,
+        "dk_strides": dk.stride()[:3],
+        "dv_pointer": dv,
+        "dv_strides": dv.stride()[:3],
+        "scale": inputs.scale,
+        **key_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES, pairs=inputs.group)),
+    }
+    programs = batch * kv_heads * inputs.schedule.key_order.shape[1]
+    return Launch(key_kernel, programs, arguments, {"GROUP": inputs.group, **KEY}, LAUNCH)
 
-    The copy engine sees a matrix, beyond whose edges it reads zeros: tokens below one another, and heads either below
-    one another too or side by side. Token t of head h of batch row b begins at row b * batch + h * head + t and at
-    column h * column, where (batch, head, column) is the second result. Tensors that are neither are copied.
+
+def _query_programs(inputs: Inputs) -> int:
+    batch, heads = inputs.query.shape[:2]
+    return int(batch * heads * inputs.schedule.query_order.shape[1])
+
+
+def _matrix(name: str, x: Tensor, rows: int) -> dict[str, Any]:
+    """Return the two arguments that a kernel needs to copy `rows` tokens of a head of `x` at a time."""
+    descriptor, steps = _describe(x, rows)
+    return {f"{name}_descriptor": descriptor, f"{name}_at": steps}
+
+
+def _describe(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
+    """Return a descriptor that copies `rows` tokens of one head of x [B, H, T, D], and the steps between heads.
+
+    The copy engine reads a matrix, and zeros beyond its edges. The rows of the matrix are tokens; the heads follow one
+    another either as rows or as columns. Token t of head h of batch row b starts at row b * batch + h * head + t and at
+    column h * column, with (batch, head, column) the second result. A tensor that has neither form is copied first.
     """
+    # [B, H, T, D] in memory, 2 x 3 x 100 x 64: heads are rows,    matrix [600, 64],  steps (300, 100, 0)
+    # [B, T, H, D] in memory, 2 x 100 x 3 x 64: heads are columns, matrix [200, 192], steps (100, 0, 64)
     batch, heads, length, width = x.shape
     of_batch, of_head, of_token, step = x.stride()
     aligned = x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:3])
@@ -222,33 +164,38 @@ def _described(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, 
     elif rows_apart and beside:
         shape, at = [batch * length, (heads - 1) * of_head + width], (length if batch > 1 else 0, 0, of_head)
     else:
-        return _described(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x), rows)
+        return _describe(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x), rows)
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(x, shape, [of_token, 1], [rows, width], layout), at
 
 
-@functools.cache
-def _divisor(number: int, most: int) -> int:
-    """The greatest divisor of `number` that is at most `most`, or 1."""
-    return max(n for n in range(1, number + 1) if number % n == 0 and (n == 1 or n <= most))
-
-
-def _section(key: Tensor, width: int) -> int:
-    """How many key heads run at one time: as many as leave room in the cache for `width` pairs like k and v."""
-    batch, groups, length, size = key.shape
-    return _divisor(groups, CACHE_BYTES // (2 * width * batch * length * size * key.element_size()))
+def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
+    """Return delta, float32 [B, H, T_pad]."""
+    batch, heads, length, width = out.shape
+    padded = lse.shape[-1]
+    delta = torch.empty_like(lse)
+    _delta_kernel[(batch * heads * padded // QUERY_TILE,)](
+        out, grad, delta, out.stride()[:3], grad.stride()[:3], length, padded, heads, D=width, BLOCK=QUERY_TILE
+    )
+    return delta
 
 
 @triton.jit(do_not_specialize=["length"])
 def _delta_kernel(o, do, delta, o_strides, do_strides, length, padded, heads, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Delta = sum over d of o * do, and 0 for the tokens that pad the row."""
+    """Write delta, the sum of o * do over D, and 0 for the tokens that pad the row."""
+    # BLOCK consecutive tokens of one head; T_pad is a multiple of BLOCK, so only `inside` masks.
     blocks = padded // BLOCK
+    # [BLOCK]
     i_t = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     i_h = (tl.program_id(0) // blocks % heads).to(tl.int64)
     i_b = (tl.program_id(0) // (blocks * heads)).to(tl.int64)
+    # [1, D]
     o_d = tl.arange(0, D)[None, :]
+    # [BLOCK, 1]
     inside = (i_t < length)[:, None]
     rows = i_t.to(tl.int64)[:, None]
+    # [BLOCK, D]
     b_o = tl.load(o + i_b * o_strides[0] + i_h * o_strides[1] + rows * o_strides[2] + o_d, mask=inside, other=0.0)
     b_do = tl.load(do + i_b * do_strides[0] + i_h * do_strides[1] + rows * do_strides[2] + o_d, mask=inside, other=0.0)
+    # [BLOCK, D] -> [BLOCK]
     tl.store(delta + (i_b * heads + i_h) * padded + i_t, tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1))

@@ -1,7 +1,7 @@
 """Gradient of the queries on Hopper: one program for 128 queries of one head.
 
-Per key tile, the product of the tile before (dS K) runs under the exponentials of this one. In and out as in
-`portable_backward`.
+In step i a consumer computes the exponentials of key tile i while the product dS K of tile i - 1 is in flight. Inputs
+and outputs are those of `portable.backward`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from treepack.attention.hopper.tiles import feed, fetch, matrix, place, ring, st
 
 @gluon.jit
 def _produce(q, do, k, v, own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
-    q_tile, do_tile, own_full = own
-    mbarrier.expect(own_full, q.descriptor.block_type.nbytes + do.descriptor.block_type.nbytes)
-    fetch(q.descriptor, [q.row, q.column], own_full, q_tile)
-    fetch(do.descriptor, [do.row, do.column], own_full, do_tile)
+    q_tile, do_tile, row_full = own
+    # [128, D] each
+    mbarrier.expect(row_full, q.descriptor.block_type.nbytes + do.descriptor.block_type.nbytes)
+    fetch(q.descriptor, [q.row, q.column], row_full, q_tile)
+    fetch(do.descriptor, [do.row, do.column], row_full, do_tile)
     feed(k, v, k_ring, v_ring, granules, tiles, STAGES)
 
 
@@ -29,7 +30,7 @@ def _consume_second(q, do, k, v, own, k_ring, v_ring, granules, tiles, pointers,
 
 @gluon.jit
 def _consume(own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr):
-    q_tile, do_tile, own_full = own
+    q_tile, do_tile, row_full = own
     ends, lse_pointer, delta_pointer, dq_pointer = pointers
     q0, length, partial_tiles, dq_stride, factor, scale = numbers
     KEYS: gl.constexpr = k_ring.tiles.shape[1]
@@ -39,40 +40,59 @@ def _consume(own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
 
+    # [64]
     query = q0 + FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    # [KEYS]
     columns = gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
+    # [64]
     lse = gl.load(lse_pointer + query)
     delta = gl.load(delta_pointer + query)
+    # [64, KEYS]
     zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
+    # [64, D] of [128, D]
     q = q_tile.slice(FIRST_ROW, 64, dim=0)
     do = do_tile.slice(FIRST_ROW, 64, dim=0)
+    # [64, D]
     dq = gl.zeros((64, D), gl.float32, dq_layout)
+    # [64, KEYS], the left operand of dS K
     ds = gl.zeros((64, KEYS), dtype, ds_layout)
-    mbarrier.wait(own_full, 0)
+    mbarrier.wait(row_full, 0)
     for i in range(tiles):
         stage = i % STAGES
-        before = gl.maximum(i - 1, 0) % STAGES  # of the first tile its own stage, times ds = 0: others hold no numbers
+        # In the first iteration ds is 0 and multiplies this tile: other stages may hold NaN, and 0 * NaN is NaN.
+        before = gl.maximum(i - 1, 0) % STAGES
         mbarrier.wait(k_ring.full.index(stage), (i // STAGES) & 1)
+        # [64, D] @ [D, KEYS] -> [64, KEYS]
         s_product = warpgroup_mma(q, k_ring.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_ring.full.index(stage), (i // STAGES) & 1)
+        # [64, D] @ [D, KEYS] -> [64, KEYS]
         dp_product = warpgroup_mma(do, v_ring.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        # [64, KEYS] @ [KEYS, D] -> [64, D], tile i - 1
         dq_product = warpgroup_mma(ds, k_ring.tiles.index(before), dq, is_async=True)
         s = warpgroup_mma_wait(2, deps=(s_product,))
+        # [64, KEYS]
         p = gl.exp2(s * factor - lse[:, None])
         if i < partial_tiles:
+            # [KEYS]; end is 0 for granule -1, so that no query is below it
             granule = gl.load(granules + i * (KEYS // 32) + columns // 32)
             key = granule * 32 + columns % 32
             end = gl.load(ends + key, mask=granule >= 0, other=0)
+            # [1, KEYS] and [64, 1] -> [64, KEYS]
             p = gl.where((key[None, :] <= query[:, None]) & (query[:, None] < end[None, :]), p, 0.0)
         dp = warpgroup_mma_wait(1, deps=(dp_product,))
         mbarrier.arrive(v_ring.empty.index(stage), count=1)
+        # [64, KEYS] * ([64, KEYS] - [64, 1])
         p = p * (dp - delta[:, None])
         dq = warpgroup_mma_wait(0, deps=(dq_product,))
         mbarrier.arrive(k_ring.empty.index(before), count=1, pred=i > 0)
+        # [64, KEYS]
         ds = gl.convert_layout(p.to(dtype), ds_layout)
+    # [64, KEYS] @ [KEYS, D] -> [64, D], the last tile
     dq = warpgroup_mma(ds, k_ring.tiles.index((tiles - 1) % STAGES), dq)
 
+    # [64]
     rows = gl.convert_layout(query, gl.SliceLayout(1, dq_layout))
+    # [64, D]
     store_rows(dq_pointer, dq_stride, rows, rows < length, dq * scale, q)
 
 
@@ -107,7 +127,7 @@ def query_kernel(
     GRANULES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The gradient dq of 128 queries of one head; the grid is batch * blocks * heads.
+    """Write the gradient dq of 128 queries of one head; the grid is batch * blocks * heads.
 
     Arguments as in `forward_kernel`.
     """
@@ -120,10 +140,12 @@ def query_kernel(
     group = head // GROUP
     q0 = block * 128
 
+    # [128, D] each
     q_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
     do_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
-    own_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(own_full, count=1)
+    row_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(row_full, count=1)
+    # [STAGES, GRANULES * 32, D]
     k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 1)
     v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
 
@@ -131,7 +153,7 @@ def query_kernel(
     dq_pointer += row.to(gl.int64) * dq_strides[0] + head * dq_strides[1]
     pointers = (ends + row * padded, lse_pointer + of_head, delta_pointer + of_head, dq_pointer)
     numbers = (q0, length, partial_tiles, dq_strides[2], factor, scale)
-    own = (q_tile, do_tile, own_full)
+    own = (q_tile, do_tile, row_full)
     granules += first
     q = matrix(q_descriptor, q_at, row, head, q0)
     do = matrix(do_descriptor, do_at, row, head, q0)
@@ -144,6 +166,6 @@ def query_kernel(
             (_consume_second, everything),
             (_produce, everything),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1],  # warps of the second consumer and of the producer
+        [240, 24],  # registers of a thread of each
     )

@@ -1,17 +1,17 @@
-"""What the Hopper kernels share: which program does what, gathered loads, staged stores.
+"""Building blocks of the Hopper kernels: the work of each program, gathered loads, staged stores.
 
 A program has three parts (`gl.warp_specialize`) that meet at barriers in shared memory:
 
-    producer      1 warp       has the copy engine (TMA) fetch tiles, some stages ahead of their use
-    consumers     2 x 4 warps  each multiplies 64 rows of the program's tile (wgmma) and never waits for the other,
-                               so that one computes exponentials while the other keeps the matrix units busy
+    producer      1 warp       orders tiles from the copy engine (TMA), some stages ahead of their use
+    consumers     2 x 4 warps  each multiplies 64 rows of the program's tile (wgmma) and never waits for the other, so
+                               one computes exponentials while the other keeps the matrix units busy
 
-Around a ring of `STAGES` tiles, use i takes stage i % STAGES in phase (i // STAGES) & 1: the producer waits until
-both consumers have emptied the stage, the consumers until its bytes have arrived.
+In a ring of `STAGES` tiles, use i takes stage i % STAGES in phase (i // STAGES) & 1. The producer waits until both
+consumers have emptied the stage; the consumers wait until the bytes of the stage have arrived.
 
-Nothing multiplied may be in flight across the back edge of a loop, or ptxas serialises every product of the kernel
-(C7510, C7512): each product is waited for in the iteration that issues it, and overlap across iterations comes from
-carrying its operand in registers instead.
+A product must never be in flight across the back edge of a loop: ptxas would serialise every product of the kernel
+(C7510, C7512). So each product is awaited in the iteration that issues it, and products overlap across iterations
+because their operand is carried in registers instead.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-# Triton 3.9 renamed both.
+# Triton 3.9 renamed both functions.
 fetch = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 
 class Matrix(NamedTuple):
-    """One head of a tensor as the copy engine addresses it: a descriptor, and where token 0 lies under it."""
+    """One head of a tensor for the copy engine: a descriptor, and the row and column of the first token to copy."""
 
     descriptor: tma.tensor_descriptor
     row: gl.tensor
@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Tiles in shared memory and, per stage, the barriers that say full and empty."""
+    """Tiles in shared memory, and two barriers per stage: one for full, one for empty."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -45,50 +45,64 @@ class Ring(NamedTuple):
 
 @gluon.jit
 def matrix(descriptor, at, row, head, token):
-    """The `Matrix` of one head, from the steps (batch, head, column) that `launch.descriptor` found."""
+    """Return the `Matrix` of one head at `token`, from the steps (batch, head, column) of `launch._describe`."""
+    # steps (300, 100, 0), row 1, head 2, token 32 -> row 532, column 0; steps (100, 0, 64) -> row 132, column 128
     return Matrix(descriptor, row * at[0] + head * at[1] + token, head * at[2])
 
 
 @gluon.jit
 def ring(descriptor, ROWS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """A ring of tiles of ROWS tokens; each stage is full after ARRIVALS arrivals and its bytes."""
+    """Allocate a ring of tiles of ROWS tokens; a stage is full after ARRIVALS arrivals and all of its bytes."""
+    # [STAGES, ROWS, D]
     shape: gl.constexpr = [STAGES, ROWS, descriptor.block_type.shape[1]]
     tiles = gl.allocate_shared_memory(descriptor.dtype, shape, descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)  # both consumers
     return Ring(tiles, full, empty)
 
 
 @gluon.jit
 def gather(source, granules, barrier, tile, COUNT: gl.constexpr):
-    """Have COUNT granules of 32 tokens fetched into `tile`, one below the other; -1 fetches granule 0."""
+    """Order COUNT granules of 32 tokens into the rows of `tile`, one after another.
+
+    Granule -1 fetches granule 0 instead, because the barrier waits for the bytes of all of them. Its pairs are masked.
+    """
     for i in gl.static_range(COUNT):
         token = gl.maximum(gl.load(granules + i), 0) * 32
+        # [32, D] of [COUNT * 32, D]
         part = tile.slice(i * 32, 32, dim=0)
         fetch(source.descriptor, [source.row + token, source.column], barrier, part)
 
 
 @gluon.jit
 def feed(k, v, k_ring, v_ring, granules, tiles, STAGES: gl.constexpr):
-    """Fill the rings with the tiles of a list of granules, keys before values, as stages become empty."""
+    """Fill the rings with the tiles of a list of granules, keys before values, when stages become empty."""
     GRANULES: gl.constexpr = k_ring.tiles.shape[1] // 32
     for i in range(tiles):
+        # STAGES 3: i 0 1 2 3 4 5 6 -> stage 0 1 2 0 1 2 0, phase 0 0 0 1 1 1 0
         stage = i % STAGES
         phase = (i // STAGES) & 1
         for part in gl.static_range(2):
             source = k if part == 0 else v
             to = k_ring if part == 0 else v_ring
-            mbarrier.wait(to.empty.index(stage), phase ^ 1)
+            mbarrier.wait(to.empty.index(stage), phase ^ 1)  # passes at once in the first round
             mbarrier.expect(to.full.index(stage), GRANULES * source.descriptor.block_type.nbytes)
+            # [GRANULES * 32, D]
             gather(source, granules + i * GRANULES, to.full.index(stage), to.tiles.index(stage), GRANULES)
 
 
 @gluon.jit
 def place(pid, section, batch, blocks, order):
-    """Which row, head and block a program works on: sections of heads slowest, then blocks by work, then heads."""
+    """Return row, head and block of a program.
+
+    Sections of heads vary slowest, then blocks in the order of their work, then rows; the heads of a section vary
+    fastest.
+    """
+    # section 2, 1 row, 3 blocks in the order 2 0 1: pid 0 1 2 3 4 5 | 6 7 ... -> head  0 1 0 1 0 1 | 2 3 ...
+    #                                                                          -> block 2 2 0 0 1 1 | 2 2 ...
     item = pid // section % (batch * blocks)
     head = pid // (section * batch * blocks) * section + pid % section
     row = item % batch
@@ -97,11 +111,15 @@ def place(pid, section, batch, blocks, order):
 
 @gluon.jit
 def store_rows(pointer, stride, tokens, real, values, tile):
-    """Write `values` [64, D] to rows `tokens` of a matrix where `real`, through `tile`, 16 bytes at a time."""
+    """Write `values` [64, D] to the rows `tokens` that are `real`, both [64], through `tile`, 16 bytes at a time."""
     D: gl.constexpr = tile.shape[1]
+    # A thread holds [1, 8] neighbours (16 bytes), a warp [256 // D, D], 4 warps [1024 // D, D].
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     row: gl.constexpr = gl.SliceLayout(1, layout)
+    # [64, D], registers -> shared memory
     tile.store(values.to(tile.dtype))
+    # [64, 1] + [1, D] -> [64, D], in int64
     at = gl.convert_layout(tokens, row).to(gl.int64) * stride
     offsets = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    # [64, D], shared memory -> global memory
     gl.store(pointer + offsets, tile.load(layout), mask=gl.convert_layout(real, row)[:, None])

@@ -1,12 +1,12 @@
-"""The backward of `portable`: delta, the gradient of the queries, and that of the keys and values.
+"""Backward of `portable.forward`: three kernels, for delta, for the gradient of queries, and for keys and values.
 
-delta       sum(o * do) per query, read by the other two
+delta       sum(o * do) per query, which the other two kernels read
 dq          one program per block of queries and head, over the same list of key tiles as the forward
 dk and dv   one program per block of keys and key head, over the query heads of its group and its range of queries
 
-The keys' kernel computes the transposed tile s' = k q', whose rows are the keys that it sums for, so that p' and ds'
-go into the second product from registers. Its block is 4 gathered granules, or a part of them; its range of queries
-is masked at both ends. The heads of a group are summed in the program: no atomics, one order, equal bits.
+The dk and dv kernel computes the transposed tile s' = k q'. Its rows are the keys that the program sums for, so p' and
+ds' enter the second product from registers. Its block is 4 gathered granules, or a part of them, and both ends of its
+range of queries are masked. The program sums over the heads of a group itself: no atomics, one order, equal bits.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from treepack.attention.kernel_launch import Incoming, Inputs, Launch, key_arguments, query_arguments, token_major
 from treepack.attention.portable.forward import (
-    LOG2E,
-    common_options,
+    Config,
     configs_of,
+    constants_of,
     heads_at_a_time,
     key_tokens,
     load_key_tile,
     load_rows,
+    options_of,
+    padded_width,
     place,
     store_rows,
-    token_major,
 )
 from treepack.attention.schedule import KEY_BLOCK, QUERY_BLOCK, Schedule
 
+# Queries per program of the delta kernel; not tuned, because that kernel reads o and do once and has no product.
 DELTA_BLOCK = 64
 
 
@@ -47,53 +50,57 @@ def _delta_kernel(
     # [BLOCK, BLOCK_D]
     b_o = load_rows(o + row * o_strides[0] + head * o_strides[1], o_q, m_q, o_strides[2], D, BLOCK_D, True)
     b_do = load_rows(do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D, BLOCK_D, True)
+    # [BLOCK, BLOCK_D] -> [BLOCK]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     tl.store(delta + i_bh.to(tl.int64) * length + o_q, b_delta, mask=m_q)
 
 
 @triton.jit
 def _query_section(
-    b_dq, b_q, b_do, b_lse, b_delta, o_q, p_k, p_v, p_end, p_granules, first, last, k_stride, v_stride, length, scale,
+    b_dq, b_q, b_do, b_lse, b_delta, o_q, p_k, p_v, p_end, p_granules, first, last, k_stride, v_stride, length, factor,
     TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles [first, last) of a list to dq."""
-    STAGES: tl.constexpr = 1 if MASKED else None  # one: Triton 3.6 pipelines the loads of `end` wrongly
+    # With more than one stage, Triton 3.6 pipelines the masked loads of `ends` wrongly.
+    STAGES: tl.constexpr = 1 if MASKED else None
     for entry in tl.range(first, last, TILE // 32, num_stages=STAGES):
         o_k, b_end, b_k, b_v = load_key_tile(
             p_k, p_v, p_end, p_granules, entry, k_stride, v_stride, length, TILE, D, BLOCK_D, MASKED
         )
-        # [BLOCK, TILE]
+        # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_p = tl.exp2(b_s * scale - b_lse[:, None])
+        # [BLOCK, TILE]
+        b_p = tl.exp2(b_s * factor - b_lse[:, None])
         if MASKED:
             m_s = (o_k[None, :] <= o_q[:, None]) & (o_q[:, None] < b_end[None, :])
             b_p = tl.where(m_s, b_p, 0.0)
+        # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE]
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])
-        # [BLOCK, BLOCK_D]
+        # [BLOCK, TILE] @ [TILE, BLOCK_D] -> [BLOCK, BLOCK_D]
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
     return b_dq
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "section"])
 def _query_kernel(
-    q, k, v, do, lse, delta, dq, end, granules, offsets, partial, order,
+    q, k, v, do, lse, delta, dq, ends, granules, query_offsets, query_partial, query_order,
     q_strides, k_strides, v_strides, do_strides, dq_strides,
-    length, padded, batch, heads, section, blocks, scale, scale_log2,
+    length, padded, batch, heads, section, blocks, scale, factor,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = 128 // BLOCK
+    PARTS: tl.constexpr = 128 // BLOCK  # programs that share one query block and its list
     i_h, i_b, rank = place(tl.program_id(0), section, batch, blocks * PARTS)
-    i_q = tl.load(order + i_b * blocks + rank // PARTS)
-    p_offset = offsets + i_b * (blocks + 1) + i_q
+    i_q = tl.load(query_order + i_b * blocks + rank // PARTS)
+    p_offset = query_offsets + i_b * (blocks + 1) + i_q
     first, last = tl.load(p_offset), tl.load(p_offset + 1)
-    middle = first + tl.load(partial + i_b * blocks + i_q)
+    middle = first + tl.load(query_partial + i_b * blocks + i_q)
 
     row, head = i_b.to(tl.int64), i_h.to(tl.int64)
     p_k = k + row * k_strides[0] + (head // GROUP) * k_strides[1]
     p_v = v + row * v_strides[0] + (head // GROUP) * v_strides[1]
-    p_end = end + row * padded
+    p_end = ends + row * padded
     # [BLOCK]
     o_q = i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
     m_q = o_q < length
@@ -106,28 +113,30 @@ def _query_kernel(
     b_dq = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     b_dq = _query_section(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, p_k, p_v, p_end, granules, first, middle, k_strides[2], v_strides[2],
-        length, scale_log2, TILE, D, BLOCK_D, True, PRECISION,
+        length, factor, TILE, D, BLOCK_D, True, PRECISION,
     )  # fmt: skip
     b_dq = _query_section(
         b_dq, b_q, b_do, b_lse, b_delta, o_q, p_k, p_v, p_end, granules, middle, last, k_strides[2], v_strides[2],
-        length, scale_log2, TILE, D, BLOCK_D, False, PRECISION,
+        length, factor, TILE, D, BLOCK_D, False, PRECISION,
     )  # fmt: skip
     p_dq = dq + row * dq_strides[0] + head * dq_strides[1]
+    # [BLOCK, BLOCK_D]
     store_rows(p_dq, o_q, m_q, dq_strides[2], b_dq * scale, D, BLOCK_D)
 
 
 @triton.jit
 def _key_section(
     b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, p_lse, p_delta, first, skip_from, skip, tiles,
-    q_strides, do_strides, length, scale,
+    q_strides, do_strides, length, factor,
     GROUP: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add `tiles` tiles of queries of every head of the group to dk and dv: from `first` on, without the `skip` queries
-    after `skip_from`.
+    """Add `tiles` tiles of queries, of every head of the group, to dk and dv.
 
-    One loop over heads and tiles, so that short ranges fill the pipeline too.
+    The tiles start at token `first` and leave out the `skip` queries that start at `skip_from`. One loop runs over
+    heads and tiles, so short ranges fill the pipeline too.
     """
+    # TILE 64, first 128, skip_from 192, skip 256, tiles 3 -> starts 128, 448, 512, and the same for the next head
     for i in tl.range(0, tiles * GROUP):
         head = (i // tiles).to(tl.int64)
         start = first + (i % tiles) * TILE
@@ -147,43 +156,44 @@ def _key_section(
         else:
             b_lse = tl.load(p_lse + at + o_q)
             b_delta = tl.load(p_delta + at + o_q)
-        # [BLOCK, TILE]
+        # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE], keys by queries
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-        b_p = tl.exp2(b_s * scale - b_lse[None, :])
+        # [BLOCK, TILE]
+        b_p = tl.exp2(b_s * factor - b_lse[None, :])
         if MASKED:
             m_s = (o_k[:, None] <= o_q[None, :]) & (o_q[None, :] < b_end[:, None])
             b_p = tl.where(m_s, b_p, 0.0)
-        # [BLOCK, BLOCK_D]
+        # [BLOCK, TILE] @ [TILE, BLOCK_D] -> [BLOCK, BLOCK_D]
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
-        # [BLOCK, TILE]
+        # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE]
         b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
         b_ds = b_p * (b_dp - b_delta[None, :])
-        # [BLOCK, BLOCK_D]
+        # [BLOCK, TILE] @ [TILE, BLOCK_D] -> [BLOCK, BLOCK_D]
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
     return b_dk, b_dv
 
 
 @triton.jit(do_not_specialize=["length", "blocks", "section"])
 def _key_kernel(
-    q, k, v, do, lse, delta, dk, dv, end, granules, ranges, order,
+    q, k, v, do, lse, delta, dk, dv, ends, key_granules, key_ranges, key_order,
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    length, padded, batch, heads, section, blocks, scale, scale_log2,
+    length, padded, batch, kv_heads, section, blocks, scale, factor,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    PARTS: tl.constexpr = 128 // BLOCK
+    PARTS: tl.constexpr = 128 // BLOCK  # programs that share one key block and its range
     i_h, i_b, rank = place(tl.program_id(0), section, batch, blocks * PARTS)
-    i_k = i_b * blocks + tl.load(order + i_b * blocks + rank // PARTS)
-    p_range = ranges + i_k * 4
+    i_k = i_b * blocks + tl.load(key_order + i_b * blocks + rank // PARTS)
+    p_range = key_ranges + i_k * 4
     first, full_begin, full_end, last = (
         tl.load(p_range), tl.load(p_range + 1), tl.load(p_range + 2), tl.load(p_range + 3)
     )  # fmt: skip
 
     row, head = i_b.to(tl.int64), i_h.to(tl.int64)
     # [BLOCK]
-    o_k = key_tokens(granules, i_k * 4 + (rank % PARTS) * (BLOCK // 32), BLOCK)
+    o_k = key_tokens(key_granules, i_k * 4 + (rank % PARTS) * (BLOCK // 32), BLOCK)
     m_k = (o_k >= 0) & (o_k < length)
-    b_end = tl.load(end + row * padded + o_k, mask=o_k >= 0, other=0)
+    b_end = tl.load(ends + row * padded + o_k, mask=o_k >= 0, other=0)
     # [BLOCK, BLOCK_D]
     b_k = load_rows(k + row * k_strides[0] + head * k_strides[1], o_k, m_k, k_strides[2], D, BLOCK_D, True)
     b_v = load_rows(v + row * v_strides[0] + head * v_strides[1], o_k, m_k, v_strides[2], D, BLOCK_D, True)
@@ -192,18 +202,22 @@ def _key_kernel(
 
     p_q = q + row * q_strides[0] + head * GROUP * q_strides[1]
     p_do = do + row * do_strides[0] + head * GROUP * do_strides[1]
-    at = (row * heads * GROUP + head * GROUP) * length
+    at = (row * kv_heads * GROUP + head * GROUP) * length
+    # First both masked ends of the range as if they were one, then the full middle:
+    #     first ... full_begin | full_begin ... full_end | full_end ... last
+    #     masked                 `bare` queries            masked
     bare = full_end - full_begin
     b_dk, b_dv = _key_section(
         b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, lse + at, delta + at, first, full_begin, bare,
-        (last - first - bare) // TILE, q_strides, do_strides, length, scale_log2,
+        (last - first - bare) // TILE, q_strides, do_strides, length, factor,
         GROUP, TILE, D, BLOCK_D, True, PRECISION,
     )  # fmt: skip
     b_dk, b_dv = _key_section(
         b_dk, b_dv, b_k, b_v, o_k, b_end, p_q, p_do, lse + at, delta + at, full_begin, 0, 0,
-        bare // TILE, q_strides, do_strides, length, scale_log2,
+        bare // TILE, q_strides, do_strides, length, factor,
         GROUP, TILE, D, BLOCK_D, False, PRECISION,
     )  # fmt: skip
+    # [BLOCK, BLOCK_D]
     store_rows(dk + row * dk_strides[0] + head * dk_strides[1], o_k, m_k, dk_strides[2], b_dk * scale, D, BLOCK_D)
     store_rows(dv + row * dv_strides[0] + head * dv_strides[1], o_k, m_k, dv_strides[2], b_dv, D, BLOCK_D)
 
@@ -218,20 +232,24 @@ def backward(
     schedule: Schedule,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in their shapes and dtypes and in memory [B, T, H, D].
+    """Return the gradients of query, key and value, in their shapes and dtypes and in memory [B, T, H, D].
 
     Args:
-        out, lse: what `portable.forward` returned for the same query, key, value, schedule and scale.
+        query, key, value, schedule, scale: as in `forward`.
+        out, lse: the results of `forward` for the same arguments.
         grad: [B, H, T, D], the gradient of `out`; any strides but 1 for the last dimension.
     """
+    inputs = Inputs(query, key, value, schedule, scale)
+    incoming = Incoming(grad, lse, _delta(out, grad))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
-    delta = _delta(out, grad)
-    _query_gradient(query, key, value, grad, lse, delta, dq, schedule, scale)
-    _key_gradients(query, key, value, grad, lse, delta, dk, dv, schedule, scale)
+    configs = configs_of(query)
+    query_launch(inputs, incoming, dq, configs.query).run()
+    key_launch(inputs, incoming, dk, dv, configs.key).run()
     return dq, dk, dv
 
 
 def _delta(out: Tensor, grad: Tensor) -> Tensor:
+    """Return delta, float32 [B, H, T]."""
     batch, heads, length, width = out.shape
     delta = torch.empty((batch, heads, length), dtype=torch.float32, device=out.device)
     _delta_kernel[(batch * heads * triton.cdiv(length, DELTA_BLOCK),)](
@@ -244,105 +262,57 @@ def _delta(out: Tensor, grad: Tensor) -> Tensor:
         heads,
         BLOCK=DELTA_BLOCK,
         D=width,
-        BLOCK_D=max(16, triton.next_power_of_2(width)),
+        BLOCK_D=padded_width(width),
         num_warps=4,
     )
     return delta
 
 
-def _query_gradient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    schedule: Schedule,
-    scale: float,
-) -> None:
-    batch, heads, length, _ = query.shape
-    config = configs_of(query).query
-    blocks = schedule.query_order.shape[1]
-    _query_kernel[(batch * heads * blocks * (QUERY_BLOCK // config.block),)](
-        query,
-        key,
-        value,
-        grad,
-        lse,
-        delta,
-        dq,
-        schedule.end,
-        schedule.granules,
-        schedule.query_offsets,
-        schedule.query_partial,
-        schedule.query_order,
-        query.stride()[:3],
-        key.stride()[:3],
-        value.stride()[:3],
-        grad.stride()[:3],
-        dq.stride()[:3],
-        length,
-        schedule.end.shape[1],
-        batch,
-        heads,
-        heads_at_a_time(key) * (heads // key.shape[1]),
-        blocks,
-        scale,
-        scale * LOG2E,
-        BLOCK=config.block,
-        TILE=config.tile,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **common_options(query, key),
-    )
+def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: Config) -> Launch:
+    """Describe the launch that writes `dq` [B, H, T, D]."""
+    query, key, value, schedule, scale = inputs
+    batch, heads = query.shape[:2]
+    arguments = {
+        "q": query,
+        "k": key,
+        "v": value,
+        "do": incoming.grad,
+        "lse": incoming.lse,
+        "delta": incoming.delta,
+        "dq": dq,
+        "q_strides": query.stride()[:3],
+        "k_strides": key.stride()[:3],
+        "v_strides": value.stride()[:3],
+        "do_strides": incoming.grad.stride()[:3],
+        "dq_strides": dq.stride()[:3],
+        "scale": scale,
+        **query_arguments(inputs, heads_at_a_time(key) * inputs.group),
+    }
+    programs = batch * heads * schedule.query_order.shape[1] * (QUERY_BLOCK // config.block)
+    return Launch(_query_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
 
 
-def _key_gradients(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    schedule: Schedule,
-    scale: float,
-) -> None:
-    batch, heads, length, _ = key.shape
-    config = configs_of(query).key
-    blocks = schedule.key_order.shape[1]
-    _key_kernel[(batch * heads * blocks * (KEY_BLOCK // config.block),)](
-        query,
-        key,
-        value,
-        grad,
-        lse,
-        delta,
-        dk,
-        dv,
-        schedule.end,
-        schedule.key_granules,
-        schedule.key_ranges,
-        schedule.key_order,
-        query.stride()[:3],
-        key.stride()[:3],
-        value.stride()[:3],
-        grad.stride()[:3],
-        dk.stride()[:3],
-        dv.stride()[:3],
-        length,
-        schedule.end.shape[1],
-        batch,
-        heads,
-        heads_at_a_time(key),
-        blocks,
-        scale,
-        scale * LOG2E,
-        BLOCK=config.block,
-        TILE=config.tile,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **common_options(query, key),
-    )
+def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, config: Config) -> Launch:
+    """Describe the launch that writes `dk` and `dv`, both [B, H_kv, T, D]."""
+    query, key, value, schedule, scale = inputs
+    batch, kv_heads = key.shape[:2]
+    arguments = {
+        "q": query,
+        "k": key,
+        "v": value,
+        "do": incoming.grad,
+        "lse": incoming.lse,
+        "delta": incoming.delta,
+        "dk": dk,
+        "dv": dv,
+        "q_strides": query.stride()[:3],
+        "k_strides": key.stride()[:3],
+        "v_strides": value.stride()[:3],
+        "do_strides": incoming.grad.stride()[:3],
+        "dk_strides": dk.stride()[:3],
+        "dv_strides": dv.stride()[:3],
+        "scale": scale,
+        **key_arguments(inputs, heads_at_a_time(key)),
+    }
+    programs = batch * kv_heads * schedule.key_order.shape[1] * (KEY_BLOCK // config.block)
+    return Launch(_key_kernel, programs, arguments, constants_of(inputs, config), options_of(config))

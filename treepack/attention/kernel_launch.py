@@ -1,0 +1,158 @@
+"""Launches of the attention kernels: values that describe one launch completely, and the arguments all backends share.
+
+    Inputs, Incoming  --`portable`, `hopper`-->  Launch  --run-->  the kernel on the current GPU
+
+Each backend builds one `Launch` per direction: forward, dq, and dk with dv. Nothing runs until `Launch.run`, so a test
+builds the same descriptions from tensors on the CPU and compiles the kernels for a GPU that it does not have.
+
+Arguments are passed by name, so a kernel whose parameters change cannot silently receive the wrong tensor. Triton is
+not imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from treepack.attention.schedule import Schedule
+
+LOG2E = math.log2(math.e)  # exp(x) = 2**(x * LOG2E), and GPUs compute powers of two
+
+
+class Inputs(NamedTuple):
+    """Operands of one attention call, which the forward and the backward read.
+
+    query       [B, H, T, D]
+    key, value  [B, H_kv, T, D]
+    schedule    of these B rows of T tokens, on the device of `query`
+    scale       factor of the scores
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    schedule: Schedule
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+
+class Incoming(NamedTuple):
+    """Tensors that only the backward reads.
+
+    grad   [B, H, T, D], the gradient of the output
+    lse    float32 [B, H, T], the base-2 log-sum-exp that the forward returned; [B, H, T_pad] on Hopper
+    delta  float32, the sum of output * grad over D, in the shape of `lse`
+    """
+
+    grad: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel.
+
+    kernel     a function under `triton.jit` or `gluon.jit`
+    programs   number of programs of the one-dimensional grid
+    arguments  value of every run-time parameter, by name
+    constants  value of every compile-time parameter, by name
+    options    options of the compiler, such as num_warps
+    """
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, int]
+
+    def run(self) -> None:
+        """Launch the kernel on the current GPU; the tensors among the arguments receive its results."""
+        self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+
+
+def query_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
+    """Return the arguments that every kernel over query blocks takes: forward and dq.
+
+    Args:
+        inputs: the operands.
+        section: query heads that run at one time.
+    """
+    schedule = inputs.schedule
+    return {
+        "ends": schedule.end,
+        "granules": schedule.granules,
+        "query_offsets": schedule.query_offsets,
+        "query_partial": schedule.query_partial,
+        "query_order": schedule.query_order,
+        "heads": inputs.query.shape[1],
+        "blocks": schedule.query_order.shape[1],
+        **_row_arguments(inputs, section),
+    }
+
+
+def key_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
+    """Return the arguments that every kernel over key blocks takes: dk with dv.
+
+    Args:
+        inputs: the operands.
+        section: key heads that run at one time.
+    """
+    schedule = inputs.schedule
+    return {
+        "ends": schedule.end,
+        "key_granules": schedule.key_granules,
+        "key_ranges": schedule.key_ranges,
+        "key_order": schedule.key_order,
+        "kv_heads": inputs.key.shape[1],
+        "blocks": schedule.key_order.shape[1],
+        **_row_arguments(inputs, section),
+    }
+
+
+def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
+    return {
+        "length": inputs.query.shape[2],
+        "padded": inputs.schedule.end.shape[1],
+        "batch": inputs.query.shape[0],
+        "section": section,
+        "factor": inputs.scale * LOG2E,
+    }
+
+
+def key_heads_per_section(key: Tensor, cache_bytes: int, *, pairs: int = 1) -> int:
+    """Return how many key heads run at one time, such that their tensors stay in the L2 cache.
+
+    Args:
+        key: [B, H_kv, T, D].
+        cache_bytes: bytes of the cache that one section may fill.
+        pairs: tensor pairs of this size that a key head reads again and again: 1 for its keys and values, H / H_kv for
+            the queries and output gradients of its group.
+
+    Returns:
+        the largest divisor of H_kv that fits, and 1 if none fits.
+    """
+    batch, heads, length, width = key.shape
+    return _largest_divisor(heads, cache_bytes // (2 * pairs * batch * length * width * key.element_size()))
+
+
+@functools.cache
+def _largest_divisor(number: int, limit: int) -> int:
+    # (12, 5) -> 4, (7, 5) -> 1, (7, 0) -> 1
+    return max(n for n in range(1, number + 1) if number % n == 0 and (n == 1 or n <= limit))
+
+
+def token_major(like: Tensor) -> Tensor:
+    """Return an empty tensor of the shape of `like`, [B, H, T, D], with memory in the order [B, T, H, D].
+
+    A model joins the heads of each token after attention, and in this order that needs no copy.
+    """
+    batch, heads, length, width = like.shape
+    return torch.empty((batch, length, heads, width), dtype=like.dtype, device=like.device).transpose(1, 2)
