@@ -17,21 +17,15 @@ from .output import token_progress
 from .reading import read_options, reading_options
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from treepack.analysis.show.decoding import Decoder
     from treepack.analysis.show.selection import SelectedGroup
     from treepack.analysis.show.views import View
-    from treepack.analysis.show.wrapping import Line, StyledText
     from treepack.files.manifest import Manifest
     from treepack.trie.trie import Trie
 
 WIDTH = 100  # where there is no terminal to ask
-COLOURS: dict[str, dict[str, Any]] = {
-    "": {},
-    "name": {"bold": True},
-    "faint": {"dim": True},
-    "special": {"fg": "cyan"},
-    "escape": {"fg": "yellow"},
-}
 
 
 @click.command()
@@ -194,8 +188,10 @@ def _print_json(found: _Chosen) -> None:
     click.echo(json.dumps(objects[0] if len(objects) == 1 else {"kind": "samples", "samples": objects}))
 
 
-def _lines(found: _Chosen, *, full: bool) -> Iterator[Line]:
+def _lines(found: _Chosen, *, full: bool) -> Iterator[Text]:
     from shutil import get_terminal_size
+
+    from rich.text import Text
 
     from treepack.analysis.show import views
     from treepack.analysis.show.bodies import Look
@@ -203,25 +199,26 @@ def _lines(found: _Chosen, *, full: bool) -> Iterator[Line]:
     look = Look(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=found.decoder)
     for number, view in enumerate(found.views):
         if number:
-            yield ()
+            yield Text()
         yield from views.lines(view, look)
     if len(found.groups) > 1:
-        yield ()
+        yield Text()
         yield from views.group_lines(found.groups, look)
 
 
-def _print(lines: Iterator[Line]) -> None:
+def _print(lines: Iterator[Text]) -> None:
     """Print `lines`, in colours on a terminal that has them; characters that the output cannot hold are escaped."""
     import os
+    from io import TextIOWrapper
+
+    from rich.console import Console
 
     wanted = (sys.stdout.isatty() and os.environ.get("TERM") != "dumb") or bool(os.environ.get("FORCE_COLOR"))
-    coloured = wanted and not os.environ.get("NO_COLOR")
-    encoding = sys.stdout.encoding or "utf-8"
+    colours: Any = "standard" if wanted and not os.environ.get("NO_COLOR") else None
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    # A line may be wider than the terminal, such as one with a long id; rich must neither wrap nor crop it.
+    console = Console(color_system=colours, force_terminal=colours is not None, soft_wrap=True)
     for line in lines:
-        text = "".join(_coloured(span) if coloured else span.text for span in line).rstrip()
-        click.echo(text.encode(encoding, "backslashreplace").decode(encoding), color=coloured)
-
-
-def _coloured(span: StyledText) -> str:
-    style = COLOURS[span.style] | ({"fg": "green", "bold": True} if span.trained else {})
-    return click.style(span.text, **style) if style else span.text
+        line.rstrip()
+        console.print(line, highlight=False)

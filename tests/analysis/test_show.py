@@ -1,4 +1,4 @@
-"""What treepack show draws: every token once, trained ones marked, whatever the shape of the tree."""
+"""Drawings of treepack show: every token once, trained ones marked, for any shape of the tree."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
 from support import strategies
 from support.strategies import make
 from treepack.analysis.show import selection, views
 from treepack.analysis.show.bodies import Look
 from treepack.analysis.show.drawing import row_lines, tree_lines
-from treepack.analysis.show.forest import DrawnForest, forest_of_row, forest_of_trajectory, forest_of_trie, path_of_row
+from treepack.analysis.show.forest import forest_of_row, forest_of_trajectory, forest_of_trie, path_of_row
 from treepack.analysis.show.nodes import ENDINGS, NODES
-from treepack.analysis.show.wrapping import Line
 from treepack.errors import TreepackError
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
@@ -31,25 +31,27 @@ FULL = Look(full=True)
 WORD = re.compile(r"(\[?)(\d+)(\](?:\*([\d.e+-]+))?)?")
 
 
-def texts(lines: Iterator[Line]) -> list[str]:
-    return ["".join(span.text for span in line) for line in lines]
+def texts(lines: Iterator[Text]) -> list[str]:
+    return [line.plain for line in lines]
 
 
-def shown(forest: DrawnForest, lines: Iterator[Line]) -> list[tuple[int, float]]:
-    """Ids and weights of all tokens in lines of ids with brackets, in the order of the lines."""
-    found: list[tuple[int, float]] = []
+def shown(lines: Iterator[Text]) -> list[tuple[int, float]]:
+    """Return ids and weights of all tokens in lines of ids with brackets, in the order of the lines."""
+    pairs: list[tuple[int, float]] = []
     open_run: int | None = None
     for line in lines:
-        if len(line) > 1 and line[1].text.startswith(("*", "=")):
+        body = line.plain[line.spans[0].end :]  # the first span is the gutter with the branches of the tree
+        if body.startswith(("*", "=")):
             continue
-        for begins, number, ends, weight in WORD.findall("".join(span.text for span in line[1:])):
-            open_run = len(found) if begins else open_run
-            found.append((int(number), 0.0))
+        for begins, number, ends, weight in WORD.findall(body):
+            # "[8", "9]*3" -> (8, 0), (9, 0) -> (8, 3), (9, 3): the weight follows the last id of its run
+            open_run = len(pairs) if begins else open_run
+            pairs.append((int(number), 0.0))
             if ends:
                 assert open_run is not None
-                found[open_run:] = [(token, float(weight or 1)) for token, _ in found[open_run:]]
+                pairs[open_run:] = [(token, float(weight or 1)) for token, _ in pairs[open_run:]]
                 open_run = None
-    return found
+    return pairs
 
 
 def rows_of(trajectories: list[Trajectory], capacity: int) -> tuple[list[Row], dict[str, Trajectory]]:
@@ -57,7 +59,7 @@ def rows_of(trajectories: list[Trajectory], capacity: int) -> tuple[list[Row], d
     return list(pack_rows(trie, plan_rows(trie, capacity=capacity))), {t.trajectory_id: t for t in trajectories}
 
 
-def own_weights(trajectory: Trajectory) -> list[float]:
+def weights_of(trajectory: Trajectory) -> list[float]:
     content = trajectory.content
     assert isinstance(content, Tokens)
     weights = np.zeros(len(content.tokens))
@@ -66,33 +68,31 @@ def own_weights(trajectory: Trajectory) -> list[float]:
 
 
 @given(strategies.trajectories())
-def test_a_tree_shows_every_token_once_with_its_weight_and_every_trajectory(given_ones: list[Trajectory]) -> None:
-    forest = forest_of_trie(build_trie(given_ones))
+def test_a_tree_shows_every_token_once_with_its_weight_and_every_trajectory(rollouts: list[Trajectory]) -> None:
+    forest = forest_of_trie(build_trie(rollouts))
     drawn = list(tree_lines(forest, FULL))
     expected = Counter(zip(forest.tokens.tolist(), forest.loss_weight.tolist(), strict=True))
-    assert Counter(shown(forest, iter(drawn))) == expected
+    assert Counter(shown(iter(drawn))) == expected
     names = [re.findall(r"= (t\d)", text) for text in texts(iter(drawn))]
-    assert sorted(name for found in names for name in found) == sorted(t.trajectory_id for t in given_ones)
-    total = sum(sum(own_weights(t)) for t in given_ones)
+    assert sorted(name for ids in names for name in ids) == sorted(t.trajectory_id for t in rollouts)
+    total = sum(sum(weights_of(t)) for t in rollouts)
     assert forest.loss_weight.sum() == pytest.approx(total)
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
-def test_a_row_shows_its_tokens_in_order_with_their_weights(given_ones: list[Trajectory], capacity: int) -> None:
-    for row in rows_of(given_ones, capacity)[0]:
+@given(rollouts=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_a_row_shows_its_tokens_in_order_with_their_weights(rollouts: list[Trajectory], capacity: int) -> None:
+    for row in rows_of(rollouts, capacity)[0]:
         drawn = list(row_lines(forest_of_row(row), FULL))
-        assert shown(forest_of_row(row), iter(drawn)) == list(
-            zip(row.input_ids.tolist(), row.loss_weight.tolist(), strict=True)
-        )
+        assert shown(iter(drawn)) == list(zip(row.input_ids.tolist(), row.loss_weight.tolist(), strict=True))
         intervals = [match.groups() for text in texts(iter(drawn)) if (match := re.match(r"\s*\[(\d+), (\d+)\)", text))]
         assert all(row.subtree_end[int(first)] == int(end) for first, end in intervals)
         assert intervals
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
-def test_a_trajectory_is_the_same_from_rollout_trie_and_row(given_ones: list[Trajectory], capacity: int) -> None:
-    # With rewards rows carry terms, which say what each trajectory trains.
-    rewarded = [replace(t, reward=1.0) for t in given_ones]
+@given(rollouts=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_a_trajectory_is_the_same_from_rollout_trie_and_row(rollouts: list[Trajectory], capacity: int) -> None:
+    # Rows have terms only if trajectories have rewards; the terms contain the weights of each trajectory.
+    rewarded = [replace(t, reward=1.0) for t in rollouts]
     trie = build_trie(rewarded)
     rows, by_name = rows_of(rewarded, capacity)
     for row in rows:
@@ -101,7 +101,7 @@ def test_a_trajectory_is_the_same_from_rollout_trie_and_row(given_ones: list[Tra
             alone = forest_of_trajectory(by_name[name])
             for forest in (of_trie.forest, path_of_row(row, i)):
                 assert forest.tokens.tolist() == alone.tokens.tolist()
-                assert forest.loss_weight.tolist() == pytest.approx(own_weights(by_name[name]))
+                assert forest.loss_weight.tolist() == pytest.approx(weights_of(by_name[name]))
             assert of_trie.forest.num_passing.tolist()[-1] >= 1
 
 
@@ -163,7 +163,7 @@ def test_ten_thousand_branches_are_counted_where_they_are_left_out() -> None:
     trie = build_trie([make(f"r{i}", [1, 2, 3, 10 + i] + [4] * (i % 7), reward=float(i % 2)) for i in range(10_000)])
     drawn = texts(tree_lines(forest_of_trie(trie), Look()))
     assert len(drawn) < 3 * NODES
-    sizes = [int(found[1]) for text in drawn if (found := re.search(r"-\* (\d+) tokens?", text))]
+    sizes = [int(match[1]) for text in drawn if (match := re.search(r"-\* (\d+) tokens?", text))]
     (left_out,) = [text for text in drawn if "more branches" in text]
     branches, trajectories, tokens = (
         int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:more|tok|traj)", left_out)
@@ -175,10 +175,11 @@ def test_ten_thousand_branches_are_counted_where_they_are_left_out() -> None:
 
 
 def test_a_comb_of_any_depth_stays_at_the_left() -> None:
-    """One that nests needs log2 of its tokens at most."""
+    """The depth of nesting is at most log2 of the number of tokens."""
     comb = [make(f"t{i}", [1] * (i + 1) + [2]) for i in range(300)]
     drawn = texts(tree_lines(forest_of_trie(build_trie(comb)), FULL))
     assert sum("= t" in text for text in drawn) == 300
+    # 4 columns of gutter and two for each of a few levels, where 300 nested levels would need 600.
     assert max(len(text) - len(text.lstrip("0123456789 |'-*")) for text in drawn if "*" in text) < 14
 
 
@@ -220,25 +221,25 @@ def test_lines_fit_the_width() -> None:
 
 
 @given(strategies.trajectories(steps=False))
-def test_overlap_of_a_group_is_that_of_its_own_tree(given_ones: list[Trajectory]) -> None:
-    trie = build_trie(given_ones)
-    found = selection.groups(trie)
-    assert {group.group_id for group in found} == {t.group_id for t in given_ones}
-    for group in found:
+def test_overlap_of_a_group_is_that_of_its_own_tree(rollouts: list[Trajectory]) -> None:
+    trie = build_trie(rollouts)
+    groups = selection.groups(trie)
+    assert {group.group_id for group in groups} == {t.group_id for t in rollouts}
+    for group in groups:
         view = views.group_view(trie, group.group_id, where="trie")
-        own = build_trie([t for t in given_ones if t.group_id == group.group_id])
+        alone = build_trie([t for t in rollouts if t.group_id == group.group_id])
         assert view.facts["por"] == group.por
-        assert (group.tokens_flat, group.tokens_tree) == (own.tokens_flat, own.tokens_tree)
+        assert (group.tokens_flat, group.tokens_tree) == (alone.tokens_flat, alone.tokens_tree)
 
 
-def test_rollouts_behind_the_one_that_is_wanted_are_not_read() -> None:
+def test_rollouts_after_the_wanted_one_are_not_read() -> None:
     def stream() -> Iterator[Trajectory]:
         yield make("a", [1, 2])
         yield make("b", [1, 2])
         yield make("c", [1, 2])
         raise AssertionError("read on")
 
-    (found,) = selection.first_named(stream(), "b", where="here", skipped={})
-    assert found.trajectory_id == "b"
+    (rollout,) = selection.first_named(stream(), "b", where="here", skipped={})
+    assert rollout.trajectory_id == "b"
     with pytest.raises(TreepackError, match=r"here \(skipped: none trained: 2\): has no trajectory 'x'; .* 'a'"):
         list(selection.first_named(iter([make("a", [1, 2])]), "x", where="here", skipped={"skipped: none trained": 2}))

@@ -1,4 +1,4 @@
-"""treepack show: what it prints of rollouts, tries and packed directories, what it refuses, and its page in docs."""
+"""treepack show: its output for rollouts, tries and packed directories, its refusals, and its page in docs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from support.paths import ROOT
 
 SAMPLES = ROOT / "sample_data"
 TOKENIZER = SAMPLES / "tokenizer"
-COLOUR = re.compile(r"\x1b\[\d+m")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+# Clear the screen, set the title, colour the text by an 8-bit code, turn the direction of writing, overwrite the line.
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\r\u4f60\U0001f468\u200d\U0001f469"
 
 
@@ -61,21 +62,21 @@ def test_colours_are_only_for_terminals_that_want_them(treepack: Run, monkeypatc
     assert "\x1b" not in plain
     monkeypatch.setenv("FORCE_COLOR", "1")
     coloured = treepack(*command).out
-    assert "\x1b[32m" in coloured
+    assert "\x1b[1;32m" in coloured
     assert [line.rstrip() for line in COLOUR.sub("", coloured).splitlines()] == plain.splitlines()
     monkeypatch.setenv("NO_COLOR", "1")
     assert treepack(*command).out == plain
 
 
-def test_the_marked_text_is_what_the_assistant_said(treepack: Run, tmp_path: Path) -> None:
-    said = [" It is \u4f60\u597d.", "Two\nlines, a \\n and a tab\t."]
+def test_the_marked_text_is_the_answer_of_the_assistant(treepack: Run, tmp_path: Path) -> None:
+    answers = [" It is \u4f60\u597d.", "Two\nlines, a \\n and a tab\t."]
     messages = []
-    for text in said:
+    for text in answers:
         messages += [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": text}]
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"id": "x", "messages": messages}) + "\n")
     out = treepack("show", path, "--tokenizer", TOKENIZER, "--text", "--trajectory", "x", "--full").out
-    marked = [found[1] for line in out.splitlines() if (found := re.match(r" *\d+  \+ (.*)", line))]
+    marked = [match[1] for line in out.splitlines() if (match := re.match(r" *\d+  \+ (.*)", line))]
     assert marked == ["\\x20It is \u4f60\u597d.<|im_end|>", "Two\\n", "lines, a \\n and a tab\\t.<|im_end|>"]
 
 
@@ -93,7 +94,7 @@ def test_long_text_loses_its_middle_and_says_how_much(treepack: Run, tmp_path: P
     assert "+ Done.<|im_end|>" in short
 
 
-def built(treepack: Run, tmp_path: Path) -> tuple[Path, Path]:
+def trie_and_rows(treepack: Run, tmp_path: Path) -> tuple[Path, Path]:
     trie, packed = tmp_path / "trie", tmp_path / "packed"
     chat = (SAMPLES / "chat.jsonl", "--tokenizer", TOKENIZER, "--expand", "turns")
     assert treepack("build-trie", *chat, "--out", trie).status == 0
@@ -101,8 +102,8 @@ def built(treepack: Run, tmp_path: Path) -> tuple[Path, Path]:
     return trie, packed
 
 
-def test_what_is_not_there_is_one_sentence_that_says_what_is(treepack: Run, tmp_path: Path) -> None:
-    trie, packed = built(treepack, tmp_path)
+def test_a_missing_id_is_refused_in_one_sentence_that_names_near_ones(treepack: Run, tmp_path: Path) -> None:
+    trie, packed = trie_and_rows(treepack, tmp_path)
     tokens = SAMPLES / "tokens.jsonl"
     rows = treepack("stats", packed, "--json").json["num_rows"]
     assert isinstance(rows, int)
@@ -127,7 +128,7 @@ def test_what_is_not_there_is_one_sentence_that_says_what_is(treepack: Run, tmp_
 
 
 def test_text_of_a_directory_takes_the_tokenizer_it_was_made_with(treepack: Run, tmp_path: Path) -> None:
-    trie, packed = built(treepack, tmp_path)
+    trie, packed = trie_and_rows(treepack, tmp_path)
     another = byte_tokenizer.save(tmp_path / "another", byte_tokenizer.PLAIN)
     for path in (trie, packed):
         assert "<|im_start|>system" in treepack("show", path, "--text").out
@@ -178,27 +179,28 @@ def test_reused_tokens_of_an_augmented_query_are_not_marked(treepack: Run, tmp_p
 
 
 def test_json_holds_every_token_and_what_is_trained(treepack: Run, tmp_path: Path) -> None:
-    trie, packed = built(treepack, tmp_path)
+    trie, packed = trie_and_rows(treepack, tmp_path)
     for arguments in (
         [trie, "--group", "desk-003"],
         [packed, "--row", 1],
         [packed, "--trajectory", "desk-003/1/turn-2"],
     ):
-        found: dict[str, Any] = treepack("show", *arguments, "--text", "--json").json
-        segments = [segment for node in found["nodes"] for segment in node["segments"]]
+        view: dict[str, Any] = treepack("show", *arguments, "--text", "--json").json
+        segments = [segment for node in view["nodes"] for segment in node["segments"]]
         count = sum(len(segment["input_ids"]) for segment in segments)
-        assert count == found.get("tokens_tree", found.get("num_tokens"))
+        assert count == view.get("tokens_tree", view.get("num_tokens"))
         trained = sum(len(segment["input_ids"]) for segment in segments if segment["loss_weight"])
-        assert 0 < trained == found.get("tokens_trained", trained)
+        assert 0 < trained == view.get("tokens_trained", trained)
         assert any(segment["text"].startswith("<|im_start|>system") for segment in segments)
 
 
 def transcripts() -> list[tuple[str, str]]:
-    """The commands of the page and what it says they print."""
+    """Return the commands of the page, each with its output on the page."""
     page = (ROOT / "docs" / "show.md").read_text()
     blocks = re.findall(r"^```text\n(\$ .*?)^```$", page, re.MULTILINE | re.DOTALL)
-    found = [re.split(r"^\$ ", block, flags=re.MULTILINE)[1:] for block in blocks]
-    return [(part.partition("\n")[0], part.partition("\n")[2]) for block in found for part in block]
+    # "$ one\nout\n$ two\n" -> ("one", "out\n"), ("two", ""): a command without output is only run
+    parts = [part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+    return [(part.partition("\n")[0], part.partition("\n")[2]) for part in parts]
 
 
 def test_the_page_shows_what_the_commands_print(treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tokens as text: whole characters wherever a run begins, rows that fit, and nothing that could drive a terminal."""
+"""Tokens as text: whole characters at any start of a run, rows that fit, and nothing that could drive a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from support import byte_tokenizer
 from treepack.analysis.show.decoding import Decoder
-from treepack.analysis.show.wrapping import Chunk, escaped, printable, wrap
+from treepack.analysis.show.wrapping import ESCAPE, Chunk, escaped, printable, wrap
 from treepack.ingest.tokenization import load_tokenizer
 
 
@@ -26,14 +26,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_characters_split_over_tokens_are_whole_wherever_a_run_begins(tokenizer: Any, text: str) -> None:
     decoder = Decoder(tokenizer)
     ids = tokenizer.encode(f"<|im_start|>{text}", add_special_tokens=False)
+    # A cut inside a character leaves a replacement character before it, and the whole character after it.
     for cut in range(1, len(ids) + 1):
         first = "".join(piece.text for piece in decoder.pieces(ids[:cut], []))
         second = "".join(piece.text for piece in decoder.pieces(ids[cut:], ids[:cut]))
         assert first.rstrip("\ufffd") + second == f"<|im_start|>{text}"
 
 
-def test_blanks_that_belong_to_words_are_kept_behind_special_tokens() -> None:
-    """Such tokenizers write the blank into the word, and their decoder strips the first one of a text."""
+def test_blanks_that_belong_to_words_are_kept_after_special_tokens() -> None:
+    """Such tokenizers write the blank into the word, and their decoder strips the first blank of a text."""
     words = ["<s>", "<unk>", "\u2581Hi", "\u2581you", *(f"<0x{byte:02X}>" for byte in range(256))]
     bpe = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -56,7 +57,7 @@ def test_ids_without_text_are_named(tokenizer: Any) -> None:
     assert "99999" in pieces[1].text
 
 
-def test_bytes_that_are_no_character_do_not_hold_the_rest_back(tokenizer: Any) -> None:
+def test_bytes_that_are_no_character_do_not_delay_the_rest(tokenizer: Any) -> None:
     lone = tokenizer.encode("\u4f60", add_special_tokens=False)[0]
     pieces = list(Decoder(tokenizer).pieces([lone] * 1000, []))
     assert len(pieces) > 50
@@ -64,13 +65,14 @@ def test_bytes_that_are_no_character_do_not_hold_the_rest_back(tokenizer: Any) -
 
 
 @given(st.lists(st.text(max_size=12), max_size=8), st.integers(24, 60))
-def test_wrapped_text_is_printable_whole_and_no_wider_than_asked(parts: list[str], width: int) -> None:
+def test_wrapped_text_is_printable_and_complete_and_fits_the_width(parts: list[str], width: int) -> None:
     rows = list(wrap([Chunk(i, part) for i, part in enumerate(parts)], width=width, trained=True))
-    joined = "".join(span.text for row in rows for span in row.spans)
+    joined = "".join(row.text.plain for row in rows)
     expected = printable("".join(parts))
     assert joined.isprintable()
     assert joined == (expected[:-1] + "\\x20" if expected.endswith(" ") else expected)
-    assert all(sum(len(span.text) for span in row.spans) <= width + 4 for row in rows if joined.isascii())
+    # An escape is never split. The longest, "\\U000e0001", has ten columns and fits the narrowest row of 24.
+    assert all(row.text.cell_len <= width for row in rows)
     assert sum(row.place is not None for row in rows) == len("".join(parts).removesuffix("\n").split("\n")) * (
         "".join(parts) != ""
     )
@@ -78,11 +80,26 @@ def test_wrapped_text_is_printable_whole_and_no_wider_than_asked(parts: list[str
 
 def test_wide_characters_take_two_columns_and_combining_ones_none() -> None:
     wide = wrap([Chunk(0, "\u4f60" * 40)], width=20, trained=False)
-    assert [len(row.spans[0].text) for row in wide] == [10, 10, 10, 10]
+    assert [len(row.text) for row in wide] == [10, 10, 10, 10]
     combined = list(wrap([Chunk(0, "e\u0301" * 40)], width=20, trained=False))
-    assert [row.spans[0].text for row in combined] == ["e\u0301" * 20] * 2
+    assert [row.text.plain for row in combined] == ["e\u0301" * 20] * 2
 
 
 @pytest.mark.parametrize("character", ["\x1b", "\x07", "\x9b", "\u202e", "\u200d", "\r", "\x7f", "\u2028", "\ud800"])
-def test_what_could_drive_a_terminal_is_escaped(character: str) -> None:
+def test_characters_that_could_drive_a_terminal_are_escaped(character: str) -> None:
     assert re.fullmatch(r"\\(r|x[0-9a-f]{2}|u[0-9a-f]{4})", escaped(character))
+
+
+def test_blanks_at_a_break_and_markup_stay_text() -> None:
+    text = "[bold]a[/bold]" + " " * 300 + ":smile: \\x1b"
+    rows = list(wrap([Chunk(0, text)], width=30, trained=False))
+    assert "".join(row.text.plain for row in rows) == text
+    assert max(row.text.cell_len for row in rows) == 30
+    assert [span.style for row in rows for span in row.text.spans] == []
+
+
+@given(st.text(alphabet="ab \n\x1b", max_size=200), st.integers(24, 40), st.booleans())
+def test_escapes_have_a_style_of_their_own_unless_the_text_is_trained(text: str, width: int, trained: bool) -> None:
+    for row in wrap([Chunk(0, text)], width=width, trained=trained):
+        styled = "".join(row.text.plain[span.start : span.end] for span in row.text.spans if span.style == ESCAPE)
+        assert styled == ("" if trained else "".join(re.findall(r"\\(?:n|x[0-9a-f]{2})", row.text.plain)))

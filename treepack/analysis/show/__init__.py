@@ -1,9 +1,10 @@
 """Trees, rollouts and packed rows as lines of text for a terminal.
 
-    Trie, Trajectory or Row --forest--> Forest --drawing(--decoding, wrapping)--> Line, Line, ...
-                                               --record--> a plain object for JSON
+    Trie, Trajectory or Row --forest--> DrawnForest --drawing, nodes, bodies (decoding, wrapping)--> Text, Text, ...
+                                                    --views.as_json--> a plain object for JSON
 
-A `Line` is a tuple of `Span`s, text with the name of a style; whoever prints decides whether styles become colours.
-What is trained is marked in the text itself. Nothing that comes from a rollout can drive a terminal: every character
-that is not printable is written as an escape. `selection` finds what a user names.
+A line is a `rich.text.Text`: plain text with style names. The caller that prints it decides whether it has colours.
+Trained tokens are marked in the text itself. Nothing in a rollout can drive a terminal: every character that is not
+printable is written as an escape, and rich markup in a rollout stays text. `selection` looks up the groups,
+trajectories and rows that a user names.
 """

@@ -1,11 +1,11 @@
-"""What stands below the first line of a node: its tokens as ids or as text, with the trained ones marked.
+"""The lines below the header of a node: its tokens as ids or as text, with the trained ones marked.
 
-    ids     7 8 [1 2 3] 9 ... 1,180 more ... [4 5]*0.5    brackets hold a trained run, with its loss weight if not 1
-    text    + trained text                                a row of text; `+` marks what is trained
-              and what is not
+    ids     7 8 [1 2 3] 9 ... 1,180 more ... [4 5]*0.5    brackets mark a trained run, with its loss weight if not 1
+    text    + trained text                                a row of text; `+` marks trained tokens
+              untrained text
 
-A segment is a run of tokens of one loss weight, or a trained run of many. Long ones lose their middle, with the number
-of tokens left out.
+A segment is a run of tokens of one loss weight, or a trained run with many weights. Long ones lose their middle, with
+the number of tokens left out.
 """
 
 from __future__ import annotations
@@ -13,22 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
+from rich.text import Text
 
 from treepack.analysis.show.decoding import CONTEXT, Decoder
 from treepack.analysis.show.forest import DrawnForest
-from treepack.analysis.show.wrapping import Chunk, Line, StyledText, TextRow, wrap
+from treepack.analysis.show.wrapping import ESCAPE, FAINT, SPECIAL, TRAINED, Chunk, TextRow, wrap
 
-# Tokens that are shown of a stretch of text without special tokens, unless all are asked for or few would be left out.
+# Tokens drawn at the head and the tail of a stretch of text without special tokens: some four rows and some two. A
+# stretch that would lose FEW tokens or fewer is drawn whole, because the line about the rest takes a row itself.
 HEAD, TAIL, FEW = 64, 32, 32
-MOST_WEIGHTS = 8  # runs of equal weight that a run of trained tokens is cut into
-TRAINED, UNTRAINED = "+ ", "  "
+MAX_WEIGHTS = 8  # segments of a trained run; one with a weight for every token would be cut to pieces
+TRAINED_MARK, UNTRAINED_MARK = "+ ", "  "
+
+Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a forest is drawn: columns of the terminal, everything or not, text by `decoder` or ids."""
+    """Options of a drawing: columns of the terminal, everything or not, text by `decoder` or ids."""
 
     width: int = 100
     full: bool = False
@@ -49,145 +54,149 @@ class Segment:
         return self.high > 0
 
 
-def segments(forest: DrawnForest, node: int, *, most: int = MOST_WEIGHTS) -> list[Segment]:
-    """The maximal runs of equal loss weight in a node; a trained run of more than `most` of them is one segment."""
+def segments(forest: DrawnForest, node: int, *, most: int = MAX_WEIGHTS) -> list[Segment]:
+    """Return the maximal runs of equal loss weight in a node; a trained run of more than `most` is one segment."""
     first, stop = forest.start[node : node + 2].tolist()
     weight = forest.loss_weight[first:stop]
+    # weight [0, 0, 1, .5, 0] -> bounds [0, 2, 3, 4, 5] -> runs 0-2 of 0; 2-3 of 1 and 3-4 of .5, together; 4-5 of 0
     cuts = (np.flatnonzero(np.diff(weight)) + 1).tolist()
     bounds = [0, *cuts, stop - first]
-    found: list[Segment] = []
+    result: list[Segment] = []
     for trained, run in groupby(pairwise(bounds), key=lambda bound: weight[bound[0]] > 0):
         parts = list(run)
         if trained and len(parts) > most:
             parts = [(parts[0][0], parts[-1][1])]
-        found += [Segment(first + a, first + b, float(weight[a:b].min()), float(weight[a:b].max())) for a, b in parts]
-    return found
+        result += [Segment(first + a, first + b, float(weight[a:b].min()), float(weight[a:b].max())) for a, b in parts]
+    return result
 
 
 def ids_rows(forest: DrawnForest, node: int, look: Look, width: int) -> Iterator[TextRow]:
-    """All ids of a node on one row, the middle left out if they are too many; or on as many rows as they need."""
+    """Yield the ids of a node: one row without the middle, or as many rows as all of them need."""
     first, stop = forest.start[node : node + 2].tolist()
-    yield from _ids(forest.tokens[first:stop].tolist(), forest.loss_weight[first:stop].tolist(), first, look, width)
+    words = _Words(forest.tokens[first:stop].tolist(), forest.loss_weight[first:stop].tolist())
+    yield from _id_rows(words, first, look, width)
 
 
 def segment_ids(forest: DrawnForest, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
-    """The ids of a segment behind its mark."""
+    """Yield the ids of a segment after its mark, without brackets."""
     ids = forest.tokens[segment.first : segment.stop].tolist()
-    for row in _ids(ids, [0.0] * len(ids), segment.first, look, width - len(TRAINED)):
-        yield _marked(TextRow(row.place, _as_trained(row.spans, segment)), segment)
+    words = _Words(ids, [0.0] * len(ids), TRAINED if segment.trained else "")
+    for row in _id_rows(words, segment.first, look, width - len(TRAINED_MARK)):
+        yield _marked(row, segment)
 
 
 def segment_text(forest: DrawnForest, node: int, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
-    """The text of a segment, wrapped, behind its mark; the middle of long stretches is left out."""
+    """Yield the text of a segment, wrapped, after its mark; long stretches lose their middle."""
     chunks = _chunks(forest, node, segment, look)
     if segment.first > forest.start[node]:
         before = segment.first - 1
     else:
         before = int(forest.start[forest.parent[node] + 1]) - 1 if forest.parent[node] >= 0 else -1
-    begins = before < 0 or (forest.loss_weight[before] > 0) != segment.trained
-    for row in wrap(chunks, width=width - len(TRAINED), trained=segment.trained, begins=begins):
+    begins = before < 0 or bool(forest.loss_weight[before] > 0) != segment.trained
+    for row in wrap(chunks, width=width - len(TRAINED_MARK), trained=segment.trained, begins=begins):
         yield _marked(row, segment)
 
 
 def _marked(row: TextRow, segment: Segment) -> TextRow:
-    mark = TRAINED if segment.trained else UNTRAINED
-    return TextRow(row.place, (StyledText(mark, "", segment.trained), *row.spans))
-
-
-def _as_trained(line: Line, segment: Segment) -> Line:
-    return tuple(StyledText(span.text, span.style, segment.trained and not span.style) for span in line)
+    """Return `row` after the mark of its segment."""
+    mark = (TRAINED_MARK, TRAINED) if segment.trained else UNTRAINED_MARK
+    return TextRow(row.place, Text.assemble(mark, row.text))
 
 
 def _chunks(forest: DrawnForest, node: int, segment: Segment, look: Look) -> Iterator[Chunk]:
+    """Yield the decoded text of a segment, and a chunk for each stretch that is left out."""
     assert look.decoder is not None
-    own = int(forest.start[node])
-    ids = forest.tokens[own : segment.stop].tolist()
-    before, offset = forest.path_before(node, CONTEXT), segment.first - own
+    node_start = int(forest.start[node])
+    ids = forest.tokens[node_start : segment.stop].tolist()
+    before, offset = forest.path_before(node, CONTEXT), segment.first - node_start
     done = 0
-    for first, stop in _kept(ids[offset:], look):
+    for first, stop in _ranges(ids[offset:], look):
         if first > done:
-            yield Chunk(0, f"... {first - done:,} tokens ...", "faint", whole=True)
-        known = (before + ids[: offset + first])[-CONTEXT:]
-        for piece in look.decoder.pieces(ids[offset + first : offset + stop], known):
-            style = "special" if piece.special else "escape" if piece.unknown else ""
+            yield Chunk(0, f"... {first - done:,} tokens ...", FAINT, whole=True)
+        context = (before + ids[: offset + first])[-CONTEXT:]
+        for piece in look.decoder.pieces(ids[offset + first : offset + stop], context):
+            style = SPECIAL if piece.special else ESCAPE if piece.unknown else ""
             yield Chunk(segment.first + first + piece.index, piece.text, style)
         done = stop
 
 
-def _kept(ids: list[int], look: Look) -> list[tuple[int, int]]:
-    """Ranges of `ids` to show: everything but the middle of long stretches between special tokens."""
+def _ranges(ids: list[int], look: Look) -> list[tuple[int, int]]:
+    """Return the ranges of `ids` to draw: all but the middle of long stretches between special tokens."""
     assert look.decoder is not None
     special = np.flatnonzero(np.isin(ids, list(look.decoder.special))).tolist()
-    kept: list[tuple[int, int]] = []
-    done = shown = 0
+    ranges: list[tuple[int, int]] = []
+    # 300 ids, the one at 200 special -> (0, 64), (168, 300): the middle of 0-199 is out, 201-299 is short enough
+    start_of_stretch = start_of_range = 0
     for stop in [*special, len(ids)]:
-        if not look.full and stop - done > HEAD + TAIL + FEW:
-            kept += [(shown, done + HEAD)]
-            shown = stop - TAIL
-        done = stop + 1
-    return [*kept, (shown, len(ids))]
+        if not look.full and stop - start_of_stretch > HEAD + TAIL + FEW:
+            ranges.append((start_of_range, start_of_stretch + HEAD))
+            start_of_range = stop - TAIL
+        start_of_stretch = stop + 1
+    return [*ranges, (start_of_range, len(ids))]
 
 
-def _ids(ids: list[int], weights: list[float], first: int, look: Look, width: int) -> Iterator[TextRow]:
-    """Rows of `ids`, with brackets around runs of a weight that is not 0."""
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Token ids to be drawn, with their loss weights, and the style of ids of weight 0."""
+
+    ids: list[int]
+    weights: list[float]
+    style: str = ""
+
+    def within(self, first: int, stop: int) -> list[Word]:
+        """Return the ids `first .. stop - 1` as words, with brackets around the runs of one weight that is not 0."""
+        # ids [7, 8, 9, 4], weights [0, 1, 1, .5] -> 7 [8 9] [4]*0.5
+        words = []
+        for i in range(max(first, 0), min(stop, len(self.ids))):
+            weight, word = self.weights[i], str(self.ids[i])
+            if weight and (i == 0 or self.weights[i - 1] != weight):
+                word = "[" + word
+            if weight and (i + 1 == len(self.ids) or self.weights[i + 1] != weight):
+                word += "]" if weight == 1 else f"]*{weight:.4g}"
+            words.append((word, TRAINED if weight else self.style))
+        return words
+
+
+def _id_rows(words: _Words, first: int, look: Look, width: int) -> Iterator[TextRow]:
+    """Yield rows of `words`, the first of which is token `first`."""
+    num = len(words.ids)
     if look.full:
-        yield from _all_ids(ids, weights, first, width)
+        yield from _full_rows(words.within(0, num), first, width)
         return
-    # A word takes two columns at least, so that more of them than that cannot fit.
-    most = width // 2 + 1
-    if len(ids) <= most:
-        words = _words(ids, weights, 0, len(ids))
-        if sum(len(word.text) + 1 for word in words) - 1 <= width:
-            yield TextRow(first, _joined(words))
-            return
-    room = width - len(f" ... {len(ids):,} more ... ")
-    head = _fitting(_words(ids, weights, 0, min(most, len(ids))), room * 2 // 3)
-    tail = _fitting(_words(ids, weights, max(0, len(ids) - most), len(ids))[::-1], room // 3)[::-1]
-    left_out = StyledText(f" ... {len(ids) - len(head) - len(tail):,} more ... ", "faint")
-    yield TextRow(first, (*_joined(head), left_out, *_joined(tail)))
+    # A word takes at least two columns, its blank included, so no more of them than this fit.
+    max_words = width // 2 + 1
+    if num <= max_words and sum(len(word) + 1 for word, _ in words.within(0, num)) - 1 <= width:
+        yield TextRow(first, _joined(words.within(0, num)))
+        return
+    room = width - len(f" ... {num:,} more ... ")
+    head = _fitting(words.within(0, max_words), room * 2 // 3)
+    tail = _fitting(words.within(num - max_words, num)[::-1], room // 3)[::-1]
+    left_out = Text(f" ... {num - len(head) - len(tail):,} more ... ", FAINT)
+    yield TextRow(first, Text.assemble(_joined(head), left_out, _joined(tail)))
 
 
-def _all_ids(ids: list[int], weights: list[float], first: int, width: int) -> Iterator[TextRow]:
-    words = _words(ids, weights, 0, len(ids))
-    start = taken = 0
-    for i, word in enumerate(words):
-        if i > start and taken + 1 + len(word.text) > width:
+def _full_rows(words: list[Word], first: int, width: int) -> Iterator[TextRow]:
+    """Yield rows of all `words`, each row as full as its width allows."""
+    start = used = 0
+    for i, (word, _) in enumerate(words):
+        if i > start and used + 1 + len(word) > width:
             yield TextRow(first + start, _joined(words[start:i]))
-            start, taken = i, 0
-        taken += len(word.text) + (i > start)
+            start, used = i, 0
+        used += len(word) + (i > start)
     yield TextRow(first + start, _joined(words[start:]))
 
 
-def _words(ids: list[int], weights: list[float], first: int, stop: int) -> list[StyledText]:
-    words = []
-    for i in range(first, stop):
-        weight, text = weights[i], str(ids[i])
-        if weight and (i == 0 or weights[i - 1] != weight):
-            text = "[" + text
-        if weight and (i + 1 == len(ids) or weights[i + 1] != weight):
-            text += "]" if weight == 1 else f"]*{weight:.4g}"
-        words.append(StyledText(text, "", weight != 0))
-    return words
-
-
-def _fitting(words: list[StyledText], room: int) -> list[StyledText]:
-    """The first of `words` that fit `room` columns, one at least."""
-    taken = -1
-    for i, word in enumerate(words):
-        taken += 1 + len(word.text)
-        if taken > room and i:
+def _fitting(words: list[Word], room: int) -> list[Word]:
+    """Return the first of `words` that fit `room` columns, at least one."""
+    used = -1
+    for i, (word, _) in enumerate(words):
+        used += 1 + len(word)
+        if used > room and i:
             return words[:i]
     return words
 
 
-def _joined(words: list[StyledText]) -> Line:
-    """`words` with blanks between, those that follow each other and are trained alike in one span."""
-    found: list[StyledText] = []
-    for word in words:
-        if found and found[-1].trained == word.trained:
-            found[-1] = StyledText(f"{found[-1].text} {word.text}", "", word.trained)
-        else:
-            if found:
-                found[-1] = StyledText(found[-1].text + " ", "", found[-1].trained)
-            found.append(word)
-    return tuple(found)
+def _joined(words: list[Word]) -> Text:
+    """Return `words` with blanks between them; neighbours of one style are one span."""
+    runs = groupby(words, key=itemgetter(1))
+    return Text(" ").join(Text(" ".join(word for word, _ in run), style) for style, run in runs)

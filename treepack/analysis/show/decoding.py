@@ -1,10 +1,10 @@
-"""Token ids to text, each piece with the token that completes it.
+"""Token ids to text, in pieces; each piece names the token that completes it.
 
     ids       [.. 12, 226, 130, 172, 9 ..]     226 130 172 are the bytes of one character
     pieces    (0, " costs"), (3, "\\u20ac"), (4, "5")
 
-Single tokens have no text: a character may be split over several, and some tokenizers write a word's space only behind
-another word. So every piece is what a token adds to the text of those before it.
+Single tokens have no text: several tokens may share a character, and some tokenizers write the space before a word only
+if another word precedes it. So a piece is the text that a token adds to the text of the tokens before it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-CONTEXT = 12  # tokens before a run that are decoded with it, in which some character of at most four bytes ends
-MOST_PENDING = 8  # tokens that may wait for the end of a character; more are no character
+# Tokens before a run that are decoded with it. A character has at most four bytes, so one ends within so many tokens.
+CONTEXT = 12
+# Tokens that may wait for the end of a character: twice the four bytes of the longest one. More are no character.
+MAX_PENDING = 8
 REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What token `index` adds to the text; `special` tokens stand alone, an `unknown` id has no text."""
+    """Text that token `index` adds. A `special` token is a piece of its own; an `unknown` id has no text."""
 
     index: int
     text: str
@@ -29,7 +31,7 @@ class Piece:
 
 
 class Decoder:
-    """The text of token ids by a fast tokenizer of transformers, special tokens written out."""
+    """The text of token ids by a fast tokenizer of transformers, with special tokens written out."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Keep the tokenizer and the ids that it treats as special."""
@@ -37,15 +39,17 @@ class Decoder:
         self.special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
     def pieces(self, ids: list[int], before: list[int]) -> Iterator[Piece]:
-        """The pieces of `ids`, which follow `before`; a character cut off at the end is a replacement character."""
-        run: list[int] = []  # since the last special or unknown id
-        done = 0  # of run, tokens whose text was given
+        """Yield the pieces of `ids`, which follow `before`; a character cut at the end is a replacement character."""
+        run: list[int] = []  # ids since the last special or unknown id
+        done = 0  # number of ids of run whose text was yielded: they remain as context
+        # Indices below 0 are context: before [7, 8], ids [9] -> (-2, 7), (-1, 8), (0, 9)
         for index, token in enumerate([*before[-CONTEXT:], *ids], start=-len(before[-CONTEXT:])):
             alone = token in self.special or self._backend.id_to_token(token) is None
             if not alone:
                 run.append(token)
                 new = self._added(run, done)
-                if not new.endswith(REPLACEMENT) or len(run) - done > MOST_PENDING:
+                # A text that ends with U+FFFD waits for more bytes: 226 -> "\ufffd", 226 130 172 -> "\u20ac"
+                if not new.endswith(REPLACEMENT) or len(run) - done > MAX_PENDING:
                     if index >= 0 and new:
                         yield Piece(index, new)
                     run = run[done:]
@@ -53,19 +57,23 @@ class Decoder:
                 continue
             if index > 0 and (new := self._added(run, done)):
                 yield Piece(index - 1, new)
-            known = token in self.special
-            run = [token] if known else []  # as context, for decoders strip the blank of a word that nothing precedes
+            is_special = token in self.special
+            # The special id stays as context, because decoders strip the blank of a word that nothing precedes.
+            run = [token] if is_special else []
             done = len(run)
             if index >= 0:
-                yield Piece(index, self._text([token]) if known else f"<unknown id {token}>", known, not known)
+                text = self._text([token]) if is_special else f"<unknown id {token}>"
+                yield Piece(index, text, is_special, not is_special)
         if ids and (new := self._added(run, done)):
             yield Piece(len(ids) - 1, new)
 
     def _added(self, run: list[int], done: int) -> str:
+        """Return the text of `run` after the text of its first `done` ids."""
         if len(run) == done:
             return ""
-        text, known = self._text(run), self._text(run[:done])
-        return text[len(known) :] if text.startswith(known) else text[-1:]
+        text, before = self._text(run), self._text(run[:done])
+        # If the new ids change the text before them, there is no text to cut off: take the last character.
+        return text[len(before) :] if text.startswith(before) else text[-1:]
 
     def _text(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))

@@ -1,18 +1,18 @@
-"""A forest as lines: the place of each token at the left, then the tree, then what a node holds.
+"""A forest as lines: the place of the first token at the left, then the tree, then the lines of a node.
 
     0  * 3 tokens x3                      the trunk
        | 7 8 9
     3  |-* 2 tokens, 2 trained  = a       a branch off it
-       | | [1 2]
-    3  * 4 tokens x2, 4 trained           the trunk goes on with the child that has most below it
+       |   [1 2]
+    3  * 4 tokens x2, 4 trained           the trunk continues with the child that has the largest subtree
        | [3 4 5 6]
     7  |-* 1 token, 1 trained  = b
-       | | [7]
-    7  '-* 2 tokens, 2 trained  = c       only where all children are leaves is none of them the trunk
-         [8 9]
+       |   [7]
+    7  '-* 2 tokens, 2 trained  = c       if all children are leaves, none of them is the trunk
+           [8 9]
 
-A branch that branches again has at most half of the tokens below its trunk, so that n tokens are never drawn deeper
-than log2(n). Of large forests the nodes with most tokens below them are drawn; others are counted where they belong.
+A branch that branches again has at most half of the tokens below its trunk, so n tokens are never drawn deeper than
+log2(n). Of large forests, the nodes with the largest subtrees are drawn; the others are counted at their parents.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from rich.text import Text
 
 from treepack.analysis.show.bodies import Look
 from treepack.analysis.show.figures import counted
 from treepack.analysis.show.forest import DrawnForest
 from treepack.analysis.show.nodes import Nodes
-from treepack.analysis.show.wrapping import Line
 
-LEVELS = 12  # by which nodes of a row are indented
+# rich.tree.Tree is no replacement: it indents every child, so a chain of a thousand turns would be drawn a thousand
+# levels deep, it has no gutter for places, and it holds and walks the whole tree before the first line.
+
+MAX_INDENT = 12  # levels by which the nodes of a row are indented: 24 columns, a quarter of a usual terminal
 
 
-def tree_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
-    """The trees of a forest one below the other, as trunks with branches; their training steps if these differ."""
+def tree_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
+    """Yield the trees of a forest one below the other, as trunks with branches, and their steps if these differ."""
     tree = _TreeDrawing(forest, look)
     roots = tree.children[-1]
     steps = forest.endings.step
@@ -43,7 +46,7 @@ def tree_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
 
 
 class _TreeDrawing:
-    """Trunks and branches of a forest, whose `nodes` draw themselves; the children of -1 are the roots."""
+    """The trunks and branches of a forest; `nodes` draws single nodes, and `children[-1]` are the roots."""
 
     def __init__(self, forest: DrawnForest, look: Look) -> None:
         """Gather the children of each node."""
@@ -53,9 +56,10 @@ class _TreeDrawing:
         for node, up in enumerate(forest.parent.tolist()):
             self.children.setdefault(up, []).append(node)
 
-    def trunk(self, node: int, first: str, prefix: str, *, notes: Iterable[str] = ()) -> Iterator[Line]:
-        """A node and all below it; `first` stands before its first line, `prefix` before all others."""
+    def trunk(self, node: int, first: str, prefix: str, *, notes: Iterable[str] = ()) -> Iterator[Text]:
+        """Yield a node and its subtree, the first line after the text `first`, all others after `prefix`."""
         shown = self.nodes.shown
+        # A loop along the trunk and recursion into branches: the depth of recursion is log2 of the number of tokens.
         while True:
             children = self.children.get(node, [])
             branches, largest = self._split(children)
@@ -70,7 +74,7 @@ class _TreeDrawing:
             node, first, notes = largest, prefix, ()
 
     def _split(self, children: list[int]) -> tuple[list[int], int | None]:
-        """The branches off a node and the child that goes on with the trunk, if any."""
+        """Return the branches off a node and the child that continues the trunk, if any."""
         if not children:
             return [], None
         largest = max(children, key=lambda child: int(self.nodes.subtree[child]))
@@ -78,26 +82,27 @@ class _TreeDrawing:
             return children, None
         return [child for child in children if child != largest], largest
 
-    def missing(self, siblings: list[int], prefix: str, noun: str) -> Iterator[Line]:
-        """A line for those of `siblings` that are not drawn, if any."""
+    def missing(self, siblings: list[int], prefix: str, noun: str) -> Iterator[Text]:
+        """Yield a line that counts the `siblings` that are not drawn, if there are any."""
         hidden = [node for node in siblings if not self.nodes.shown[node]]
         if hidden:
             what = counted(len(hidden), f"more {noun}")
             yield self.nodes.left_out(prefix, what, [(node, int(self.forest.node_end[node])) for node in hidden])
 
 
-def row_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
-    """The nodes of a packed row in its order, with the interval `[first token, subtree_end)` of each at the left."""
+def row_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
+    """Yield the nodes of a packed row in its order, each with its interval `[first token, subtree_end)` at the left."""
     nodes = Nodes(forest, look, forest.start[:-1], intervals=True)
+    # Only a node with siblings is one level deeper than its parent, so a chain of turns stays at the left.
     level = [0] * forest.num_nodes
     children = np.bincount(forest.parent[forest.parent >= 0], minlength=forest.num_nodes)
     for node, up in enumerate(forest.parent.tolist()):
         level[node] = 0 if up < 0 else level[up] + (children[up] > 1)
     node = 0
     while node < forest.num_nodes:
-        indent = "  " * min(level[node], LEVELS)
+        indent = "  " * min(level[node], MAX_INDENT)
         if nodes.shown[node]:
-            yield from nodes.node(node, indent, indent + "  ", notes=_whereabouts(forest, node))
+            yield from nodes.node(node, indent, indent + "  ", notes=_notes(forest, node))
             node += 1
             continue
         stop = node
@@ -107,8 +112,8 @@ def row_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
         node = stop
 
 
-def _whereabouts(forest: DrawnForest, node: int) -> list[str]:
-    """The position and the parent of a node's first token where they are not what the token's index says."""
+def _notes(forest: DrawnForest, node: int) -> list[str]:
+    """Return the position of a node's first token if it is not its index, and its parent if not the token before."""
     first, position, up = int(forest.start[node]), int(forest.depth[node]), int(forest.parent[node])
     parts = [f"position {position}"] if position != first else []
     if up >= 0 and forest.start[up + 1] != first:
@@ -116,8 +121,8 @@ def _whereabouts(forest: DrawnForest, node: int) -> list[str]:
     return parts
 
 
-def path_lines(forest: DrawnForest, look: Look) -> Iterator[Line]:
-    """One trajectory turn by turn: each node of its path, and each run of trained and of other tokens in it."""
+def path_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
+    """Yield one trajectory turn by turn: the nodes of its path, and in each the runs of trained and other tokens."""
     nodes = Nodes(forest, look, forest.depth, by_turn=True)
     for node in range(forest.num_nodes):
         if forest.num_nodes > 1:

@@ -1,4 +1,4 @@
-"""Figures and counts as a person reads them."""
+"""Figures and counts in the form that a person reads."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Least, mean and greatest of the values that are known."""
+    """Minimum, mean and maximum of the values that are not NaN."""
 
     min: float
     mean: float
     max: float
 
     def __str__(self) -> str:
-        """`1`, or `0 to 1, mean 0.5`."""
+        """Return `1`, or `0 to 1, mean 0.5`."""
         if self.min == self.max:
             return number(self.min)
         return f"{number(self.min)} to {number(self.max)}, mean {number(self.mean)}"
 
 
 def spread(values: Iterable[float]) -> Quantiles | None:
-    """The spread of those `values` that are not NaN; None if there are none."""
+    """Return minimum, mean and maximum of the `values` that are not NaN; None if all are."""
     known = np.array([value for value in values if not np.isnan(value)])
     return Quantiles(float(known.min()), float(known.mean()), float(known.max())) if len(known) else None
 
 
 def number(value: float) -> str:
-    """A figure in four significant digits."""
+    """Return a figure with four significant digits."""
     return f"{value:.4g}"
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 token`, `2,000 tokens`."""
+    """Return `1 token`, `2,000 tokens`."""
+    # trajectory -> trajectories, branch -> branches, token -> tokens
     plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + ("es" if noun.endswith("ch") else "s")
     return f"{count:,} {noun if count == 1 else plural}"

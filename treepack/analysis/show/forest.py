@@ -1,7 +1,7 @@
-"""What is drawn, whatever it was read from: nodes of tokens, what of them is trained, and the trajectories that end.
+"""One form for everything that is drawn: nodes of tokens, their loss weights, and the trajectories that end in them.
 
     whole trie or group   forest_of_trie(trie)             weights and endings of all trajectories
-    one trajectory        path_of_trie(trie, rollout, u)   the nodes that it passes, its own weights
+    one trajectory        path_of_trie(trie, rollout, u)   the nodes on its path, its own weights
                           forest_of_trajectory(rollout)    one node
     packed row            forest_of_row(row)               nodes in the order of the row
                           path_of_row(row, i)              the nodes of one of its trajectories
@@ -24,7 +24,7 @@ from treepack.trie.trie import Trie, paths
 
 @dataclass(frozen=True, slots=True)
 class Endings:
-    """The trajectories of a forest by the node in which they end, which never decreases; NaN where nothing is known."""
+    """The trajectories of a forest, sorted by the node in which they end; an unknown reward or advantage is NaN."""
 
     node: Int64
     trajectory_ids: list[str]
@@ -33,7 +33,8 @@ class Endings:
     advantage: Float64
 
     def within(self, first: int, stop: int) -> range:
-        """Indices of those that end in the nodes `first .. stop - 1`."""
+        """Return the indices of the trajectories that end in the nodes `first .. stop - 1`."""
+        # node [0, 2, 2, 5], nodes 1 .. 3 -> searchsorted [1, 4] -> [1, 3] -> indices 1, 2
         a, b = np.searchsorted(self.node, [first, stop]).tolist()
         return range(a, b)
 
@@ -42,10 +43,10 @@ class Endings:
 class DrawnForest:
     """Nodes in depth-first order; node u owns the tokens `start[u] .. start[u + 1] - 1`.
 
-    `tokens` int32 and `loss_weight` float64 are [num_tokens], the latter the sum over the trajectories shown of their
-    own weight at the token. `depth[u]` tokens come before the node on its path, its subtree is the nodes
+    `tokens` int32 and `loss_weight` float64 are [num_tokens]; a loss weight is the sum, over the trajectories shown, of
+    their own weight at the token. `depth[u]` tokens come before the node on its path, its subtree is the nodes
     `u .. node_end[u] - 1`, `num_passing[u]` trajectories pass through it, `parent[u]` is -1 at a root. `values` are
-    further figures per token, NaN where a token has none.
+    further figures per token, NaN for a token without one.
     """
 
     tokens: Int32
@@ -64,37 +65,39 @@ class DrawnForest:
 
     @property
     def size(self) -> Int64:
-        """Tokens of each node."""
+        """Return the number of tokens of each node."""
         return np.diff(self.start)
 
     @property
     def subtree_tokens(self) -> Int64:
-        """Tokens of each node and everything below it."""
+        """Return the number of tokens in the subtree of each node."""
         return self.start[self.node_end] - self.start[:-1]
 
     def path_before(self, node: int, count: int) -> list[int]:
-        """The last token ids, at most `count`, before the node on its path."""
-        found: list[int] = []
-        while (node := int(self.parent[node])) >= 0 and len(found) < count:
-            missing = count - len(found)
-            own = self.tokens[max(self.start[node], self.start[node + 1] - missing) : self.start[node + 1]]
-            found = own.tolist() + found
-        return found
+        """Return the last token ids, at most `count`, before the node on its path."""
+        ids: list[int] = []
+        while (node := int(self.parent[node])) >= 0 and len(ids) < count:
+            missing = count - len(ids)
+            last = self.tokens[max(self.start[node], self.start[node + 1] - missing) : self.start[node + 1]]
+            ids = last.tolist() + ids
+        return ids
 
 
 def trained_runs(loss_weight: Float64) -> int:
-    """How many runs of trained tokens there are, which are turns where turns are trained."""
+    """Return the number of runs of trained tokens; if whole turns are trained, that is the number of turns."""
     trained = loss_weight != 0
+    # trained [0, 1, 1, 0, 1], shifted [0, 0, 1, 1, 0] -> a run begins at [0, 1, 0, 0, 1]
     return int((trained & ~np.concatenate([[False], trained[:-1]])).sum())
 
 
 def forest_of_trie(trie: Trie) -> DrawnForest:
-    """All trees of `trie`, every token with the sum of its loss weights."""
+    """Return all trees of `trie`, every token with the sum of its loss weights over all trajectories."""
     spans, weight = SpanView.of(trie.trajectories), trie.trajectories["weight"].to_numpy()
     loss_weight = np.zeros(trie.tokens_tree)
     for i, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)):
-        starts, ends, own = spans[i]
-        loss_weight[path[positions(starts, ends)]] += np.repeat(own, ends - starts) * weight[i]
+        starts, ends, span_weights = spans[i]
+        # A path visits a token once, so no index repeats, and += adds every weight.
+        loss_weight[path[positions(starts, ends)]] += np.repeat(span_weights, ends - starts) * weight[i]
     return DrawnForest(
         tokens=trie.tokens,
         loss_weight=loss_weight,
@@ -115,23 +118,25 @@ def forest_of_trie(trie: Trie) -> DrawnForest:
 
 
 def path_of_trie(trie: Trie, trajectory: Trajectory, node: int) -> DrawnForest:
-    """The path of `trajectory`, which ends in `node`, with the trajectories of the whole trie that share each part."""
+    """Return the path of `trajectory`, which ends in `node`; `num_passing` counts trajectories of the whole trie."""
     nodes = [node]
     while (up := int(trie.parent[nodes[-1]])) >= 0:
         nodes.append(up)
     index = np.array(nodes[::-1])
+    # Nodes of 3, 2 and 4 tokens: depth [0, 3, 5] and path_length 9 -> start [0, 3, 5, 9]
     start = np.concatenate([trie.depth[index], [trie.path_length[node]]])
     return _chain(trajectory, start, trie.num_passing[index].astype(np.int64))
 
 
 def forest_of_trajectory(trajectory: Trajectory) -> DrawnForest:
-    """One tokenised rollout by itself, as a single node."""
+    """Return one tokenised rollout alone, as a single node."""
     content = trajectory.content
     assert isinstance(content, Tokens)
     return _chain(trajectory, np.array([0, len(content.tokens)]), np.ones(1, np.int64))
 
 
 def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnForest:
+    """Return a trajectory cut into nodes that begin at `start`, each the only child of the one before it."""
     content = trajectory.content
     assert isinstance(content, Tokens)
     at = positions(content.starts, content.ends)
@@ -140,10 +145,10 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnFor
     num = len(num_passing)
     values = {}
     for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs"):
-        given = getattr(content, name)
-        if given is not None:
+        per_trained_token = getattr(content, name)
+        if per_trained_token is not None:
             values[name.removesuffix("s")] = column = np.full(len(content.tokens), np.nan)
-            column[at] = given
+            column[at] = per_trained_token
     return DrawnForest(
         tokens=content.tokens,
         loss_weight=loss_weight,
@@ -164,13 +169,17 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnFor
 
 
 def forest_of_row(row: Row) -> DrawnForest:
-    """The nodes of a packed row: runs of tokens along which neither the parent nor `subtree_end` jumps."""
+    """Return the nodes of a packed row: maximal runs of tokens of one `subtree_end`, each the child of the one before.
+
+    A trajectory that ends inside such a run ends a node, too.
+    """
     ends_here = np.zeros(row.num_tokens, bool)
     ends_here[row.trajectory_ends] = True
+    # parent [-1, 0, 1, 1, 3], subtree_end [5, 5, 3, 5, 5] -> begins [1, 0, 1, 1, 0]: nodes 0-1, 2, 3-4
     begins = np.ones(row.num_tokens, bool)
     begins[1:] = (row.parent[1:] != np.arange(row.num_tokens - 1)) | (np.diff(row.subtree_end) != 0) | ends_here[:-1]
     start = np.append(np.flatnonzero(begins), row.num_tokens).astype(np.int64)
-    node_of = np.cumsum(begins) - 1
+    node_of = np.cumsum(begins) - 1  # [1, 0, 1, 1, 0] -> [0, 0, 1, 2, 2]
     above = row.parent[start[:-1]]
     rewards = None if row.terms is None else row.terms.trajectory_rewards
     missing = np.full(len(row.trajectory_ids), np.nan)
@@ -187,14 +196,17 @@ def forest_of_row(row: Row) -> DrawnForest:
             list(row.trajectory_ids),
             [row.step] * len(row.trajectory_ids),
             missing if rewards is None else rewards.astype(np.float64),
-            _one_advantage_each(row),
+            _common_advantages(row),
         ),
         values={},
     )
 
 
 def path_of_row(row: Row, trajectory: int) -> DrawnForest:
-    """The path of one trajectory of a row; its own weights where the row has terms, else those of all that pass."""
+    """Return the path of one trajectory of a row, with its own weights if the row has terms.
+
+    Without terms, a token has the sum of the weights of all trajectories that share it.
+    """
     whole = forest_of_row(row)
     nodes = [int(whole.endings.node[trajectory])]
     while (up := int(whole.parent[nodes[-1]])) >= 0:
@@ -204,14 +216,15 @@ def path_of_row(row: Row, trajectory: int) -> DrawnForest:
     loss_weight, values = row.loss_weight[tokens], {}
     if row.terms is not None:
         mine = row.terms.trajectory == trajectory
+        # Row indices to places on the path: tokens [0, 1, 5, 6], terms of [1, 6] -> [1, 3]
         at = np.searchsorted(tokens, row.terms.token[mine])
         loss_weight = np.zeros(len(tokens))
         loss_weight[at] = row.terms.weight[mine]
         for name in ("advantage", "sampling_logprob", "old_logprob", "ref_logprob", "entropy"):
-            given = getattr(row.terms, name)
-            if given is not None:
+            per_term = getattr(row.terms, name)
+            if per_term is not None:
                 values[name] = column = np.full(len(tokens), np.nan)
-                column[at] = given[mine]
+                column[at] = per_term[mine]
     num = len(index)
     return DrawnForest(
         tokens=row.input_ids[tokens],
@@ -232,18 +245,18 @@ def path_of_row(row: Row, trajectory: int) -> DrawnForest:
     )
 
 
-def _one_advantage_each(row: Row) -> Float64:
-    """The advantage of each trajectory whose terms all have the same one."""
-    found = np.full(len(row.trajectory_ids), np.nan)
+def _common_advantages(row: Row) -> Float64:
+    """Return the advantage of each trajectory whose terms all have the same one, and NaN for the others."""
+    common = np.full(len(row.trajectory_ids), np.nan)
     if row.terms is not None and row.terms.advantage is not None:
-        for i in range(len(found)):
-            own = row.terms.advantage[row.terms.trajectory == i]
-            if len(own) and (own == own[0]).all():
-                found[i] = own[0]
-    return found
+        for i in range(len(common)):
+            advantages = row.terms.advantage[row.terms.trajectory == i]
+            if len(advantages) and (advantages == advantages[0]).all():
+                common[i] = advantages[0]
+    return common
 
 
 def _numbers(values: Any) -> Float64:
-    """Numbers of a list or column, NaN where one is missing."""
-    given = values if isinstance(values, list) else values.to_pylist()
-    return np.array([np.nan if value is None else value for value in given], np.float64)
+    """Return the numbers of a list or column, with NaN for None."""
+    numbers = values if isinstance(values, list) else values.to_pylist()
+    return np.array([np.nan if value is None else value for value in numbers], np.float64)

@@ -1,10 +1,10 @@
-"""The lines of one node: its place, how much it holds, its tokens, and the trajectories that end in it.
+"""The lines of one node: its place, its number of tokens, the tokens, and the trajectories that end in it.
 
     0  * 3 tokens x3, 2 trained, loss weight 6     the header
        | 7 [8 9]*3                                 the body
        | = a  reward 1                             an ending
 
-What stands before the lines, which makes a tree of them, is the caller's.
+The caller passes the text before each line, which draws the tree.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from rich.cells import cell_len
+from rich.text import Text
 
-from treepack.analysis.show.bodies import Look, Segment, ids_rows, segment_ids, segment_text, segments
+from treepack.analysis.show.bodies import TRAINED_MARK, Look, Segment, ids_rows, segment_ids, segment_text, segments
 from treepack.analysis.show.figures import counted, number, spread
 from treepack.analysis.show.forest import DrawnForest, trained_runs
-from treepack.analysis.show.wrapping import Line, StyledText, TextRow, printable, width_of
+from treepack.analysis.show.wrapping import FAINT, NAME, TRAINED, TextRow, printable
 from treepack.trajectory import Int64
 
-NODES = 100
-ENDINGS = 4  # trajectories that are named at one node
-MIN_BODY = 24
-
-
-def _width(line: Line) -> int:
-    return sum(width_of(span.text) for span in line)
+NODES = 100  # nodes drawn of a large forest: some 250 lines, a few screens
+ENDINGS = 4  # lines about trajectories at one node: all of them, or three and the number of the others
+MIN_BODY = 24  # columns of a body, even if a deep tree leaves fewer: such lines are wider than the terminal
 
 
 class Nodes:
@@ -37,89 +35,91 @@ class Nodes:
         """Number the first token of node u `places[u]`, and choose the nodes to draw."""
         self.forest, self.look, self.places, self.by_turn, self.intervals = forest, look, places, by_turn, intervals
         digits = len(str(int((places + forest.size).max())))
-        self.gutter = 2 * digits + 4 if intervals else digits
+        self.gutter = 2 * digits + 4 if intervals else digits  # columns of "[435, 2117)", or of "435"
         self.subtree = forest.subtree_tokens
         self.shown = np.ones(forest.num_nodes, bool)
         if not look.full and not by_turn and forest.num_nodes > NODES:
+            # A parent has more tokens in its subtree than any child, so a drawn node has a drawn parent.
             self.shown[np.argsort(-self.subtree, kind="stable")[NODES:]] = False
         trained = forest.loss_weight != 0
+        # trained [0, 1, 1, 0, 1] -> begins_turn [0, 1, 0, 0, 1] -> turn [0, 1, 1, 1, 2]
         self.begins_turn = trained & ~np.concatenate([[False], trained[:-1]])
         self.turn = np.cumsum(self.begins_turn)
 
-    def line(self, place: int | str | None, prefix: str, *spans: StyledText) -> Line:
-        """A line with its place in the gutter."""
+    def line(self, place: int | str | None, prefix: str, *parts: Text | str) -> Text:
+        """Return a line with its place in the gutter."""
         gutter = "" if place is None else str(place)
-        return (StyledText(f"{gutter:>{self.gutter}}  {prefix}", "faint"), *spans)
+        return Text.assemble((f"{gutter:>{self.gutter}}  {prefix}", FAINT), *parts)
 
     def room(self, prefix: str) -> int:
-        """Columns right of the gutter and `prefix`."""
+        """Return the number of columns to the right of the gutter and `prefix`."""
         return max(MIN_BODY, self.look.width - self.gutter - 2 - len(prefix))
 
-    def node(self, node: int, first: str, below: str, *, notes: Iterable[str] = ()) -> Iterator[Line]:
-        """All lines of a node: `first` stands before its first line, `below` before the others."""
+    def node(self, node: int, first: str, below: str, *, notes: Iterable[str] = ()) -> Iterator[Text]:
+        """Yield all lines of a node, the first one after the text `first`, the others after `below`."""
         endings = self._endings(node)
         *header, last = self.header(node, first, below, notes)
-        if len(endings) == 1 and _width(last) + 2 + width_of(endings[0]) <= self.look.width:
-            last = (*last, StyledText("  " + endings[0], "name"))
+        if len(endings) == 1 and last.cell_len + 2 + cell_len(endings[0]) <= self.look.width:
+            last.append("  " + endings[0], NAME)
             endings = []
         yield from (*header, last)
         yield from self.body(node, below)
         for ending in endings:
-            yield self.line(None, below, StyledText(ending, "name"))
+            yield self.line(None, below, Text(ending, NAME))
 
-    def header(self, node: int, first: str, below: str, notes: Iterable[str] = ()) -> list[Line]:
-        """How many tokens there are, shared by how many, how many are trained and with which weight; and `notes`."""
+    def header(self, node: int, first: str, below: str, notes: Iterable[str] = ()) -> list[Text]:
+        """Return the header: number of tokens, of trajectories and of trained tokens, loss weight, and `notes`."""
         forest = self.forest
         begin, stop = forest.start[node : node + 2].tolist()
         weight = forest.loss_weight[begin:stop]
         num_trained = int((weight != 0).sum())
         passing = int(forest.num_passing[node])
-        parts = [StyledText(f"* {counted(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
+        parts = [Text(f"* {counted(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
         if num_trained and not self.by_turn:
             turns, total = trained_runs(weight), float(weight.sum())
-            parts.append(
-                StyledText(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), "", True)
-            )
+            parts.append(Text(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), TRAINED))
+            # 1e-9: a sum of weights of 1 may be off by rounding, and "loss weight 3" after "3 trained" says nothing.
             if abs(total - num_trained) > 1e-9 * num_trained:
-                parts.append(StyledText(f"loss weight {number(total)}", "", trained=True))
+                parts.append(Text(f"loss weight {number(total)}", TRAINED))
         place: int | str = int(self.places[node])
         if self.intervals:
             place = f"[{place}, {forest.start[forest.node_end[node]]})"
         lines = [self.line(place, first, parts[0])]
-        for part in [*parts[1:], *(StyledText(note, "faint") for note in notes)]:
-            if _width(lines[-1]) + 2 + width_of(part.text) <= self.look.width:
-                lines[-1] = (*lines[-1], StyledText(", "), part)
+        for part in [*parts[1:], *(Text(note, FAINT) for note in notes)]:
+            if lines[-1].cell_len + 2 + part.cell_len <= self.look.width:
+                lines[-1].append(", ").append_text(part)
             else:
                 lines.append(self.line(None, below, part))
         return lines
 
-    def body(self, node: int, prefix: str) -> Iterator[Line]:
-        """The tokens of a node."""
+    def body(self, node: int, prefix: str) -> Iterator[Text]:
+        """Yield the lines with the tokens of a node."""
         forest, look, width = self.forest, self.look, self.room(prefix)
         if look.decoder is None and not self.by_turn:
             for row in ids_rows(forest, node, look, width):
-                yield self.line(None, prefix, *row.spans)
+                yield self.line(None, prefix, row.text)
             return
         for segment in segments(forest, node):
             if label := self._label(segment, forest.start[node] == segment.first):
-                yield self.line(None, prefix, StyledText("+ ", "", trained=True), StyledText(f"({label})", "faint"))
+                yield self.line(None, prefix, Text(TRAINED_MARK, TRAINED), Text(f"({label})", FAINT))
             if look.decoder is None:
                 rows = segment_ids(forest, segment, look, width)
             else:
                 rows = segment_text(forest, node, segment, look, width)
-            yield from (self._placed(node, row, prefix) for row in rows)
+            yield from (self._body_line(node, row, prefix) for row in rows)
 
-    def _placed(self, node: int, row: TextRow, prefix: str) -> Line:
+    def _body_line(self, node: int, row: TextRow, prefix: str) -> Text:
         place = None if row.place is None else int(self.places[node]) + row.place - int(self.forest.start[node])
-        return self.line(place, prefix, *row.spans)
+        return self.line(place, prefix, row.text)
 
     def _label(self, segment: Segment, begins_node: bool) -> str:
-        """What is said above a trained segment: a turn where it begins, a weight that changes or is not 1."""
+        """Return the label above a trained segment: the turn that begins there, a weight that changes or is not 1."""
         first, forest = segment.first, self.forest
         if not segment.trained:
             return ""
         parts = []
         if self.by_turn and self.begins_turn[first]:
+            # argmax finds the first untrained token; it is 0 if there is none, and then the turn ends with the tokens.
             stop = first + int((forest.loss_weight[first:] == 0).argmax() or len(forest.loss_weight) - first)
             parts = [f"turn {self.turn[first]}: {counted(stop - first, 'token')}"]
             for name, values in forest.values.items():
@@ -133,39 +133,39 @@ class Nodes:
         return ", ".join(parts)
 
     def _endings(self, node: int) -> list[str]:
-        """A line for each trajectory that ends in `node`, the last of many for all that are not named.
+        """Return a line for each trajectory that ends in `node`; of many, the last line counts the others.
 
-        An id is never shortened, for it is what one would copy to ask for more.
+        An id is never shortened, because a user copies it for the next command.
         """
         ending = self.forest.endings
         indices = list(ending.within(node, node + 1))
         named = indices if self.look.full or len(indices) <= ENDINGS else indices[: ENDINGS - 1]
-        found = []
+        lines = []
         for i in named:
-            found.append("  ".join(["= " + printable(ending.trajectory_ids[i]), *self._figures([i])]))
+            lines.append("  ".join(["= " + printable(ending.trajectory_ids[i]), *self._figures([i])]))
         if rest := indices[len(named) :]:
-            found.append("  ".join([f"= {len(rest):,} more", *self._figures(rest)]))
-        return found
+            lines.append("  ".join([f"= {len(rest):,} more", *self._figures(rest)]))
+        return lines
 
     def _figures(self, indices: list[int]) -> list[str]:
-        """What is known of the rewards and advantages of trajectories."""
+        """Return the rewards and the advantages of trajectories in words, if any are known."""
         ending = self.forest.endings
-        found = {"reward": spread(ending.reward[indices]), "advantage": spread(ending.advantage[indices])}
+        figures = {"reward": spread(ending.reward[indices]), "advantage": spread(ending.advantage[indices])}
         each = " each" if len(indices) > 1 else ""
         return [
             f"{name} {figure}{each}" if figure.min == figure.max else f"{name}s {figure}"
-            for name, figure in found.items()
+            for name, figure in figures.items()
             if figure
         ]
 
-    def left_out(self, prefix: str, what: str, ranges: list[tuple[int, int]]) -> Line:
-        """A line for the nodes of `ranges` that are not drawn."""
+    def left_out(self, prefix: str, what: str, ranges: list[tuple[int, int]]) -> Text:
+        """Return a line for the nodes of `ranges` [first, stop), which are not drawn: as many facts as fit."""
         start, ending = self.forest.start, self.forest.endings
         tokens = sum(int(start[stop] - start[first]) for first, stop in ranges)
         indices = [i for first, stop in ranges for i in ending.within(first, stop)]
         parts = [counted(len(indices), "trajectory"), counted(tokens, "token"), *self._figures(indices)]
         text = f"... {what}"
         for separator, part in zip([": ", ", ", ", ", ", "], parts, strict=False):
-            if width_of(text + separator + part) <= self.room(prefix):
+            if cell_len(text + separator + part) <= self.room(prefix):
                 text += separator + part
-        return self.line(None, prefix, StyledText(text, "faint"))
+        return self.line(None, prefix, Text(text, FAINT))

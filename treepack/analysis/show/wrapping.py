@@ -1,86 +1,74 @@
-"""Lines of styled text, and text cut into rows that fit a terminal and cannot drive it.
+"""Styles of lines, escapes for characters that are not printable, and text cut into rows that fit a terminal.
 
     "Hi\\n\\tyou \\x1b[2J"  ->   Hi\\n              a line break ends the row and is written out
-                               \\tyou \\x1b[2J     so is every other character that is not printable
+                               \\tyou \\x1b[2J     every other character that is not printable is written out, too
 
-Wide characters take two columns, combining ones none, so that rows break where a terminal would break them.
+Wide characters take two columns and combining characters none (`rich.cells`), so rows break at the width of a terminal.
 """
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
-STYLES = ("", "name", "faint", "special", "escape")
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+# Style names of rich. Colour never carries information alone: `+` and brackets mark trained tokens, too.
+NAME, FAINT, SPECIAL, ESCAPE, TRAINED = "bold", "dim", "cyan", "yellow", "bold green"
 
-@dataclass(frozen=True, slots=True)
-class StyledText:
-    """A stretch of printable text in one of `STYLES`; `trained` says that it is of trained tokens."""
-
-    text: str
-    style: str = ""
-    trained: bool = False
-
-
-Line = tuple[StyledText, ...]
-
-NEAR = 24  # characters from the end of a row within which a blank is looked for to break at
+BREAK_WINDOW = 24  # characters at the end of a full row in which a blank is a place to break: longer words are cut
 BLANK = "\\x20"
+MAX_TABLE_WIDTH = 1 << 16  # columns: wider than any table, so that rich never shortens an id, which a user may copy
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")  # "a\nb\r" -> "a\n", "b\r": splitlines would break at the "\r", too
+# "a\\x1bb" -> "a", "\\x1b", "b": an escape is one unit, which no row break may split.
+_UNIT = re.compile(r"\\(?:[nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})|.", re.DOTALL)
 
 
 @lru_cache(maxsize=4096)
 def escaped(character: str) -> str:
-    """`character` if it is printable, else an escape of it that is: `\\n`, `\\x1b`, `\\u202e`."""
+    """Return `character` if it is printable, else a printable escape for it: `\\n`, `\\x1b`, `\\u202e`."""
     if character.isprintable():
         return character
     code = ord(character)
+    # 0x1b -> \x1b, 0x202e -> \u202e, 0xe0001 -> \U000e0001
     digits = f"x{code:02x}" if code < 1 << 8 else f"u{code:04x}" if code < 1 << 16 else f"U{code:08x}"
     return _SHORT.get(character) or f"\\{digits}"
 
 
 def printable(text: str) -> str:
-    """`text` on one line, with escapes for what is not printable."""
+    """Return `text` on one line, with an escape for each character that is not printable."""
     return "".join(map(escaped, text))
 
 
-@lru_cache(maxsize=4096)
-def cells(character: str) -> int:
-    """Columns that a printable character takes in a terminal: 0 where it combines with the one before it, 1 or 2."""
-    if unicodedata.category(character) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def width_of(text: str) -> int:
-    """Columns that a printable text takes."""
-    return sum(map(cells, text))
-
-
 def shortened(text: str, width: int) -> str:
-    """A printable text of at most `width` columns, its middle left out where it is longer."""
-    if width_of(text) <= width:
+    """Return a printable text of at most `width` columns; a longer one loses its middle."""
+    if cell_len(text) <= width:
         return text
     half = max(1, (width - 3) // 2)
-    head, tail = _first(text, half), _first(text[::-1], half)[::-1]
+    # rich shortens at the end, which would hide the last fields of JSON. "abcdefghij", 7 columns -> "ab...ij"
+    head, tail = set_cell_size(text, half), set_cell_size(text[::-1], half)[::-1]
     return f"{head}...{tail}"
 
 
-def _first(text: str, width: int) -> str:
-    taken = 0
-    for i, character in enumerate(text):
-        taken += cells(character)
-        if taken > width:
-            return text[:i]
-    return text
+def table_lines(table: Table) -> Iterator[Text]:
+    """Yield the lines of a rich table, as wide as its cells need."""
+    console = Console(width=MAX_TABLE_WIDTH, color_system=None)
+    for segments in console.render_lines(table, pad=False):
+        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
+        line.rstrip()
+        yield line
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Text of a token, to be wrapped; `place` is where the token stands, `whole` text stays on a row of its own."""
+    """Text of token number `place`, to be wrapped. A `whole` text gets a row of its own."""
 
     place: int
     text: str
@@ -90,66 +78,75 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A row: the place of the first token that begins a line of text in it, None where it goes on with one."""
+    """A row of a drawing; `place` is the token that begins its line of text, None if it continues the row before."""
 
     place: int | None
-    spans: Line
+    text: Text
 
 
 def wrap(chunks: Iterable[Chunk], *, width: int, trained: bool, begins: bool = False) -> Iterator[TextRow]:
-    """The rows of `chunks`, broken at line breaks and at `width` columns, there behind a blank if one is near.
+    """Yield the rows of `chunks`, broken at line breaks and at `width` columns, after a blank if one is near.
 
-    A blank at the very end, and one at the beginning where a turn `begins` or ends, is written as an escape, for nobody
-    would see it.
+    A blank at the very end is written as an escape, because it would be invisible; so is a blank at the beginning if a
+    turn `begins` or ends there. Memory is that of the longest line of text.
     """
-    spans: list[StyledText] = []  # of the row, one per character
-    place: int | None = None
-    taken, fresh = 0, True
+    # Text.wrap of rich drops the blanks at a break (300 blanks in a row of 100 columns lose 200), and blanks are what
+    # one checks in a chat template. So the breaks are computed here, and rich divides the text and its styles.
+    for line in _lines_of_text(chunks, trained=trained, begins=begins):
+        rows = line.text.divide(_breaks(line.text.plain, width))
+        for i, row in enumerate(rows):
+            yield TextRow(line.place if i == 0 else None, row)
 
-    def row(count: int) -> TextRow:
-        done = TextRow(place, tuple(_merged(spans[:count])))
-        del spans[:count]
-        return done
 
+def _lines_of_text(chunks: Iterable[Chunk], *, trained: bool, begins: bool) -> Iterator[TextRow]:
+    """Yield the lines of text in `chunks`, unwrapped, each with its line break as an escape."""
+    style = TRAINED if trained else ""
+    line, place = Text(style=style), None
     for chunk in chunks:
         if chunk.whole:
-            if spans:
-                yield row(len(spans))
-            yield TextRow(None, (StyledText(chunk.text, chunk.style),))
-            place, taken, fresh = None, 0, True
+            if line:
+                yield TextRow(place, line)
+            yield TextRow(None, Text(chunk.text, chunk.style))
+            line, place = Text(style=style), None
             continue
-        for character in chunk.text:
-            shown = BLANK if begins and character == " " else escaped(character)
+        for part in _LINE.findall(chunk.text):
+            place = place if line else chunk.place
+            is_hidden = begins and part[0] == " "
             begins = False
-            own = width_of(shown)
-            if own and taken + own > width and spans:
-                yield row(_break(spans))
-                place, taken = None, sum(width_of(span.text) for span in spans)
-            if fresh:
-                place, fresh = chunk.place, False
-            spans.append(StyledText(shown, chunk.style if shown == character else "escape", trained))
-            taken += own
-            if character == "\n":
-                yield row(len(spans))
-                place, taken, fresh = None, 0, True
-    if spans:
-        if spans[-1].text == " ":
-            spans[-1] = StyledText(BLANK, "escape", trained)
-        yield row(len(spans))
+            if is_hidden:
+                line.append(BLANK, "" if trained else ESCAPE)
+            _append(line, part[is_hidden:], chunk.style)
+            if part.endswith("\n"):
+                yield TextRow(place, line)
+                line, place = Text(style=style), None
+    if line.plain.endswith(" "):
+        line.right_crop()
+        line.append(BLANK, "" if trained else ESCAPE)
+    if line:
+        yield TextRow(place, line)
 
 
-def _break(spans: list[StyledText]) -> int:
-    """How many of the characters of a full row stay on it."""
-    for back in range(min(NEAR, len(spans) - 1)):
-        if spans[-1 - back].text == " ":
-            return len(spans) - back
-    return len(spans)
+def _append(line: Text, text: str, style: str) -> None:
+    """Append `text` to `line` in `style`, its escapes in a style of their own; a line of trained text has one style."""
+    if line.style:
+        line.append(printable(text))
+        return
+    for is_printable, characters in groupby(text, key=str.isprintable):
+        line.append("".join(map(escaped, characters)), style if is_printable else ESCAPE)
 
 
-def _merged(spans: list[StyledText]) -> Iterator[StyledText]:
-    """Neighbours of one style as one span."""
-    start = 0
-    for i in range(1, len(spans) + 1):
-        if i == len(spans) or (spans[i].style, spans[i].trained) != (spans[start].style, spans[start].trained):
-            yield StyledText("".join(span.text for span in spans[start:i]), spans[start].style, spans[start].trained)
-            start = i
+def _breaks(text: str, width: int) -> Iterator[int]:
+    """Yield the offsets at which the rows of `text` begin, but for the first row."""
+    start = used = offset = 0
+    for match in _UNIT.finditer(text):
+        size = cell_len(match[0])
+        # A combining character has size 0 and stays with the character that it combines with.
+        if size and used + size > width and offset > start:
+            # Columns:  0123456789        width 8: the blank at 5 is near, so "world" moves to the next row
+            #           hello world  ->   "hello " and "world"
+            blank = text.rfind(" ", max(offset - BREAK_WINDOW, start + 1), offset)
+            start = offset if blank < 0 else blank + 1
+            used = cell_len(text[start:offset])
+            yield start
+        used += size
+        offset = match.end()
