@@ -129,7 +129,7 @@ def _pool(
     """Yield number and result of each piece as soon as it is finished; the exception that a piece raised is a result.
 
     A worker has at most `max_queued` pieces at a time. A piece is taken from `pieces` only if a worker can have it and
-    fewer than `window` pieces lie between it and the first unfinished one.
+    it is less than `window` pieces after the first unfinished one.
     """
     queues: dict[Connection, deque[int]] = {}  # numbers of the pieces that each worker has, in the order of its results
     waiting: deque[tuple[int, Any]] = deque()  # pieces that no worker has yet
@@ -230,7 +230,7 @@ def _receive(connection: Connection, pieces: SimpleQueue[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a stage of a command is: `done` of `total` units; `total` is None if it is not known."""
+    """Progress of a stage of a command: `done` of `total` units; `total` is None if it is unknown."""
 
     stage: str
     done: int

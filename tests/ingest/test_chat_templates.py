@@ -1,4 +1,4 @@
-"""Chat templates: what they print of tool calls, which part of it is trained, and which templates are refused."""
+"""Chat templates: tool calls in the text, the trained part of the text, and the templates that are refused."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def chat(messages: list[dict[str, Any]], **more: Any) -> Trajectory:
 
 
 def samples(item: Trajectory, tokenizer: Any, **options: Any) -> list[Trajectory]:
-    found = list(tokenize([item], tokenizer=tokenizer, **options))
-    assert all(isinstance(one, Trajectory) for one in found)
-    return found  # type: ignore[return-value]
+    items = list(tokenize([item], tokenizer=tokenizer, **options))
+    assert all(isinstance(one, Trajectory) for one in items)
+    return items  # type: ignore[return-value]
 
 
 def trained_texts(item: Trajectory, tokenizer: Any) -> list[str]:
@@ -63,6 +63,7 @@ def refusal(item: Trajectory, tokenizer: Any) -> str:
     return str(caught.value)
 
 
+# A template is START + a rendering of `call` + END: <|im_start|>content, calls, <|im_end|> for each message.
 START = "{% for message in messages %}<|im_start|>{{ message.content }}{% for call in message.tool_calls or [] %}"
 END = "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -87,17 +88,20 @@ def test_tool_call_arguments_take_the_form_that_the_template_renders(
     bare: Any, rendering: str, expected: str, given_arguments: Any
 ) -> None:
     tokenizer = with_template(bare, START + rendering + END)
-    (found,) = samples(calling(given_arguments), tokenizer)
-    assert trained_texts(found, tokenizer) == [expected + "<|im_end|>"]
+    (sample,) = samples(calling(given_arguments), tokenizer)
+    assert trained_texts(sample, tokenizer) == [expected + "<|im_end|>"]
 
 
 def insists(condition: str) -> str:
+    """Return a template's beginning that refuses messages or tools unless `condition` is true."""
     return "{% if not (" + condition + ") %}{{ raise_exception('no') }}{% endif %}"
 
 
 @pytest.mark.parametrize(
     "condition",
     [
+        # Each condition refuses some of the probes, so that another probe must decide: tools needed, system message
+        # needed or forbidden, no message of the user after a call, ids of nine characters, this one function only.
         "tools",
         "not tools or tools[0].function.name == 'f' or messages[0].role == 'system'",
         "messages[0].role != 'system'",
@@ -113,8 +117,8 @@ def test_arguments_are_never_printed_twice_encoded_whatever_a_template_insists_o
     bare: Any, condition: str, rendering: str, given_arguments: Any
 ) -> None:
     tokenizer = with_template(bare, insists(condition) + START + rendering + END)
-    (found,) = samples(calling(given_arguments, tools=TOOLS), tokenizer)
-    assert trained_texts(found, tokenizer) == ['{"a": "é"}<|im_end|>']
+    (sample,) = samples(calling(given_arguments, tools=TOOLS), tokenizer)
+    assert trained_texts(sample, tokenizer) == ['{"a": "é"}<|im_end|>']
 
 
 def test_a_call_without_an_id_gets_one_that_every_template_takes(bare: Any, tmp_path: Path) -> None:
@@ -125,12 +129,13 @@ def test_a_call_without_an_id_gets_one_that_every_template_takes(bare: Any, tmp_
     path = tmp_path / "r.jsonl"
     call = {"name": "f", "arguments": {"a": 1}}
     path.write_text(json.dumps({"messages": [user("Q"), assistant("", tool_calls=[call])]}))
-    (found,) = tokenize(read_trajectories([path]), tokenizer=tokenizer)
-    assert isinstance(found, Trajectory)
-    assert trained_texts(found, tokenizer) == ['f{"a": 1}<|im_end|>']
+    (sample,) = tokenize(read_trajectories([path]), tokenizer=tokenizer)
+    assert isinstance(sample, Trajectory)
+    assert trained_texts(sample, tokenizer) == ['f{"a": 1}<|im_end|>']
 
 
 def test_each_of_several_templates_is_probed(bare: Any) -> None:
+    # The default template wants text, the one for tools wants an object; both print the same.
     templates = {
         "default": START + "{{ call.function.arguments }}" + END,
         "tool_use": START + "{{ call.function.arguments | tojson }}" + END,
@@ -138,15 +143,15 @@ def test_each_of_several_templates_is_probed(bare: Any) -> None:
     tokenizer = with_template(bare, templates)
     for tools in (None, TOOLS):
         for given_arguments in ('{"a": 1}', {"a": 1}):
-            (found,) = samples(calling(given_arguments, tools=tools), tokenizer)
-            assert trained_texts(found, tokenizer) == ['{"a": 1}<|im_end|>']
+            (sample,) = samples(calling(given_arguments, tools=tools), tokenizer)
+            assert trained_texts(sample, tokenizer) == ['{"a": 1}<|im_end|>']
 
 
 def test_a_template_that_prints_no_tool_call_is_refused_only_if_there_is_one(bare: Any) -> None:
     silent = with_template(bare, START + END)
     samples(chat([user("Q"), assistant("A")]), silent)
-    sentence = "r.jsonl:1: the chat template prints the arguments of no tool call{}; "
-    sentence += "use another template, or take the tool calls out"
+    sentence = "r.jsonl:1: the chat template does not print the arguments of tool calls{}; "
+    sentence += "use another template, or remove the tool calls"
     assert refusal(calling("{}"), silent) == sentence.format("")
     strict = with_template(bare, START + "{{ raise_exception('no calls') }}" + END)
     assert refusal(calling("{}"), strict) == sentence.format(" (no calls)")
@@ -154,14 +159,15 @@ def test_a_template_that_prints_no_tool_call_is_refused_only_if_there_is_one(bar
 
 def test_arguments_nested_too_deeply_to_be_parsed_stay_text(bare: Any) -> None:
     tokenizer = with_template(bare, START + "{{ call.function.arguments | tojson }}" + END)
+    # json.loads raises RecursionError for this text.
     deep = "[" * 5000 + "]" * 5000
-    (found,) = samples(calling(deep), tokenizer)
-    assert trained_texts(found, tokenizer) == [json.dumps(deep) + "<|im_end|>"]
+    (sample,) = samples(calling(deep), tokenizer)
+    assert trained_texts(sample, tokenizer) == [json.dumps(deep) + "<|im_end|>"]
 
 
 def test_a_tokenizer_without_a_default_template_is_refused(bare: Any) -> None:
     tokenizer = with_template(bare, {"rag": PLAIN, "tool_use": PLAIN})
-    expected = f"{bare.name_or_path}: none of the chat templates rag, tool_use is named default; name one so"
+    expected = f"{bare.name_or_path}: none of the chat templates rag, tool_use is named default; rename one to default"
     for tools in (None, TOOLS):
         assert refusal(chat([user("Q"), assistant("A")], tools=tools), tokenizer) == expected
 
@@ -179,7 +185,7 @@ def test_a_tokenizer_without_a_default_template_is_refused(bare: Any) -> None:
 def test_whatever_a_template_raises_is_one_sentence(bare: Any, expression: str, reason: str) -> None:
     tokenizer = with_template(bare, "{{ " + expression + " }}")
     assert refusal(chat([user("Q"), assistant("A")]), tokenizer) == (
-        f"r.jsonl:1: turn 2: the chat template refuses the messages ({reason}); mend them or use another template"
+        f"r.jsonl:1: turn 2: the chat template refuses the messages ({reason}); fix them or use another template"
     )
 
 
@@ -189,6 +195,7 @@ def test_a_template_that_never_ends_is_one_sentence(bare: Any) -> None:
 
 
 def test_variables_of_the_template_come_from_the_record(bare: Any, tmp_path: Path) -> None:
+    # Qwen3's templates work like this: with enable_thinking false, the prompt ends with an empty thought.
     no = "{% if enable_thinking is false %}<no>{% endif %}"
     answer = "{% if m.role == 'assistant' %}" + no + "{% endif %}{{ m.content }}"
     prompt = "{% if add_generation_prompt %}<|im_start|>" + no + "{% endif %}"
@@ -217,20 +224,22 @@ def test_a_template_that_prints_the_date_is_noted(bare: Any) -> None:
 def test_a_beginning_token_of_the_template_is_there_once(bare: Any, expand: str) -> None:
     tokenizer = with_template(bare, "{{ bos_token }}" + START + END)
     tokenizer.bos_token = "<|endoftext|>"
-    found = samples(chat([user("Q"), assistant("A"), user("R"), assistant("B")]), tokenizer, expand=expand)
-    for sample in found:
+    # The tokenizer must not add a second beginning to the one that the template prints.
+    turns = samples(chat([user("Q"), assistant("A"), user("R"), assistant("B")]), tokenizer, expand=expand)
+    for sample in turns:
         assert text(sample, tokenizer).startswith("<|endoftext|><|im_start|>Q")
         assert text(sample, tokenizer).count("<|endoftext|>") == 1
-    assert [part for sample in found for part in trained_texts(sample, tokenizer)] == ["A<|im_end|>", "B<|im_end|>"]
+    assert [part for sample in turns for part in trained_texts(sample, tokenizer)] == ["A<|im_end|>", "B<|im_end|>"]
 
 
 def test_the_trained_part_ends_with_the_end_of_turn_or_else_with_the_text(bare: Any) -> None:
+    # Whitespace after a special token is not generated; other text is, up to the last character.
     for end, expected in (("<|im_end|> \n", "A<|im_end|>"), ("\n", "A\n"), ("<|im_end|>.", "A<|im_end|>.")):
         tokenizer = copy.deepcopy(bare)
         tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}" + end.replace("\n", "{{ '\n' }}")
         tokenizer.chat_template += "{% endfor %}{% if add_generation_prompt %}[{% endif %}"
-        (found,) = samples(chat([user("Q"), assistant("A")]), tokenizer)
-        assert trained_texts(found, tokenizer) == [expected]
+        (sample,) = samples(chat([user("Q"), assistant("A")]), tokenizer)
+        assert trained_texts(sample, tokenizer) == [expected]
 
 
 def test_several_marks_in_a_turn_are_several_spans(bare: Any) -> None:
@@ -240,9 +249,10 @@ def test_several_marks_in_a_turn_are_several_spans(bare: Any) -> None:
         "{% for m in messages %}{% if m.role == 'assistant' %}[" + mark + "|" + mark + "]"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-    (found,) = samples(chat([user("Q"), assistant("A"), user("R"), assistant("B")]), tokenizer)
-    assert trained_texts(found, tokenizer) == ["A", "A", "B", "B"]
-    assert text(found, tokenizer) == "Q[A|A]R[B|B"
+    (sample,) = samples(chat([user("Q"), assistant("A"), user("R"), assistant("B")]), tokenizer)
+    assert trained_texts(sample, tokenizer) == ["A", "A", "B", "B"]
+    # The text ends with the last trained character, before the bracket.
+    assert text(sample, tokenizer) == "Q[A|A]R[B|B"
 
 
 REFUSES = "{{ raise_exception('no system') }}"
@@ -251,16 +261,16 @@ REFUSES = "{{ raise_exception('no system') }}"
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (REFUSES, "the chat template refuses the messages (no system); mend them or use another template"),
+        (REFUSES, "the chat template refuses the messages (no system); fix them or use another template"),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
             "the chat template does not continue its own generation prompt; "
-            "use one that does, or one with {% generation %} marks",
+            "use a template that does, or one with {% generation %} marks",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% if m.role == 'x' %}{% generation %}{% endgeneration %}"
             "{% endif %}{% endfor %}",
-            "the chat template puts no generation mark on it; mark every assistant turn",
+            "the chat template puts no generation mark on this turn; mark every assistant turn",
         ),
         (
             "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"

@@ -1,4 +1,4 @@
-"""`--normalize-ids`: ids and times of a conversation become the first, second, ... of their kind."""
+"""`--normalize-ids`: the ids and times of a conversation are numbered in the order of their first use."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_times_keep_their_form() -> None:
         "on 2026-03-01": "on 2026-03-01",
     }
     for text, expected in texts.items():
-        (found,), _ = stable_messages([{"role": "user", "content": text}])
-        assert found["content"] == expected
+        (message,), _ = stable_messages([{"role": "user", "content": text}])
+        assert message["content"] == expected
 
 
 @given(st.lists(st.sampled_from(["call_aaaaaa", "call_bbbbbb", "call_cccccc", "x"]), min_size=1, max_size=8))
@@ -62,17 +62,20 @@ def test_equal_ids_stay_equal_and_different_ones_different(names: list[str]) -> 
         for name in names
     ]  # fmt: skip
     done, _ = stable_messages(calls)
-    found = [message["tool_calls"][0]["id"] for message in done]
-    assert all(re.fullmatch(r"call\d{5}", each) for each in found)
-    pairs = {(old, new) for old, new in zip(names, found, strict=True)}
+    ids = [message["tool_calls"][0]["id"] for message in done]
+    assert all(re.fullmatch(r"call\d{5}", each) for each in ids)
+    # As many pairs as old ids and as new ids: the map is one to one.
+    pairs = {(old, new) for old, new in zip(names, ids, strict=True)}
     assert len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
-    for old, new, message in zip(names, found, done, strict=True):
+    for old, new, message in zip(names, ids, done, strict=True):
+        # "x" is too short to be replaced in text: it may mean something else there.
         assert message["content"] == ("x" if old == "x" else new)
 
 
-def test_what_was_done_is_noted_and_what_has_no_conversation_stays() -> None:
+def test_changes_are_noted_and_other_content_stays() -> None:
     item = Trajectory("a", "a:1", Chat(conversation("call_8f2a91", UUIDS[0], "noon"), [0.0, 1.0, 0.0]))
     assert with_stable_ids(item).notes == ("tool call ids made stable", "UUIDs made stable")
+    # A second run changes nothing: the numbered ids are already the first, second, ... of their kind.
     again = with_stable_ids(with_stable_ids(item))
     assert again.content == with_stable_ids(item).content
     text = Trajectory("a", "a:1", Text("p", "c"))
@@ -80,7 +83,7 @@ def test_what_was_done_is_noted_and_what_has_no_conversation_stays() -> None:
     assert with_stable_ids(text).notes == ("no conversation, ids not made stable",)
 
 
-def test_the_option_shares_what_random_ids_had_parted(tmp_path: Path, treepack: Run) -> None:
+def test_the_option_shares_prefixes_that_random_ids_had_separated(tmp_path: Path, treepack: Run) -> None:
     tokenizer = save(tmp_path / "tokenizer", PLAIN)
     path = tmp_path / "r.jsonl"
     last = {"role": "assistant", "content": "ok"}

@@ -1,4 +1,4 @@
-"""Tokenisation: trained spans are exactly what the model generated, after exactly the prompt that it saw."""
+"""Tokenisation: the trained spans are exactly the generated text, and the tokens before are exactly its prompt."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def chat(messages: list[dict[str, Any]], **more: Any) -> Trajectory:
 
 
 def samples(item: Trajectory, tokenizer: Any, **options: Any) -> list[Trajectory]:
-    found = list(tokenize([item], tokenizer=tokenizer, **options))
-    assert all(isinstance(one, Trajectory) for one in found)
-    return found  # type: ignore[return-value]
+    items = list(tokenize([item], tokenizer=tokenizer, **options))
+    assert all(isinstance(one, Trajectory) for one in items)
+    return items  # type: ignore[return-value]
 
 
 def tokens(item: Trajectory) -> Tokens:
@@ -69,10 +69,10 @@ def text(item: Trajectory, tokenizer: Any) -> str:
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[int]:
-    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, return_dict=False)
-    return list(found)
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tools=tools, return_dict=False))
 
 
+# Letters of special tokens (<|), characters of several bytes, and a line separator that is no newline.
 words = st.text(st.sampled_from("ab \n.<|>é\u2028日"), max_size=8)
 
 
@@ -101,14 +101,15 @@ def test_every_turn_follows_the_prompt_that_its_sampler_saw(
     tokenizer = tokenizers[name]
     tools = [{"type": "function", "function": {"name": "f"}}] if with_tools else None
     given_messages = copy.deepcopy(messages)
-    found = samples(chat(messages, tools=tools), tokenizer, expand="turns")
-    at = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    assert len(found) == len(at)
-    for sample, k in zip(found, at, strict=True):
+    turns = samples(chat(messages, tools=tools), tokenizer, expand="turns")
+    indices = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+    assert len(turns) == len(indices)
+    for sample, k in zip(turns, indices, strict=True):
         content = tokens(sample)
         (start,), (end,) = content.starts.tolist(), content.ends.tolist()
         assert content.tokens[:start].tolist() == prompt_ids(tokenizer, messages[:k], tools)
         rendered = tokenizer.apply_chat_template(messages[: k + 1], tools=tools, tokenize=False)
+        # The newline after <|im_end|> is not generated, and nothing follows the trained part.
         assert text(sample, tokenizer) == rendered.removesuffix("\n")
         assert end == len(content.tokens)
     assert messages == given_messages
@@ -124,6 +125,7 @@ def test_both_expansions_train_the_same_text_once(
     whole = samples(chat(messages), tokenizer)
     of_turns = [part for sample in turns for part in trained_texts(sample, tokenizer)]
     assert [part for sample in whole for part in trained_texts(sample, tokenizer)] == of_turns
+    # Only the plain template never rewrites earlier turns, so only there one sample has the whole conversation.
     if name == "plain":
         assert len(whole) == 1
         last = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -133,6 +135,7 @@ def test_both_expansions_train_the_same_text_once(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(conversations())
 def test_marks_and_differences_agree(tokenizers: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    # The two templates print the same text; one has generation marks, the other is compared with its prompt.
     for expand in ("turns", "trajectory"):
         marked = samples(chat(messages), tokenizers["marked"], expand=expand)
         plain = samples(chat(messages), tokenizers["stripping"], expand=expand)
@@ -142,6 +145,7 @@ def test_marks_and_differences_agree(tokenizers: dict[str, Any], messages: list[
             np.testing.assert_array_equal(trained_of(one), trained_of(other))
 
 
+# The template "stripping" drops r1 and r2 once the user asks Q2: the turns A1 and A2 extend each other, A3 does not.
 THINKING = [
     user("Q1"),
     assistant("A1", reasoning_content="r1"),
@@ -166,28 +170,30 @@ def test_a_sample_ends_where_the_template_rewrites_earlier_turns(tokenizers: dic
     assert (kept.trajectory_id, kept.notes, len(tokens(kept).starts)) == ("t", (), 3)
 
 
-def test_turns_are_named_by_assistant_message_and_keep_what_is_known(tokenizers: dict[str, Any]) -> None:
+def test_turns_are_named_by_assistant_message_and_keep_all_fields(tokenizers: dict[str, Any]) -> None:
     item = chat(THINKING, weights=[0, 0, 0, 0.5, 0, 2], step=4, reward=1.0, advantage=-1.0, weight=3.0)
-    found = samples(item, tokenizers["stripping"], expand="turns")
-    assert [one.trajectory_id for one in found] == ["t/turn-1", "t/turn-2"]
-    assert [tokens(one).span_weights.tolist() for one in found] == [[0.5], [2.0]]
-    for one in found:
-        assert (one.step, one.reward, one.advantage, one.weight) == (4, 1.0, -1.0, 3.0)
-        assert one.group_id == found[0].group_id
+    turns = samples(item, tokenizers["stripping"], expand="turns")
+    # The first assistant message (turn 0) has weight 0 and gives no sample.
+    assert [turn.trajectory_id for turn in turns] == ["t/turn-1", "t/turn-2"]
+    assert [tokens(turn).span_weights.tolist() for turn in turns] == [[0.5], [2.0]]
+    for turn in turns:
+        assert (turn.step, turn.reward, turn.advantage, turn.weight) == (4, 1.0, -1.0, 3.0)
+        assert turn.group_id == turns[0].group_id
 
 
-def test_messages_behind_the_last_turn_stay_unless_they_rewrite_it(tokenizers: dict[str, Any]) -> None:
+def test_messages_after_the_last_turn_stay_unless_they_rewrite_it(tokenizers: dict[str, Any]) -> None:
     trailing = [*THINKING[:2], {"role": "tool", "content": "T"}]
     (kept,) = samples(chat(trailing), tokenizers["stripping"])
     assert text(kept, tokenizers["stripping"]).endswith("A1<|im_end|>\n<|im_start|>tool\nT<|im_end|>\n")
     assert len(trained_texts(kept, tokenizers["stripping"])) == 1
+    # The user message Q2 makes the template drop r1 and r2, so the text up to A2 cannot be continued by it.
     (cut,) = samples(chat(THINKING[:5]), tokenizers["stripping"])
     assert text(cut, tokenizers["stripping"]).endswith("A2<|im_end|>")
-    expected = "messages behind the last trained turn left out, because the template rewrites earlier turns"
+    expected = "messages after the last trained turn left out, because the template rewrites earlier turns"
     assert cut.notes == (expected,)
 
 
-def test_groups_come_from_the_prompt_where_the_file_names_none(tokenizers: dict[str, Any]) -> None:
+def test_groups_come_from_the_prompt_if_the_file_names_none(tokenizers: dict[str, Any]) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     one, same, other, tooled = (
         samples(item, tokenizers["plain"])[0].group_id
@@ -203,23 +209,25 @@ def test_groups_come_from_the_prompt_where_the_file_names_none(tokenizers: dict[
     assert samples(chat([user("Q"), assistant("a")]), tokenizers["plain"], tools=tools)[0].group_id == tooled
     ids = np.arange(4, dtype=np.int32)
     span = (np.array([2], np.int32), np.array([3], np.int32), np.ones(1))
-    (found,) = samples(Trajectory("t", "s", Tokens(ids, *span)), None)
-    assert found.group_id == derived_group(b"\x00\x00\x00\x00\x01\x00\x00\x00")
-    assert (found.group_id or "").startswith("prompt-")
+    (sample,) = samples(Trajectory("t", "s", Tokens(ids, *span)), None)
+    # The prompt is ids 0 and 1, before the first trained token, as little-endian int32.
+    assert sample.group_id == derived_group(b"\x00\x00\x00\x00\x01\x00\x00\x00")
+    assert (sample.group_id or "").startswith("prompt-")
 
 
 def test_text_is_prompt_completion_and_the_end_token_once(tokenizers: dict[str, Any]) -> None:
     tokenizer = tokenizers["none"]
     for completion in ("over the lazy dog.", "over the lazy dog.<|endoftext|>"):
-        (found,) = samples(Trajectory("t", "s", Text("The quick ", completion)), tokenizer)
-        assert text(found, tokenizer) == "The quick over the lazy dog.<|endoftext|>"
-        assert trained_texts(found, tokenizer) == ["over the lazy dog.<|endoftext|>"]
-    (found,) = samples(Trajectory("t", "s", Text("", "fox")), tokenizer)
-    assert tokens(found).starts.tolist() == [1]
-    assert found.notes == ("the first token is not trained, because no token predicts it",)
+        (sample,) = samples(Trajectory("t", "s", Text("The quick ", completion)), tokenizer)
+        assert text(sample, tokenizer) == "The quick over the lazy dog.<|endoftext|>"
+        assert trained_texts(sample, tokenizer) == ["over the lazy dog.<|endoftext|>"]
+    # Without a prompt the completion starts at position 0, which is not trained.
+    (sample,) = samples(Trajectory("t", "s", Text("", "fox")), tokenizer)
+    assert tokens(sample).starts.tolist() == [1]
+    assert sample.notes == ("the first token is not trained, because no token predicts it",)
 
 
-def test_what_cannot_be_trained_on_is_skipped(tokenizers: dict[str, Any]) -> None:
+def test_unusable_trajectories_are_skipped(tokenizers: dict[str, Any]) -> None:
     items: list[Trajectory | Skipped] = [chat([])]
     items += [chat([user("Q")]), chat([user("Q"), assistant("A")], weights=[0.0, 0.0]), Skipped("s", "r")]
     reasons = [item.reason for item in tokenize(items, tokenizer=tokenizers["plain"]) if isinstance(item, Skipped)]
@@ -232,10 +240,10 @@ def test_text_needs_a_tokenizer_and_a_conversation_a_template(
     item = chat([user("Q"), assistant("A")])
     with pytest.raises(TreepackError) as caught:
         samples(item, None)
-    assert str(caught.value) == "r.jsonl:1: holds text, not token ids; give a tokenizer"
+    assert str(caught.value) == "r.jsonl:1: contains text, not token ids; give a tokenizer (--tokenizer)"
     with pytest.raises(TreepackError) as caught:
         samples(item, tokenizers["none"])
-    expected = f"{names['none']}: the tokenizer has no chat template; give one that has, or give token ids"
+    expected = f"{names['none']}: the tokenizer has no chat template; use a tokenizer that has one, or token ids"
     assert str(caught.value) == expected
     with pytest.raises(TreepackError) as caught:
         samples(item, None, expand="steps")
@@ -272,16 +280,16 @@ def test_real_rollouts_are_tokenised(tokenizers: dict[str, Any], name: str) -> N
         pytest.skip(f"no real rollouts at {path}")
     read = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)][:20]
     tokenizer = tokenizers["plain"]
-    for item, found in zip(read, tokenize(read, tokenizer=tokenizer), strict=True):
-        assert isinstance(found, Trajectory)
+    for item, sample in zip(read, tokenize(read, tokenizer=tokenizer), strict=True):
+        assert isinstance(sample, Trajectory)
         assert isinstance(item.content, Chat)
         messages = zip(item.content.messages, item.content.message_weights, strict=True)
         answers = [message for message, weight in messages if weight]
-        parts = trained_texts(found, tokenizer)
+        parts = trained_texts(sample, tokenizer)
         assert len(parts) == len(answers)
         for part, message in zip(parts, answers, strict=True):
             assert part.startswith(message["content"])
             assert part.endswith("<|im_end|>")
             for call in message.get("tool_calls", []):
                 assert call["function"]["arguments"] in part
-        assert json.dumps(found.metadata)
+        assert json.dumps(sample.metadata)

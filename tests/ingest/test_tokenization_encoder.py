@@ -1,4 +1,4 @@
-"""The encoder and the tokenizer behind it: splitting and remembering never change an id."""
+"""The encoder and its tokenizer: splitting text and caching ids never change an id."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ pieces = st.lists(st.sampled_from([*SPECIAL, "The quick ", "\n", " ", "é日", "
 def test_the_encoder_gives_the_ids_of_the_tokenizer(tokenizer: Any, parts: list[str]) -> None:
     encoder = Encoder(tokenizer)
     joined = "".join(parts)
+    # The second time, the ids come from the cache.
     for _ in range(2):
         expected = tokenizer(joined, add_special_tokens=False)["input_ids"]
         assert encoder.encode(joined).tolist() == expected
@@ -45,6 +46,8 @@ def test_the_encoder_gives_the_ids_of_the_tokenizer(tokenizer: Any, parts: list[
 
 @pytest.mark.parametrize("quirk", ["lstrip", "normalized", "prefix"])
 def test_text_is_not_split_where_splitting_would_change_the_ids(tmp_path: Path, quirk: str) -> None:
+    # lstrip: the token takes the whitespace before it. normalized: it is found after normalisation only. prefix: each
+    # text that is tokenised alone gets a "_".
     flags = {} if quirk == "prefix" else {quirk: True}
     special: list[Any] = [AddedToken(token, special=True, **({"normalized": False} | flags)) for token in SPECIAL]
     prefix = normalizers.Prepend("_") if quirk == "prefix" else None
@@ -54,20 +57,21 @@ def test_text_is_not_split_where_splitting_would_change_the_ids(tmp_path: Path, 
         assert encoder.encode(joined).tolist() == tokenizer(joined, add_special_tokens=False)["input_ids"]
 
 
-def test_what_the_encoder_remembers_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_the_encoder_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenization, "CACHED_CHARACTERS", 20)
     encoder = Encoder(tokenizer)
+    # Five texts of 8 characters; two of them fit 20 characters.
     first = [encoder.encode(str(i) * 8).tolist() for i in range(5)]
     assert [encoder.encode(str(i) * 8).tolist() for i in range(5)] == first
     assert encoder._cached == sum(map(len, encoder._cache)) <= 20
 
 
-def test_a_fingerprint_tells_vocabularies_apart(tokenizer: Any, tmp_path: Path) -> None:
-    found = fingerprint(tokenizer)
-    assert (found["name"], found["vocab_size"]) == (tokenizer.name_or_path, len(tokenizer))
-    assert found["sha256"] == fingerprint(load_tokenizer(found["name"]))["sha256"]
+def test_different_vocabularies_have_different_fingerprints(tokenizer: Any, tmp_path: Path) -> None:
+    identity = fingerprint(tokenizer)
+    assert (identity["name"], identity["vocab_size"]) == (tokenizer.name_or_path, len(tokenizer))
+    assert identity["sha256"] == fingerprint(load_tokenizer(identity["name"]))["sha256"]
     other = load_tokenizer(save(tmp_path, None, [*SPECIAL, "<more>"]))
-    assert fingerprint(other)["sha256"] != found["sha256"]
+    assert fingerprint(other)["sha256"] != identity["sha256"]
 
 
 def test_importing_costs_no_transformers_and_long_text_gives_no_warning(
@@ -75,6 +79,7 @@ def test_importing_costs_no_transformers_and_long_text_gives_no_warning(
 ) -> None:
     code = "import sys, treepack.ingest.tokenization; sys.exit('transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+    # transformers warns when a text is longer than the model takes, which means nothing here.
     short = copy.deepcopy(tokenizer)
     short.model_max_length = 4
     with caplog.at_level(logging.WARNING):

@@ -1,15 +1,15 @@
-"""Text to token ids: conversations and plain text become `Tokens`, with exact spans of what is trained.
+"""Text to token ids: conversations and plain text become `Tokens`, with exact spans of the trained tokens.
 
     rendering   <|user|>Hi<|end|><|assistant|>  Hello<|end|>  <|user|>Bye<|end|><|assistant|>  Ciao<|end|>
     pieces      ------------------------------  ~~~~~~~~~~~~  ------------------------------  ~~~~~~~~~~~
     ids                 tokenised alone             alone             tokenised alone            alone
 
-The text is cut where training starts and stops and every piece is tokenised by itself: the prompt as its sampler saw
-it, the completion behind it. No span is ever looked up in the ids.
+The text is cut where training starts and stops, and each piece is tokenised alone: first the prompt as its sampler saw
+it, then the completion. So the spans follow from the lengths of the pieces and are never searched for in the ids.
 
-    expand="trajectory"   turns that extend each other are one sample; where the template rewrites earlier turns (drops
-                          old reasoning, say) a new sample begins that trains only the turns not yet trained
-    expand="turns"        one sample per assistant turn, its prompt rendered as it was then
+    expand="trajectory"   turns that extend each other are one sample; when the template rewrites earlier turns (for
+                          example, drops old reasoning), a new sample starts that trains only the remaining turns
+    expand="turns"        one sample per assistant turn, with the prompt rendered as it was at that turn
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from treepack.trajectory import (
 
 EXPANSIONS = ("trajectory", "turns")
 SPLIT_NOTE = "split where the template rewrites earlier turns"
-TRAILING_NOTE = "messages behind the last trained turn left out, because the template rewrites earlier turns"
+TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
 CLOCK_NOTE = "the chat template prints today's date"
-CACHED_CHARACTERS = 1 << 26
+CACHED_CHARACTERS = 1 << 26  # of text in the cache of an `Encoder`: up to 0.25 GB with the ids, per process
 
 
 def load_tokenizer(name: str, *, download: bool = True) -> Any:
-    """The fast tokenizer of a model's name or folder, from transformers; only what is here already without `download`.
+    """Load the fast tokenizer of a model's name or folder with transformers; without `download`, only a local copy.
 
     Raises:
-        TreepackError: there is none, or only a slow one.
+        TreepackError: there is no tokenizer, or only a slow one.
     """
     with _quiet():
         from transformers import AutoTokenizer
@@ -66,12 +66,14 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
             reason = shorten(str(error), 200, placeholder=" ...") or type(error).__name__
             raise TreepackError(f"{name}: no tokenizer there ({reason}); give a folder or a model's name") from error
     if not tokenizer.is_fast:
-        raise TreepackError(f"{name}: has a slow tokenizer only; save it as tokenizer.json")
+        raise TreepackError(
+            f"{name}: has only a slow tokenizer; save it as tokenizer.json, the format of fast tokenizers"
+        )
     return tokenizer
 
 
 def fingerprint(tokenizer: Any) -> dict[str, Any]:
-    """What identifies a tokenizer: its name, the number of its tokens, and the sha256 of its vocabulary by id."""
+    """Return the identity of a tokenizer: its name, its number of tokens, and the sha256 of its vocabulary by id."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return {
         "name": tokenizer.name_or_path,
@@ -89,11 +91,11 @@ def tokenize(
     normalize_ids: bool = False,
     workers: int = 1,
 ) -> Iterator[Trajectory | Skipped]:
-    """`trajectories` with `Tokens` content and a group, in the same order, one or more for each conversation.
+    """Yield `trajectories` with `Tokens` content and a group, in the same order; a conversation may yield several.
 
     `tokenizer` is a name or folder, a tokenizer of transformers, or None if all content is token ids. `tools` are the
-    schemas for conversations that bring none. `normalize_ids` numbers the ids of tool calls, UUIDs and times of
-    conversations anew (`stable_ids`). With several `workers` (processes) the result is the same.
+    schemas for conversations without schemas of their own. `normalize_ids` replaces the ids of tool calls, UUIDs and
+    times of conversations by numbered ones (`stable_ids`). The result does not depend on `workers` (processes).
 
     Raises:
         TreepackError: text without a tokenizer, or a template that cannot render it or cannot be trained on.
@@ -104,16 +106,17 @@ def tokenize(
         for item in trajectories:
             yield from tokenise(item)
         return
-    for found in in_order(_Batches, job.by_name(), batched(trajectories), workers=workers):
-        yield from found
+    # In batches, because a message to a worker may cost more than tokenising a short conversation.
+    for items in in_order(_Batches, job.by_name(), batched(trajectories), workers=workers):
+        yield from items
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """How to tokenise: the arguments of `tokenize`.
+    """Settings of tokenisation: the arguments of `tokenize`.
 
     Raises:
-        TreepackError: there is no such `expand`.
+        TreepackError: `expand` is not one of `EXPANSIONS`.
     """
 
     tokenizer: Any
@@ -127,23 +130,23 @@ class Job:
             raise TreepackError(f"expand is '{self.expand}'; expected {' or '.join(EXPANSIONS)}")
 
     def by_name(self) -> Job:
-        """The same for another process, which loads the tokenizer itself."""
-        known = self.tokenizer is None or isinstance(self.tokenizer, str)
-        return self if known else replace(self, tokenizer=self.tokenizer.name_or_path)
+        """Return the same job for another process, which loads the tokenizer itself instead of receiving it."""
+        is_name = self.tokenizer is None or isinstance(self.tokenizer, str)
+        return self if is_name else replace(self, tokenizer=self.tokenizer.name_or_path)
 
 
 class _Batches:
-    """Tokenises lists of trajectories."""
+    """Tokenise lists of trajectories, in a worker."""
 
     def __init__(self, job: Job) -> None:
         self._tokenise = Tokenisation(job)
 
     def __call__(self, items: list[Trajectory | Skipped]) -> list[Trajectory | Skipped]:
-        return [found for item in items for found in self._tokenise(item)]
+        return [sample for item in items for sample in self._tokenise(item)]
 
 
 class Tokenisation:
-    """Tokenises one trajectory at a time; loads the tokenizer and the template when the first one needs them."""
+    """Tokenise one trajectory at a time; the tokenizer and the template are loaded when a trajectory needs them."""
 
     def __init__(self, job: Job) -> None:
         """Load nothing yet."""
@@ -152,7 +155,7 @@ class Tokenisation:
         self._template: ChatTemplate | None = None
 
     def __call__(self, item: Trajectory | Skipped) -> Iterator[Trajectory | Skipped]:
-        """What `item` becomes: itself if it was skipped, else one or more trajectories of tokens.
+        """Yield the samples of `item`: itself if it was skipped, else one or more trajectories of tokens.
 
         Raises:
             TreepackError: text without a tokenizer, or a template that cannot render it or cannot be trained on.
@@ -170,28 +173,34 @@ class Tokenisation:
             yield from self._of_chat(item, item.content)
 
     def encoder(self, source: str) -> Encoder:
-        """The tokenizer, for text that was read at `source`."""
+        """Return the encoder for text that was read at `source`.
+
+        Raises:
+            TreepackError: the job has no tokenizer, or it cannot be loaded.
+        """
         if self._encoder is None:
             tokenizer = self._job.tokenizer
             if tokenizer is None:
-                raise TreepackError(f"{source}: holds text, not token ids; give a tokenizer")
+                raise TreepackError(f"{source}: contains text, not token ids; give a tokenizer (--tokenizer)")
             self._encoder = Encoder(load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer)
         return self._encoder
 
     def _of_text(self, item: Trajectory, content: Text) -> Trajectory | Skipped:
         encoder = self.encoder(item.source)
+        # The prompt [bos] + "2 + 2 = " is not trained, the completion "4" + eos is.
         prompt = np.concatenate([encoder.prefix, encoder.encode(content.prompt)])
         completion = encoder.encode(content.completion)
         end = encoder.tokenizer.eos_token_id
         if end is not None and (len(completion) == 0 or completion[-1] != end):
             completion = np.append(completion, np.int32(end))
         group = item.group_id or derived_group(content.prompt.encode())
-        return _finished(replace(item, group_id=group), [(prompt, 0.0), (completion, 1.0)])
+        return _sample(replace(item, group_id=group), [(prompt, 0.0), (completion, 1.0)])
 
     def _of_chat(self, item: Trajectory, chat: Chat) -> Iterator[Trajectory | Skipped]:
         if not chat.messages:
             yield Skipped(item.source, "empty trajectory")
             return
+        # Checked before the tokenizer is loaded, and again below: a trained turn may render to nothing.
         if not any(chat.message_weights):
             yield Skipped(item.source, "no trained token")
             return
@@ -206,10 +215,11 @@ class Tokenisation:
         if not turns:
             yield Skipped(item.source, "no trained token")
         elif self._job.expand == "turns":
-            named = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
-            yield from _named(item, named, [_pieces(encoder, turn.text, _spans(turn)) for turn in turns])
+            names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
+            yield from _samples_of_pieces(item, names, [_pieces(encoder, turn.text, _spans(turn)) for turn in turns])
         else:
             whole = ""
+            # Messages after the last trained turn are not trained, but they belong to the trajectory.
             if turns[-1].message < len(chat.messages) - 1:
                 whole = self._template.whole(chat, tools=tools, source=item.source)
             yield from _samples(item, encoder, turns, whole)
@@ -218,8 +228,9 @@ class Tokenisation:
 def _samples(
     item: Trajectory, encoder: Encoder, turns: list[RenderedTurn], whole: str
 ) -> Iterator[Trajectory | Skipped]:
-    """The samples of a conversation; `whole` is its full rendering if messages follow the last trained turn."""
-    runs = _chained(turns)
+    """Yield the samples of a conversation; `whole` is its full rendering if messages follow the last trained turn."""
+    # Turns A, AB, XC -> runs [A, AB], [XC] -> texts AB and XC, samples <id>/part-0 and <id>/part-1.
+    runs = _runs_of_turns(turns)
     texts = [run[-1].text for run in runs]
     notes: tuple[str, ...] = () if len(runs) == 1 else (SPLIT_NOTE,)
     if whole.startswith(texts[-1]):
@@ -228,24 +239,25 @@ def _samples(
         notes += (TRAILING_NOTE,)
     names = [item.trajectory_id] if len(runs) == 1 else [f"{item.trajectory_id}/part-{i}" for i in range(len(runs))]
     spans = [[span for turn in run for span in _spans(turn)] for run in runs]
-    pieces = [_pieces(encoder, text, own) for text, own in zip(texts, spans, strict=True)]
-    yield from _named(replace(item, notes=item.notes + notes), names, pieces)
+    pieces = [_pieces(encoder, text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True)]
+    yield from _samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces)
 
 
-def _named(
+def _samples_of_pieces(
     item: Trajectory, names: list[str], pieces: list[list[tuple[Int32, float]]]
 ) -> Iterator[Trajectory | Skipped]:
-    """One sample per name; what was noted of the trajectory is noted once, at the first."""
-    for number, (name, own) in enumerate(zip(names, pieces, strict=True)):
+    """Yield one sample per name. Only the first sample carries the notes of the trajectory, so they count once."""
+    for number, (name, pieces_of_sample) in enumerate(zip(names, pieces, strict=True)):
         notes = item.notes if number == 0 else ()
-        yield _finished(replace(item, trajectory_id=name, notes=notes), own)
+        yield _sample(replace(item, trajectory_id=name, notes=notes), pieces_of_sample)
 
 
-def _chained(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
-    """`turns` in runs in which each one's text continues the one before."""
+def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
+    """Cut `turns` into runs in which the text of each turn continues the text of the turn before."""
     runs = [[turns[0]]]
     for turn in turns[1:]:
         before = runs[-1][-1].text
+        # The second condition: a span inside the earlier text would train the same characters twice.
         if turn.text.startswith(before) and turn.spans[0][0] >= len(before):
             runs[-1].append(turn)
         else:
@@ -258,7 +270,8 @@ def _spans(turn: RenderedTurn) -> list[tuple[int, int, float]]:
 
 
 def _pieces(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
-    """The ids of `text` cut at the ends of `spans` of its characters, and the weight of each piece."""
+    """Cut `text` at the ends of `spans` of its characters. Return the ids and the weight of each piece."""
+    # Spans (2, 4, w) and (6, 7, w) -> pieces [0:2] 0, [2:4] w, [4:6] 0, [6:7] w, [7:] 0.
     pieces: list[tuple[Int32, float]] = []
     done = 0
     for start, end, weight in spans:
@@ -267,8 +280,9 @@ def _pieces(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) ->
     return [*pieces, (encoder.encode(text[done:]), 0.0)]
 
 
-def _finished(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory | Skipped:
-    """`item` with its `pieces` of ids joined; the trained ones become spans, but for the first token."""
+def _sample(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory | Skipped:
+    """Join the `pieces` of ids into the content of `item`; trained pieces become spans, without the first token."""
+    # Pieces of 3, 2, 0 tokens -> bounds 0 3 5 5; weights 1, 0, 1 -> span [1, 3): position 0 is never trained.
     bounds = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
     trained = [
         (max(int(start), 1), int(end), weight)
@@ -292,10 +306,10 @@ def _finished(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory
 
 
 class Encoder:
-    """A tokenizer without special additions, which remembers the ids of the stretches between special tokens.
+    """A tokenizer that adds no special tokens, and caches the ids of the text between special tokens.
 
-    Prompts of successive turns repeat nearly everything, so nearly every stretch is found again. Splitting is done
-    only where a probe shows that it does not change the ids.
+    The prompts of successive turns repeat nearly everything, so nearly every stretch of text is in the cache. Text is
+    split at special tokens only if a probe shows that splitting does not change the ids.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -305,26 +319,29 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special = _splitting_tokens(tokenizer)
+        # In an alternation the first match wins: <|end|>x must come before <|end|>.
         longest_first = sorted(self._special, key=lambda token: (-len(token), token))
         self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self._cache: OrderedDict[str, Int32] = OrderedDict()
         self._cached = 0
+        # Llama's tokenizer puts <s> before plain text. Anything else, such as [CLS] ... [SEP], is not a beginning.
         begin = self._backend.encode("", add_special_tokens=True).ids
         is_begin = begin == [tokenizer.bos_token_id]
         self.prefix: Int32 = np.array(begin if is_begin else [], np.int32)
 
     def encode(self, text: str) -> Int32:
-        """The ids of `text` alone, int32; O(length)."""
+        """Return the ids of `text`, int32; O(length)."""
+        # The group in the pattern keeps the separators: "Hi<|end|>Yo" -> ["Hi", "<|end|>", "Yo"].
         stretches = [text] if self._pattern is None else self._pattern.split(text)
-        found = [self._ids(stretch) for stretch in stretches if stretch]
-        return np.concatenate(found) if found else np.zeros(0, np.int32)
+        ids = [self._ids(stretch) for stretch in stretches if stretch]
+        return np.concatenate(ids) if ids else np.zeros(0, np.int32)
 
     def _ids(self, stretch: str) -> Int32:
         if (special := self._special.get(stretch)) is not None:
             return special
-        if (known := self._cache.get(stretch)) is not None:
-            self._cache.move_to_end(stretch)
-            return known
+        if (cached := self._cache.get(stretch)) is not None:
+            self._cache.move_to_end(stretch)  # the least recently used stretch stays first
+            return cached
         ids = np.array(self._backend.encode(stretch, add_special_tokens=False).ids, np.int32)
         self._cache[stretch] = ids
         self._cached += len(stretch)
@@ -335,14 +352,16 @@ class Encoder:
 
 
 def _splitting_tokens(tokenizer: Any) -> dict[str, Int32]:
-    """The special tokens at which text may be split before it is tokenised, with their ids; empty if it may not."""
+    """Return the special tokens at which text may be split before tokenisation, with their ids; none if it may not."""
     special = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Such a token takes whitespace from its neighbours, or is found only in some contexts.
     if any(token.lstrip or token.rstrip or token.normalized or token.single_word for token in special.values()):
         return {}
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
+    # The probes cover a prefix that the tokenizer adds to each text, whitespace on both sides, and an empty text.
     for i, token in special.items():
         for before, after in (("Hello world", "\nnext line"), ("end. \n", " word"), ("", "word")):
             if ids(before + token.content + after) != [*ids(before), i, *ids(after)]:
@@ -352,7 +371,7 @@ def _splitting_tokens(tokenizer: Any) -> dict[str, Int32]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back the warnings that transformers gives when it is imported without torch."""
+    """Suppress the warnings that transformers logs when it is imported without torch."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -2,7 +2,7 @@
 
     forest --parts of about equal work--> worker, worker, ... --> rows and bound of each part --> rows and bound of all
 
-Trees do not depend on each other, so the result does not depend on the number of workers. The workers are those of
+Trees do not depend on each other, so the result does not depend on the number of workers. The workers come from
 `processes.unordered`: the largest parts go first, and each worker gets its next part when it returns one.
 """
 
