@@ -34,7 +34,7 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
 
     refuse_name(out)
     refuse_output(out, [predictions], columns={"group_id", "value", "num_rollouts", "utility"}, overwrite=overwrite)
-    table = root_table(read_predictions(predictions), budget=budget, most=max_rollouts)
+    table = root_table(read_predictions(predictions), budget=budget, max_rollouts=max_rollouts)
     write_table(table, out)
     count = table["num_rollouts"].to_numpy()
     active = int((count > 0).sum())

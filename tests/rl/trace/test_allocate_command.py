@@ -122,9 +122,12 @@ def test_prefixes_writes_what_to_continue_from_where(treepack: Run, tmp_path: Pa
 
 MISMATCHED: list[tuple[list[dict[str, Any]], str]] = [
     (EXAMPLE_PREFIXES[:1], "2 of the trie's 3 prefixes have no value, the first is turn 2 of trajectory 'a'; predict"),
-    ([*EXAMPLE_PREFIXES, prefix("b", 2, 0.1)], "1 of 4 values are of prefixes that the trie does not have, the first"),
+    (
+        [*EXAMPLE_PREFIXES, prefix("b", 2, 0.1)],
+        "1 of 4 values belong to prefixes that the trie does not have, the first",
+    ),
     ([*EXAMPLE_PREFIXES, prefix("z", 1, 0.1)], "the first is turn 1 of trajectory 'z'; predict on this trie, with"),
-    ([*EXAMPLE_PREFIXES[:2], prefix("b", 1, 0.3, group="C")], "trajectory 'b' is of group 'C' there and of 'A' in"),
+    ([*EXAMPLE_PREFIXES[:2], prefix("b", 1, 0.3, group="C")], "trajectory 'b' has the group 'C' there and 'A' in"),
 ]
 
 
@@ -145,7 +148,9 @@ def test_turns_may_be_floats_as_pandas_writes_columns_with_missing_integers(tmp_
 
 def test_more_continuations_than_can_be_spent_are_refused(tmp_path: Path) -> None:
     given = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_PREFIXES))
-    with pytest.raises(TreepackError, match="continuations for each rollout are more than 1,000,000,000 in all; give"):
+    with pytest.raises(
+        TreepackError, match="continuations for each rollout are more than 1,000,000,000 in total; give"
+    ):
         prefix_table(example(), given, expand=10**9)
 
 
@@ -159,7 +164,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"group_id": "A", "trajectory_id": "a", "value": 0.5}, "turn is missing; expected an integer of 1 or more"),
     ({"group_id": "A", "trajectory_id": "a", "turn": 0, "value": 0.5}, "turn is 0; expected an integer of 1 or more"),
     ({"group_id": "A", "turn": 2, "value": 0.5}, "trajectory_id is missing; expected a string"),
-    ({"group_id": "B", "value": 0.5}, "predicts what an earlier line predicts too; keep one of them"),
+    ({"group_id": "B", "value": 0.5}, "an earlier line has the same prompt or prefix; keep one of them"),
 ]
 
 
@@ -182,7 +187,7 @@ def test_what_nothing_was_predicted_for_is_left_out_and_counted(tmp_path: Path) 
 STRANGE: list[tuple[list[dict[str, Any]], str]] = [
     ([{"group_id": "Z", "value": 0.5}], "predicts none of the trie's 2 groups; predict on its rollouts, with the same"),
     ([prefix("z", 1, 0.5)], "predicts none of the trie's 3 prefixes; predict on its rollouts, with the same --segment"),
-    ([prefix("b", 1, 0.3, group="C")], "trajectory 'b' is of group 'C' there and of 'A' in the trie; predict on this"),
+    ([prefix("b", 1, 0.3, group="C")], "trajectory 'b' has the group 'C' there and 'A' in the trie; predict on this"),
 ]
 
 
@@ -207,8 +212,8 @@ def test_what_cannot_be_allocated_is_one_sentence(treepack: Run, tmp_path: Path)
     empty = lines(tmp_path / "none.jsonl", EXAMPLE_PREFIXES)
     cases = [
         (given, 1, "roots.jsonl", "a budget of 1 is too small for one group; give at least 2 rollouts"),
-        (given, 4, "roots.csv", "its name must end in .jsonl or .parquet, for that says the format"),
-        (empty, 4, "roots.jsonl", "predicts no prompt, a line without trajectory_id; predict some"),
+        (given, 4, "roots.csv", "its name must end in .jsonl or .parquet, which selects the format"),
+        (empty, 4, "roots.jsonl", "predicts no prompt; add lines without trajectory_id"),
         (given, 4, given.name, "is or lies inside the input"),
         (tmp_path / "nowhere", 4, "roots.jsonl", "cannot be read (No such file or directory)"),
     ]

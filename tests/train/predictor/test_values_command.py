@@ -196,7 +196,7 @@ def test_what_cannot_be_predicted_is_one_sentence_and_leaves_nothing(treepack: C
     cases = [
         (several, out, "v.jsonl", (), "one value per group_id and the trie has several training steps of one; build"),
         (beyond, out, "v.jsonl", (), "holds the token id 55 and the vocabulary ends at 49; use the model whose"),
-        (trie, out, "v.csv", (), "its name must end in .jsonl or .parquet, for that says the format"),
+        (trie, out, "v.csv", (), "its name must end in .jsonl or .parquet, which selects the format"),
         (trie, out, "v.jsonl", ("--capacity", 3), "tokens and rows hold 3; give --capacity 10 or more"),
         (trie, altered, "v.jsonl", (), "head.safetensors: was altered since it was written"),
         (trie, trie, "v.jsonl", (), "values.json: cannot be read (No such file or directory); expected what treepack"),

@@ -1,1 +1,1 @@
-"""TRACE: which prompts and prefixes get how many rollouts, from predicted chances of success."""
+"""TRACE: the number of rollouts for each prompt and each prefix, from predicted chances of success."""

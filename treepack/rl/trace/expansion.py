@@ -1,11 +1,12 @@
-"""Allocations as tables for a rollout system: which prompts to roll out how often, which prefixes to continue.
+"""Allocations as tables for a rollout system: the rollouts of each prompt, and the prefixes to continue.
 
     Predictions --root_table--> group_id, value, num_rollouts, utility                          every prompt
     Trie, Predictions --prefix_table--> group_id, step, trajectory_id, turn, num_tokens, value, reward,
                                         num_continuations, utility                              prefixes to continue
 
-A prefix is the first `num_tokens` tokens of its trajectory. Where a group has none, its budget buys rollouts of the
-prompt: a row whose trajectory_id, turn and num_tokens are null. TRACE (arXiv 2606.11119), section 4 and appendix E.5.
+A prefix is the first `num_tokens` tokens of its trajectory. If a group has no prefix, its budget pays for rollouts of
+the prompt, in a row whose trajectory_id, turn and num_tokens are null. TRACE (arXiv 2606.11119), section 4 and appendix
+E.5.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
 from treepack.files.directory import finished_file
-from treepack.rl.trace.allocation import MOST_BUDGET, allocate_prefixes, allocate_roots, prefix_utility, root_utility
+from treepack.rl.trace.allocation import MAX_BUDGET, allocate_prefixes, allocate_roots, prefix_utility, root_utility
 from treepack.rl.trace.predictions import Predictions, group_ids, prefix_values
 from treepack.rl.trace.targets import anchors, binary_rewards
 from treepack.trie.trie import Trie
@@ -29,15 +30,17 @@ from treepack.trie.trie import Trie
 SUFFIXES = (".jsonl", ".parquet")
 
 
-def root_table(predictions: Predictions, *, budget: int, most: int | None = None) -> pa.Table:
-    """Rollouts of every prompt, by `allocate_roots`, no more than `most` each; prompts by group_id.
+def root_table(predictions: Predictions, *, budget: int, max_rollouts: int | None = None) -> pa.Table:
+    """Allocate rollouts to every prompt by `allocate_roots`, at most `max_rollouts` each; prompts by group_id.
 
     Raises:
-        TreepackError: no prompt is predicted, or what `allocate_roots` refuses.
+        TreepackError: no prompt is predicted, or any error of `allocate_roots`.
     """
     if not predictions.group_ids:
-        raise TreepackError(f"{predictions.path}: predicts no prompt, a line without trajectory_id; predict some")
-    maximum = predictions.max_rollouts if most is None else np.minimum(predictions.max_rollouts, most)
+        raise TreepackError(f"{predictions.path}: predicts no prompt; add lines without trajectory_id")
+    maximum = predictions.max_rollouts
+    if max_rollouts is not None:
+        maximum = np.minimum(maximum, max_rollouts)
     count = allocate_roots(predictions.root_value, budget, maximum=maximum)
     return pa.table(
         {
@@ -50,47 +53,50 @@ def root_table(predictions: Predictions, *, budget: int, most: int | None = None
 
 
 def prefix_table(trie: Trie, predictions: Predictions, *, expand: int, segment: str = "turn") -> tuple[pa.Table, int]:
-    """The prefixes of `trie` to continue, by `allocate_prefixes`, and how many there are to choose from.
+    """Choose the prefixes of `trie` to continue by `allocate_prefixes`. Return them and the number of all prefixes.
 
-    A group of m trajectories has m times `expand` continuations. A continuation costs half a rollout, so where a group
-    has no prefix its budget buys half as many rollouts of the prompt, rounded down.
+    A group of m trajectories gets m times `expand` continuations. A continuation costs half a rollout, so if a group
+    has no prefix, its budget pays for half as many rollouts of the prompt, rounded down.
 
     Raises:
         TreepackError: a reward that is not 0 or 1, predictions that do not match the trie, or too large a budget.
     """
-    if expand > MOST_BUDGET // trie.num_trajectories:
+    if expand > MAX_BUDGET // trie.num_trajectories:
         raise TreepackError(
-            f"{expand:,} continuations for each rollout are more than {MOST_BUDGET:,} in all; give fewer"
+            f"{expand:,} continuations for each rollout are more than {MAX_BUDGET:,} in total; give a smaller --expand"
         )
     reward = binary_rewards(trie)
-    found = anchors(trie, segment=segment)
-    value = prefix_values(predictions, trie, found)
-    of_anchor = found.group[found.trajectory]
-    order = np.argsort(of_anchor, kind="stable")
-    budget = np.bincount(found.group) * expand
+    prefixes = anchors(trie, segment=segment)
+    value = prefix_values(predictions, trie, prefixes)
+    # Groups share a trie, so their trajectories may alternate: sort prefixes by group, and write the counts back.
+    group = prefixes.group[prefixes.trajectory]
+    order = np.argsort(group, kind="stable")
+    budget = np.bincount(prefixes.group) * expand
     count = np.zeros(len(value), np.int64)
-    count[order] = allocate_prefixes(value[order], reward[found.trajectory[order]], of_anchor[order], budget)
-    utility = prefix_utility(value, reward[found.trajectory], count)
+    count[order] = allocate_prefixes(value[order], reward[prefixes.trajectory[order]], group[order], budget)
+    utility = prefix_utility(value, reward[prefixes.trajectory], count)
 
-    kept = np.flatnonzero(count)
-    at = found.trajectory[kept]
-    bare = np.flatnonzero((np.bincount(of_anchor, minlength=len(budget)) == 0) & (budget > 1))
-    first = np.unique(found.group, return_index=True)[1][bare]
+    chosen = np.flatnonzero(count)
+    at = prefixes.trajectory[chosen]
+    # Groups of single-turn rollouts. A budget of 1 would pay for half a rollout, so the group gets no row.
+    bare = np.flatnonzero((np.bincount(group, minlength=len(budget)) == 0) & (budget > 1))
+    first = np.unique(prefixes.group, return_index=True)[1][bare]
     table, nulls = trie.trajectories, [None] * len(bare)
     columns: dict[str, list[Any]] = {
-        "group_id": [*table["group_id"].take(at).to_pylist(), *(group_ids(trie, found)[g] for g in bare.tolist())],
+        "group_id": [*table["group_id"].take(at).to_pylist(), *(group_ids(trie, prefixes)[g] for g in bare.tolist())],
         "step": table["step"].take(np.concatenate([at, first])).to_pylist(),
         "trajectory_id": table["trajectory_id"].take(at).to_pylist() + nulls,
-        "turn": found.turn[kept].tolist() + nulls,
-        "num_tokens": found.num_tokens[kept].tolist() + nulls,
-        "value": value[kept].tolist() + nulls,
+        "turn": prefixes.turn[chosen].tolist() + nulls,
+        "num_tokens": prefixes.num_tokens[chosen].tolist() + nulls,
+        "value": value[chosen].tolist() + nulls,
         "reward": reward[at].tolist() + nulls,
-        "num_continuations": [*count[kept].tolist(), *(budget[bare] // 2).tolist()],
-        "utility": utility[kept].tolist() + nulls,
+        "num_continuations": [*count[chosen].tolist(), *(budget[bare] // 2).tolist()],
+        "utility": utility[chosen].tolist() + nulls,
     }
     return pa.table([pa.array(columns[name], kind) for name, kind in PREFIX_COLUMNS.items()], list(columns)), len(value)
 
 
+# In the order in which tables contain them. Types are explicit because a table may have no rows.
 PREFIX_COLUMNS: Mapping[str, pa.DataType] = {
     "group_id": pa.string(),
     "step": pa.int64(),
@@ -105,13 +111,17 @@ PREFIX_COLUMNS: Mapping[str, pa.DataType] = {
 
 
 def refuse_name(out: Path) -> None:
-    """Raise a TreepackError if the name of `out` does not say in which format to write a table."""
+    """Check that the name of `out` selects a table format.
+
+    Raises:
+        TreepackError: another suffix than .jsonl or .parquet.
+    """
     if out.suffix not in SUFFIXES:
-        raise TreepackError(f"{out}: its name must end in {' or '.join(SUFFIXES)}, for that says the format")
+        raise TreepackError(f"{out}: its name must end in {' or '.join(SUFFIXES)}, which selects the format")
 
 
 def write_table(table: pa.Table, out: Path) -> None:
-    """Write `table` as JSON lines or Parquet, as the name of `out` says; whole or not at all.
+    """Write `table` as JSON lines or Parquet, depending on the name of `out`. A failed write leaves no file.
 
     Raises:
         TreepackError: the disk fails.

@@ -1,11 +1,11 @@
-"""Filling budgets unit by unit, always where the next one is worth most: compiled loops with a heap.
+"""Greedy allocation, each unit to the place of highest worth: compiled loops with a heap.
 
     fill_roots       rollouts of prompts, the first three of a prompt as one block
-    fill_prefixes    continuations of prefixes, each group within a budget of its own
+    fill_prefixes    continuations of prefixes, a separate budget for each group
 
-Equal worth goes to the lower index. The worth of further units is kept as running products, which rounding can never
-make grow, so that the order of the heap is that of the units. Import this module only where it is called: numba takes
-a second to load.
+If two units have the same worth, the lower index gets it. The worth of later units comes from running products.
+Rounding never makes such a product grow, so the heap yields the units of an anchor in order. Import this module inside
+the function that calls it, because numba takes a second to load.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import numpy as np
 
 from treepack.trajectory import Float64, Int64
 
-BLOCK = 3  # rollouts that are worth the same each, see allocation.allocate_roots
+BLOCK = 3  # first rollouts of a prompt, all of the same worth, see allocation.allocate_roots
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]:
-    """Rollouts of each prompt, int64 [num_prompts], and what is left of `budget`.
+    """Return the rollouts of each prompt, int64 [num_prompts], and the rest of `budget`.
 
-    `value` float64 and `maximum` int64, both [num_prompts]. Left is 1 where the next best is to open a prompt, which
-    takes two, and more only where every prompt is full.
+    `value` float64 and `maximum` int64, both [num_prompts]. The rest is 1 if the next best step would start a new
+    prompt, which takes two. It is more than 1 only if every prompt is at its maximum.
     """
+    # value [0.5, 0.9, 0.4], budget 4: worth of a first unit [0.25, 0.09, 0.24] -> counts [3, 0, 0] and 1 left.
     count = np.zeros(len(value), np.int64)
+    # v^(m-2) and (1 - v)^(m-2) of the next unit of each prompt, [num_prompts].
     first, second = value.copy(), 1.0 - value
-    heap = [(0.0, -1) for _ in range(0)]
+    heap = [(0.0, -1) for _ in range(0)]  # empty, but numba infers the types of its entries
+    # heapq yields the smallest entry, so worth is negative; the index decides ties.
     for i in range(len(value)):
         if maximum[i] >= 2:
             heap.append((-value[i] * (1.0 - value[i]), i))
@@ -47,6 +50,7 @@ def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]
         else:
             first[i] *= value[i]
             second[i] *= 1.0 - value[i]
+            # The worth of unit m is v (1 - v) (v^(m-2) + (1 - v)^(m-2)); in exact arithmetic the sum is at most 1.
             worth = value[i] * (1.0 - value[i]) * min(1.0, first[i] + second[i])
             heapq.heapreplace(heap, (-worth, i))
     return count, left
@@ -54,11 +58,12 @@ def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fill_prefixes(flip: Float64, start: Int64, budget: Int64) -> Int64:
-    """Continuations of each prefix, int64 [num_prefixes].
+    """Return the continuations of each prefix, int64 [num_prefixes].
 
-    `flip` float64 [num_prefixes] is the chance that one continuation ends differently. Group g owns the prefixes
+    `flip` float64 [num_prefixes] is the chance that one continuation ends differently. Group g has the prefixes
     `start[g] .. start[g + 1] - 1`, at least one if its `budget[g]` is positive.
     """
+    # flip [0.5, 0.1, 0.3], one group with budget 4: worth 0.5, 0.3, 0.25, 0.21 -> counts [2, 0, 2]
     count = np.zeros(len(flip), np.int64)
     for g in range(len(budget)):
         heap = [(-flip[i], i) for i in range(start[g], start[g + 1])]

@@ -1,12 +1,12 @@
-"""What allocation is worth: simulated training steps, each budget spent uniformly and by TRACE.
+"""Comparison of allocations on simulated training steps: the same budget, spent uniformly and by TRACE.
 
     World, Experiment --simulate--> Arm, one for each way to spend the budget: measures by step
 
-        stage 1, rollouts of prompts      uniform: as many of each of some random prompts    active: allocate_roots
-        stage 2, continuations            uniform: at random turns of each rollout           active: allocate_prefixes
+        stage 1, rollouts of prompts      uniform: equally many of each of some random prompts    active: allocate_roots
+        stage 2, continuations            uniform: at random turns of each rollout             active: allocate_prefixes
 
-All arms spend M rollouts and M N continuations, M (1 + N / 2) rollouts in all: TRACE (arXiv 2606.11119), appendix E.5.
-What it finds there is in its tables 1 and 2.
+All arms spend M rollouts and M N continuations, which count as M (1 + N / 2) rollouts in total: TRACE (arXiv
+2606.11119), appendix E.5. The paper's own results are its tables 1 and 2.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from treepack.rl.trace.allocation import allocate_prefixes, allocate_roots
 from treepack.rl.trace.worlds import Rollouts, World
 from treepack.trajectory import Float64, Int64
 
-CONFIDENT = 1.959964  # standard errors either side that hold 95 % of a normal distribution
-MOST = 10**6  # of anything that is simulated
-LIMITS = (0.01, 0.99)  # what a predictor can say
+NORMAL_95_PERCENT = 1.959964  # standard errors on either side that include 95 % of a normal distribution
+MAX_COUNT = 10**6  # prompts, rollouts or steps: keeps time and memory within a laptop's
+# Range of the true chances before noise is added: log-odds of 0 and 1 are infinite, and no noise would move them.
+PREDICTED_RANGE = (0.01, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A budget and the simulated steps that it is spent in.
+    """A budget, and the simulated steps that spend it.
 
     Of `candidates` prompts, uniform allocation rolls out `selected` at random (None: half of them, or as many as can
-    have two rollouts each). `budget` is M and `expand` N. A prediction is the true chance of success, in 0.01 .. 0.99,
-    with normal noise of standard deviation `noise` on its log-odds, drawn anew for each prompt and prefix.
+    have two rollouts each). `budget` is M and `expand` is N. A prediction is the true chance of success, limited to
+    0.01 .. 0.99, with normal noise on its log-odds. The noise has the standard deviation `root_noise` or
+    `prefix_noise`, and each prompt and prefix has its own draw.
     """
 
     candidates: int = 512
@@ -48,10 +50,14 @@ class Experiment:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be spent."""
-        for name, least in (("candidates", 1), ("budget", 2), ("expand", 1), ("steps", 2), ("seed", 0)):
-            if not least <= getattr(self, name) <= MOST:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected {least} .. {MOST:,}")
+        """Check that the budget can be spent.
+
+        Raises:
+            TreepackError: a value outside its range, or a budget below two rollouts per selected prompt.
+        """
+        for name, minimum in (("candidates", 1), ("budget", 2), ("expand", 1), ("steps", 2), ("seed", 0)):
+            if not minimum <= getattr(self, name) <= MAX_COUNT:
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected {minimum} .. {MAX_COUNT:,}")
         for name in ("root_noise", "prefix_noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected 0 or a positive number")
@@ -67,17 +73,19 @@ class Experiment:
     def num_selected(self) -> int:
         if self.selected is not None:
             return self.selected
+        # Half of the candidates, rounded up, but two rollouts for each: a single one cannot have both outcomes.
         return min(-(-self.candidates // 2), self.budget // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to spend the budget and what came of it, each measure float64 [steps].
+    """One way to spend the budget and its results, each measure float64 [steps].
 
-    `root_ratio`: share of prompts rolled out with both outcomes, equation 21; `rollout_ratio`: share of rollouts below
-    such prompts, equation 20; `prefix_ratio`: share of continued prefixes from where one ended differently;
-    `mixed_prompts`: how many prompts had both; `cost`: rollouts, a continuation counted as the share of turns after its
-    prefix.
+    root_ratio      share of the prompts rolled out that had both outcomes, equation 21
+    rollout_ratio   share of the rollouts that belong to such prompts, equation 20
+    prefix_ratio    share of the continued prefixes with a continuation of the other outcome
+    mixed_prompts   number of prompts that had both outcomes
+    cost            number of rollouts; a continuation counts as the share of turns after its prefix
     """
 
     active_roots: bool
@@ -94,15 +102,18 @@ ARMS = tuple(itertools.product((False, True), repeat=2))
 
 
 def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float | None]:
-    """The four arms, uniform first, and the mean rank correlation of predicted with true chances of prompts, if any.
+    """Run the four arms. Return them, uniform first, and the mean rank correlation of predicted and true chances.
 
-    The arms of a step share its prompts and predictions, and those of one stage 1 its rollouts, so that differences
-    between arms vary less than they do.
+    The correlation is over prompts, and None if it is undefined in every step. The arms of a step share its prompts and
+    predictions, and arms with the same stage 1 share its rollouts. Differences between arms therefore vary less than
+    the arms do.
     """
-    found = np.empty((len(ARMS), len(MEASURES), experiment.steps))
+    # [arm, measure, step]
+    measures = np.empty((len(ARMS), len(MEASURES), experiment.steps))
     ranks = np.empty(experiment.steps)
     for step in range(experiment.steps):
-        common, *stages = np.random.default_rng([experiment.seed, step]).spawn(1 + 2)
+        # One stream for prompts and one for each kind of stage 1, so neither kind changes the draws of the other.
+        common, *stages = np.random.default_rng([experiment.seed, step]).spawn(3)
         prompt, value = world.draw_prompts(experiment.candidates, common)
         predicted = _predict(value, experiment.root_noise, common)
         ranks[step] = _rank_correlation(predicted, value)
@@ -110,23 +121,25 @@ def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float | N
             if active:
                 count = allocate_roots(predicted, experiment.budget)
             else:
-                count = _even(experiment, random)
+                count = _spread_evenly(experiment, random)
+            # Prompt of each rollout: count [2, 0, 1] -> owner [0, 0, 2].
             owner = np.repeat(np.arange(len(count)), count)
             bare = world.roll_out(prompt[owner], value[owner], random)
             for second in (False, True):
-                found[ARMS.index((active, second)), :, step] = _expand(bare, owner, count, experiment, second, random)
-    arms = [Arm(first, second, *measures) for (first, second), measures in zip(ARMS, found, strict=True)]
+                arm = ARMS.index((active, second))
+                measures[arm, :, step] = _expand(bare, owner, count, experiment, second, random)
+    arms = [Arm(first, second, *values) for (first, second), values in zip(ARMS, measures, strict=True)]
     known = ranks[np.isfinite(ranks)]
     return arms, float(known.mean()) if len(known) else None
 
 
 def interval(values: Float64) -> tuple[float, float]:
-    """Mean of `values` [steps] and half the width of its 95 % confidence interval, by the normal approximation."""
-    return float(values.mean()), float(CONFIDENT * values.std(ddof=1) / math.sqrt(len(values)))
+    """Return the mean of `values` [steps] and half of its 95 % confidence interval, by the normal approximation."""
+    return float(values.mean()), float(NORMAL_95_PERCENT * values.std(ddof=1) / math.sqrt(len(values)))
 
 
 def _predict(value: Float64, noise: float, random: np.random.Generator) -> Float64:
-    known = np.clip(value, *LIMITS)
+    known = np.clip(value, *PREDICTED_RANGE)
     odds = np.log(known / (1 - known)) + noise * random.standard_normal(len(known))
     return 1 / (1 + np.exp(-odds))
 
@@ -137,8 +150,9 @@ def _rank_correlation(a: Float64, b: Float64) -> float:
     return float(pl.DataFrame({"a": a, "b": b}).select(pl.corr("a", "b", method="spearman")).item())
 
 
-def _even(experiment: Experiment, random: np.random.Generator) -> Int64:
-    """The budget over prompts selected at random, the first of them one more where it does not divide."""
+def _spread_evenly(experiment: Experiment, random: np.random.Generator) -> Int64:
+    """Divide the budget among prompts selected at random; the first of them get the remainder, one each."""
+    # A budget of 7 for 3 of 4 prompts: each 2, rest 1 -> for example [2, 3, 2, 0].
     count = np.zeros(experiment.candidates, np.int64)
     each, rest = divmod(experiment.budget, experiment.num_selected)
     chosen = random.permutation(experiment.candidates)[: experiment.num_selected]
@@ -150,10 +164,11 @@ def _even(experiment: Experiment, random: np.random.Generator) -> Int64:
 def _expand(
     bare: Rollouts, owner: Int64, count: Int64, experiment: Experiment, active: bool, random: np.random.Generator
 ) -> list[float]:
-    """Stage 2 below the `bare` rollouts of prompts `owner`, and the measures of its outcome.
+    """Run stage 2 below the `bare` rollouts of prompts `owner`, and return its measures in the order of `MEASURES`.
 
-    Continuations of what has no prefix become half as many rollouts of the prompt.
+    The continuations of a group or rollout without prefixes become half as many rollouts of the prompt.
     """
+    # One entry per prefix: num_turns [3, 2] -> rollout [0, 0, 1], turn [1, 2, 1].
     rollout = np.repeat(np.arange(len(owner)), bare.num_turns - 1)
     turn = np.arange(len(rollout)) - np.searchsorted(rollout, rollout) + 1
     value = bare.value[rollout, turn]
@@ -163,18 +178,19 @@ def _expand(
         more = allocate_prefixes(predicted, bare.reward[rollout], owner[rollout], count * expand)
         again = np.where(np.bincount(owner[rollout], minlength=prompts) == 0, count * expand // 2, 0)
     else:
-        more = _scattered(rollout, expand, random)
+        more = _scatter(rollout, expand, random)
         again = np.bincount(owner[bare.num_turns == 1], minlength=prompts) * expand // 2
     of_prompt = np.zeros(prompts)
     of_prompt[owner] = bare.value[:, 0]
 
+    # ended [num_prefixes]: successes among the continuations of each prefix.
     ended = random.binomial(more, value)
     successes = np.bincount(owner, weights=bare.reward, minlength=prompts) + random.binomial(again, of_prompt)
     successes += np.bincount(owner[rollout], weights=ended, minlength=prompts)
     leaves = count + again + np.bincount(owner[rollout], weights=more, minlength=prompts)
     mixed: NDArray[np.bool_] = (successes > 0) & (successes < leaves)
-    continued = more > 0
-    flipped = np.where(bare.reward[rollout] > 0.5, ended < more, ended > 0)[continued]
+    # A prefix flips if not all continuations repeat a success, or if any follows a failure.
+    flipped = np.where(bare.reward[rollout] > 0.5, ended < more, ended > 0)[more > 0]
     cost = len(owner) + again.sum() + (more * (1 - turn / bare.num_turns[rollout])).sum()
     return [
         mixed.sum() / (count > 0).sum(),
@@ -185,8 +201,10 @@ def _expand(
     ]
 
 
-def _scattered(rollout: Int64, expand: int, random: np.random.Generator) -> Int64:
-    """`expand` continuations at random prefixes of each rollout, on different ones as far as there are as many."""
+def _scatter(rollout: Int64, expand: int, random: np.random.Generator) -> Int64:
+    """Assign `expand` continuations to random prefixes of each rollout, as evenly as possible."""
+    # rollout [0, 0, 0, 1], expand 2 -> for example [0, 1, 1, 2]. The rank is a random permutation within each rollout;
+    # rollout is sorted, so the place of its first entry is the start of its ranks.
     order = np.lexsort((random.random(len(rollout)), rollout))
     rank = np.empty(len(rollout), np.int64)
     rank[order] = np.arange(len(rollout)) - np.searchsorted(rollout, rollout)

@@ -1,11 +1,14 @@
-"""What a tree of rollouts says of its anchors: how often each led to success, and where outcomes differ.
+"""Anchors of a tree of rollouts: the share of successes below each, and the anchors with both outcomes.
 
-    Trie --anchors--> Anchors         every prefix from which a rollout could be continued, and the tree they are in
-    rewards --recursive_targets--> share of successes below each node of a SegmentTree; trie_targets: of a Trie
-    rewards --effective_ratio--> how many anchors have both outcomes below them
-    predicted, target --spearman--> how well a predictor ranks them
+    Trie --anchors--> Anchors                every prefix from which a rollout could be continued, and its tree
+    rewards --recursive_targets--> share of successes below each node of a SegmentTree (trie_targets: of a Trie)
+    rewards --effective_ratio--> share of anchors with both outcomes below them
+    predicted, target --spearman--> rank correlation of a predictor
 
-An anchor is a prompt or a prefix after some turns of a rollout, TRACE (arXiv 2606.11119), section 2.2.
+An anchor is a prompt, or a prefix after some turns of a rollout: TRACE (arXiv 2606.11119), section 2.2.
+
+        7 | 1 2 | 3 4 | 5    a  success      anchors: the prompt [7], target 1/2, with both outcomes; [7 1 2] and
+        7 | 6 2 | 8          b  failure      [7 1 2 3 4] of a, target 1; [7 6 2] of b, target 0
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ from treepack.trie.trie import Trie
 class Anchors:
     """The prefixes of rollouts after each turn but the last: TRACE, equation 7.
 
-    One entry per occurrence, by trajectory and turn, all int64 [num_anchors]: the index of its `trajectory` in the
-    trie, how many segments (turns) it holds besides the prompt, `turn` from 1, and how many tokens, `num_tokens`; its
-    `node` in `tree`, which occurrences in several trajectories share. `group` int64 [num_trajectories] is the group of
-    each trajectory and so its root in `tree`.
+    The arrays have one entry per occurrence, by trajectory and turn, all int64 [num_anchors]: the index of its
+    `trajectory` in the trie, the number `turn` of segments (turns) after the prompt, from 1, the number of tokens
+    `num_tokens`, and its `node` in `tree`. Occurrences in several trajectories may share a node. `group` int64
+    [num_trajectories] is the group of each trajectory, which is also its root in `tree`.
     """
 
+    # The rollouts of the header: trajectory [0 0 1], turn [1 2 1], num_tokens [3 5 3], group [0 0].
     tree: SegmentTree
     group: Int64
     trajectory: Int64
@@ -41,22 +45,24 @@ class Anchors:
 
 
 def anchors(trie: Trie, *, segment: str = "turn") -> Anchors:
-    """The prefixes of all trajectories of `trie`; `segment` as in `segments.segment_tree`.
+    """List the prefixes of all trajectories of `trie`; `segment` is that of `segments.segment_tree`.
 
     Raises:
-        TreepackError: what `segment_tree` refuses.
+        TreepackError: any error of `segment_tree`.
     """
     group = group_codes(trie)
     tree = segment_tree(trie, np.arange(trie.num_trajectories), group, segment=segment)
+    # Number the segments of each trajectory from 0, the root: owner [0 0 0 0 1 1 1] -> turn [0 1 2 3 0 1 2].
     begin = np.searchsorted(tree.owner, np.arange(trie.num_trajectories))
     turn = np.arange(len(tree.owner)) - begin[tree.owner]
     followed = np.append(tree.owner[1:] == tree.owner[:-1], False)
     at = np.flatnonzero((turn > 0) & followed)
+    # A prefix ends where the next segment starts, so that start is its number of tokens.
     return Anchors(tree, group, tree.owner[at], turn[at], tree.start[at + 1], tree.node[at])
 
 
 def binary_rewards(trie: Trie) -> Float64:
-    """Reward of each trajectory, 0 or 1, float64 [num_trajectories].
+    """Return the reward of each trajectory, 0 or 1, float64 [num_trajectories].
 
     Raises:
         TreepackError: a reward is missing or another number.
@@ -65,18 +71,20 @@ def binary_rewards(trie: Trie) -> Float64:
     wrong = np.flatnonzero((reward != 0) & (reward != 1))
     if len(wrong):
         source = trie.trajectories["source"][int(wrong[0])].as_py()
-        found = reward[wrong[0]]
-        said = "no reward" if np.isnan(found) else f"the reward {found:g}"
-        raise TreepackError(f"{source}: has {said}; TRACE needs 0 for failure or 1 for success in every rollout")
+        value = reward[wrong[0]]
+        fault = "no reward" if np.isnan(value) else f"the reward {value:g}"
+        raise TreepackError(f"{source}: has {fault}; TRACE needs 0 for failure or 1 for success in every rollout")
     return reward
 
 
 def recursive_targets(tree: SegmentTree, reward: Float64) -> tuple[Float64, Int64]:
-    """Share of successes among the trajectories below each node, and their number: TRACE, equation 18.
+    """Return the share of successes among the trajectories below each node, and their number: TRACE, equation 18.
 
-    The paper averages children weighted by how many leaves each has, bottom up, which is the mean over the leaves.
-    Float64 and int64 [num_nodes of `tree`], its leaves, the trajectories, last. `reward` float64 [num_trajectories].
+    The paper averages children bottom up, weighted by their numbers of leaves, which equals the mean over all leaves.
+    The results are float64 and int64 [num_nodes of `tree`]; the leaves, which are the trajectories, come last. `reward`
+    is float64 [num_trajectories].
     """
+    # The list has each inner node once per trajectory below it, so counting and summing the list needs no recursion.
     inner = tree.node < tree.num_inner
     owner, node = tree.owner[inner], tree.node[inner]
     passing = np.bincount(node, minlength=tree.num_inner)
@@ -86,10 +94,13 @@ def recursive_targets(tree: SegmentTree, reward: Float64) -> tuple[Float64, Int6
 
 
 def trie_targets(trie: Trie, reward: Float64) -> Float64:
-    """Share of successes among the trajectories through each node of `trie`: TRACE, equation 18.
+    """Return the share of successes among the trajectories through each node of `trie`: TRACE, equation 18.
 
-    Float64 [num_nodes]. Nodes of the trie are runs of tokens, which groups may share and which are not cut by turns.
+    Float64 [num_nodes]. Nodes of the trie are runs of tokens. Groups may share them, and turns do not cut them.
     """
+    # Trajectories are sorted depth-first by end node: end_node [1 2 4 5] of 6 nodes -> ends [0 0 1 2 2 3 4]. The subtree
+    # of node 0 ends before node 3, so its trajectories are ends[0] = 0 to ends[3] = 2, without 2. Their successes are a
+    # difference of cumulative sums.
     ends = np.searchsorted(trie.end_node, np.arange(trie.num_nodes + 1))
     sums = np.concatenate([[0.0], np.cumsum(reward)])[ends]
     shares: Float64 = (sums[trie.node_end] - sums[:-1]) / trie.num_passing
@@ -97,9 +108,9 @@ def trie_targets(trie: Trie, reward: Float64) -> Float64:
 
 
 class EffectiveRatio(NamedTuple):
-    """`of_rollouts`: share of rollouts below anchors with both outcomes, equation 20; `of_anchors`: share of anchors.
+    """Share of rollouts below anchors with both outcomes (`of_rollouts`, equation 20), and share of such anchors.
 
-    Both are 0 where there is no anchor.
+    Both are 0 if there is no anchor.
     """
 
     of_rollouts: float
@@ -108,11 +119,12 @@ class EffectiveRatio(NamedTuple):
 
 
 def effective_ratio(anchor: Int64, reward: Float64) -> EffectiveRatio:
-    """How many anchors have both a success and a failure below them: TRACE, equations 20 and 21.
+    """Share of anchors that have both a success and a failure below them: TRACE, equations 20 and 21.
 
     `anchor` int64 (codes from 0) and `reward` float64, both [num_pairs]: one pair for each rollout below each anchor.
     For the prompts of a batch, `of_anchors` is equation 21.
     """
+    # anchor [0, 0, 1, 1, 1], reward [1, 0, 1, 1, 1]: 1 of 2 anchors is mixed, with 2 of 5 rollouts -> (0.4, 0.5, 2)
     count = np.bincount(anchor)
     successes = np.bincount(anchor, weights=reward)
     known = count > 0
@@ -123,21 +135,21 @@ def effective_ratio(anchor: Int64, reward: Float64) -> EffectiveRatio:
     return EffectiveRatio(float(count[both].sum()) / num_pairs, float(both.sum()) / num_anchors, num_anchors)
 
 
-def effective_ratios(found: Anchors, reward: Float64) -> dict[str, EffectiveRatio]:
-    """`effective_ratio` of the prompts, "root", and of the prefixes that two or more trajectories share, "prefix"."""
-    tree = found.tree
+def effective_ratios(prefixes: Anchors, reward: Float64) -> dict[str, EffectiveRatio]:
+    """`effective_ratio` of the prompts ("root") and of the prefixes that two or more trajectories share ("prefix")."""
+    tree = prefixes.tree
     passing = np.bincount(tree.node, minlength=len(tree.parent))
     shared = (tree.node >= tree.num_groups) & (passing[tree.node] > 1)
     return {
-        "root": effective_ratio(found.group, reward),
+        "root": effective_ratio(prefixes.group, reward),
         "prefix": effective_ratio(tree.node[shared], reward[tree.owner[shared]]),
     }
 
 
 class Correlation(NamedTuple):
-    """Spearman's `rho` of `num_pairs` pairs and its `p_value`; None where either side is constant.
+    """Spearman's `rho` of `num_pairs` pairs and its `p_value`; None if either side is constant.
 
-    `num_unpredicted` counts the targets that nothing was predicted for, which are not among the pairs.
+    `num_unpredicted` counts the targets without a prediction, which are not among the pairs.
     """
 
     rho: float | None
@@ -152,6 +164,7 @@ def spearman(predicted: Float64, target: Float64) -> Correlation:
     Raises:
         TreepackError: scipy is not installed.
     """
+    # Two pairs always have the correlation 1 or -1, with no p-value.
     count = len(target)
     if count < 3 or np.ptp(predicted) == 0 or np.ptp(target) == 0:
         return Correlation(None, None, count)
@@ -159,5 +172,5 @@ def spearman(predicted: Float64, target: Float64) -> Correlation:
         from scipy.stats import spearmanr
     except ImportError as error:
         raise TreepackError("rank correlations need scipy; install it with: pip install 'treepack[stats]'") from error
-    found = spearmanr(predicted, target)
-    return Correlation(float(found.statistic), float(found.pvalue), count)
+    result = spearmanr(predicted, target)
+    return Correlation(float(result.statistic), float(result.pvalue), count)
