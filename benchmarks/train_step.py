@@ -43,7 +43,7 @@ from treepack.attention.chains import Chains
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
 from treepack.files.manifest import read_manifest
-from treepack.model.forward import placed, row_loss
+from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import LoadedModel, load_model
 
@@ -267,8 +267,8 @@ def measure(
     device, flat = loaded.device, flat_rows(rows, arguments.flat_row)
     optimiser = torch.optim.AdamW(loaded.model.parameters(), lr=0.0, fused=device.type == "cuda")
     ways: dict[str, Callable[[], float]] = {
-        "tree": lambda: step(loaded, optimiser, rows, placed),
-        "flat": lambda: step(loaded, optimiser, flat, as_chains if device.type == "cuda" else placed),
+        "tree": lambda: step(loaded, optimiser, rows, prepare_batch),
+        "flat": lambda: step(loaded, optimiser, flat, as_chains if device.type == "cuda" else prepare_batch),
     }
     losses: dict[str, float] = {}
     times: dict[str, list[float]] = {"tree": [], "flat": []}

@@ -128,7 +128,7 @@ def test_a_term_column_that_a_row_lacks_is_left_out(tmp_path: Path) -> None:
 
 def test_what_would_give_wrong_gradients_is_refused() -> None:
     inputs = collate([make_batch(make_row(SAMPLES))])
-    with pytest.raises(TreepackError, match="attends through 'sdpa', which takes no notice of subtree_end"):
+    with pytest.raises(TreepackError, match="uses the attention 'sdpa', which ignores subtree_end"):
         batch_loss(Wrapper(tiny_model("qwen3")), inputs)
     with pytest.raises(TreepackError, match="no causal language model"):
         batch_loss(torch.nn.Linear(2, 2), inputs)

@@ -77,8 +77,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is 'linear_attention'"),
     ("cohere", {**SMALL, "logit_scale": 0.06}, "logits are not its output layer"),
     ("granite", {**SMALL, "logits_scaling": 8.0}, "logits are not its output layer"),
-    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask is given|does not hand attention"),
-    ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "does not hand attention"),
+    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask is given|does not use transformers' attention"),
+    ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "does not use transformers' attention"),
     ("bert", SMALL, "not causal|tree attention|alone"),
     ("no_such_model", {}, "cannot load"),
 ]
@@ -106,7 +106,7 @@ def test_flex_pads_rows_and_the_advice_on_windows_knows(window: int, advice: str
 def test_a_config_without_a_model_type_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list.json"
     path.write_text(text)
-    with pytest.raises(TreepackError, match=r"list\.json: holds no model_type; expected"):
+    with pytest.raises(TreepackError, match=r"list\.json: has no model_type; expected"):
         load_model(path)
 
 
@@ -212,7 +212,7 @@ def test_data_that_suits_the_model_is_accepted() -> None:
     ("kind", "fields", "entries", "message"),
     [
         ("qwen3", {}, {"max_token_id": VOCABULARY}, "the token id 50 and the vocabulary ends at 49"),
-        ("gpt2", {}, {}, "positions up to 256 and the model's end at 255"),
+        ("gpt2", {}, {}, "positions up to 256, but the model's end at 255"),
         ("llama", {"sliding_window": 63}, {}, "sliding window of 63 .* pack with --capacity 63$"),
         (
             "llama",

@@ -1,13 +1,13 @@
-"""Packed rows for other people's trainers: what a data collator returns, and the losses of what it returned.
+"""Packed rows in another trainer: a data collator, and the losses of its batches.
 
-    [Batch, ...] --collate--> {"input_ids": [B, T], ...} --their trainer--> compute_loss(model, inputs):
+    [Batch, ...] --collate--> {"input_ids": [B, T], ...} --the trainer--> compute_loss(model, inputs):
 
-    batch_loss        sum of loss_weight * nll over the rows, as `model.row_loss` of each
+    batch_loss        sum of loss_weight * nll over the rows, like `forward.row_loss` for each row
     batch_logprobs    log-probabilities of the tokens of inputs["terms"], for `objectives.objective_loss`
 
-The model is called as the trainer wrapped it (DistributedDataParallel, accelerate's autocast, PEFT), so that hooks on
-its forward run; the loss is made of its last hidden states, in chunks, and its own logits are those of one token. What
-a trainer divides by is its own affair: these are sums.
+The model is called with everything that the trainer wrapped around it (DistributedDataParallel, the autocast of
+accelerate, PEFT), so that hooks on its forward run. The loss is computed from its last hidden states, in chunks; the
+model itself computes the logits of one token only. The results are sums, and the trainer divides them.
 """
 
 from __future__ import annotations
@@ -29,116 +29,127 @@ _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss
 
 
 def collate(batches: Sequence[Batch]) -> dict[str, Any]:
-    """B packed rows as one dict, padded to T tokens, the longest of them; a data collator, which takes lists of rows.
+    """Stack B packed rows into one dict, padded to T tokens, the length of the longest; for use as a data collator.
 
-    Padding is that of `batch`: it sees only itself and counts for nothing.
+    Padding is that of `data.batch`: it attends to itself only and adds nothing to the loss.
 
     Returns:
-        input_ids, position_ids and parent int64 [B, T], parent counting within its row; subtree_end and scale int32
-        [B, T]; loss_weight float64 [B, T]; row_id int64 [B]. If the rows hold terms, also "terms": one `TermTensors`
-        of all rows: its `tokens` count within the B * T tokens of the batch, and its trajectories are those of the
-        first row, then of the second, and so on.
+        input_ids, position_ids and parent int64 [B, T], with parents as indices within the row; subtree_end and scale
+        int32 [B, T]; loss_weight float64 [B, T]; row_id int64 [B]. If the rows have terms, also "terms": one
+        `TermTensors` for all rows. Its `tokens` are indices into the B * T tokens of the batch. Its trajectories
+        come in the order of the rows.
 
     Raises:
-        TreepackError: there is no row.
+        TreepackError: if `batches` is empty.
     """
     if not batches:
         raise TreepackError("collate: there is no row; expected at least one Batch")
     length = max(len(batch.input_ids) for batch in batches)
-    found: dict[str, Any] = {
-        name: torch.stack([_padded(batch, name, length) for batch in batches]) for name in _COLUMNS
-    }
-    found["row_id"] = torch.tensor([batch.row_id for batch in batches])
+    inputs: dict[str, Any] = {name: torch.stack([_pad(batch, name, length) for batch in batches]) for name in _COLUMNS}
+    inputs["row_id"] = torch.tensor([batch.row_id for batch in batches])
     if any(batch.terms is not None for batch in batches):
-        found["terms"] = _joined([batch.terms or _terms_of_none() for batch in batches], length)
-    return found
+        inputs["terms"] = _concatenate_terms([batch.terms or _empty_terms() for batch in batches], length)
+    return inputs
 
 
-def _padded(batch: Batch, name: str, length: int) -> Tensor:
+def _pad(batch: Batch, name: str, length: int) -> Tensor:
     column: Tensor = getattr(batch, name)
     tail: Tensor = getattr(empty_batch(length - len(column)), name)
+    # subtree_end [2, 2] padded to 4 tokens: the tail [1, 2] is shifted by 2 -> [2, 2, 3, 4]
     return torch.cat([column, tail + len(column) if name == "subtree_end" else tail])
 
 
-def _terms_of_none() -> TermTensors:
+def _empty_terms() -> TermTensors:
     terms = empty_batch(0, terms=True).terms
     assert terms is not None
     return terms
 
 
-def _joined(rows: Sequence[TermTensors], length: int) -> TermTensors:
-    """The terms of rows of `length` tokens each, side by side; a column that a row with terms lacks is left out."""
+def _concatenate_terms(rows: Sequence[TermTensors], length: int) -> TermTensors:
+    """Concatenate the terms of rows of `length` tokens each; omit a column that a row with terms lacks."""
     columns: dict[str, list[Tensor] | None] = {field.name: [] for field in fields(TermTensors)}
+    # Indices are shifted by the sizes of the rows before. Two rows of 4 tokens, with [1, 3] and [2] trained:
+    # tokens [1, 3] + [2 + 4] = [1, 3, 6], index [0, 1, 0] + [0 + 2] = [0, 1, 0, 2]
     shift = {"tokens": 0, "index": 0, "trajectory": 0, "group": 0}
     for terms in rows:
         for name in columns:
-            values, so_far = getattr(terms, name), columns[name]
+            values, column = getattr(terms, name), columns[name]
             if values is None:
-                columns[name] = None
-            elif so_far is not None:
-                so_far.append(values + shift[name] if name in shift else values)
+                columns[name] = None  # stays None for the rows after this one
+            elif column is not None:
+                column.append(values + shift[name] if name in shift else values)
         shift["tokens"] += length
         shift["index"] += len(terms.tokens)
         shift["trajectory"] += len(terms.group)
-        shift["group"] += len(terms.group)  # more than the codes of its groups: groups are compared within a row
-    joined: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
-    return TermTensors(**joined)
+        # Group codes are below the number of trajectories, so groups of two rows never get the same code. Equal groups
+        # of two rows get different codes too, which is correct: an objective compares trajectories of one row only.
+        shift["group"] += len(terms.group)
+    tensors: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
+    return TermTensors(**tensors)
 
 
 def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Tensor:
-    """Sum over the targets of all rows of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`.
+    """Return the sum over the targets of all rows of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`.
 
     Args:
-        model: a causal language model of transformers with tree attention, in whatever the trainer wrapped it.
-        inputs: from `collate`, on the model's device.
+        model: a causal language model of transformers with tree attention, with the wrappers of the trainer.
+        inputs: the result of `collate`, on the model's device.
         chunk: targets whose logits exist at a time.
 
     Raises:
-        TreepackError: the model attends through something else, or its output layer is no plain linear layer.
+        TreepackError: if the model uses another attention, or its output layer is not a plain linear layer.
     """
-    states, head, anchor = _states(model, inputs)
-    input_ids, parent = _flat(inputs)
+    states, head, anchor = _last_states(model, inputs)
+    input_ids, parent = _flatten(inputs)
     targets = input_ids, parent, inputs["loss_weight"].flatten()
     return weighted_nll(states, head.weight, targets, bias=head.bias, chunk=chunk) + anchor
 
 
 def batch_logprobs(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [n] of the tokens of inputs["terms"], each once; see `loss.tree_logprobs`.
+    """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `loss.tree_logprobs`.
 
-    Arguments and errors are those of `batch_loss`.
+    Arguments and errors are the same as for `batch_loss`.
     """
-    states, head, anchor = _states(model, inputs)
-    input_ids, parent = _flat(inputs)
+    states, head, anchor = _last_states(model, inputs)
+    input_ids, parent = _flatten(inputs)
     tokens = inputs["terms"].tokens
     logprobs, entropies = tree_logprobs(states, head.weight, tokens, input_ids, parent, bias=head.bias, chunk=chunk)
     return logprobs + anchor, entropies
 
 
-def _flat(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """input_ids and parent [B * T], parent counting within the batch."""
+def _flatten(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return input_ids and parent, [B * T] each, with parents as indices into the batch instead of the row."""
     parent = inputs["parent"]
+    # B = 2, T = 3: parent [[-1, 0, 1], [-1, 0, 0]] + offset [[0], [3]] -> [-1, 0, 1, -1, 3, 3]; roots keep their -1
     offset = torch.arange(len(parent), device=parent.device)[:, None] * parent.shape[1]
     return inputs["input_ids"].flatten(), torch.where(parent < 0, parent, parent + offset).flatten()
 
 
-def _states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear, Tensor]:
-    """Hidden states [B * T, D] after the final norm, the output layer, and a zero that depends on all parameters.
+def _last_states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear, Tensor]:
+    """Return hidden states [B * T, D] after the final norm, the output layer, and a zero attached to all parameters.
 
-    Ranks add up their gradients in step, so a parameter that a row of padding does not need gets a gradient of zero.
+    Ranks exchange the gradient of every parameter, so each parameter needs one on every rank. Through the zero, a
+    parameter that a row of padding does not use gets a gradient of zero.
+
+    Raises:
+        TreepackError: if the model has no tree attention, or its output layer is not a plain linear layer.
     """
-    causal = _causal(model)
+    causal = _find_causal_model(model)
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise TreepackError(
             f"{type(causal).__name__}: its output layer is a {type(head).__name__}; expected a plain linear layer, so "
-            "leave adapters off it"
+            "do not put an adapter on it"
         )
     impl = causal.config.get_text_config()._attn_implementation.removeprefix("treepack_")
-    # "auto" is worked out, and the schedule made, in every layer; a name costs it once.
+    # With a named implementation the schedule is computed here, once for all layers. With "auto" every layer chooses an
+    # implementation and computes the schedule itself.
     schedule = None if impl == "auto" else prepare(inputs["subtree_end"], impl)
+    # The logits of one token are enough for `output.logits`; all of them would be [B, T, V].
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(causal.forward).parameters else {}
-    seen: list[Tensor] = []
-    hook = causal.base_model.register_forward_hook(lambda _, __, output: seen.append(output.last_hidden_state))
+    # A hook, because the forward of the wrappers must run and returns logits, not the hidden states of base_model.
+    states: list[Tensor] = []
+    hook = causal.base_model.register_forward_hook(lambda _, __, output: states.append(output.last_hidden_state))
     try:
         output = model(
             input_ids=inputs["input_ids"],
@@ -150,19 +161,22 @@ def _states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear, Tens
         )
     finally:
         hook.remove()
-    return seen[0].flatten(0, 1), head, output.logits.sum() * 0
+    # [B, T, D] -> [B * T, D]
+    return states[0].flatten(0, 1), head, output.logits.sum() * 0
 
 
-def _causal(model: nn.Module) -> Any:
+def _find_causal_model(model: nn.Module) -> Any:
     from transformers import PreTrainedModel
 
     causal = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if causal is None or causal.get_output_embeddings() is None:
-        raise TreepackError(f"{type(model).__name__}: is no causal language model of transformers")
+        raise TreepackError(
+            f"{type(model).__name__}: contains no causal language model of transformers; pass one, wrapped or not"
+        )
     attention = causal.config.get_text_config()._attn_implementation
     if attention not in IMPLEMENTATIONS.values():
         raise TreepackError(
-            f"{type(causal).__name__}: attends through {attention!r}, which takes no notice of subtree_end; load it "
-            "by treepack.load_model, or by attn_implementation='treepack_auto' after treepack.register_attention()"
+            f"{type(causal).__name__}: uses the attention {attention!r}, which ignores subtree_end; load it with "
+            "treepack.load_model, or with attn_implementation='treepack_auto' after treepack.register_attention()"
         )
     return causal

@@ -1,37 +1,80 @@
-"""Refuse data that a model cannot be trained on: its vocabulary, tokenizer, positions and windows."""
+"""Refusals, each in one sentence: models that cannot be trained exactly, and data that a model cannot be trained on.
+
+    config                       --check_config-->   None, or an error about the model
+    LoadedModel, packed manifest --check_fits-->     None, or an error about the data for this model
+    an exception of other code   --translate_errors--> an error about the model file that caused it
+
+`check_config` finds by name the features that are known to break exactness. `probe.probe` finds the others: it runs a
+small tree through the model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from treepack.attention import row_multiple
+from treepack.attention import IMPLEMENTATIONS, row_multiple
 from treepack.errors import TreepackError
-from treepack.model.load import LoadedModel
 
+if TYPE_CHECKING:
+    from treepack.model.load import LoadedModel
+
+REQUIREMENT = "treepack trains models whose every layer is plain softmax attention"
+NO_INTERFACE = "its code does not use transformers' attention interface"
+
+# Values of `layer_types` under which a layer is softmax attention. A sliding window changes nothing as long as rows are
+# shorter than the window, which `check_fits` checks.
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
+# transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# A learned table may have a few more entries than max_position_embeddings: OPT and BART have 2 more. 8 leaves a margin.
+_EXTRA_POSITIONS = 8
+_MAX_MESSAGE = 200  # characters of a foreign error message: enough for its first sentence, short enough for one line
+
+
+def check_config(config: Any, *, source: str) -> None:
+    """Refuse a model by its configuration: layers other than softmax attention, and capped scores or logits.
+
+    Raises:
+        TreepackError: if the configuration has such a layer or option; the message names it.
+    """
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
+    for layer, kind in enumerate(kinds):
+        if kind not in _SOFTMAX_LAYERS:
+            raise TreepackError(f"{source}: layer {layer} is {kind!r}; {REQUIREMENT}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            raise TreepackError(
+                f"{source}: {name} is {getattr(config, name)}; {REQUIREMENT}, without a cap on scores or logits"
+            )
 
 
 def sliding_window(config: Any) -> int | None:
-    """The window of a model's sliding layers, or None if it has none."""
+    """Return the window of a model's sliding layers, in tokens, or None if it has none."""
     kinds = getattr(config, "layer_types", None)
     window: int | None = getattr(config, "sliding_window", None)
+    # Older configurations have no layer_types, but the flag use_sliding_window; a window without a flag is in use.
     slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
     return window if slides else None
 
 
 def position_limit(model: Any) -> tuple[int, str] | None:
-    """Least position that the model has no exact answer for and why, or None if there is no such limit."""
+    """Return the smallest position that the model cannot compute exactly, and the reason; None if there is no limit."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
         return None
     words = model.get_input_embeddings()
+    # No attribute marks a table of positions, so an embedding counts as one if it has about that many entries.
     tables = [m for m in model.base_model.modules() if isinstance(m, nn.Embedding) and m is not words]
-    if any(limit <= table.num_embeddings <= limit + 8 for table in tables):
+    if any(limit <= table.num_embeddings <= limit + _EXTRA_POSITIONS for table in tables):
         return limit, "its positions are a learned table"
+    # rope_parameters is one dict, or one dict per layer type: {"full_attention": {...}, "sliding_attention": {...}}
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(each for each in ropes.values() if isinstance(each, dict))]:
         if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -45,12 +88,12 @@ def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: i
 
     Args:
         loaded: the model.
-        manifest: manifest of the packed directory; capacity, max_token_id and tokenizer are read.
-        max_position: greatest position id of the rows.
+        manifest: manifest of the packed directory; its capacity, max_token_id and tokenizer are read.
+        max_position: largest position id of the rows.
 
     Raises:
-        TreepackError: ids beyond the vocabulary, another tokenizer, positions beyond the model's, or rows longer
-            than its sliding window.
+        TreepackError: if token ids are outside the vocabulary, another tokenizer made the data, positions are beyond
+            the model's limit, or rows are longer than the model's sliding window.
     """
     source, model = loaded.source, loaded.model
     vocabulary = min(len(model.get_input_embeddings().weight), len(model.get_output_embeddings().weight))
@@ -63,26 +106,27 @@ def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: i
     limit = position_limit(model)
     if limit is not None and max_position >= limit[0]:
         raise TreepackError(
-            f"{source}: the data has positions up to {max_position} and the model's end at {limit[0] - 1}, because "
-            f"{limit[1]}; truncate the trajectories to {limit[0]} tokens"
+            f"{source}: the data has positions up to {max_position}, but the model's end at {limit[0] - 1}, "
+            f"because {limit[1]}; truncate the trajectories to {limit[0]} tokens"
         )
     multiple = row_multiple(loaded.attention)
+    # A row as the attention gets it: a capacity of 1000 with a multiple of 128 gives rows of up to 1024 tokens.
     window, rows = sliding_window(model.config.get_text_config()), -(-manifest["capacity"] // multiple) * multiple
     if window is not None and window < rows:
         remedy = f"pack with --capacity {window // multiple * multiple}"
-        if window < multiple:
+        if window < multiple:  # even a row of one token is padded beyond the window
             remedy = (
                 f"pack with --capacity {window} and use --attention reference, "
-                f"for {loaded.attention} pads rows to {multiple}"
+                f"because {loaded.attention} pads rows to a multiple of {multiple}"
             )
         raise TreepackError(f"{source}: its sliding window of {window} tokens is shorter than rows of {rows}; {remedy}")
 
 
 def saved_tokenizer(source: str) -> Any:
-    """The tokenizer that lies beside the weights at `source`, or None.
+    """Return the tokenizer saved with the weights at `source`, or None if a local source has none.
 
     Raises:
-        TreepackError: if a hub name has none, or it cannot be loaded.
+        TreepackError: if a model on the hub has no tokenizer, or the tokenizer cannot be loaded.
     """
     from treepack.ingest.tokenization import load_tokenizer
 
@@ -98,9 +142,32 @@ def _check_tokenizer(source: str, expected: dict[str, Any] | None) -> None:
         return
     from treepack.ingest.tokenization import fingerprint
 
-    found = fingerprint(tokenizer)
-    if found["sha256"] != expected["sha256"]:
+    # The hash is over the vocabulary by id, not over the name: a renamed copy of a tokenizer is accepted.
+    if fingerprint(tokenizer)["sha256"] != expected["sha256"]:
         raise TreepackError(
             f"{source}: its tokenizer is not the one that made the data ({expected['name']}, "
             f"{expected['vocab_size']} tokens); tokenise the data with this model's tokenizer"
         )
+
+
+@contextmanager
+def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
+    """Turn any exception of foreign code into a TreepackError of one sentence, with the exception as its cause.
+
+    Raises:
+        TreepackError: instead of any other exception; one that is raised inside passes unchanged.
+    """
+    try:
+        yield
+    except TreepackError:
+        raise
+    except Exception as error:  # code of a model may raise anything
+        raise TreepackError(f"{complaint} ({one_line(error)}); {remedy}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of `error` as one short line."""
+    # A model with a table of its own attention classes looks up our name in it: KeyError('treepack_reference').
+    if isinstance(error, KeyError) and error.args and error.args[0] in IMPLEMENTATIONS.values():
+        return NO_INTERFACE
+    return shorten(str(error), _MAX_MESSAGE, placeholder=" ...") or type(error).__name__

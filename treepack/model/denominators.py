@@ -1,11 +1,11 @@
-"""What the terms of an optimiser step are divided by: known before its first row is loaded, whatever its rows.
+"""The denominators of an optimiser step's terms, computed before the first row of the step is loaded.
 
-    packed/ --trajectory_table--> one line per trajectory: row, group, weight, reward
-    table, rows of a step --step_factors--> f of every trajectory of those rows (see `objectives`)
+    packed/ --trajectory_table--> one entry per trajectory: row, group, weight, reward
+    table, rows of a step --step_factors--> f of every trajectory of these rows (see `objectives`)
 
-A group's trajectories may lie in several rows and a step's rows in any order: the sums are over the whole step, so the
-loss depends neither on how trajectories were packed nor on how rows are accumulated. Data that an objective cannot be
-computed from is refused here, before a model is loaded.
+The trajectories of a group may be in several rows, and the rows of a step may come in any order. All sums are over the
+whole step, so the loss depends neither on the packing of trajectories nor on the accumulation of rows. `check_columns`
+refuses data that lacks a column of the objective, before a model is loaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from treepack.errors import TreepackError
 from treepack.model.objectives import Objective, preference_pairs
 from treepack.trajectory import Float64, Int64
 
+# Remedy for each column that an objective may need and the directory may lack.
 _REMEDIES = {
     "term_token": "give the rollouts rewards, advantages or log-probabilities and pack them again",
     "term_advantage": "give every rollout an advantage (field advantage or advantages) and pack them again",
     "trajectory_rewards": "give every rollout a reward and pack them again",
-    "term_sampling_logprob": "give every rollout the sampler's log-probabilities and pack them again, or leave out "
+    "term_sampling_logprob": "give every rollout the sampler's log-probabilities and pack them again, or omit "
     "--importance-cap",
     "term_old_logprob": "write all of them with `treepack logprobs --column old`",
     "term_ref_logprob": "write them with `treepack logprobs --column ref`",
@@ -37,9 +38,11 @@ _REMEDIES = {
 class TrajectoryTable:
     """The K trajectories of a packed directory, in the order of its rows.
 
-    `first` int64 [num_rows + 1]: those of row r are first[r] .. first[r + 1] - 1; group int64 [K], equal where step and
-    group are; weight float64 [K], the sum of their term weights; pairs int64 [num_rows], the pairs that dpo compares
-    within each row, and None for other losses.
+    Attributes:
+        first: int64 [num_rows + 1]; the trajectories of row r are first[r] .. first[r + 1] - 1.
+        group: int64 [K], equal for trajectories of the same training step and group.
+        weight: float64 [K], the sum of the weights of a trajectory's terms.
+        pairs: int64 [num_rows], the number of pairs that dpo compares within each row; None for other losses.
     """
 
     first: Int64
@@ -49,10 +52,10 @@ class TrajectoryTable:
 
 
 def check_columns(dataset: PackedDataset, objective: Objective) -> None:
-    """Refuse a dataset that lacks what the objective reads.
+    """Refuse a dataset that lacks a column of the objective or has it for some trajectories only.
 
     Raises:
-        TreepackError: naming the column and the remedy.
+        TreepackError: if a column is missing or incomplete, or the weights are normalised already.
     """
     if objective.loss == "sft":
         return
@@ -60,16 +63,18 @@ def check_columns(dataset: PackedDataset, objective: Objective) -> None:
     for column in ("term_token", *objective.columns):
         if column not in dataset.term_columns:
             raise TreepackError(f"{dataset.path}: has no {column}, which the loss {name} needs; {_REMEDIES[column]}")
+    # Without old log-probabilities every ratio is 1; with some of them, the others would be NaN, so all or none.
     optional = ("term_old_logprob",) if objective.loss != "dpo" and "term_old_logprob" in dataset.term_columns else ()
     for column in (*objective.columns, *optional):
         for table in dataset.tables(["row_id", column]):
-            missing = [compute.list_flatten(table[column]).null_count, table[column].null_count]
-            if any(missing):
-                empty = [
+            # A cell is a list with one value per term or trajectory: null values in lists, and null lists.
+            null_counts = [compute.list_flatten(table[column]).null_count, table[column].null_count]
+            if any(null_counts):
+                incomplete = [
                     row for row, cell in zip(*table.to_pydict().values(), strict=True) if cell is None or None in cell
                 ]
                 raise TreepackError(
-                    f"{dataset.path}: row {empty[0]} has no {column} for some trajectories, which the loss {name} "
+                    f"{dataset.path}: row {incomplete[0]} has no {column} for some trajectories, which the loss {name} "
                     f"needs; {_REMEDIES[column]}"
                 )
     normalize = dataset.manifest["options"]["normalize"]
@@ -81,10 +86,10 @@ def check_columns(dataset: PackedDataset, objective: Objective) -> None:
 
 
 def trajectory_table(dataset: PackedDataset, objective: Objective) -> TrajectoryTable:
-    """Read the table; O(terms) in time, O(trajectories) in memory.
+    """Read the trajectory table of a directory; O(terms) in time, O(trajectories) in memory.
 
     Raises:
-        TreepackError: for dpo, no pair at all, or a pair whose trajectories lie in two rows.
+        TreepackError: for dpo, if there is no pair, or if the trajectories of a pair are in two rows.
     """
     columns = ["trajectory_groups", "term_trajectory", "term_weight"]
     reads_rewards = objective.loss == "dpo"
@@ -92,14 +97,18 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
     weights: list[Float64] = []
     rewards: list[Float64] = []
     for table in dataset.tables([*columns, "trajectory_rewards"] if reads_rewards else columns):
-        sizes = _sizes(table["trajectory_groups"])
+        sizes = _sizes(table["trajectory_groups"])  # trajectories of each row of the row group
+        # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
+        # the terms [0, 1, 1] and [0]: repeat([0, 2], [3, 1]) + [0, 1, 1, 0] = [0, 1, 1, 2]
         owner = np.repeat(np.cumsum(sizes) - sizes, _sizes(table["term_trajectory"])) + _flat(table["term_trajectory"])
         counts.append(sizes)
         weights.append(np.bincount(owner, _flat(table["term_weight"]), sizes.sum()).astype(np.float64))
         names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
         rewards.append(_flat(table["trajectory_rewards"]) if reads_rewards else np.zeros(sizes.sum()))
+    # counts [0, 2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
     first = np.cumsum(np.concatenate(counts))
     row = np.repeat(np.arange(len(dataset)), np.diff(first))
+    # A group name may come back in another training step; it is then another group.
     keys = [(dataset.steps[r], name) for r, name in zip(row.tolist(), names, strict=True)]
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     group = np.array([codes[key] for key in keys], np.int64)
@@ -108,6 +117,7 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
     if reads_rewards:
         reward = np.concatenate(rewards)
         pairs = _pairs_within(first, group, weight, reward)
+        # A trajectory without weight is in no pair, so its reward must not split one.
         _refuse_split_pairs(dataset, row, [name for _, name in keys], group, np.where(weight > 0, reward, np.nan))
         if not pairs.any():
             raise TreepackError(
@@ -128,15 +138,22 @@ def _flat(column: pa.ChunkedArray) -> Float64:
 
 
 def _pairs_within(first: Int64, group: Int64, weight: Float64, reward: Float64) -> Int64:
-    found = []
-    for a, b in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
-        own = (torch.from_numpy(values[a:b]) for values in (group, reward, weight > 0))
-        found.append(len(preference_pairs(*own)[0]))
-    return np.array(found, np.int64)
+    """Return the number of pairs of dpo within each row, int64 [num_rows]."""
+    counts = []
+    for start, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
+        columns = (torch.from_numpy(values[start:end]) for values in (group, reward, weight > 0))
+        counts.append(len(preference_pairs(*columns)[0]))
+    return np.array(counts, np.int64)
 
 
 def _refuse_split_pairs(dataset: PackedDataset, row: Int64, names: list[str], group: Int64, reward: Float64) -> None:
-    """A group may lie in several rows only if all of its rewards are equal."""
+    """Refuse a group in several rows, unless all of its rewards are equal and it has no pair.
+
+    Raises:
+        TreepackError: if such a group exists; the message names two of its rows.
+    """
+    # Trajectories sorted by group, then row: group [1, 0, 1, 0], row [0, 0, 1, 2] -> order [1, 3, 0, 2], whose parts
+    # start at 0 and 2. The first and last entry of a part are in different rows if the group is split.
     order = np.lexsort((row, group))
     order = order[~np.isnan(reward[order])]
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
@@ -150,34 +167,37 @@ def _refuse_split_pairs(dataset: PackedDataset, row: Int64, names: list[str], gr
 
 
 def trainable_rows(dataset: PackedDataset, table: TrajectoryTable | None) -> Int64:
-    """Indices of the rows that give a loss: with weight, or where an objective compares pairs, with a pair."""
+    """Return the indices of the rows with a loss: rows with weight or, for dpo, rows with a pair."""
     rows: Int64 = np.flatnonzero(dataset.total_weight if table is None or table.pairs is None else table.pairs)
     return rows
 
 
 def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) -> list[Float64]:
-    """The factors f of the trajectories of each row of an optimiser step; float64 [trajectories of the row] each.
+    """Return the factors f of an optimiser step, one float64 [trajectories of the row] array per row.
 
-    Trajectories without weight count for nothing, not for the number of trajectories or groups either. For dpo f is one
-    over the pairs of the step, whatever the denominator.
+    Trajectories without weight are ignored, also in the number of trajectories or groups. For dpo, f is 1 / the number
+    of pairs of the step; the denominator option has no effect.
     """
+    # first [0, 2, 3, 6], rows [2, 0] -> members [3, 4, 5] and [0, 1]
     members = [np.arange(table.first[row], table.first[row + 1]) for row in rows]
     if objective.loss == "dpo":
         assert table.pairs is not None
         factor = 1 / max(1, int(table.pairs[rows].sum()))
-        return [np.full(len(own), factor) for own in members]
+        return [np.full(len(indices), factor) for indices in members]
     every = np.concatenate(members)
     weight = table.weight[every]
+    # max(1, ...) is for a step whose trajectories all have weight 0: f is then 0 everywhere, without a division by 0.
     num = max(1, int((weight > 0).sum()))
     if objective.denominator == "token":
         sums = np.full(len(every), weight.sum())
     elif objective.denominator == "trajectory":
         sums = weight * num
     elif objective.denominator == "group":
+        # group [7, 3, 7] -> code [1, 0, 1]: dense, for bincount
         _, code = np.unique(table.group[every], return_inverse=True)
         per_group = np.bincount(code, weights=weight)
         sums = per_group[code] * max(1, int((per_group > 0).sum()))
-    else:
+    else:  # global
         sums = np.full(len(every), float(num * objective.response_length))
     factors = np.divide(1.0, sums, out=np.zeros(len(every)), where=sums > 0)
-    return np.split(factors, np.cumsum([len(own) for own in members])[:-1])
+    return np.split(factors, np.cumsum([len(indices) for indices in members])[:-1])

@@ -1,4 +1,13 @@
-"""Forward passes of packed rows."""
+"""Forward passes of packed rows: from a batch to hidden states, log-probabilities or a loss.
+
+    Batch --prepare_batch--> Batch with the attention's schedule, on the model's device
+          --hidden_states--> [T, D] --row_loss-------> scalar: sum of loss_weight * nll
+                                    --row_logprobs---> log-probabilities and entropies of chosen tokens
+                                    --row_objective--> scalar: the row's part of an objective over terms
+
+The logits of a row never exist as a whole: `model.loss` applies the output layer to the hidden states in chunks.
+`model.collation` has the counterparts for models that another trainer has wrapped.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +18,35 @@ from torch import Tensor
 from treepack.attention import IMPLEMENTATIONS, Kept, prepare
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
+from treepack.model.compatibility import one_line
 from treepack.model.layers import recomputes
 from treepack.model.load import LoadedModel
 from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
 from treepack.model.objectives import Objective, objective_loss
-from treepack.model.probe import one_line
 
 
-def placed(loaded: LoadedModel, batch: Batch) -> Batch:
-    """The row on the model's device with its schedule, which a row on the CPU gets without waiting for the GPU."""
+def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
+    """Return the row on the model's device, with the schedule of the model's attention."""
+    # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
     schedule = prepare(batch.subtree_end, loaded.attention, device=loaded.device, varlen=loaded.varlen)
     return replace(batch.to(loaded.device), schedule=schedule)
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
-    """Hidden states [T, D] of a packed row, after the final norm; one without a schedule gets it here.
+    """Return the hidden states [T, D] of a packed row, after the final norm.
+
+    A batch without a schedule is prepared first.
 
     Raises:
-        TreepackError: for positions beyond a table that the model keeps.
+        TreepackError: if positions of the row are beyond the model's table of positions.
     """
-    # A model switched to another attention would take no notice of subtree_end and train on wrong gradients.
-    chosen = loaded.model.config.get_text_config()._attn_implementation
-    assert chosen == IMPLEMENTATIONS[loaded.attention], f"the model attends through {chosen}"
+    # Another attention implementation would ignore subtree_end and give wrong gradients without an error.
+    current = loaded.model.config.get_text_config()._attn_implementation
+    assert current == IMPLEMENTATIONS[loaded.attention], f"the model attends through {current}"
     if batch.schedule is None:
-        batch = placed(loaded, batch)
+        batch = prepare_batch(loaded, batch)
     try:
+        # [None]: transformers expects a batch dimension, [T] -> [1, T]
         output = loaded.model.base_model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -42,24 +55,24 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
             kept=Kept() if recomputes(loaded.model) else None,
             use_cache=False,
         )
-    except IndexError as error:
+    except IndexError as error:  # position_limit finds most tables beforehand; this is one that it did not recognise
         raise TreepackError(
             f"{loaded.source}: it cannot run row {batch.row_id}, whose positions reach {int(batch.position_ids.max())} "
-            f"({one_line(error)}); truncate the trajectories to the positions that it has"
+            f"({one_line(error)}); truncate the trajectories to the number of positions that the model has"
         ) from error
     states: Tensor = output.last_hidden_state
     return states[0]
 
 
 def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor:
-    """Sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
+    """Return the sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
     head = loaded.model.get_output_embeddings()
     states = hidden_states(loaded, batch)
     return weighted_nll(states, head.weight, batch.targets, bias=getattr(head, "bias", None), chunk=chunk)
 
 
 def row_logprobs(loaded: LoadedModel, batch: Batch, tokens: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [n] of the row's tokens int64 [n], each once; see `loss.tree_logprobs`."""
+    """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
     head = loaded.model.get_output_embeddings()
     states, bias = hidden_states(loaded, batch), getattr(head, "bias", None)
     return tree_logprobs(states, head.weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
@@ -68,9 +81,14 @@ def row_logprobs(loaded: LoadedModel, batch: Batch, tokens: Tensor, *, chunk: in
 def row_objective(
     loaded: LoadedModel, batch: Batch, factors: Tensor, objective: Objective, *, chunk: int = CHUNK
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The row's part of the loss of an optimiser step and of its means; see `objectives.objective_loss`.
+    """Return the row's part of a step's loss, and of the sums for the step's means; see `objectives.objective_loss`.
 
-    `batch` must hold its terms, and lie with `factors` float64 [num_trajectories] on the model's device.
+    Args:
+        loaded: the model.
+        batch: the row, with its terms, on the model's device.
+        factors: float64 [num_trajectories], from `denominators.step_factors`, on the model's device.
+        objective: any but sft.
+        chunk: tokens whose logits exist at a time.
     """
     assert batch.terms is not None, "open the dataset with terms=True"
     logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=chunk)

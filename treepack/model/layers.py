@@ -1,6 +1,7 @@
-"""The layers of a transformers model, compiled, recomputed in the backward pass, both or neither.
+"""Compile the layers of a transformers model, or recompute them in the backward pass, or both.
 
-Both leave the numbers of training as they are, up to rounding: they trade memory and time.
+Neither changes the results of training, except for rounding: compilation saves time, recomputation saves memory and
+costs time.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from torch.utils.checkpoint import checkpoint
 
 from treepack.errors import TreepackError
 
-_RECOMPUTES = "_treepack_recomputes_layers"  # on a model: compiled layers are checkpointed here, not by transformers
+# Attribute of a model: True if `compile_layers` checkpoints its layers, which the flags of transformers do not show.
+_RECOMPUTES = "_treepack_recomputes_layers"
 
 
 def adapt_layers(model: Any, *, checkpointing: bool, compiled: bool) -> None:
-    """Checkpoint the layers, compile them, both or neither; see `checkpoint_layers` and `compile_layers`."""
+    """Checkpoint or compile the layers, or both, or neither; see `checkpoint_layers` and `compile_layers`.
+
+    Raises:
+        TreepackError: if the model's layers cannot be compiled or checkpointed.
+    """
     if compiled:
         compile_layers(model, checkpointing=checkpointing)
     elif checkpointing:
@@ -26,11 +32,10 @@ def adapt_layers(model: Any, *, checkpointing: bool, compiled: bool) -> None:
 
 
 def compile_layers(model: Any, *, checkpointing: bool = False) -> None:
-    """Have torch.compile fuse what is not attention in every layer, once for rows of every length.
+    """Compile everything except attention in every layer with torch.compile, once for rows of all lengths.
 
-    Attention runs as it is, in a break of the graph. Products keep their precision; sums may be rounded in another
-    order than without. With `checkpointing` a layer is recomputed in the backward pass, around what is compiled:
-    transformers' own checkpointing may lie inside, where nothing would be.
+    Attention breaks the graph and runs uncompiled. Matrix products keep their precision; the order of sums, and so
+    their rounding, may change. With `checkpointing`, each layer is also recomputed in the backward pass.
 
     Raises:
         TreepackError: if transformers marks no layers in this model.
@@ -40,6 +45,8 @@ def compile_layers(model: Any, *, checkpointing: bool = False) -> None:
         raise TreepackError(f"{type(model).__name__} has no layers to compile; train without --compile")
     for layer in layers:
         forward = torch.compile(layer.forward, dynamic=True)
+        # Around the compiled function: a graph break inside a checkpoint region, which is where transformers' own
+        # checkpointing would put it, leaves the whole region uncompiled.
         layer.forward = functools.partial(checkpoint, forward, use_reentrant=False) if checkpointing else forward
     setattr(model, _RECOMPUTES, checkpointing)
 
@@ -48,26 +55,26 @@ def checkpoint_layers(model: Any) -> None:
     """Recompute each layer in the backward pass instead of keeping its activations.
 
     Raises:
-        TreepackError: if the model has no checkpointing.
+        TreepackError: if the model does not support checkpointing.
     """
     if not model.supports_gradient_checkpointing:
         raise TreepackError(f"{type(model).__name__} has no gradient checkpointing; train without it")
-    # transformers renamed it within version 5.
+    # transformers renamed the method within version 5.
     name = "activation_checkpointing_enable"
     enable = getattr(model, name, None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def recomputes(model: Any) -> bool:
-    """Whether the layers are computed again in the backward pass."""
-    # transformers renamed it within version 5.
+    """Return True if the layers are computed again in the backward pass."""
+    # transformers renamed the flag within version 5.
     name = "is_activation_checkpointing"
     theirs = getattr(model, name) if hasattr(model, name) else model.is_gradient_checkpointing
     return bool(theirs or getattr(model, _RECOMPUTES, False))
 
 
 def find_layers(model: Any) -> list[nn.Module]:
-    """The layers that transformers marks as units of recomputation, in order; none in some models."""
+    """Return the layers that transformers marks as units of recomputation, in order; empty for some models."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]

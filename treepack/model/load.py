@@ -1,12 +1,14 @@
-"""A causal language model of transformers, made ready to train on packed rows, or refused in one sentence.
+"""Load a causal language model of transformers with tree attention, and refuse it if it cannot be trained exactly.
 
-    config.json | directory | hub name --load_model--> LoadedModel
-    LoadedModel, Batch --placed--> Batch on the device with the schedule of its attention
-    LoadedModel, Batch --hidden_states--> [T, D] --row_loss--> scalar
+    config.json | directory | hub name --read_config--> config, without dropout
+                                       --build_model--> model with weights, under the reference attention
+                                       --with_attention--> LoadedModel, probed, under the chosen attention
 
-Tree attention gives exact gradients only if attention is all that mixes tokens and it is plain softmax attention over
-the visible pairs. `check_config` refuses by name what is known to break that; `probe.probe` catches what nobody has
-named. Data that does not suit the model is refused by `check_fits`.
+    load_model = all three                 (train.sharding calls them one by one)
+
+Tree attention gives exact gradients only if nothing but attention mixes tokens, and if attention is plain softmax
+attention over the visible pairs. Two checks refuse all other models: `compatibility.check_config` by name, before any
+weight is read, and `probe.probe` by a small forward pass. The forward passes of training are in `model.forward`.
 """
 
 from __future__ import annotations
@@ -22,20 +24,24 @@ import torch
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
-from treepack.model.probe import ONLY, probe, refusing
+from treepack.model.compatibility import check_config, translate_errors
+from treepack.model.probe import probe
 
 T = TypeVar("T")
-
-_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model that passed every check of its own.
 
-    `model` is in eval mode; `attention` is the implementation that runs, never "auto"; `notes` are remarks for the
-    user; `varlen` says whether rows in which nothing branches go to varlen FlashAttention; `device` is where it
-    computes. Of a model whose weights are sharded over ranks, `root` is what gathers them (`sharding`).
+    Attributes:
+        model: the model of transformers, in eval mode.
+        source: the argument of `load_model`, for messages.
+        attention: the implementation in use, never "auto".
+        notes: remarks for the user.
+        varlen: True if rows without a branch go to varlen FlashAttention.
+        device: the device that computes.
+        root: the module that gathers the weights if they are sharded over ranks (`train.sharding`), else None.
     """
 
     model: Any
@@ -47,12 +53,12 @@ class LoadedModel:
     root: Any = None
 
     def compute(self, function: Callable[[], T]) -> T:
-        """`function()`, which runs the model, while the weights it needs are whole.
+        """Run `function`, which runs the model, with its weights gathered from all ranks; return the result.
 
-        Gradients flow through the tensors that it returns, alone or in tuples, lists and dicts.
+        Gradients flow through the tensors of the result: a tensor, or tensors in tuples, lists and dicts.
         """
-        found: T = function() if self.root is None else self.root(function)
-        return found
+        result: T = function() if self.root is None else self.root(function)
+        return result
 
 
 def load_model(
@@ -70,89 +76,103 @@ def load_model(
         source: a model directory, a hub name, or a config file ending in .json, which gets random weights.
         attention: an implementation of `attention.dispatch`, or "auto".
         dtype: dtype of the weights.
-        autocast: dtype of the autocast that the model will run under, None for none.
-        device: where the model goes.
+        autocast: dtype of the autocast under which the model will run; None if there is no autocast.
+        device: device of the weights.
         seed: seed of random weights.
 
     Raises:
-        TreepackError: if the model cannot be loaded or cannot be trained exactly, or the attention cannot run it; the
-            message says why.
+        TreepackError: if the model cannot be loaded or cannot be trained exactly, or if the attention cannot run it;
+            the message gives the reason.
     """
     config, notes = read_config(source, attention)
-    with loading(source), without_bars():
+    with translate_load_errors(source), hide_progress_bars():
         model = build_model(source, config, dtype, seed)
     loaded = LoadedModel(model.to(device).eval(), str(source), "reference", notes, device=torch.device(device))
     return with_attention(loaded, attention, autocast or dtype)
 
 
 def with_attention(loaded: LoadedModel, attention: str, computed: torch.dtype) -> LoadedModel:
-    """The model set to `attention`, an implementation or "auto", after proof that it suits tree attention.
+    """Probe the model and switch it to `attention`; return it with its implementation filled in.
 
-    `computed` is the dtype that the model computes in. The model comes with the reference: the probe asks about the
-    model, so it runs the implementation that is beyond doubt.
+    Args:
+        loaded: a model under the reference attention. The probe tests the model, not the attention, so it runs the
+            slow implementation whose result is not in doubt.
+        attention: an implementation, or "auto".
+        computed: dtype in which the model computes.
 
     Raises:
-        TreepackError: the model does not suit, or the implementation cannot run it.
+        TreepackError: if the model cannot be trained exactly, or the implementation cannot run it.
     """
+    # (query and key, value) head dimensions over all layers; more than one pair if layers differ.
     dims = loaded.compute(lambda: probe(loaded.model, source=loaded.source, device=loaded.device))
     chosen = resolve(attention, loaded.device, computed, *sorted(dims))
     loaded.model.set_attn_implementation(IMPLEMENTATIONS[chosen])
+    # Only "auto" may choose per row: a named implementation runs every row, so that a user can compare implementations.
     varlen = attention == "auto" and takes_chains(loaded.device, computed, *sorted(dims))
     return replace(loaded, attention=chosen, varlen=varlen)
 
 
-def loading(source: str | Path) -> AbstractContextManager[None]:
-    """Turn what transformers raises about `source` into one sentence."""
-    return refusing(
-        f"{source}: transformers cannot load it with tree attention", "expected a causal language model that it knows"
+def translate_load_errors(source: str | Path) -> AbstractContextManager[None]:
+    """Turn exceptions that transformers raises while it loads `source` into one sentence.
+
+    Raises:
+        TreepackError: instead of any exception.
+    """
+    return translate_errors(
+        f"{source}: transformers cannot load it with tree attention",
+        "expected a causal language model that this version of transformers supports",
     )
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep transformers' own progress bars off stderr, which belongs to the command line."""
+def hide_progress_bars() -> Iterator[None]:
+    """Disable the progress bars of transformers: they would write to stderr, which the command line uses itself."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
 def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple[str, ...]]:
-    """The configuration of a model, with every dropout set to 0, and notes that say so.
+    """Read the configuration of a model, set every dropout to 0, and return it with a note on each change.
 
     Raises:
-        TreepackError: it cannot be read, cannot be trained exactly, or there is no such attention.
+        TreepackError: if the configuration cannot be read, the model cannot be trained exactly, or `attention` is
+            unknown.
     """
     if attention not in IMPLEMENTATIONS:
         raise TreepackError(f"attention is {attention!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     register()
     config = _parse_config(source)
     check_config(config, source=str(source))
-    return config, _without_dropout(config)
+    return config, _disable_dropout(config)
 
 
 def _parse_config(source: str | Path) -> Any:
     from transformers import AutoConfig
 
-    with loading(source):
+    with translate_load_errors(source):
         if not str(source).endswith(".json"):
             return AutoConfig.from_pretrained(str(source)).get_text_config()
+        # A file alone is no directory for from_pretrained: for_model builds the class that `model_type` names.
         fields = json.loads(Path(source).read_text(encoding="utf-8"))
         if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):
-            raise TreepackError(f"{source}: holds no model_type; expected the config.json of a causal language model")
+            raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")
         return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
 
 
 def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) -> Any:
-    """The model on the CPU under the reference, with the weights at `source` or, for a config file, random ones.
+    """Build the model on the CPU under the reference attention.
+
+    Its weights come from `source`; if `source` is a config file, they are random.
 
     Raises:
-        TreepackError: weights are missing or of another shape.
+        TreepackError: if weights are missing or have another shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -160,14 +180,15 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) 
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
     if str(source).endswith(".json"):
-        with torch.random.fork_rng():
+        with torch.random.fork_rng():  # leaves the caller's random state as it was
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, **options)
     model, report = AutoModelForCausalLM.from_pretrained(
         str(source), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
-    # transformers draws what is missing at random; tied weights are not missing.
+    # transformers only warns about missing weights and draws them at random. It does not list tied weights as missing.
     for problem in ("missing", "mismatched"):
+        # "missing" holds names, "mismatched" holds (name, shape in the file, shape in the model)
         names = sorted(key if isinstance(key, str) else key[0] for key in report[f"{problem}_keys"])
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -178,8 +199,13 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) 
     return model
 
 
-def _without_dropout(config: Any) -> tuple[str, ...]:
-    """Set every dropout of `config` to 0 and say so: a shared token has one hidden state for all its branches."""
+def _disable_dropout(config: Any) -> tuple[str, ...]:
+    """Set every dropout of `config` to 0, and return a note on each change.
+
+    A shared token has one hidden state for all its branches, but trajectories run alone would draw a mask each.
+    """
+    # A rate is a positive number called "...drop..." (attention_dropout, resid_pdrop) or "...jitter..." (noise of the
+    # router of some mixtures of experts). True is an int, but a flag such as use_dropout is no rate.
     names = [
         name
         for name, value in sorted(vars(config).items())
@@ -191,18 +217,3 @@ def _without_dropout(config: Any) -> tuple[str, ...]:
     for name in names:
         setattr(config, name, 0.0)
     return tuple(f"{name} set to 0: a token shared by branches has one hidden state for all of them" for name in names)
-
-
-def check_config(config: Any, *, source: str) -> None:
-    """Refuse a model by what its configuration says: layers that are no softmax attention, capped scores or logits.
-
-    Raises:
-        TreepackError: naming the layer or the option.
-    """
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    for layer, kind in enumerate(kinds):
-        if kind not in _SOFTMAX_LAYERS:
-            raise TreepackError(f"{source}: layer {layer} is {kind!r}; {ONLY}")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            raise TreepackError(f"{source}: {name} is {getattr(config, name)}; {ONLY}, with logits left as they are")

@@ -1,44 +1,47 @@
-r"""Objectives over terms: what a trainer minimises when one loss weight per token is not enough.
+r"""Objectives over terms: losses for which one weight per token is not enough.
 
-A term is one (trajectory, trained token) pair. Log-probabilities are computed once per token of the tree and gathered
-by the terms of every trajectory through it, each with its own advantage, old log-probability and weight:
+A term is one (trajectory, trained token) pair. Log-probabilities are computed once per token of the tree. The terms of
+all trajectories through the token gather its value, each with its own advantage, old log-probability and weight:
 
     0 - 1 - 2      tokens   1  2  3          a and b share token 1, which is
          \         a        1  2             computed once and has two terms
            3       b        1     3
 
-The loss of an optimiser step is a sum over its terms t of trajectories i(t), of weight w_t (column term_weight):
+The loss of an optimiser step is a sum over its terms t. Term t belongs to trajectory i(t) and has weight w_t (column
+term_weight):
 
     L = sum_t f_i(t) w_t l_t        f from the denominator, over all trajectories i of the step together:
 
-    token        f_i = 1 / sum_t w_t                              every trained token counts alike
-    trajectory   f_i = 1 / (N W_i)     W_i = sum_(t of i) w_t     every trajectory counts alike, N of them
-    group        f_i = 1 / (G W_g)     W_g = sum_(i of g) W_i     every group counts alike, G of them
+    token        f_i = 1 / sum_t w_t                              every trained token counts the same
+    trajectory   f_i = 1 / (N W_i)     W_i = sum_(t of i) w_t     each of the N trajectories counts the same
+    group        f_i = 1 / (G W_g)     W_g = sum_(i of g) W_i     each of the G groups counts the same
     global       f_i = 1 / (N response_length)                    a constant per trajectory, as in Dr. GRPO
 
 With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r) = min(max(r, 1 - low), 1 + high):
 
     ppo     -min(r_t A_t, clip(r_t) A_t)                            Schulman et al. 2017 (1707.06347), eq. 7
-            where A_t < 0, at most -dual_clip A_t                   Ye et al. 2020 (1912.09729)
+            if A_t < 0, at most -dual_clip A_t                      Ye et al. 2020 (1912.09729)
     grpo    the same, one mean per trajectory, plus kl              Shao et al. 2024 (2402.03300), eq. 3
     dapo    grpo with clip_high 0.28 and one mean over tokens       Yu et al. 2025 (2503.14476), eq. 8
-            (of the step, as its code has it; of each group in the equation: denominator group)
+            (of the step, as in its code; the equation has a mean over each group: denominator group)
     dr_grpo grpo without the division by lengths: global            Liu et al. 2025 (2503.20783), sec. 3.2
     gspo    the same with s_t = sg(s_i) exp(logp_t - sg(logp_t)),   Zheng et al. 2025 (2507.18071), eq. 7 and 13
-            s_i = exp(mean over i's tokens of logp - old)           (a scalar advantage gives eq. 5, the sequence's)
+            s_i = exp(mean over i's tokens of logp - old)           (with one advantage per trajectory: eq. 5)
     cispo   -sg(clip(r_t)) A_t logp_t                               MiniMax 2025 (2506.13585), eq. 4
     dpo     -log sigmoid(beta (h_c - h_r)),                         Rafailov et al. 2023 (2305.18290), eq. 7
             h_i = sum over i's tokens of logp - ref
 
 plus kl * k_t - entropy * H_t, with x = ref_t - logp_t and k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020,
-http://joschu.net/blog/kl-approx.html), H_t the entropy of the distribution that the token is drawn from. With
-`importance_cap`, -min(...) and its like are multiplied by sg(min(exp(old_t - sampling_t), cap)): truncated importance
-weights between the sampler and the trainer (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl).
+http://joschu.net/blog/kl-approx.html) and H_t the entropy of the distribution of the token. With `importance_cap`, the
+term before kl and entropy is multiplied by sg(min(exp(old_t - sampling_t), cap)), a truncated importance weight between
+the sampler and the trainer (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl).
 
-Pairs of DPO are all ordered pairs of trajectories of one group with different rewards, the higher one chosen; the loss
-is the mean over the pairs of the step. Without old log-probabilities old is sg(logp): on-policy, every ratio 1.
+The pairs of DPO are all pairs of trajectories of one group with different rewards; the one with the higher reward is
+the chosen one. The loss is the mean over the pairs of the step. Without old log-probabilities, old is sg(logp): the
+update is on-policy and every ratio is 1.
 
-This file knows no model and no files: arrays in, a scalar out. `denominators` makes f and refuses unsuitable data.
+This file needs neither a model nor files: tensors in, a scalar out. `denominators` computes f and refuses unsuitable
+data.
 """
 
 from __future__ import annotations
@@ -59,38 +62,47 @@ LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo")
 DENOMINATORS = ("token", "trajectory", "group", "global")
 ESTIMATORS = ("k1", "k2", "k3")
 
-# Terms whose values exist at a time in forward and backward: some 10 MB, whatever the row holds.
+# Terms whose values exist at a time in forward and backward: about 10 columns of float64, 10 MB, in rows of any size.
 TERM_CHUNK = 1 << 17
 
-_CLIPPED = {"clip_low": 0.2, "clip_high": 0.2}
+# The usual values come from the papers above.
 _PRESETS: dict[str, dict[str, Any]] = {
     "sft": {},
-    "ppo": {**_CLIPPED, "denominator": "token"},
-    "grpo": {**_CLIPPED, "denominator": "trajectory"},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "trajectory"},
     "dapo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.28, "denominator": "token"},
-    "dr_grpo": {"loss": "grpo", **_CLIPPED, "denominator": "global"},
+    "dr_grpo": {"loss": "grpo", "clip_low": 0.2, "clip_high": 0.2, "denominator": "global"},
+    # The ratio of a sequence is a mean over its tokens and varies much less than the ratio of one token.
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "denominator": "trajectory"},
+    # 1 - clip_low = 0: no lower bound, because a ratio is positive.
     "cispo": {"clip_low": 1.0, "clip_high": 0.2, "denominator": "token"},
     "dpo": {},
 }
 PRESETS = tuple(_PRESETS)
 
-_SHARED = {"clip_low", "clip_high", "denominator", "response_length", "kl", "kl_estimator", "entropy", "importance_cap"}
+_POLICY_OPTIONS = set("clip_low clip_high denominator response_length kl kl_estimator entropy importance_cap".split())
+# Options of each loss; `choose_objective` refuses all others.
 _OPTIONS = {
-    **{name: _SHARED | {"dual_clip"} for name in ("ppo", "grpo", "gspo")},
-    **{"cispo": _SHARED, "dpo": {"beta"}, "sft": set()},
+    "ppo": _POLICY_OPTIONS | {"dual_clip"},
+    "grpo": _POLICY_OPTIONS | {"dual_clip"},
+    "gspo": _POLICY_OPTIONS | {"dual_clip"},
+    "cispo": _POLICY_OPTIONS,
+    "dpo": {"beta"},
+    "sft": set(),
 }
 
+# Names of the sums that `objective_loss` returns besides "weight", for dpo and for the other losses. `_dpo` and
+# `_term_sums` compute them in this order.
 _PAIR_MEANS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 _MEANS = ("ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "kl", "entropy", "importance", "truncated")
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What to minimise; `choose_objective` fills in what is usual for a loss.
+    """A loss with its options; `choose_objective` fills in the usual values of a loss.
 
-    `clip_low` and `clip_high` are distances from 1; `kl` and `entropy` are coefficients; `importance_cap` and
-    `dual_clip` None switch those off. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options.
+    `clip_low` and `clip_high` are distances from 1. `kl` and `entropy` are coefficients. `importance_cap` and
+    `dual_clip` are off if None. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options.
     """
 
     loss: str = "sft"
@@ -106,48 +118,56 @@ class Objective:
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
-        known = {"loss": LOSSES, "denominator": DENOMINATORS, "kl_estimator": ESTIMATORS}
-        for name, choices in known.items():
+        """Refuse values outside the range of an option.
+
+        Raises:
+            TreepackError: if a value is none of the choices, not finite or too small; the message names the option.
+        """
+        choices_of = {"loss": LOSSES, "denominator": DENOMINATORS, "kl_estimator": ESTIMATORS}
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        above = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "response_length": 1, "kl": 0, "entropy": 0}
-        for name, least in {**above, "importance_cap": 0, "beta": 0}.items():
+        # A dual_clip below 1 would bound the loss even at ratio 1: negative advantages would never have a gradient.
+        minima = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "response_length": 1, "kl": 0, "entropy": 0}
+        minima |= {"importance_cap": 0, "beta": 0}
+        for name, minimum in minima.items():
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= least):
-                raise TreepackError(f"{name} is {value}; expected a finite number of at least {least}")
+            if value is not None and not (math.isfinite(value) and value >= minimum):
+                raise TreepackError(f"{name} is {value}; expected a finite number of at least {minimum}")
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns of `schema.TERMS` without which it has no value."""
+        """The columns of `schema.TERMS` that the loss requires."""
         if self.loss == "sft":
             return ()
         if self.loss == "dpo":
             return ("term_ref_logprob", "trajectory_rewards")
-        wanted = {
+        required = {
             "term_advantage": True,
             "term_ref_logprob": self.kl > 0,
             "term_sampling_logprob": self.importance_cap is not None,
         }
-        return tuple(name for name, needed in wanted.items() if needed)
+        return tuple(name for name, is_required in required.items() if is_required)
 
 
 def choose_objective(name: str, **options: Any) -> Objective:
-    """The objective called `name`, a loss or a preset (dapo, dr_grpo), with its usual values where an option is None.
+    """Return the objective called `name`, a loss or a preset (dapo, dr_grpo).
+
+    An option that is missing or None gets the usual value of the loss.
 
     Raises:
-        TreepackError: an unknown name, an option that the loss does not have, or a value that makes no sense.
+        TreepackError: if the name is unknown, the loss lacks an option, or a value is out of range.
     """
     if name not in _PRESETS:
         raise TreepackError(f"loss is {name!r}; expected one of {', '.join(PRESETS)}")
     usual = {"loss": name, **_PRESETS[name]}
-    given = {option: value for option, value in options.items() if value is not None}
-    strange = sorted(given.keys() - _OPTIONS[usual["loss"]])
-    if strange:
-        known = sorted(_OPTIONS[usual["loss"]])
-        has = f"it has {', '.join(known)}" if known else "it has no options"
-        raise TreepackError(f"{strange[0]} is no option of the loss {name}; {has}")
-    return Objective(**{**usual, **given})
+    changes = {option: value for option, value in options.items() if value is not None}
+    unknown = sorted(changes.keys() - _OPTIONS[usual["loss"]])
+    if unknown:
+        available = sorted(_OPTIONS[usual["loss"]])
+        remedy = f"it has {', '.join(available)}" if available else "it has no options"
+        raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
+    return Objective(**{**usual, **changes})
 
 
 def objective_loss(
@@ -159,10 +179,10 @@ def objective_loss(
     *,
     chunk: int = TERM_CHUNK,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The part of an optimiser step's loss that comes from one row, and sums to make the step's means from.
+    """Return one row's part of an optimiser step's loss, and its part of the sums for the step's means.
 
-    Terms are taken `chunk` at a time under checkpointing, so that ten times as many terms as tokens cost no memory but
-    their columns. Sums run in float64.
+    Terms are processed in chunks of `chunk` under checkpointing, so that a row with many more terms than tokens needs
+    no memory for them besides their columns. Sums run in float64.
 
     Args:
         logprobs: [n], of `terms.tokens`.
@@ -173,8 +193,9 @@ def objective_loss(
         chunk: terms whose values exist at a time.
 
     Returns:
-        the loss, a float64 scalar attached to `logprobs`, already divided by the step's denominator; and float64 sums:
-        `weight`, and values whose sums over a step divided by the step's `weight` are its means.
+        the loss, a float64 scalar attached to `logprobs` and already divided by the step's denominator; and a dict of
+        float64 scalars: `weight`, and sums that give the step's means when added up over the step and divided by the
+        total `weight`.
     """
     assert objective.loss != "sft", "sft is loss.weighted_nll"
     if objective.loss == "dpo":
@@ -183,19 +204,19 @@ def objective_loss(
     if objective.loss == "gspo":
         with torch.no_grad():
             log_ratios = _sequence_log_ratios(logprobs, terms, len(factors), chunk)
-    total = logprobs.sum(dtype=torch.float64) * 0
+    total = logprobs.sum(dtype=torch.float64) * 0  # attached, also for a row of padding without a term
     sums = torch.zeros(len(_MEANS), dtype=torch.float64, device=logprobs.device)
     for part in _slices(terms, chunk):
-        own, means = checkpoint(
+        loss, part_sums = checkpoint(
             _term_sums, logprobs, entropies, part, factors, log_ratios, objective, use_reentrant=False
         )
-        total, sums = total + own, sums + means
-    known = dict(zip(_MEANS, sums.unbind(), strict=True))
-    return total, {"weight": terms.weight.sum(), **{name: known[name] for name in sum_names(objective)[1:]}}
+        total, sums = total + loss, sums + part_sums
+    sum_of = dict(zip(_MEANS, sums.unbind(), strict=True))
+    return total, {"weight": terms.weight.sum(), **{name: sum_of[name] for name in sum_names(objective)[1:]}}
 
 
 def sum_names(objective: Objective) -> tuple[str, ...]:
-    """Names of the sums that `objective_loss` gives, "weight" first; none for sft."""
+    """Return the names of the sums of `objective_loss`, "weight" first; empty for sft."""
     if objective.loss == "sft":
         return ()
     if objective.loss == "dpo":
@@ -206,27 +227,30 @@ def sum_names(objective: Objective) -> tuple[str, ...]:
 
 
 def _slices(terms: TermTensors, chunk: int) -> list[TermTensors]:
-    """Views of `terms`, `chunk` terms each."""
+    """Cut `terms` into views of `chunk` terms each."""
+    # Columns with one value per term are cut; tokens, group and reward stay whole, because terms refer to them.
     per_term = ("index", "trajectory", "weight", "advantage", "sampling_logprob", "old_logprob", "ref_logprob")
     values = {field.name: getattr(terms, field.name) for field in fields(terms)}
-    found = []
+    slices = []
     for start in range(0, len(terms.index), chunk):
         cut = {name: values[name][start : start + chunk] for name in per_term if values[name] is not None}
-        found.append(TermTensors(**{**values, **cut}))
-    return found
+        slices.append(TermTensors(**{**values, **cut}))
+    return slices
 
 
-def _gathered(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
-    """Current and old log-probabilities of the terms, float64."""
+def _gather_logprobs(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tensor]:
+    """Return current and old log-probabilities of the terms, float64; old equals current if the data has none."""
+    # logprobs [-1, -2, -3] of 3 tokens, index [0, 1, 0, 2] -> [-1, -2, -1, -3] of 4 terms
     current = logprobs.index_select(0, part.index).double()
     return current, current.detach() if part.old_logprob is None else part.old_logprob.double()
 
 
 def _sequence_log_ratios(logprobs: Tensor, terms: TermTensors, num_trajectories: int, chunk: int) -> Tensor:
-    """Mean over each trajectory's trained tokens of logp - old, float64 [num_trajectories]."""
+    """Return the mean over each trajectory's trained tokens of logp - old, float64 [num_trajectories]."""
+    # [0]: sums of logp - old, [1]: numbers of trained tokens; a trajectory may continue in the next chunk
     sums = torch.zeros(2, num_trajectories, dtype=torch.float64, device=logprobs.device)
     for part in _slices(terms, chunk):
-        current, old = _gathered(logprobs, part)
+        current, old = _gather_logprobs(logprobs, part)
         trained = (part.weight > 0).double()
         sums.index_add_(1, part.trajectory, torch.stack([(current - old) * trained, trained]))
     return sums[0] / sums[1].clamp(min=1)
@@ -240,12 +264,14 @@ def _term_sums(
     log_ratios: Tensor | None,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of f w l over some terms, and of w times each of `_MEANS`."""
-    current, old = _gathered(logprobs, part)
+    """Return the sum of f w l over some terms, and the sums of w times each value of `_MEANS`."""
+    # All tensors of this function are [number of terms] until the sums at the end.
+    current, old = _gather_logprobs(logprobs, part)
     entropy = entropies.index_select(0, part.index).double()
     if log_ratios is None:
         ratio = (current - old).exp()
     else:
+        # gspo: the value is s_i, and the gradient that of the token, since current - current.detach() is 0
         ratio = (log_ratios.index_select(0, part.trajectory) + current - current.detach()).exp()
     assert part.advantage is not None
     loss = -_surrogate(ratio, current, part.advantage, objective)
@@ -263,9 +289,10 @@ def _term_sums(
         loss = loss - objective.entropy * entropy
     with torch.no_grad():
         low, high = ratio < 1 - objective.clip_low, ratio > 1 + objective.clip_high
-        if objective.loss != "cispo":  # the minimum takes the clipped value on one side only
+        # min(r A, clip(r) A) takes the clipped value only if it is smaller: a high r if A > 0, a low r if A < 0.
+        if objective.loss != "cispo":
             low, high = low & (part.advantage < 0), high & (part.advantage > 0)
-        drift = current - old
+        drift = current - old  # x of old_kl = exp(x) - 1 - x, which is k3
         cap = math.inf if objective.importance_cap is None else objective.importance_cap
         columns = [ratio, low, high, drift.exp() - 1 - drift, kl, entropy, importance.clamp(max=cap), importance > cap]
         means = torch.stack([(part.weight * column).sum() for column in columns])
@@ -273,13 +300,15 @@ def _term_sums(
 
 
 def _surrogate(ratio: Tensor, current: Tensor, advantage: Tensor, objective: Objective) -> Tensor:
+    """Return the quantity to maximise for each term: -l without kl and entropy."""
     clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     if objective.loss == "cispo":
         return clipped.detach() * advantage * current
-    least = torch.minimum(ratio * advantage, clipped * advantage)
+    smaller = torch.minimum(ratio * advantage, clipped * advantage)
     if objective.dual_clip is None:
-        return least
-    return torch.where(advantage < 0, torch.maximum(least, objective.dual_clip * advantage), least)
+        return smaller
+    # A = -1, dual_clip 3, ratio 10: max(-10, -3) = -3, a constant, so a huge ratio gets no gradient
+    return torch.where(advantage < 0, torch.maximum(smaller, objective.dual_clip * advantage), smaller)
 
 
 def _kl(x: Tensor, estimator: str) -> Tensor:
@@ -289,15 +318,16 @@ def _kl(x: Tensor, estimator: str) -> Tensor:
 
 
 def preference_pairs(group: Tensor, reward: Tensor, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """Chosen and rejected trajectories, int64 [P] each: all pairs within a group whose rewards differ.
+    """Return chosen and rejected trajectories, int64 [P] each: all pairs within a group with different rewards.
 
     O(K^2) in the K trajectories.
 
     Args:
         group: [K] integers.
-        reward: [K]; NaN compares with nothing.
+        reward: [K]; a trajectory with the reward NaN is in no pair.
         trained: bool [K]; a trajectory without trained tokens is in no pair.
     """
+    # better[i, j]: i is chosen over j. Rewards [1, 0, 1, 2] of groups [0, 0, 0, 1] -> (0, 1), (2, 1)
     better = (group[:, None] == group) & (reward[:, None] > reward) & trained[:, None] & trained
     chosen, rejected = better.nonzero(as_tuple=True)
     return chosen, rejected
@@ -306,8 +336,10 @@ def preference_pairs(group: Tensor, reward: Tensor, trained: Tensor) -> tuple[Te
 def _dpo(
     logprobs: Tensor, terms: TermTensors, factors: Tensor, objective: Objective, chunk: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the sums of `objective_loss` for dpo."""
     assert terms.reward is not None
     num = len(factors)
+    # h of each trajectory / beta, [K]: the shift of its log-probability from the reference policy
     shifts = torch.zeros(num, dtype=torch.float64, device=logprobs.device) + logprobs.sum(dtype=torch.float64) * 0
     trained = torch.zeros(num, dtype=torch.bool, device=logprobs.device)
     for part in _slices(terms, chunk):
@@ -315,16 +347,19 @@ def _dpo(
         trained[part.trajectory[part.weight > 0]] = True
     chosen, rejected = preference_pairs(terms.group, terms.reward, trained)
     margins = objective.beta * (shifts.index_select(0, chosen) - shifts.index_select(0, rejected))
+    # Both trajectories of a pair have the same factor, 1 / number of pairs of the step.
     loss = -(logsigmoid(margins) * factors.index_select(0, chosen)).sum()
     with torch.no_grad():
-        own = [objective.beta * shifts.index_select(0, side).sum() for side in (chosen, rejected)]
-        sums = [(margins > 0).double().sum(), margins.sum(), *own]
+        implied_rewards = [objective.beta * shifts.index_select(0, side).sum() for side in (chosen, rejected)]
+        sums = [(margins > 0).double().sum(), margins.sum(), *implied_rewards]
+    # The weight of a pair is 1, so "weight" is the number of pairs.
     return loss, {"weight": margins.new_tensor(len(margins)), **dict(zip(_PAIR_MEANS, sums, strict=True))}
 
 
 def _shift_sums(logprobs: Tensor, part: TermTensors, num_trajectories: int) -> Tensor:
-    """Sum over each trajectory's trained tokens of logp - ref, float64 [num_trajectories]."""
+    """Return the sum over each trajectory's trained tokens of logp - ref, float64 [num_trajectories]."""
     assert part.ref_logprob is not None
+    # trajectory [0, 0, 1], shift [a, b, c] -> [a + b, c]; terms of weight 0 add nothing
     shift = logprobs.index_select(0, part.index).double() - part.ref_logprob.double()
     zeros = torch.zeros(num_trajectories, dtype=torch.float64, device=logprobs.device)
     return zeros.index_add(0, part.trajectory, shift * (part.weight > 0))

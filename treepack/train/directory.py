@@ -20,7 +20,7 @@ from treepack import __version__
 from treepack.errors import TreepackError
 from treepack.files.directory import RUN, finished_file, refuse_existing
 from treepack.files.location import first_line
-from treepack.model.load import without_bars
+from treepack.model.load import hide_progress_bars
 from treepack.train.run import TrainingRun
 
 FORMAT = "treepack-train"
@@ -104,7 +104,7 @@ def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         model.eval()
-        with without_bars():
+        with hide_progress_bars():
             model.save_pretrained(temporary, **({} if weights is None else {"state_dict": weights}))
         if run.tokenizer is not None:
             run.tokenizer.save_pretrained(temporary)

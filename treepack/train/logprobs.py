@@ -24,7 +24,7 @@ from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
 from treepack.model.compatibility import check_fits, position_limit
-from treepack.model.forward import placed, row_logprobs
+from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.load import LoadedModel, load_model
 from treepack.model.loss import CHUNK
 from treepack.pack.files import read_rows
@@ -125,7 +125,7 @@ def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[F
     assert terms is not None, "checked when the data was opened"
     if len(terms.tokens) == 0:
         return np.zeros(0), np.zeros(0)
-    found = row_logprobs(loaded, placed(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)
+    found = row_logprobs(loaded, prepare_batch(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)
     logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in found)
     return logprobs, entropies
 

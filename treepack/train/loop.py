@@ -28,7 +28,7 @@ from torch import Tensor
 from treepack.data.batch import Batch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
-from treepack.model.forward import placed, row_loss, row_objective
+from treepack.model.forward import prepare_batch, row_loss, row_objective
 from treepack.model.objectives import sum_names
 from treepack.train.checkpoint import Checkpoints, latest, restore
 from treepack.train.directory import METRICS, begin, finish, is_finished
@@ -274,7 +274,7 @@ def _accumulate(
 ) -> None:
     """Forward and backward of one micro-batch; `row` is None for one of padding, which every layer still computes."""
     loaded, chunk = run.loaded, run.options.loss_chunk
-    batch = placed(loaded, batch)
+    batch = prepare_batch(loaded, batch)
     own = None if row is None else factors[row]
 
     def part() -> tuple[Tensor, dict[str, Tensor]]:

@@ -28,7 +28,14 @@ from torch import Tensor, nn
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.layers import adapt_layers, find_layers
-from treepack.model.load import LoadedModel, build_model, loading, read_config, with_attention, without_bars
+from treepack.model.load import (
+    LoadedModel,
+    build_model,
+    hide_progress_bars,
+    read_config,
+    translate_load_errors,
+    with_attention,
+)
 from treepack.train.options import TrainOptions
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -59,12 +66,12 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     """
     config, notes = read_config(source, options.attention)
     files = None if str(source).endswith(".json") else weight_files(source)
-    with loading(source), without_bars():
+    with translate_load_errors(source), hide_progress_bars():
         model = _empty(source, config) if files else build_model(source, config, torch.float32, options.seed)
     readable = files is not None and set(_stored(model)) <= set(files)
     if files is not None and not readable:
         notes = (*notes, "transformers converts these weights as it loads them: every rank read the whole model once")
-        with loading(source), without_bars():
+        with translate_load_errors(source), hide_progress_bars():
             model = build_model(source, config, torch.float32, options.seed)
     model.eval()
     if not readable and not options.cpu_offload:
@@ -129,7 +136,7 @@ def weight_files(source: str | Path) -> dict[str, Path] | None:
 
     def find(name: str) -> Path | None:
         quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-        with loading(source):
+        with translate_load_errors(source):
             path = cached_file(str(source), name, **quiet)
         return None if path is None else Path(path)
 
@@ -176,7 +183,7 @@ def _fill(model: Any, files: dict[str, Path], device: torch.device, source: str 
     for name in stored:
         by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
-        with loading(source), safe_open(path, "pt") as file:
+        with translate_load_errors(source), safe_open(path, "pt") as file:
             for name in names:
                 _read(file.get_slice(name), stored[name], f"{source}: {name}")
     # Buffers that no checkpoint holds, such as rotary frequencies: transformers computes them where weights are there.

@@ -34,8 +34,8 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import check_part, file_sha256, read_manifest
 from treepack.model.compatibility import check_fits
-from treepack.model.forward import hidden_states, placed
-from treepack.model.load import LoadedModel, load_model, without_bars
+from treepack.model.forward import hidden_states, prepare_batch
+from treepack.model.load import LoadedModel, hide_progress_bars, load_model
 from treepack.rl.trace.predictions import group_ids
 from treepack.rl.trace.targets import Anchors, anchors
 from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
@@ -74,7 +74,7 @@ def new_head(loaded: LoadedModel) -> nn.Linear:
 
 def end_states(loaded: LoadedModel, row: AnchorRow, *, dtype: str = "fp32") -> Tensor:
     """Hidden states [n, D] at the ends of the prefixes of a row, each token of which is computed once."""
-    batch = placed(loaded, make_batch(row.row, multiple=row_multiple(loaded.attention)))
+    batch = prepare_batch(loaded, make_batch(row.row, multiple=row_multiple(loaded.attention)))
     with torch.autocast(loaded.device.type, torch.bfloat16, enabled=dtype == "bf16"):
         states = loaded.compute(lambda: hidden_states(loaded, batch))
     return states[torch.from_numpy(row.token).to(loaded.device)]
@@ -122,7 +122,7 @@ def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> 
     """Write backbone and head into `directory`, and last the record: `entries` with format, versions and hashes."""
     from safetensors.torch import save_file
 
-    with without_bars():
+    with hide_progress_bars():
         model.loaded.model.save_pretrained(directory)
     save_file({name: value.cpu().contiguous() for name, value in _tensors(model.head).items()}, directory / HEAD)
     files = sorted(path for path in directory.iterdir() if path.name != METRICS)
