@@ -1,8 +1,10 @@
 """Tokenised trajectories as columns: one array of token ids and one Arrow table, no object per trajectory.
 
 Trajectory, Trajectory, ... --as_columns--> Sequences(tokens, offsets, table) of one batch, ids as they were read
-batch, batch, ...           --join-->       Sequences of all
-Trajectory, Trajectory, ... --collect-->    Sequences of all, every id unique
+batch, batch, ...           --join-->       Sequences of all batches
+Trajectory, Trajectory, ... --collect-->    Sequences of all trajectories, every id unique
+
+    trajectories [5 6 7], [5 8]   ->   tokens 5 6 7 5 8   offsets 0 3 5   table of 2 rows
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ NO_TRAJECTORY = "no trajectory with a trained token was found; nothing to build"
 class Sequences:
     """Tokenised trajectories in arrival order, as columns.
 
-    `tokens` int32 [N_flat] and `offsets` int64 [num_trajectories + 1] hold the token ids; `table` the columns of
-    `schema.TRAJECTORIES` except tree_id and node_id.
+    `tokens` int32 [N_flat] and `offsets` int64 [num_trajectories + 1] contain the token ids. `table` has the columns
+    of `schema.TRAJECTORIES` except tree_id and node_id.
     """
 
     tokens: Int32
@@ -38,29 +40,30 @@ class Sequences:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the columns take."""
+        """Memory of the columns in bytes."""
         return int(self.tokens.nbytes + self.offsets.nbytes + self.table.nbytes)
 
 
 def collect(trajectories: Iterable[Trajectory]) -> Sequences:
-    """Gather tokenised trajectories into columns.
+    """Gather tokenised trajectories into columns, with unique ids.
 
     Raises:
-        TreepackError: no trajectory at all.
+        TreepackError: there is no trajectory, or one is text.
     """
     sequences = as_columns(list(trajectories))
     return replace(sequences, table=with_unique_ids(sequences.table))
 
 
 def as_columns(records: list[Trajectory]) -> Sequences:
-    """The columns of tokenised `records`, whose ids may repeat.
+    """Return the columns of tokenised `records`; their ids may repeat.
 
     Raises:
-        TreepackError: no trajectory at all.
+        TreepackError: there is no trajectory, or one is text.
     """
     if not records:
         raise TreepackError(NO_TRAJECTORY)
-    contents = [_content(record) for record in records]
+    contents = [_token_content(record) for record in records]
+    # Lengths 3, 2 -> offsets 0 3 5. int64, because the tokens of all inputs together may exceed 2**31.
     offsets = np.zeros(len(records) + 1, np.int64)
     np.cumsum([len(content.tokens) for content in contents], out=offsets[1:])
     tokens = np.concatenate([content.tokens for content in contents])
@@ -68,16 +71,17 @@ def as_columns(records: list[Trajectory]) -> Sequences:
 
 
 def join(batches: list[Sequences]) -> Sequences:
-    """All of `batches`, at least one, in their order."""
+    """Concatenate `batches`, at least one, in their order."""
     if len(batches) == 1:
         return batches[0]
     tokens = np.concatenate([batch.tokens for batch in batches])
+    # Offsets 0 3 5 and 0 4 -> lengths 3 2 4 -> offsets 0 3 5 9.
     offsets = np.zeros(1 + sum(len(batch.offsets) - 1 for batch in batches), np.int64)
     np.cumsum(np.concatenate([np.diff(batch.offsets) for batch in batches]), out=offsets[1:])
     return Sequences(tokens, offsets, pa.concat_tables([batch.table for batch in batches]).combine_chunks())
 
 
-def _content(record: Trajectory) -> Tokens:
+def _token_content(record: Trajectory) -> Tokens:
     if not isinstance(record.content, Tokens):
         raise TreepackError(f"{record.source}: the trajectory is text; tokenise it first (--tokenizer)")
     return record.content
@@ -86,6 +90,7 @@ def _content(record: Trajectory) -> Tokens:
 def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
     columns = {
         "trajectory_id": [record.trajectory_id for record in records],
+        # A trajectory without a group is compared with no other one.
         "group_id": [record.group_id or record.trajectory_id for record in records],
         "step": [record.step for record in records],
         "num_tokens": [len(content.tokens) for content in contents],
@@ -97,6 +102,7 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         "sampling_logprobs": _list_column([content.sampling_logprobs for content in contents], pa.float32()),
         "old_logprobs": _list_column([content.old_logprobs for content in contents], pa.float32()),
         "ref_logprobs": _list_column([content.ref_logprobs for content in contents], pa.float32()),
+        # Sorted keys: the bytes of the output must not depend on the order of fields in the input.
         "metadata": [json.dumps(record.metadata, sort_keys=True, ensure_ascii=False) for record in records],
         "source": [record.source for record in records],
     }
@@ -109,45 +115,50 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
 
 
 def with_unique_ids(table: pa.Table) -> pa.Table:
-    """`table` with ids that occur more than once made unique by their source."""
+    """Return `table` with unique ids: an id that occurs more than once gets its source as a suffix."""
     column = table.schema.get_field_index("trajectory_id")
     ids = unique_ids(table["trajectory_id"], table["source"])
     return table.set_column(column, table.schema.field(column), ids)
 
 
 def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArray:
-    """`ids`, those that occur more than once with `@` and their source; what then still repeats is numbered in order.
+    """Return `ids` without repetitions: a repeated id gets `@` and its source, and then a number if it still repeats.
 
-    Only rows whose names meet are looked at one by one.
+    Python looks only at the rows whose names collide; all others are handled by Arrow.
     """
-    repeated = _repeated(ids)
+    repeated = _is_repeated(ids)
     if not repeated.any():
         return ids
+    # ids a b a of sources f:1 f:2 g:1 -> a@f:1 b a@g:1. Two records of one source -> a@f:1 a@f:1 -> a@f:1 a@f:1#2.
     names = pc.if_else(pa.array(repeated), pc.binary_join_element_wise(ids, sources, "@"), ids)
-    rows = np.flatnonzero(_repeated(names))
+    rows = np.flatnonzero(_is_repeated(names))
     while len(rows):
-        numbered = pa.array(_numbered(names.take(pa.array(rows)).to_pylist()), names.type)
+        numbered = pa.array(_with_numbers(names.take(pa.array(rows)).to_pylist()), names.type)
         is_row = np.zeros(len(names), np.bool_)
         is_row[rows] = True
-        met = is_row | pc.is_in(names, numbered).to_numpy(zero_copy_only=False)
-        if met.sum() == len(rows):
+        # A numbered name, such as a#2, may be the name of another row of the input. Then that row joins `rows`, and
+        # all of them are numbered again. The set only grows, so the loop ends.
+        collides = is_row | pc.is_in(names, numbered).to_numpy(zero_copy_only=False)
+        if collides.sum() == len(rows):
             return pc.replace_with_mask(names.combine_chunks(), pa.array(is_row), numbered)
-        rows = np.flatnonzero(met)  # a number has made a name that another row had from the first
+        rows = np.flatnonzero(collides)
     return names
 
 
-def _repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
-    """Which of `names` occur more than once."""
+def _is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
+    """Return True for each of `names` that occurs more than once."""
+    # a b a -> indices 0 1 0 -> counts 2 1 -> True False True.
     indices = names.combine_chunks().dictionary_encode().indices.to_numpy()
     repeated: NDArray[np.bool_] = (np.bincount(indices) > 1)[indices]
     return repeated
 
 
-def _numbered(names: list[str]) -> list[str]:
-    """`names`, each that is taken already with the least number from 2 on that makes it free."""
+def _with_numbers(names: list[str]) -> list[str]:
+    """Append to each name that is already taken the smallest number from 2 on that makes it free."""
+    # a a#2 a a -> a a#2 a#3 a#4: `last` continues the search after the last number, which keeps it linear.
     taken: set[str] = set()
     last: dict[str, int] = {}
-    found = []
+    results = []
     for name in names:
         chosen, number = name, last.get(name, 1)
         while chosen in taken:
@@ -155,11 +166,12 @@ def _numbered(names: list[str]) -> list[str]:
             chosen = f"{name}#{number}"
         last[name] = number
         taken.add(chosen)
-        found.append(chosen)
-    return found
+        results.append(chosen)
+    return results
 
 
 def _span_column(contents: list[Tokens]) -> pa.Array:
+    # Two trajectories with the spans [1, 3), [5, 6) and [2, 4) -> offsets 0 2 3, starts 1 5 2, ends 3 6 4.
     offsets = np.zeros(len(contents) + 1, np.int32)
     np.cumsum([len(content.starts) for content in contents], out=offsets[1:])
     parts = [
@@ -170,8 +182,10 @@ def _span_column(contents: list[Tokens]) -> pa.Array:
 
 def _list_column(values: list[Float64 | None] | list[Float32 | None], kind: pa.DataType) -> pa.Array:
     missing = np.array([value is None for value in values])
+    # The usual case by far, and np.concatenate refuses an empty list.
     if missing.all():
         return pa.nulls(len(values), pa.list_(kind))
+    # [.1 .2], None, [.3] -> offsets 0 2 2 3, mask False True False: None has no values and is null.
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
     flat = np.concatenate([value for value in values if value is not None])
@@ -180,7 +194,7 @@ def _list_column(values: list[Float64 | None] | list[Float32 | None], kind: pa.D
 
 @dataclass(frozen=True, slots=True)
 class SpanView:
-    """Trained spans of a trajectory table as arrays: `view[i]` gives starts, ends int32 and weights float64."""
+    """Trained spans of a trajectory table as arrays: `view[i]` is starts int32, ends int32 and weights float64."""
 
     offsets: Int32
     starts: Int32
@@ -189,6 +203,7 @@ class SpanView:
 
     @classmethod
     def of(cls, table: pa.Table) -> SpanView:
+        # combine_chunks makes one Arrow array, whose offsets are int32: at most 2**31 - 1 spans in total.
         column = table["trained"].combine_chunks()
         spans = column.flatten()
         parts = [spans.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end", "weight")]
@@ -200,7 +215,8 @@ class SpanView:
         return self.starts[a:b], self.ends[a:b], self.weights[a:b]
 
     def total(self, values: Float64) -> Float64:
-        """Sum over each trajectory's spans of `values` [num_spans], float64 [num_trajectories]."""
+        """Sum `values` [num_spans] over the spans of each trajectory; float64 [num_trajectories]."""
+        # Offsets 0 2 3 -> owner 0 0 1; values 5 6 7 -> sums 11 7.
         owner = np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
         sums: Float64 = np.bincount(owner, weights=values, minlength=len(self.offsets) - 1).astype(np.float64)
         return sums
@@ -211,7 +227,8 @@ class SpanView:
 
 
 def num_trained(table: pa.Table) -> int:
-    """Trained tokens of a trajectory table, which may be too large for a `SpanView`."""
+    """Count the trained tokens of a trajectory table, which may be too large for a `SpanView`."""
+    # By chunks, because only one chunk, not the table, is sure to fit the int32 offsets of a list array.
     total = 0
     for chunk in table["trained"].chunks:
         spans = chunk.flatten()
@@ -221,11 +238,12 @@ def num_trained(table: pa.Table) -> int:
 
 
 def list_values(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
-    """Rows of a nullable list column as arrays; None where null."""
+    """Return the rows of a nullable list column as arrays, and None for a null."""
     column = table[name].combine_chunks()
     flat = column.flatten().to_numpy(zero_copy_only=False)
     valid = column.is_valid().to_pylist()
     sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    # flatten drops nulls, so the offsets are counted again: sizes 2 null 1 -> 2 0 1 -> offsets 0 2 2 3.
     offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
     return [flat[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(column))]
 

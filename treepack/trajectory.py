@@ -1,9 +1,9 @@
-"""The value that every reader yields and every later stage consumes: one rollout.
+"""The value that every reader yields and every later stage consumes: one trajectory.
 
     reader --Trajectory(content=Chat | Text | Tokens)--> tokenization --Trajectory(content=Tokens)--> trie
 
-A reader fills in what the file says and nothing else; `Tokens` is checked here, once, at the edge, so that the
-stages behind may trust it. What cannot be used is not an exception but a `Skipped`, so that it can be counted.
+A reader fills in the fields of the file and nothing else. Readers check values once with the functions of this file, so
+that later stages can trust them. Unusable input becomes a `Skipped` value, not an exception, so that it is counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 
 MAX_TOKEN_ID = 2**31 - 1
-# Outside of these, sums and quotients of weights leave float32 and then float64.
+# Chosen so that sums and quotients of weights stay far from the limits of float32 (1e-38 to 3e38): the quotient of two
+# weights is at most 1e24, and a sum of 1e9 of them at most 1e21.
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 WEIGHTS = f"0 or a number in [{MIN_WEIGHT:g}, {MAX_WEIGHT:g}]"
 FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it"
@@ -35,10 +36,12 @@ FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A tokenised rollout. Trained tokens are spans `[starts[i], ends[i])`, ascending and disjoint.
+    """Tokens of a trajectory. Trained tokens are spans `[starts[i], ends[i])`, ascending and disjoint.
 
-    Position 0 is never trained, because no token predicts it. The per-token attributes have one entry per trained
-    token, in order, or are None.
+    Position 0 is never trained, because no token predicts it. Advantages and log-probabilities have one entry per
+    trained token, in order, or are None.
+
+        tokens  5 6 7 8 9      starts 1 4      ends 3 5      trained 6 7 and 9
     """
 
     tokens: Int32
@@ -59,9 +62,9 @@ class Tokens:
 class Chat:
     """A conversation in OpenAI's message form, normalised by the reader.
 
-    `content` is a string, `tool_calls` have the nested `function` form, `reasoning_content` holds reasoning.
-    `message_weights[i]` is the loss weight of message i: 0 where it is not trained, and 0 for every role but assistant.
-    `chat_template_kwargs` are variables of the chat template, `{"enable_thinking": false}` say.
+    `content` is a string, `tool_calls` have the nested `function` form, and `reasoning_content` contains reasoning.
+    `message_weights[i]` is the loss weight of message i: 0 if it is not trained, and 0 for every role but assistant.
+    `chat_template_kwargs` are variables of the chat template, for example `{"enable_thinking": false}`.
     """
 
     messages: list[dict[str, Any]]
@@ -72,7 +75,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A plain prompt and the completion that is trained; the end-of-sequence token is appended to it."""
+    """A plain prompt and its completion; the completion and an end-of-sequence token after it are trained."""
 
     prompt: str
     completion: str
@@ -80,10 +83,10 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One rollout and what is known of it.
+    """One trajectory: its content and the facts that the file gives about it.
 
-    `source` is where it was read, `file:line` or `file`. `group_id` None means that the file names no group; the
-    group is then derived from the prompt. `notes` are remarks to be counted and shown (`left padding removed`).
+    `source` is the place in the input, `file:line` or `file`. If `group_id` is None, the file names no group, and the
+    group is derived from the prompt. `notes` are remarks to be counted and shown (`left padding removed`).
     """
 
     trajectory_id: str
@@ -100,31 +103,34 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Input that cannot be trained on and why; counted and reported, never silent."""
+    """Input that cannot be used for training, and the reason; it is counted and reported, never silent."""
 
     source: str
     reason: str
 
 
 def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:
-    """Starts, ends and weights of the maximal runs of equal non-zero weight in `weights` [num_tokens]."""
+    """Return starts, ends and weights of the maximal runs of equal non-zero weight in `weights` [num_tokens]."""
     if len(weights) == 0:
         empty = np.zeros(0, np.int32)
         return empty, empty, np.zeros(0, np.float64)
+    # 0 1 1 2 0 0 -> starts 0 1 3 4, ends 1 3 4 6; runs of weight 0 go -> starts 1 3, ends 3 4, weights 1 2.
+    # A difference with NaN is NaN, which is not 0, so a run always starts at position 0.
     starts = np.flatnonzero(np.diff(weights, prepend=np.nan) != 0)
     ends = np.append(starts[1:], len(weights))
-    kept = weights[starts] != 0
+    is_trained = weights[starts] != 0
     return (
-        starts[kept].astype(np.int32),
-        ends[kept].astype(np.int32),
-        np.ascontiguousarray(weights[starts[kept]], np.float64),
+        starts[is_trained].astype(np.int32),
+        ends[is_trained].astype(np.int32),
+        np.ascontiguousarray(weights[starts[is_trained]], np.float64),
     )
 
 
 def positions(starts: Int32, ends: Int32) -> Int64:
-    """Positions in the spans `[starts[i], ends[i])`, in order, int64 [sum of their sizes]."""
-    if len(starts) == 1:
+    """Return the positions in the spans `[starts[i], ends[i])`, in order, int64 [sum of their sizes]."""
+    if len(starts) == 1:  # the usual case: a prompt and its response
         return np.arange(starts[0], ends[0], dtype=np.int64)
+    # Starts 1 5, ends 3 8: sizes 2 3; starts - [0 2] = 1 3 -> repeated 1 1 3 3 3, + 0 1 2 3 4 -> 1 2 5 6 7.
     sizes = ends - starts
     return np.repeat(starts - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes) + np.arange(sizes.sum())
 
@@ -133,7 +139,7 @@ def check_scalars(trajectory: Trajectory) -> Trajectory:
     """Return `trajectory` if its reward, advantage and weight are finite and its weight is a loss weight.
 
     Raises:
-        TreepackError: naming the source and the value.
+        TreepackError: a value is not; the message names the source and the value.
     """
     for name in ("reward", "advantage", "weight"):
         value = getattr(trajectory, name)
@@ -145,24 +151,29 @@ def check_scalars(trajectory: Trajectory) -> Trajectory:
 
 
 def is_weight(value: float) -> bool:
-    """Whether `value` can weight a loss: 0, or so far from the limits of float64 that sums and quotients are safe."""
+    """Return True if `value` can weight a loss: it is 0, or between `MIN_WEIGHT` and `MAX_WEIGHT`."""
     return value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT
 
 
 def as_token_ids(values: Sequence[int] | NDArray[Any], *, source: str, name: str) -> Int32:
-    """`values` as int32 [num_tokens], refused by `source` and `name` if any is not an integer in [0, 2**31)."""
+    """Return `values` as int32 [num_tokens].
+
+    Raises:
+        TreepackError: a value is not an integer in [0, 2**31); the message names `source` and `name`.
+    """
     if len(values) == 0:
         return np.zeros(0, np.int32)
     try:
-        # A third faster than numpy on a list, and it refuses floats where numpy would truncate them; not booleans.
+        # On a list, array is a third faster than numpy. It refuses floats, which numpy would truncate, but it accepts
+        # booleans, as numpy does.
         ids = np.frombuffer(array.array("i", values), np.int32) if type(values) is list else np.asarray(values)
     except (TypeError, ValueError, OverflowError):
         ids = _as_array(values)
     if type(values) is list and ids.shape == (len(values),) and ids.dtype.kind == "i":
-        # A boolean becomes 0 or 1, so that only those few are looked at.
+        # A boolean has become 0 or 1, so it is enough to check these ids, which are few.
         maybe = np.flatnonzero(ids < 2).tolist()
         if any(type(values[i]) is bool for i in maybe):
-            ids = np.zeros(0, np.object_)
+            ids = np.zeros(0, np.object_)  # fails the check of the kind below
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TreepackError(f"{source}: {name} is not a flat list of integers; expected token ids")
     low, high = int(ids.min()), int(ids.max())
@@ -180,18 +191,20 @@ def _as_array(values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
 
 
 def derived_group(prompt: bytes) -> str:
-    """The group of trajectories whose file names none: those with the same `prompt`, as bytes, share it."""
+    """Return the group of a trajectory whose file names no group; trajectories with equal `prompt` bytes share it."""
+    # 12 hex digits are 48 bits: with a million different prompts, two share a name with a probability of 0.2 %.
     return "prompt-" + hashlib.sha256(prompt).hexdigest()[:12]
 
 
 def prompt_tokens(content: Tokens) -> bytes:
-    """The token ids before the first trained one, as little-endian int32: what `derived_group` takes."""
+    """Return the token ids before the first trained one as little-endian int32, for `derived_group`."""
     return content.tokens[: content.starts[0] if len(content.starts) else None].astype("<i4", copy=False).tobytes()
 
 
 def prompt_messages(content: Chat, tools: list[dict[str, Any]] | None) -> bytes:
-    """The messages before the first of the assistant, `tools` and template variables: what `derived_group` takes."""
+    """Return the messages before the first assistant message, `tools` and template variables, for `derived_group`."""
     roles = [message["role"] for message in content.messages]
     first = roles.index("assistant") if "assistant" in roles else len(roles)
+    # Left out if there are none, so that the group does not depend on whether a log has the empty field.
     variables = [content.chat_template_kwargs] if content.chat_template_kwargs else []
     return json.dumps([content.messages[:first], tools, *variables], sort_keys=True).encode()

@@ -1,11 +1,11 @@
-"""The file formats, as Arrow schemas: the single source of truth for every column, its type and its meaning.
+"""File formats as Arrow schemas: the single source of truth for every column, its type and its meaning.
 
     trie/    nodes-*.parquet (NODES)  trajectories-*.parquet (TRAJECTORIES)  manifest.json
-    packed/  part-*.parquet (ROWS, plus TERMS where trajectories carry rewards or log-probabilities)  manifest.json
+    packed/  part-*.parquet (ROWS, plus TERMS if trajectories carry rewards or log-probabilities)  manifest.json
     the state of treepack select, one Parquet file (QUERIES)
 
-Each field's metadata holds its description. `python -m treepack.files.schema DIR` writes the formats as JSON; nothing
-reads those files at run time.
+The metadata of each field contains its description. `python -m treepack.files.schema DIR` writes the formats as JSON
+for other programs; treepack itself does not read those files.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import pyarrow as pa
 
 TRIE_FORMAT = "treepack-trie"
 PACKED_FORMAT = "treepack-packed"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # of both directories; raise it when an older treepack could not read the new files
 SELECTION_FORMAT = "treepack-selection"
 SELECTION_VERSION = 1
 
 SPAN = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("weight", pa.float64())])
 
 
+# Parquet stores these descriptions, so a changed word changes the bytes and the sha256 of every new file.
 def _field(name: str, kind: pa.DataType, description: str, *, nullable: bool = False) -> pa.Field:
     return pa.field(name, kind, nullable=nullable, metadata={"description": description})
 
 
+# One row per node of a trie.
 NODES = pa.schema(
     [
         _field("tree_id", pa.int32(), "tree of the forest, 0-based; the node ids of a tree are contiguous"),
@@ -40,6 +42,8 @@ NODES = pa.schema(
     ]
 )
 
+# One row per trajectory of a trie. Weights and advantages are float64; log-probabilities are float32, as samplers give
+# them.
 TRAJECTORIES = pa.schema(
     [
         _field("trajectory_id", pa.string(), "unique in the directory"),
@@ -65,6 +69,7 @@ TRAJECTORIES = pa.schema(
     ]
 )
 
+# One row per packed row. The per-token lists are int32 and the pairs int64: a row of 100,000 tokens has 5e9 pairs.
 ROWS = pa.schema(
     [
         _field("row_id", pa.int64(), "position of the row in the directory"),
@@ -90,7 +95,7 @@ ROWS = pa.schema(
     ]
 )
 
-# One entry per (trajectory, trained token) pair of the row, or per trajectory; a null value means that it has none.
+# One entry per term, a (trajectory, trained token) pair of the row, or per trajectory; null if it has no such value.
 TERMS = pa.schema(
     [
         _field("term_token", pa.list_(pa.int32()), "row index of the predicted token"),
@@ -105,8 +110,7 @@ TERMS = pa.schema(
     ]
 )
 
-
-# Format, version and the number of training steps counted, `num_updates`, are in the metadata of the file.
+# One row per query. The metadata of the file has the format, the version and `num_updates`, the training steps counted.
 QUERIES = pa.schema(
     [
         _field("query_id", pa.string(), "unique; queries are sorted by it"),
@@ -118,7 +122,7 @@ QUERIES = pa.schema(
 
 
 def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
-    """Columns of `schema` as `{name: {type, nullable, description}}`."""
+    """Return the columns of `schema` as `{name: {type, nullable, description}}`."""
     return {
         field.name: {
             "type": str(field.type),
@@ -130,7 +134,7 @@ def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
 
 
 def documents() -> dict[str, str]:
-    """The content of every file in schemas/, by file name."""
+    """Return the content of every file in schemas/, by file name."""
     trie = {"nodes": as_json(NODES), "trajectories": as_json(TRAJECTORIES)}
     packed = {"rows": as_json(ROWS), "terms": as_json(TERMS)}
     formats = {
