@@ -1,4 +1,4 @@
-"""`treepack formats`: the formats that rollouts are read in, and what of each survives."""
+"""`treepack formats`: the formats of rollouts that can be read, and the information that each format keeps."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import click
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def formats(name: str | None, as_json: bool) -> None:
-    """List the formats that rollouts are read in, and what each keeps; of one NAME, in full.
+    """List the formats that rollouts are read in, and what each keeps; with NAME, print all facts of one format.
 
     A format is recognised by content; --format NAME of build-trie and stats insists on one.
     """
     import json
 
-    from treepack.ingest.readers.registry import READERS, check_format
+    from treepack.ingest.readers.registry import FORMATS, check_format
 
     if name:
         check_format(name)
-    chosen = {each: reader.ABOUT for each, reader in READERS.items() if name in (None, each)}
     if as_json:
         fields = ("program", "recognised_by", "used", "dropped")
-        listed = {
-            each: {field: getattr(about, field) for field in fields} | {"keeps": sorted(about.keeps)}
-            for each, about in chosen.items()
+        facts = {
+            each.name: {field: getattr(each, field) for field in fields} | {"keeps": sorted(each.keeps)}
+            for each in FORMATS
+            if name in (None, each.name)
         }
-        click.echo(json.dumps(listed))
+        click.echo(json.dumps(facts))
     elif name:
         _print_one(name)
     else:
@@ -34,33 +34,33 @@ def formats(name: str | None, as_json: bool) -> None:
 
 
 def _print_all() -> None:
-    from treepack.ingest.readers.about import KEEPS
-    from treepack.ingest.readers.registry import READERS
+    from treepack.ingest.readers.format import KEEPS
+    from treepack.ingest.readers.registry import FORMATS
 
-    short = ("ids", "masks", "logprobs", "rewards", "lineage")
-    width = max(map(len, READERS))
-    click.echo(f"{'':<{width}}  {'  '.join(short)}  written by")
-    for name, reader in READERS.items():
-        about = reader.ABOUT
-        kept = "  ".join(
-            ("x" if keep in about.keeps else "-").center(len(head)) for keep, head in zip(KEEPS, short, strict=True)
+    heads = ("ids", "masks", "logprobs", "rewards", "lineage")
+    width = max(len(each.name) for each in FORMATS)
+    click.echo(f"{'':<{width}}  {'  '.join(heads)}  written by")
+    for each in FORMATS:
+        # A mark in the middle of each column: "ids" -> " x ", "masks" -> "  -  ".
+        marks = "  ".join(
+            ("x" if keep in each.keeps else "-").center(len(head)) for keep, head in zip(KEEPS, heads, strict=True)
         )
-        click.echo(f"{name:<{width}}  {kept}  {about.program}")
+        click.echo(f"{each.name:<{width}}  {marks}  {each.program}")
 
 
 def _print_one(name: str) -> None:
-    from treepack.ingest.readers.about import KEEPS
-    from treepack.ingest.readers.registry import READERS
+    from treepack.ingest.readers.format import KEEPS
+    from treepack.ingest.readers.registry import FORMAT_OF_NAME
 
     from .output import show
 
-    about = READERS[name].ABOUT
+    one = FORMAT_OF_NAME[name]
     show(
         {
-            "written by": about.program,
-            "recognised by": about.recognised_by,
-            "fields used": ", ".join(about.used),
-            "fields dropped": ", ".join(about.dropped) or "none",
-            "keeps": ", ".join(keep for keep in KEEPS if keep in about.keeps) or "text or lengths only",
+            "written by": one.program,
+            "recognised by": one.recognised_by,
+            "fields used": ", ".join(one.used),
+            "fields dropped": ", ".join(one.dropped) or "none",
+            "keeps": ", ".join(keep for keep in KEEPS if keep in one.keeps) or "text or lengths only",
         }
     )

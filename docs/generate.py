@@ -22,9 +22,10 @@ import pyarrow as pa
 
 from treepack.analysis import model_cost as shapes
 from treepack.files import schema
+from treepack.files.manifest import Provenance
 from treepack.ingest.readers import fields, token_fields
-from treepack.ingest.readers.about import KEEPS
-from treepack.ingest.readers.registry import READERS
+from treepack.ingest.readers.format import KEEPS
+from treepack.ingest.readers.registry import FORMATS
 from treepack.model import objectives
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
@@ -95,19 +96,18 @@ def _token_fields() -> str:
 
 def _formats() -> str:
     lines = ["| format | recognised by | fields used | fields dropped |", "|---|---|---|---|"]
-    for name, reader in READERS.items():
-        about = reader.ABOUT
-        used = ", ".join(f"`{field}`" for field in about.used)
-        cells = (f"`{name}`", about.recognised_by, used, "; ".join(about.dropped) or "none")
+    for each in FORMATS:
+        used = ", ".join(f"`{field}`" for field in each.used)
+        cells = (f"`{each.name}`", each.recognised_by, used, "; ".join(each.dropped) or "none")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _kept() -> str:
     lines = [f"| format | written by | {' | '.join(KEEPS)} |", f"|---|---|{'---|' * len(KEEPS)}"]
-    for name, reader in READERS.items():
-        kept = " | ".join("yes" if keep in reader.ABOUT.keeps else "" for keep in KEEPS)
-        lines.append(f"| `{name}` | {reader.ABOUT.program} | {kept} |")
+    for each in FORMATS:
+        kept = " | ".join("yes" if keep in each.keeps else "" for keep in KEEPS)
+        lines.append(f"| `{each.name}` | {each.program} | {kept} |")
     return "\n".join(lines) + "\n"
 
 
@@ -150,14 +150,14 @@ def _example() -> str:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         rows = pack_rows(trie, plan_rows(trie, capacity=8))
-        manifest = write_packed(rows, directory, {"capacity": 8, "options": OPTIONS})
+        manifest = write_packed(rows, directory, capacity=8, provenance=Provenance(options=OPTIONS))
         (row,) = read_rows(directory)
     lines = ["```text"]
     for field in schema.ROWS:
         value = getattr(row, field.name)
         lines.append(f"{field.name:<16} {value.tolist() if isinstance(value, np.ndarray) else value}")
-    del manifest["files"]
-    return "\n".join([*lines, "```", "", "```json", json.dumps(manifest, indent=2, sort_keys=True), "```", ""])
+    shown = {name: value for name, value in manifest.items() if name != "files"}
+    return "\n".join([*lines, "```", "", "```json", json.dumps(shown, indent=2, sort_keys=True), "```", ""])
 
 
 def main() -> int:

@@ -235,7 +235,7 @@ def test_an_item_that_the_input_refers_to_is_put_in_its_place() -> None:
 def test_a_response_that_is_logged_without_its_input_is_skipped() -> None:
     alone = response("r1", "2 + 3?", "5")
     del alone["input"]
-    assert openai_responses.matches(alone)
+    assert openai_responses.FORMAT.matches(alone)
     assert read(openai_responses, alone) == [Skipped("log.jsonl:1", "response without its input")]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.formats import chat
-from treepack.ingest.readers.registry import READERS, ReadOptions, Record, detect_format, read_trajectories, read_with
+from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record, detect_format, read_trajectories
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 USER = {"role": "user", "content": "Hi"}
@@ -279,11 +279,12 @@ def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:
     path.write_text('{"x": 1, "y": 2}')
     with pytest.raises(TreepackError) as caught:
         list(read_trajectories([path]))
-    expected = f"{path}:1: not recognised, with the fields x, y; see the formats that 'treepack formats' lists"
+    expected = f"{path}:1: is of no known format, with the fields x, y; "
+    expected += "'treepack formats' lists the formats and their fields"
     assert str(caught.value) == expected
     with pytest.raises(TreepackError) as caught:
         list(read_trajectories([path], format="yaml"))
-    assert str(caught.value) == "format 'yaml' is not known; expected auto or one that 'treepack formats' lists"
+    assert str(caught.value) == "format 'yaml' is not known; expected auto or a name that 'treepack formats' lists"
 
 
 @pytest.mark.parametrize(
@@ -291,14 +292,13 @@ def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:
     [
         ("tokens", "has the fields x; expected input_ids, or prompt_ids and response_ids"),
         ("chat", "has no messages; expected messages, or prompt and completion"),
-        ("tau-bench", "has no task_id or no traj; expected a record of tau-bench"),
-        ("swe-agent", "has no history, trajectory or info; expected a file of SWE-agent"),
-        ("toolbench", "has no tree.tree or no answer_generation; expected a file of ToolBench"),
+        ("tau-bench", "has no task_id; expected task_id and traj, a list of messages (format tau-bench)"),
+        ("toolbench", "has no tree.tree; expected tree.tree and answer_generation (format toolbench)"),
     ],
 )
 def test_a_record_without_the_fields_of_its_format_is_refused(name: str, expected: str) -> None:
     with pytest.raises(TreepackError) as caught:
-        list(read_with(READERS[name], iter([Record("r:2", "r", {"x": 1})]), ReadOptions()))
+        list(FORMAT_OF_NAME[name].trajectories([Record("r:2", "r", {"x": 1})], ReadOptions()))
     assert str(caught.value) == f"r:2: {expected}"
 
 

@@ -1,4 +1,4 @@
-"""Every format: its sample under tests/rollouts is recognised, read whole, and keeps what its `ABOUT` says.
+"""Every format: its sample under tests/rollouts is recognised, read whole, and keeps what its `Format` says.
 
 A sample is made up from the format's description, one file or folder called after the format. What a reader makes of
 particular fields is tested beside its own kind (test_readers_*.py).
@@ -19,10 +19,10 @@ from support.byte_tokenizer import save
 from support.command_line import Run
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
+from treepack.ingest.readers.format import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
 from treepack.ingest.readers.inputs import list_inputs
 from treepack.ingest.readers.records import read_records
-from treepack.ingest.readers.registry import READERS, detect_format, read_trajectories
+from treepack.ingest.readers.registry import FORMAT_OF_NAME, FORMATS, detect_format, read_trajectories
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
@@ -57,31 +57,32 @@ def fields_of(value: Any) -> Iterator[str]:
 
 
 def test_every_sample_is_of_a_format_and_every_format_has_a_sample() -> None:
-    assert {each.name.partition(".")[0] for each in SAMPLES.iterdir()} == set(READERS)
+    assert {each.name.partition(".")[0] for each in SAMPLES.iterdir()} == set(FORMAT_OF_NAME)
+    assert len(FORMATS) == len(FORMAT_OF_NAME)
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_a_format_is_recognised_by_its_own_reader_only(name: str) -> None:
     files, _, _ = list_inputs([sample(name)])
     for path in files:
         first = next(read_records(path))
         assert detect_format(first) == name
-        others = {other for other, reader in READERS.items() if reader.matches(first.value)}
+        others = {other.name for other in FORMATS if other.matches(first.value)}
         assert others <= {name, *GENERAL}
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_auto_reads_what_the_named_format_reads_and_reads_it_again(name: str) -> None:
     whole = read(name)
     assert len(whole) > 0
     assert repr(read(name, format=name)) == repr(whole) == repr(read(name))
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_a_format_keeps_what_it_says(name: str) -> None:
     found = read(name)
-    about = READERS[name].ABOUT
-    assert about.keeps <= set(KEEPS)
+    keeps = FORMAT_OF_NAME[name].keeps
+    assert keeps <= set(KEEPS)
     contents = [each.content for each in found]
     kept = set()
     if any(isinstance(content, Tokens) for content in contents):
@@ -101,19 +102,19 @@ def test_a_format_keeps_what_it_says(name: str) -> None:
     )
     if unlike_roles or any(isinstance(content, Tokens) for content in contents):
         kept.add(MASKS)
-    assert about.keeps <= kept
-    assert kept - {MASKS, LINEAGE, TOKEN_IDS} <= about.keeps
+    assert keeps <= kept
+    assert kept - {MASKS, LINEAGE, TOKEN_IDS} <= keeps
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_the_fields_that_a_format_uses_are_in_its_sample(name: str) -> None:
     files, _, _ = list_inputs([sample(name)])
     there = {field for path in files for record in read_records(path) for field in fields_of(record.value)}
-    missing = [field for field in READERS[name].ABOUT.used if field not in there]
+    missing = [field for field in FORMAT_OF_NAME[name].used if field not in there]
     assert missing == []
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_a_sample_can_be_tokenised_and_every_trajectory_trains_something(name: str, tokenizer: Any) -> None:
     done = list(tokenize(read(name), tokenizer=tokenizer))
     assert [item.reason for item in done if isinstance(item, Skipped)] == []
@@ -131,7 +132,7 @@ def refusal(path: Path, name: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_a_record_of_the_right_shape_and_wrong_kinds_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
     """No reader lets a foreign error escape: each field of the first record replaced by a number, then by text."""
     files, _, _ = list_inputs([sample(name)])
@@ -146,10 +147,8 @@ def test_a_record_of_the_right_shape_and_wrong_kinds_is_refused_in_one_sentence(
 
 def test_the_command_lists_every_format_with_what_it_keeps(treepack: Run) -> None:
     listed: dict[str, Any] = json.loads(treepack("formats", "--json").out)
-    assert list(listed) == list(READERS)
-    assert {name: set(each["keeps"]) for name, each in listed.items()} == {
-        name: set(reader.ABOUT.keeps) for name, reader in READERS.items()
-    }
+    assert list(listed) == [each.name for each in FORMATS]
+    assert {name: set(each["keeps"]) for name, each in listed.items()} == {each.name: each.keeps for each in FORMATS}
     lines = treepack("formats").out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(READERS)
+    assert [line.split()[0] for line in lines[1:]] == [each.name for each in FORMATS]
     assert "task_id, trial, reward" in treepack("formats", "tau-bench").out

@@ -16,7 +16,7 @@ from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
 from treepack.ingest.readers.inputs import list_inputs
 from treepack.ingest.readers.records import read_records
-from treepack.ingest.readers.registry import READERS, ReadOptions, Record, read_with
+from treepack.ingest.readers.registry import FORMAT_OF_NAME, ReadOptions, Record
 from treepack.trajectory import Skipped, Trajectory
 
 SAMPLES = ROLLOUTS
@@ -53,14 +53,14 @@ def replaced(value: Any, place: Place, other: Any) -> Any:
 def reading(name: str, records: list[Record]) -> str | None:
     """Why `records` are refused by the reader of format `name`; None if they are read."""
     try:
-        found = list(read_with(READERS[name], iter(records), ReadOptions(shapes=True)))
+        found = list(FORMAT_OF_NAME[name].trajectories(records, ReadOptions(shapes=True)))
     except TreepackError as error:
         return str(error)
     assert all(isinstance(each, Trajectory | Skipped) for each in found)
     return None
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", FORMAT_OF_NAME)
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_value_of_another_kind_is_read_or_refused_in_one_sentence(name: str, data: st.DataObject) -> None:

@@ -35,7 +35,7 @@ def read(value: dict[str, Any]) -> list[Trajectory]:
 
 def sessions(traces: list[dict[str, Any]]) -> list[Trajectory | Skipped]:
     records = (Record(f"t.jsonl:{number}", "t.jsonl", trace) for number, trace in enumerate(traces, 1))
-    return list(rllm_gateway.read_file(records, ReadOptions()))
+    return list(rllm_gateway.FORMAT.trajectories(records, ReadOptions()))
 
 
 def episode(steps: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def test_metadata_of_a_session_says_what_it_says_of_the_rollout() -> None:
 
 
 def test_a_file_of_something_else_is_refused() -> None:
-    with pytest.raises(TreepackError, match="has no trace_id or no session_id; expected a trace of rLLM"):
+    with pytest.raises(TreepackError, match="has no session_id; expected trace_id and session_id"):
         sessions([{"trace_id": "a"}])
 
 

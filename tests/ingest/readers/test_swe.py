@@ -305,9 +305,9 @@ def test_a_file_of_arrays_in_a_folder_is_counted_and_refused_where_it_is_named(t
 def test_messages_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     path.write_text(json.dumps([{"role": "user"}]))
-    with pytest.raises(TreepackError, match="is no message with role and content; expected an array of messages"):
+    with pytest.raises(TreepackError, match="is not a record of AutoCodeRover; expected an array of messages"):
         list(read_trajectories([path], format="auto-code-rover"))
-    assert not auto_code_rover.matches({"role": "user", "content": "Q", "id": 1})
+    assert not auto_code_rover.FORMAT.matches({"role": "user", "content": "Q", "id": 1})
 
 
 def test_real_swe_agent_rollouts_are_read() -> None:

@@ -214,7 +214,7 @@ def test_a_search_that_drops_nothing_before_its_last_step_says_nothing() -> None
 def test_answers_of_an_old_log_have_no_reward_and_those_without_a_search_no_puzzle() -> None:
     old = thoughts((["a"], ["a"]), accs=[0])
     del old["infos"]
-    assert tree_of_thoughts.matches(old)
+    assert tree_of_thoughts.FORMAT.matches(old)
     ((found, _),) = chats(read_value(tree_of_thoughts.read, old))
     assert found.reward is None
     without = {"idx": 4, "ys": ["a"], "infos": [{"r": 1}]}

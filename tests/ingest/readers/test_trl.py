@@ -22,7 +22,7 @@ GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "conten
 
 
 def read(reader: Any, value: dict[str, Any]) -> list[Trajectory | Skipped]:
-    return list(reader.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return list(reader.FORMAT.trajectories([Record("r.jsonl:1", "r.jsonl", value)], ReadOptions()))
 
 
 def trajectories(reader: Any, value: dict[str, Any]) -> list[Trajectory]:
@@ -80,7 +80,7 @@ def test_a_pair_of_mixed_forms_is_refused() -> None:
     said = refusal(trl_preference, {"prompt": [USER], "chosen": "4", "rejected": "5"})
     assert said == "prompt is messages, but the completions are text; give both in one form"
     said = refusal(trl_preference, {"prompt": "p", "chosen": "4", "rejected": [BAD]})
-    assert said.endswith("expected both as messages or both as text")
+    assert said.endswith("; expected text (format trl-preference)")
 
 
 def test_a_label_is_a_reward() -> None:

@@ -1,11 +1,10 @@
-"""Raw agent rollouts to trajectories: one format is one file here and one line in `READERS`.
+"""Raw agent rollouts to trajectories. Each format is one file in `formats/` and one line in `FORMATS`.
 
-    files --records--> Record --READERS[format].read--> Trajectory | Skipped
+    files --records--> Record --Format.trajectories--> Trajectory | Skipped
 
-A reader is a module with an `ABOUT`, with `matches(record)`, which tells its records by their fields, and with
-`read(record, options)`, which yields what one record holds; or, where several records of a file make one rollout,
-`read_file(records, options)`. The format of a file is told from its first record, in the order of `READERS`, unless it
-is named: what is most particular comes first, what other formats contain, token fields and messages, last.
+The format of a file is detected from its first record: the first format of `FORMATS` that matches, unless the caller
+names a format. The order matters. Formats with particular fields come first, and `tokens` and `chat` come last, because
+records of other formats contain token ids and messages too.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import About
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.formats import (
     alpaca,
     art,
@@ -75,116 +73,93 @@ from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory
 
 __all__ = [
-    "READERS",
-    "About",
-    "FileReader",
+    "FORMATS",
+    "FORMAT_OF_NAME",
+    "Format",
     "InputHash",
     "ReadOptions",
     "Record",
-    "RecordReader",
     "read_parts",
     "read_trajectories",
 ]
 
+# A refusal lists this many fields of a record, and this many characters of each name: enough to recognise the program,
+# and short enough for a terminal. Documents keyed by task have thousands of fields.
+MAX_FIELDS, MAX_FIELD = 20, 40
 
-class RecordReader(Protocol):
-    """What a module has to have to be a reader of records that stand alone."""
-
-    ABOUT: About
-
-    def matches(self, record: dict[str, Any]) -> bool:
-        """Whether `record` is of this format."""
-
-    def read(self, record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-        """The trajectories that one record holds."""
-
-
-@runtime_checkable
-class FileReader(Protocol):
-    """What a module has to have to be a reader of files whose records belong together."""
-
-    ABOUT: About
-
-    def matches(self, record: dict[str, Any]) -> bool:
-        """Whether `record`, the first of a file, is of this format."""
-
-    def read_file(self, records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-        """The trajectories that the records of one file hold, in order."""
-
-
-MAX_FIELDS, MAX_FIELD = 20, 40  # how many fields a refusal names, and how much of each name
-READERS: dict[str, RecordReader | FileReader] = {
-    "tau-bench": tau_bench,
-    "tau2": tau2,
-    "swe-agent": swe_agent,
-    "mini-swe-agent": mini_swe_agent,
-    "auto-code-rover": auto_code_rover,
-    "toolbench": toolbench,
-    "dars": dars,
-    "mint": mint,
-    "intercode": intercode,
-    "tree-of-thoughts": tree_of_thoughts,
-    "pi": pi,
-    "atif": atif,
-    "harbor-traces": harbor_traces,
-    "nemo-gym": nemo_gym,
-    "verifiers": verifiers,
-    "verifiers-results": verifiers_results,
-    "verl": verl,
-    "verl-dump": verl_dump,
-    "verl-data": verl_data,
-    "alpaca": alpaca,
-    "sharegpt": sharegpt,
-    "ms-swift": ms_swift,
-    "llama-factory": llama_factory,
-    "openai-preference": openai_preference,
-    "trl-preference": trl_preference,
-    "trl-labels": trl_labels,
-    "trl-packed": trl_packed,
-    "trl-grpo": trl_grpo,
-    "slime": slime,
-    "prime-rl": prime_rl,
-    "prime-rl-sft": prime_rl_sft,
-    "skyrl": skyrl,
-    "skyrl-dump": skyrl_dump,
-    "tinker": tinker,
-    "tinker-datum": tinker_datum,
-    "megatron-rl": megatron_rl,
-    "art": art,
-    "rllm": rllm,
-    "rllm-gateway": rllm_gateway,
-    "token-trees": token_trees,
-    "openai-chat": openai_chat,
-    "openai-responses": openai_responses,
-    "otel-genai": otel_genai,
-    "langsmith": langsmith,
-    "mooncake": mooncake,
-    "tokens": tokens,
-    "chat": chat,
-}
+FORMATS: tuple[Format, ...] = (
+    tau_bench.FORMAT,
+    tau2.FORMAT,
+    swe_agent.FORMAT,
+    mini_swe_agent.FORMAT,
+    auto_code_rover.FORMAT,
+    toolbench.FORMAT,
+    dars.FORMAT,
+    mint.FORMAT,
+    intercode.FORMAT,
+    tree_of_thoughts.FORMAT,
+    pi.FORMAT,
+    atif.FORMAT,
+    harbor_traces.FORMAT,
+    nemo_gym.FORMAT,
+    verifiers.FORMAT,
+    verifiers_results.FORMAT,
+    verl.FORMAT,
+    verl_dump.FORMAT,
+    verl_data.FORMAT,
+    alpaca.FORMAT,
+    sharegpt.FORMAT,
+    ms_swift.FORMAT,
+    llama_factory.FORMAT,
+    openai_preference.FORMAT,
+    trl_preference.FORMAT,
+    trl_labels.FORMAT,
+    trl_packed.FORMAT,
+    trl_grpo.FORMAT,
+    slime.FORMAT,
+    prime_rl.FORMAT,
+    prime_rl_sft.FORMAT,
+    skyrl.FORMAT,
+    skyrl_dump.FORMAT,
+    tinker.FORMAT,
+    tinker_datum.FORMAT,
+    megatron_rl.FORMAT,
+    art.FORMAT,
+    rllm.FORMAT,
+    rllm_gateway.FORMAT,
+    token_trees.FORMAT,
+    openai_chat.FORMAT,
+    openai_responses.FORMAT,
+    otel_genai.FORMAT,
+    langsmith.FORMAT,
+    mooncake.FORMAT,
+    tokens.FORMAT,
+    chat.FORMAT,
+)
+FORMAT_OF_NAME: dict[str, Format] = {each.name: each for each in FORMATS}
 
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A piece of a file and how to read it, here or in another process."""
+    """A piece of a file that is not read yet, here or in another process, and the name of its format."""
 
     piece: Piece
     format: str
     options: ReadOptions
 
     def trajectories(self) -> Iterator[Trajectory | Skipped]:
-        """The trajectories that its records hold, and what was skipped."""
-        yield from read_with(READERS[self.format], self.piece.records(), self.options)
+        """Read the records of the piece."""
+        yield from FORMAT_OF_NAME[self.format].trajectories(self.piece.records(), self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Trajectories that are read already."""
+    """Trajectories that have been read, and skipped records."""
 
     items: list[Trajectory | Skipped]
 
     def trajectories(self) -> Iterator[Trajectory | Skipped]:
-        """Those trajectories."""
+        """Yield the items."""
         yield from self.items
 
 
@@ -198,11 +173,12 @@ def read_trajectories(
     shapes: bool = False,
     input_hash: InputHash | None = None,
 ) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of all `inputs`, in order, and what was skipped: files, folders, globs, `-` for standard input.
+    """Read the trajectories of all `inputs`, in order, and a `Skipped` for every record that cannot be used.
 
-    `format` is a key of `READERS`, or `auto`; `reward_key`, `vocab_size`, `train_all` and `shapes` are those of
-    `ReadOptions`. `input_hash` takes up the sha256 of each file as it is read to its end. A file of no known format is
-    skipped where it was found by searching a folder that holds others, and refused where it was named.
+    An input is a file, a folder, a glob, or `-` for standard input. `format` is the name of a format, or `auto`.
+    `reward_key`, `vocab_size`, `train_all` and `shapes` have the meaning that they have in `ReadOptions`. `input_hash`
+    gets the sha256 of each file after the whole file is read. A file of no known format is skipped if a search of a
+    folder found it and the folder contains other formats. It is refused if the caller named it.
 
     Raises:
         TreepackError: an input matches nothing, cannot be read or parsed, or is not of the format.
@@ -219,12 +195,12 @@ def read_parts(
     format: str = "auto",  # noqa: A002
     input_hash: InputHash | None = None,
 ) -> Iterator[Unread | Done]:
-    """What `read_trajectories` reads, in parts that workers can read, in order.
+    """Split the work of `read_trajectories` into parts that workers can read, in order.
 
-    The records of a format whose records belong together are read here.
+    If the records of a format belong together, this process reads them, and the part is `Done`.
 
     Raises:
-        TreepackError: as `read_trajectories`, but for what is wrong inside of a part.
+        TreepackError: as `read_trajectories`, except errors inside an `Unread` part, which reading the part raises.
     """
     check_format(format)
     files, skipped, searched = list_inputs(inputs)
@@ -242,35 +218,25 @@ def read_parts(
             unknown.append(error)
             yield Done([Skipped(displayed(path), "file of no known format")])
             continue
-        reader, every = READERS[name], chain([first], pieces)
-        if isinstance(reader, FileReader):
-            records = (record for piece in every for record in piece.records())
-            yield from map(Done, batched(reader.read_file(records, options)))
+        file_format, file_pieces = FORMAT_OF_NAME[name], chain([first], pieces)
+        if file_format.read_file is None:
+            yield from (Unread(piece, name, options) for piece in file_pieces)
         else:
-            yield from (Unread(piece, name, options) for piece in every)
+            records = (record for piece in file_pieces for record in piece.records())
+            yield from map(Done, batched(file_format.trajectories(records, options)))
+    # A folder in which no file is of a known format is a wrong folder, not a folder with extra files.
     if unknown and len(unknown) == len(files):
         raise unknown[0]
 
 
 def check_format(name: str) -> None:
-    """Refuse a name that is neither `auto` nor a key of `READERS`.
+    """Refuse a name that is neither `auto` nor the name of a format.
 
     Raises:
-        TreepackError: it is neither.
+        TreepackError: the name is unknown.
     """
-    if name != "auto" and name not in READERS:
-        raise TreepackError(f"format '{name}' is not known; expected auto or one that 'treepack formats' lists")
-
-
-def read_with(
-    reader: RecordReader | FileReader, records: Iterator[Record], options: ReadOptions
-) -> Iterator[Trajectory | Skipped]:
-    """What `reader` makes of the `records` of one file."""
-    if isinstance(reader, FileReader):
-        yield from reader.read_file(records, options)
-        return
-    for record in records:
-        yield from reader.read(record, options)
+    if name != "auto" and name not in FORMAT_OF_NAME:
+        raise TreepackError(f"format '{name}' is not known; expected auto or a name that 'treepack formats' lists")
 
 
 class UnknownFormatError(TreepackError):
@@ -278,28 +244,29 @@ class UnknownFormatError(TreepackError):
 
 
 def detect_format(record: Record) -> str:
-    """The first format in `READERS` that `record` matches.
+    """Return the name of the first format in `FORMATS` that `record` matches.
 
     Raises:
-        UnknownFormatError: the record is of no known format; the message then lists its fields.
+        UnknownFormatError: the record is of no known format; the message lists its fields.
         TreepackError: the record is a row of a trie or packed directory.
     """
+    # The columns of a packed row, and of a node of a trie. Both have token ids, so `tokens` would match them.
     if "subtree_end" in record.value or {"tree_id", "node_id"} <= record.value.keys():
         raise TreepackError(
             f"{record.source}: is a part of a trie or packed directory; "
             "give the whole directory with its manifest to pack, stats or train, or the rollouts it was made from"
         )
-    for name, reader in READERS.items():
-        if reader.matches(record.value):
-            return name
+    for each in FORMATS:
+        if each.matches(record.value):
+            return each.name
     raise UnknownFormatError(
-        f"{record.source}: not recognised, with the fields {_listed(record.value)}; "
-        "see the formats that 'treepack formats' lists"
+        f"{record.source}: is of no known format, with the fields {_list_fields(record.value)}; "
+        "'treepack formats' lists the formats and their fields"
     )
 
 
-def _listed(fields: Iterable[str]) -> str:
-    """The names of `fields` on one line, of many the first few: documents that are keyed by task have thousands."""
+def _list_fields(fields: Iterable[str]) -> str:
+    """Join the names of `fields` on one line, at most `MAX_FIELDS` of them."""
     names = [" ".join(name.split())[:MAX_FIELD] for name in fields]
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
     return ", ".join(names[:MAX_FIELDS]) + more if names else "no field"

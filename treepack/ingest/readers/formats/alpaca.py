@@ -10,30 +10,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import REWARDS, TEXT, Format
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import read_chat, read_pair, rounds
 from treepack.trajectory import Skipped, Trajectory
 
 USED = frozenset({"instruction", "input", "output", "history", "system"})
 PAIR = frozenset({"chosen", "rejected"})
-
-ABOUT = About(
-    program="Stanford Alpaca; LLaMA-Factory, ms-swift and Axolotl read it",
-    recognised_by="`instruction` and `output`, or `instruction`, `chosen` and `rejected`, as text",
-    used=("instruction", "input", "output", "history", "system", "tools", "chosen", "rejected", "kto_tag"),
-    keeps=frozenset({REWARDS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has an instruction and its answer, or two, as text."""
-    has = {name for name in ("instruction", "output", "chosen", "rejected") if isinstance(record.get(name), str)}
-    return {"instruction", "output"} <= has or {"instruction", "chosen", "rejected"} <= has
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -43,8 +29,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: the fields are missing or not of the form above.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no instruction with an output; expected a record of Alpaca's form")
     given = value.get("input")
     if given is not None and not isinstance(given, str):
         raise TreepackError(f"{source}: input is not text; expected text or nothing")
@@ -58,3 +42,14 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield Skipped(source, "no output")
         return
     yield read_chat(record, [*prompt, {"role": "assistant", "content": value["output"]}], options, used=USED)
+
+
+FORMAT = Format(
+    name="alpaca",
+    program="Stanford Alpaca; LLaMA-Factory, ms-swift and Axolotl read it",
+    recognised_by="`instruction` and `output`, or `instruction`, `chosen` and `rejected`, as text",
+    requires=[{"instruction": TEXT, "output": TEXT}, {"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}],
+    used="instruction input output history system tools chosen rejected kto_tag".split(),
+    keeps={REWARDS},
+    read=read,
+)

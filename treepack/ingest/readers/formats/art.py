@@ -18,45 +18,17 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.format import ANY, EVERYTHING, OBJECTS, Format, Kind, each, no
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 PREFIX = "token_id:"  # servers can write a token's id in place of its text
 HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_histories"})
 DROPPED = HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_metadata", "group_metrics", "group_logs"}
-
-ABOUT = About(
-    program="ART (TrajectoryGroup, trajectory logs)",
-    recognised_by="`trajectories` with `messages_and_choices`, or `group_index` beside `messages` that are `trainable` "
-    "or not",
-    used=(
-        *("trajectories.messages_and_choices", "trajectories.messages_and_choices.message", "trajectories.tools"),
-        *("trajectories.messages_and_choices.prompt_token_ids", "trajectories.messages_and_choices.token_ids"),
-        *("trajectories.messages_and_choices.logprobs", "trajectories.reward", "trajectories.additional_histories"),
-        *("trajectories.metrics", "trajectories.metadata"),
-    ),
-    dropped=(
-        "logs, exceptions and exchanges",
-        "finish_reason and top_logprobs of a choice",
-        "metadata, metrics and logs of a group",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a group, a trajectory or a row of a log."""
-    members = record.get("trajectories")
-    if isinstance(members, list) and members:
-        return all(isinstance(member, dict) and "messages_and_choices" in member for member in members)
-    messages = record.get("messages")
-    if is_messages(messages) and "group_index" in record:
-        return bool(messages) and all("trainable" in message for message in messages)
-    return is_messages(record.get("messages_and_choices"))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -66,8 +38,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: histories of another form, or what the readers of tokens and messages refuse.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no messages_and_choices; expected a log of ART")
     if isinstance(value.get("trajectories"), list):
         for place, member in enumerate(value["trajectories"]):
             named = {"trajectory_id": f"{record.label}/{place}", "group_id": record.source}
@@ -87,7 +57,7 @@ def _read_trajectory(
         _parsed(trajectory.get("additional_histories"), source), source=source, name="additional_histories"
     )
     histories = [_history(each, source) for each in (trajectory, *more)]
-    rest = {name: held for name, held in trajectory.items() if name not in DROPPED}
+    rest = without(trajectory, DROPPED)
     rest |= {"metadata": _parsed(rest.get("metadata"), source), "extra": _parsed(trajectory.get("metrics"), source)}
     one = replace(record, value=rest | named)
     choices = [item for items, _ in histories for item in items if "message" in item]
@@ -144,3 +114,31 @@ def _parsed(held: Any, source: str) -> Any:
         return json.loads(held)
     except (ValueError, RecursionError) as error:
         raise TreepackError(f"{source}: {shown(held)} is not JSON ({error}); expected what ART writes there") from None
+
+
+FILLED_LIST = Kind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
+FORMAT = Format(
+    name="art",
+    program="ART (TrajectoryGroup, trajectory logs)",
+    recognised_by="`trajectories` with `messages_and_choices`, or `group_index` beside `messages` that are `trainable` "
+    "or not",
+    requires=[
+        {"trajectories": each({"messages_and_choices": ANY}, minimum=1)},
+        {"trajectories": no(FILLED_LIST), "group_index": ANY, "messages": each({"trainable": ANY}, minimum=1)},
+        {"trajectories": no(FILLED_LIST), "messages": no(OBJECTS), "messages_and_choices": OBJECTS},
+        {"trajectories": no(FILLED_LIST), "group_index": no(ANY), "messages_and_choices": OBJECTS},
+    ],
+    used="""
+        trajectories.messages_and_choices trajectories.messages_and_choices.message trajectories.tools
+        trajectories.messages_and_choices.prompt_token_ids trajectories.messages_and_choices.token_ids
+        trajectories.messages_and_choices.logprobs trajectories.reward trajectories.additional_histories
+        trajectories.metrics trajectories.metadata
+    """.split(),
+    dropped=(
+        "logs, exceptions and exchanges",
+        "finish_reason and top_logprobs of a choice",
+        "metadata, metrics and logs of a group",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

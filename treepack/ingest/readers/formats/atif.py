@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.beside import beside, folder_and_document, read_document
 from treepack.ingest.readers.calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, reward_of, shown
+from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Fields, Format, has_fields, starting
 from treepack.ingest.readers.messages import normalise_messages, normalise_tools
 from treepack.ingest.readers.records import NoObjectError, Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 ROLES = {"system": "system", "user": "user", "agent": "assistant"}
@@ -41,38 +42,6 @@ SOME_NOTE = "token ids of some steps only, not used"
 MEDIA_NOTE = "steps from the first with an image or a sound on not used"
 CONTEXT_NOTE = "steps after an event of the harness, a summary say, not used: what their prompt was is not known"
 
-ABOUT = About(
-    program="Harbor; NeMo and others that write ATIF",
-    recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
-    used=(
-        *("steps.source", "steps.message", "steps.reasoning_content", "steps.tool_calls", "steps.observation.results"),
-        *("steps.metrics.prompt_token_ids", "steps.metrics.completion_token_ids", "steps.metrics.logprobs"),
-        *("steps.is_copied_context", "steps.llm_call_count", "agent.tool_definitions", "agent.name"),
-        *("agent.model_name", "session_id", "subagent_trajectories", "task_name", "trial_name"),
-        *("verifier_result.rewards", "step_results.verifier_result.rewards", "agent_result.rollout_details"),
-    ),
-    dropped=(
-        *("system steps with an observation (events of the harness)", "steps.timestamp, steps.extra, other metrics"),
-        "final_metrics",
-        *("observation.results.subagent_trajectory_ref (a file of its own, or embedded)", "continued_trajectory_ref"),
-        "of result.json: config, times, costs, exceptions",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a trajectory, or the result of the trial that wrote it."""
-    return _is_trajectory(record) or _is_result(record)
-
-
-def _is_trajectory(record: dict[str, Any]) -> bool:
-    return str(record.get("schema_version")).startswith("ATIF") and isinstance(record.get("steps"), list)
-
-
-def _is_result(record: dict[str, Any]) -> bool:
-    return {"task_name", "trial_name", "agent_info"} <= record.keys()
-
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """The trajectories of `record`, called `<trial>` or by the session, and those of the agents embedded in it.
@@ -80,11 +49,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: no trajectory, steps of another kind, token ids that contradict each other, or several rewards.
     """
-    if _is_result(record.value):
+    if has_fields(record.value, [RESULT]):
         yield from _read_result(record, options)
         return
-    if not _is_trajectory(record.value):
-        raise TreepackError(f"{record.source}: has no schema_version ATIF or no steps; expected a trajectory in ATIF")
     path, result = _result_above(record)
     if path is None:
         yield from _read_document(record, {}, options)
@@ -162,7 +129,7 @@ def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) 
     value, source = record.value, record.source
     agent = value["agent"] if isinstance(value.get("agent"), dict) else {}
     described = {
-        **{name: held for name, held in value.items() if name not in TOP | LINKS},
+        **without(value, TOP | LINKS),
         **trial,
         "agent": agent.get("name"),
         "model": agent.get("model_name"),
@@ -180,7 +147,7 @@ def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) 
     embedded = as_objects(value.get("subagent_trajectories"), source=source, name="subagent_trajectories")
     for number, each in enumerate(embedded):
         where = f"{source}: subagent_trajectories[{number}]"
-        if not _is_trajectory(each):
+        if not has_fields(each, [TRAJECTORY]):
             raise TreepackError(f"{where} is {shown(each)}; expected a trajectory in ATIF")
         own = f"{described['trajectory_id']}/{each.get('trajectory_id') or number}"
         yield from _read_document(Record(where, record.path, each), trial | {"trajectory_id": own}, options)
@@ -277,7 +244,7 @@ def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
             result = read_document(path)
         except NoObjectError:
             continue
-        if _is_result(result):
+        if has_fields(result, [RESULT]):
             return path, result
     return None, {}
 
@@ -304,3 +271,30 @@ def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float 
     if isinstance(rewards, dict) and options.reward_key is None:
         rewards = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else rewards)
     return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]
+
+
+TRAJECTORY: Fields = {"schema_version": starting("ATIF"), "steps": LIST}
+RESULT: Fields = {"task_name": ANY, "trial_name": ANY, "agent_info": ANY}
+FORMAT = Format(
+    name="atif",
+    program="Harbor; NeMo and others that write ATIF",
+    recognised_by="`schema_version` that begins with ATIF, and `steps`; or a trial's `task_name` and `trial_name`",
+    requires=[TRAJECTORY, RESULT],
+    used="""
+        steps.source steps.message steps.reasoning_content steps.tool_calls steps.observation.results
+        steps.metrics.prompt_token_ids steps.metrics.completion_token_ids steps.metrics.logprobs
+        steps.is_copied_context steps.llm_call_count agent.tool_definitions agent.name agent.model_name
+        session_id subagent_trajectories task_name trial_name verifier_result.rewards
+        step_results.verifier_result.rewards agent_result.rollout_details
+    """.split(),
+    dropped=(
+        "system steps with an observation (events of the harness)",
+        "steps.timestamp, steps.extra, other metrics",
+        "final_metrics",
+        "observation.results.subagent_trajectory_ref (a file of its own, or embedded)",
+        "continued_trajectory_ref",
+        "of result.json: config, times, costs, exceptions",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

@@ -18,10 +18,9 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, About
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.fields import ReadOptions, describe
+from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.messages import normalise_messages
 from treepack.ingest.readers.records import Record, read_records
@@ -31,16 +30,8 @@ ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
 TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 
-ABOUT = About(
-    program="AutoCodeRover",
-    recognised_by="an array of messages, or one message per line: `role` and `content`, perhaps a tool call",
-    used=("role", "content", "tool_calls", "tool_call_id"),
-    dropped=("rounds before the last (beginnings of it)",),
-    keeps=frozenset({MASKS, LINEAGE}),
-)
 
-
-def matches(record: dict[str, Any]) -> bool:
+def is_message(record: dict[str, Any]) -> bool:
     """Whether `record` is nothing but a message."""
     role, content = record.get("role"), record.get("content")
     return record.keys() <= FIELDS and isinstance(role, str) and "content" in record and isinstance(content, str | None)
@@ -55,8 +46,6 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: what is no message.
     """
     found = list(records)
-    if not matches(found[0].value):
-        raise TreepackError(f"{found[0].source}: is no message with role and content; expected an array of messages")
     path = found[0].path
     record = Record(path, path, {})
     messages = [each.value for each in found]
@@ -90,3 +79,16 @@ def _shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> in
     others = islice(read_records(str(path)), start, None)
     pairs = zip(messages, (record.value for record in others), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+FORMAT = Format(
+    name="auto-code-rover",
+    program="AutoCodeRover",
+    recognised_by="an array of messages, or one message per line: `role` and `content`, perhaps a tool call",
+    requires=is_message,
+    checked="first",
+    used="role content tool_calls tool_call_id".split(),
+    dropped=("rounds before the last (beginnings of it)",),
+    keeps={MASKS, LINEAGE},
+    read_file=read_file,
+)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions, describe
+from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TALK, Format
 from treepack.ingest.readers.messages import (
     MEDIA_REASON,
     Messages,
@@ -31,27 +31,6 @@ from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 USED = frozenset({"messages", "prompt", "completion", "tools", "chat_template_kwargs"})
-
-ABOUT = About(
-    program="OpenAI chat JSONL, also with the marks of ART, rLLM and ms-swift; TRL prompt and completion",
-    recognised_by="`messages`, or `prompt` and `completion`, as messages or as text",
-    used=(
-        *("messages", "tools", "chat_template_kwargs", "prompt", "completion"),
-        *("messages.loss", "messages.trainable", "messages.weight", "messages.loss_scale", "reward", "id", "group_id"),
-    ),
-    dropped=(
-        "images, videos, audios (records that have some are skipped)",
-        "content parts that are not text (refused)",
-    ),
-    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has `messages`, or `prompt` and `completion`, as messages or as text."""
-    if is_messages(record.get("messages")):
-        return True
-    return all(isinstance(record.get(name), str) or is_messages(record.get(name)) for name in ("prompt", "completion"))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -96,3 +75,22 @@ def _list(value: Any, name: str, source: str) -> list[Any]:
     if not isinstance(value, list):
         raise TreepackError(f"{source}: {name} is not a list; expected a list of messages")
     return value
+
+
+FORMAT = Format(
+    name="chat",
+    program="OpenAI chat JSONL, also with the marks of ART, rLLM and ms-swift; TRL prompt and completion",
+    recognised_by="`messages`, or `prompt` and `completion`, as messages or as text",
+    requires=[{"messages": OBJECTS}, {"prompt": TALK, "completion": TALK}],
+    checked="none",
+    used="""
+        messages tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
+        messages.loss_scale reward id group_id
+    """.split(),
+    dropped=(
+        "images, videos, audios (records that have some are skipped)",
+        "content parts that are not text (refused)",
+    ),
+    keeps={MASKS, REWARDS, LINEAGE},
+    read=read,
+)

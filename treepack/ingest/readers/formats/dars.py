@@ -15,36 +15,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, About
 from treepack.ingest.readers.beside import beside, folder_and_document
-from treepack.ingest.readers.fields import ReadOptions, describe
-from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import conversation
 from treepack.ingest.readers.trees import leaf_paths
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 USED = frozenset({"root", "node_count", "iterations", "current_node_id", "node_id_stack"})
 CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of an unfinished `x.root`
 BY_PROGRAM = "Auto-submitting"  # the thought of a submission that no model made
-
-ABOUT = About(
-    program="DARS",
-    recognised_by="`root`, a message with `children`, beside `node_count`",
-    used=("root.role", "root.content", "root.children", "root.is_demo", "root.thought", "root.expansion_prompt"),
-    dropped=(
-        *("root.action (part of the content)", "root.expansion_candidates (the one chosen is a node)"),
-        *("root.critic_prompt", "root.critic_response (calls of another model)"),
-        "node_count, iterations, current_node_id, node_id_stack (bookkeeping)",
-    ),
-    keeps=frozenset({MASKS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has a `root` that is a message with children, and a count of nodes."""
-    root = record.get("root")
-    return isinstance(root, dict) and {"role", "content", "children"} <= root.keys() and "node_count" in record
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -53,8 +34,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: no tree, or a node that is no message.
     """
-    if not matches(record.value):
-        raise TreepackError(f"{record.source}: has no root with children or no node_count; expected a tree of DARS")
     folder, stem = folder_and_document(record)
     task = stem
     for ending in CHECKPOINTS:
@@ -105,6 +84,22 @@ def _asked(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _trajectory(
     record: Record, messages: list[dict[str, Any]], name: str, task: str, options: ReadOptions
 ) -> Trajectory:
-    done = normalise_messages(messages, source=record.source)
-    found = describe(record, Chat(done.messages, done.weights), used=USED, options=options, notes=done.notes)
-    return replace(found, trajectory_id=name, group_id=task)
+    return replace(conversation(record, messages, options, used=USED), trajectory_id=name, group_id=task)
+
+
+FORMAT = Format(
+    name="dars",
+    program="DARS",
+    recognised_by="`root`, a message with `children`, beside `node_count`",
+    requires=[{"root.role": ANY, "root.content": ANY, "root.children": ANY, "node_count": ANY}],
+    used="root.role root.content root.children root.is_demo root.thought root.expansion_prompt".split(),
+    dropped=(
+        "root.action (part of the content)",
+        "root.expansion_candidates (the one chosen is a node)",
+        "root.critic_prompt",
+        "root.critic_response (calls of another model)",
+        "node_count, iterations, current_node_id, node_id_stack (bookkeeping)",
+    ),
+    keeps={MASKS, LINEAGE},
+    read=read,
+)

@@ -18,38 +18,22 @@ from itertools import groupby
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import ReadOptions, quoted, shown
-from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECTS, REWARDS, Format
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 FIRST = "episode-0"
 MAIN = "main"
 TOOLS_MARK = "<tools>"
 KNOWN = frozenset(
-    {
-        *("conversations", "conversations_sharegpt", "task", "trial_name", "episode", "result", "tool_definitions"),
-        *("trace_source", "run_id", "date", "model_provider", "instruction", "verifier_output"),
-    }
+    """
+    conversations conversations_sharegpt task trial_name episode result tool_definitions trace_source run_id date
+    model_provider instruction verifier_output
+    """.split()
 )
-
-ABOUT = About(
-    program="Harbor (exported traces)",
-    recognised_by="`conversations` beside `task`, `trial_name` and `episode`",
-    used=(
-        *("conversations.role", "conversations.content", "task", "trial_name", "episode", "result"),
-        *("tool_definitions", "trace_source", "agent", "model"),
-    ),
-    dropped=("run_id, date and model_provider", "instruction and verifier_output", "conversations_sharegpt (the same)"),
-    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is one call of a trial."""
-    return is_messages(record.get("conversations")) and {"task", "trial_name", "episode"} <= record.keys()
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -69,10 +53,6 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
 
 
 def _trial(record: Record) -> str:
-    if not matches(record.value):
-        raise TreepackError(
-            f"{record.source}: has no conversations, task, trial_name or episode; expected a trace of Harbor"
-        )
     name, origin = record.value["trial_name"], record.value.get("trace_source")
     if not isinstance(name, str):
         raise TreepackError(f"{record.source}: trial_name is {shown(name)}; expected text")
@@ -91,7 +71,7 @@ def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator
         yield Skipped(rows[0].source, "no message that the model wrote")
         return
     described = {
-        **{key: held for key, held in value.items() if key not in KNOWN},
+        **without(value, KNOWN),
         "trajectory_id": name,
         "group_id": value["task"],
         **_result(value.get("result")),
@@ -112,3 +92,22 @@ def _result(result: Any) -> dict[str, Any]:
         return {"reward": float(result)}
     except (TypeError, ValueError):
         return {} if result is None else {"error": result}
+
+
+FORMAT = Format(
+    name="harbor-traces",
+    program="Harbor (exported traces)",
+    recognised_by="`conversations` beside `task`, `trial_name` and `episode`",
+    requires=[{"conversations": OBJECTS, "task": ANY, "trial_name": ANY, "episode": ANY}],
+    used="""
+        conversations.role conversations.content task trial_name episode result tool_definitions trace_source
+        agent model
+    """.split(),
+    dropped=(
+        "run_id, date and model_provider",
+        "instruction and verifier_output",
+        "conversations_sharegpt (the same)",
+    ),
+    keeps={MASKS, REWARDS, LINEAGE},
+    read_file=read_file,
+)

@@ -18,35 +18,19 @@ from pathlib import PurePath
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, REWARDS, About
 from treepack.ingest.readers.beside import folder_and_document
-from treepack.ingest.readers.fields import ReadOptions, describe, shown
-from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import LINEAGE, REWARDS, Format
 from treepack.ingest.readers.records import Record
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.ingest.readers.trajectories import conversation, without
+from treepack.trajectory import Skipped, Trajectory
 
 BLOCKED = "blocked"  # stands for a reply that could not be had; it has no observation
 OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought of the program's own submission
 USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
 
-ABOUT = About(
-    program="InterCode",
-    recognised_by="objects with `query` and `turn_history`, by number or under `logs`",
-    used=(
-        *("0.query", "0.turn_history.actions", "0.turn_history.observations", "0.turn_history.thoughts"),
-        *("0.summary.max_reward", "0.dataset", "0.task_id", "0.environment", "0.hardness"),
-    ),
-    dropped=(
-        *("meta (options of the run)", "info (how the reward came about)"),
-        "turn_history.rewards, turn_history.valid_action (of single turns)",
-        "turn_history.steps (plan of another call)",
-        "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
-    ),
-    keeps=frozenset({REWARDS, LINEAGE}),
-)
 
-
-def matches(record: dict[str, Any]) -> bool:
+def has_episodes(record: dict[str, Any]) -> bool:
     """Whether `record` holds episodes with a query and the history of their turns."""
     episodes = _episodes(record)
     first = next(iter(episodes.values()), None)
@@ -64,8 +48,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: an episode that is none, or turns that are not lists of text.
     """
-    if not matches(record.value):
-        raise TreepackError(f"{record.source}: has no query and turn_history; expected results of InterCode")
     _, stem = folder_and_document(record)
     for number, episode in _episodes(record.value).items():
         part = replace(record, source=f"{record.source}[{number}]")
@@ -75,15 +57,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if len(messages) == 1:
             yield Skipped(part.source, "no turn of the model")
             continue
-        done = normalise_messages(messages, source=part.source)
         value = {
-            **{name: held for name, held in episode.items() if name not in USED},
+            **without(episode, USED),
             "trajectory_id": f"{stem}/{number}",
             "group_id": _group(episode, number),
             "reward": _reward(episode),
         }
-        content = Chat(done.messages, done.weights)
-        yield describe(replace(part, value=value), content, used=(), options=options, notes=done.notes)
+        yield conversation(replace(part, value=value), messages, options)
 
 
 def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
@@ -118,3 +98,24 @@ def _group(episode: dict[str, Any], number: str) -> str:
 def _reward(episode: dict[str, Any]) -> Any:
     summary = episode.get("summary")
     return summary.get("max_reward") if isinstance(summary, dict) else None
+
+
+FORMAT = Format(
+    name="intercode",
+    program="InterCode",
+    recognised_by="objects with `query` and `turn_history`, by number or under `logs`",
+    requires=has_episodes,
+    used="""
+        0.query 0.turn_history.actions 0.turn_history.observations 0.turn_history.thoughts 0.summary.max_reward
+        0.dataset 0.task_id 0.environment 0.hardness
+    """.split(),
+    dropped=(
+        "meta (options of the run)",
+        "info (how the reward came about)",
+        "turn_history.rewards, turn_history.valid_action (of single turns)",
+        "turn_history.steps (plan of another call)",
+        "summary.max_reward_idx, summary.turns_taken, summary.turns_max",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read=read,
+)

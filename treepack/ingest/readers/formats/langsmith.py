@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, REWARDS, About
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_number, quoted, shown
+from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, REWARDS, TEXT, Fields, Format, first, no
 from treepack.ingest.readers.messages import MEDIA_REASON, READ, is_messages, is_text
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import messages_of_items
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 Message = dict[str, Any]
@@ -31,18 +32,6 @@ ROLES = {
     **{"HumanMessageChunk": "user", "AIMessageChunk": "assistant", "FunctionMessage": "function"},
 }
 NO_CALL_NOTE = "run of no LLM"
-
-ABOUT = About(
-    program="LangSmith (exports of runs)",
-    recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
-    used=(
-        *("id", "run_type", "trace_id", "dotted_order", "inputs.messages", "outputs.generations.message.kwargs"),
-        *("outputs.choices.message", "extra.invocation_params.tools", "extra.metadata.ls_model_name"),
-        *("feedback_stats", "reference_example_id", "child_runs"),
-    ),
-    dropped=("chains, tools, retrievers and parsers", "session_id (a project)", "events, tags, tokens and costs"),
-    keeps=frozenset({REWARDS, LINEAGE}),
-)
 
 
 @dataclass(slots=True)
@@ -55,13 +44,6 @@ class _Trace:
     scores: dict[str, Any] = field(default_factory=dict)
 
 
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a run, or a list of them under `runs`."""
-    runs = record.get("runs")
-    first = runs[0] if is_messages(runs) and runs else record
-    return isinstance(first.get("run_type"), str) and any(name in first for name in ("inputs", "dotted_order"))
-
-
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """The trajectories of the traces of one file, by their first run.
 
@@ -70,8 +52,6 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     """
     traces: dict[str, _Trace] = {}
     for record in records:
-        if not matches(record.value):
-            raise TreepackError(f"{record.source}: has no run_type or no inputs; expected a run of LangSmith")
         for name, run in _nested(record):
             trace = traces.setdefault(name, _Trace(replace(record, value={})))
             is_root = run.get("parent_run_id") is None
@@ -245,10 +225,31 @@ def _by_parts(message: Message) -> list[Message]:
         named = [{"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in calls]
         message.setdefault("tool_calls", named)
     if message.get("tool_calls"):
-        kinds = {kind: each for kind, each in kinds.items() if kind not in ("tool_call", "function_call")}
+        kinds = without(kinds, ("tool_call", "function_call"))
     message["content"] = [part for part in parts if str(part.get("type")) in kinds]
     return [*done, message] if kinds or not done else done
 
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+RUN: Fields = {"run_type": TEXT, ("inputs", "dotted_order"): ANY}
+FORMAT = Format(
+    name="langsmith",
+    program="LangSmith (exports of runs)",
+    recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
+    requires=[{"runs": first(RUN)}, {"runs": no(FILLED), **RUN}],
+    used="""
+        id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs
+        outputs.choices.message extra.invocation_params.tools extra.metadata.ls_model_name feedback_stats
+        reference_example_id child_runs
+    """.split(),
+    dropped=(
+        "chains, tools, retrievers and parsers",
+        "session_id (a project)",
+        "events, tags, tokens and costs",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read_file=read_file,
+)

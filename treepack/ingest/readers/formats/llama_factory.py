@@ -13,34 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import MASKS, REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import ANY, MASKS, REWARDS, SET, Format, first, no
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import Message, calls_of_text, read_chat, read_whole_pair
 from treepack.trajectory import Skipped, Trajectory
 
 PAIR = ("chosen_messages", "rejected_messages")
-
-ABOUT = About(
-    program="LLaMA-Factory (version 1)",
-    recognised_by="`messages`, or `chosen_messages` and `rejected_messages`, whose content is parts with a `value`",
-    used=("messages.content.value", "messages.loss_weight", "tools", *PAIR),
-    dropped=("parts that are not text (records that have some are skipped)",),
-    keeps=frozenset({MASKS, REWARDS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has messages, or a pair of conversations, of parts with a value."""
-    if all(record.get(name) is not None for name in PAIR):
-        return all(_has_values(record[name]) for name in PAIR)
-    return _has_values(record.get("messages"))
-
-
-def _has_values(messages: Any) -> bool:
-    parts = messages[0].get("content") if is_messages(messages) and messages else None
-    return is_messages(parts) and bool(parts) and {"type", "value"} <= parts[0].keys()
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -50,8 +30,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: the fields are missing or not of the form above.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no messages of parts with a value; expected a record of LLaMA-Factory")
     if all(value.get(name) is not None for name in PAIR):
         chosen, rejected = (_messages(value[name], f"{source}: {name}") for name in PAIR)
         yield from read_whole_pair(record, chosen, rejected, options, used=PAIR)
@@ -78,3 +56,19 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
                 chat["content"].append({"type": kind, "text": value})
         done.append(chat if message.get("loss_weight") is None else chat | {"weight": message["loss_weight"]})
     return done
+
+
+IN_PARTS = first({"content": first({"type": ANY, "value": ANY})})
+FORMAT = Format(
+    name="llama-factory",
+    program="LLaMA-Factory (version 1)",
+    recognised_by="`messages`, or `chosen_messages` and `rejected_messages`, whose content is parts with a `value`",
+    requires=[
+        {"chosen_messages": IN_PARTS, "rejected_messages": IN_PARTS},
+        {("chosen_messages", "rejected_messages"): no(SET), "messages": IN_PARTS},
+    ],
+    used="messages.content.value messages.loss_weight tools chosen_messages rejected_messages".split(),
+    dropped=("parts that are not text (records that have some are skipped)",),
+    keeps={MASKS, REWARDS},
+    read=read,
+)

@@ -18,45 +18,21 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Fields, Format, Kind, each, no
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import mask_values, number_values
+from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Float64, Skipped, Trajectory
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
 DROPPED = frozenset(
-    {
-        *("policy_epoch", "kv_cache_epoch", "num_evictions", "trajectory", "generation_mask", "logprobs"),
-        "advantage_override",
-    }
+    """
+    policy_epoch kv_cache_epoch num_evictions trajectory generation_mask logprobs advantage_override
+    """.split()
 )
 GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
-
-ABOUT = About(
-    program="Megatron-LM (megatron.rl: TokenRollout, RolloutGroup)",
-    recognised_by="`trajectory` beside `generation_mask` or `policy_epoch`, or `rollouts` that have them",
-    used=(
-        *("rollouts.trajectory", "rollouts.generation_mask", "rollouts.logprobs", "rollouts.reward", "rollouts.env_id"),
-        *("rollouts.problem_id", "rollouts.advantage_override", "uid"),
-    ),
-    dropped=(
-        "policy_epoch, kv_cache_epoch and num_evictions",
-        "batch_id and index_in_batch",
-        "rollouts of text (they do not say where a prompt ends)",
-        "a bank's binary files",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a rollout or a group of them."""
-    members = record.get("rollouts")
-    if isinstance(members, list) and members:
-        return all(isinstance(member, dict) and _is_rollout(member) for member in members)
-    return _is_rollout(record)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -66,19 +42,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: turns, masks and log-probabilities that contradict each other.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no trajectory with a generation_mask; expected a rollout of Megatron-RL")
     if "rollouts" not in value:
         yield from _read_rollout(record, options)
         return
-    rest = {name: held for name, held in value.items() if name not in GROUP}
+    rest = without(value, GROUP)
     for place, member in enumerate(as_objects(value["rollouts"], source=source, name="rollouts")):
         named = {"trajectory_id": f"{record.label}/{place}", "group_id": value.get("uid") or source}
         yield from _read_rollout(replace(record, value=rest | member | named), options)
-
-
-def _is_rollout(value: dict[str, Any]) -> bool:
-    return isinstance(value.get("trajectory"), list) and ("generation_mask" in value or "policy_epoch" in value)
 
 
 def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -105,12 +75,10 @@ def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory |
         call, noted = _call(turn, mask, given, f"{source}: turn {number}")
         calls.append(replace(call, values=call.values | {"advantages": value.get("advantage_override")}))
         notes = notes or noted
-    rest = {name: held for name, held in value.items() if name not in DROPPED}
+    rest = without(value, DROPPED)
     if rest.get("group_id") is None:
         rest["group_id"] = rest.pop("problem_id", None)
-    for item in read_calls(replace(record, value=rest), calls, options):
-        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) else item
-        notes = () if isinstance(item, Trajectory) else notes
+    yield from with_notes(read_calls(replace(record, value=rest), calls, options), notes)
 
 
 def _by_turn(value: Any, name: str, source: str) -> list[Any]:
@@ -151,3 +119,25 @@ def _call(turn: Any, mask: Any, given: Any, where: str) -> tuple[TokenCall, tupl
         )
     values = {"loss_mask": flags[start:], "rollout_log_probs": whole[start:]}
     return TokenCall(turn[:start], turn[start:], values), notes
+
+
+ROLLOUT: Fields = {"trajectory": LIST, ("generation_mask", "policy_epoch"): ANY}
+FILLED_LIST = Kind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
+FORMAT = Format(
+    name="megatron-rl",
+    program="Megatron-LM (megatron.rl: TokenRollout, RolloutGroup)",
+    recognised_by="`trajectory` beside `generation_mask` or `policy_epoch`, or `rollouts` that have them",
+    requires=[{"rollouts": each(ROLLOUT, minimum=1)}, {"rollouts": no(FILLED_LIST), **ROLLOUT}],
+    used="""
+        rollouts.trajectory rollouts.generation_mask rollouts.logprobs rollouts.reward rollouts.env_id
+        rollouts.problem_id rollouts.advantage_override uid
+    """.split(),
+    dropped=(
+        "policy_epoch, kv_cache_epoch and num_evictions",
+        "batch_id and index_in_batch",
+        "rollouts of text (they do not say where a prompt ends)",
+        "a bank's binary files",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

@@ -18,44 +18,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, LOGPROBS, MASKS, TOKEN_IDS, About
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.format import ANY, LINEAGE, LOGPROBS, MASKS, OBJECTS, TOKEN_IDS, Format, starting
 from treepack.ingest.readers.formats.openai_chat import SOME_NOTE, token_call
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import messages_of_items
+from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
-FORMAT = "mini-swe-agent"
 EXIT = "exit"  # the role of a message that no model saw
 BOOKKEEPING = frozenset({"extra", "timestamp", "provider_specific_fields", "thinking_blocks", "annotations", "refusal"})
 UNREADABLE_NOTE = "refused reply in an unknown form not used"
-
-ABOUT = About(
-    program="mini-swe-agent",
-    recognised_by="`messages` and `trajectory_format` that begins with mini-swe-agent, or `info.mini_version`",
-    used=(
-        *("messages", "messages.extra.interrupt_type", "messages.extra.response", "messages.tools", "info.exit_status"),
-        *("messages.extra.response.prompt_token_ids", "messages.extra.response.choices.logprobs"),
-        "messages.extra.response.choices.provider_specific_fields.token_ids",
-        *("info.mini_version", "info.config.model.model_name", "instance_id"),
-    ),
-    dropped=(
-        *("info.config (all but the model's name)", "info.submission (repeats the edits)", "info.model_stats"),
-        "messages.extra (costs, times, parsed actions, raw outputs)",
-    ),
-    keeps=frozenset({TOKEN_IDS, LOGPROBS, MASKS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has messages and says that mini-swe-agent wrote them."""
-    info = record.get("info")
-    named = str(record.get("trajectory_format", "")).startswith(FORMAT)
-    return is_messages(record.get("messages")) and (named or (isinstance(info, dict) and "mini_version" in info))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -65,8 +41,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: no messages, or messages of another kind.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no messages of mini-swe-agent; expected a file of mini-swe-agent")
     notes: dict[str, None] = {}
     calls: list[ChatCall] = []
     tokens: list[TokenCall | None] = []
@@ -89,10 +63,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield from read_calls(description, with_ids, options)
         return
     notes |= {SOME_NOTE: None} if with_ids else {}
-    found = list(read_chats(description, calls, options))
-    if calls and isinstance(found[0], Trajectory):
-        found[0] = replace(found[0], notes=found[0].notes + tuple(notes))
-    yield from found
+    yield from with_notes(read_chats(description, calls, options), tuple(notes))
 
 
 def _token_call(message: dict[str, Any]) -> TokenCall | None:
@@ -144,7 +115,7 @@ def _description(record: Record) -> dict[str, Any]:
     folder, stem = folder_and_document(record)
     task = str(value.get("instance_id") or stem)
     run = Path(record.path).parent.parent.name if folder == task else folder
-    rest = {name: held for name, held in value.items() if name not in ("messages", "info", "trajectory_format")}
+    rest = without(value, ("messages", "info", "trajectory_format"))
     rest.pop("instance_id", None)
     return {
         **rest,
@@ -161,3 +132,28 @@ def _model_name(info: dict[str, Any]) -> str | None:
     model = config.get("model") if isinstance(config, dict) else None
     name = model.get("model_name") if isinstance(model, dict) else None
     return name if isinstance(name, str) else None
+
+
+FORMAT = Format(
+    name="mini-swe-agent",
+    program="mini-swe-agent",
+    recognised_by="`messages` and `trajectory_format` that begins with mini-swe-agent, or `info.mini_version`",
+    requires=[
+        {"messages": OBJECTS, "trajectory_format": starting("mini-swe-agent")},
+        {"messages": OBJECTS, "info.mini_version": ANY},
+    ],
+    used="""
+        messages messages.extra.interrupt_type messages.extra.response messages.tools info.exit_status
+        messages.extra.response.prompt_token_ids messages.extra.response.choices.logprobs
+        messages.extra.response.choices.provider_specific_fields.token_ids info.mini_version
+        info.config.model.model_name instance_id
+    """.split(),
+    dropped=(
+        "info.config (all but the model's name)",
+        "info.submission (repeats the edits)",
+        "info.model_stats",
+        "messages.extra (costs, times, parsed actions, raw outputs)",
+    ),
+    keeps={TOKEN_IDS, LOGPROBS, MASKS, LINEAGE},
+    read=read,
+)

@@ -11,34 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, REWARDS, About
-from treepack.ingest.readers.fields import ReadOptions, describe, shown
-from treepack.ingest.readers.messages import is_messages, normalise_messages
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import LINEAGE, OBJECT, OBJECTS, REWARDS, Format
 from treepack.ingest.readers.records import Record, folder_and_stem
-from treepack.trajectory import Chat, Skipped, Trajectory
-
-ABOUT = About(
-    program="MINT",
-    recognised_by="`state.history`, a list of messages, and `task`",
-    used=(
-        *("state.history", "state.success", "state.terminate_reason", "state.error"),
-        *("task.task_id", "task.task_name"),
-    ),
-    dropped=(
-        *("task.prompt (part of the history)", "task.reference (no model saw it)", "task.metadata"),
-        "state.finished, state.latest_output, state.agent_action_count, state.token_counter (follow from the history)",
-    ),
-    keeps=frozenset({REWARDS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has a state with a history of messages, and a task."""
-    state = record.get("state")
-    return isinstance(state, dict) and is_messages(state.get("history")) and isinstance(record.get("task"), dict)
+from treepack.ingest.readers.trajectories import conversation, without
+from treepack.trajectory import Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -47,17 +26,14 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: no history or task, or `success` is no boolean.
     """
-    if not matches(record.value):
-        raise TreepackError(f"{record.source}: has no state.history or no task; expected a result of MINT")
     state, task = record.value["state"], record.value["task"]
-    done = normalise_messages(state["history"], source=record.source)
     folder = folder_and_stem(record)[0] or str(task.get("task_name"))
     group = None if task.get("task_id") is None else f"{folder}/{task['task_id']}"
     success = state.get("success")
     if not isinstance(success, bool | None):
         raise TreepackError(f"{record.source}: state.success is {shown(success)}; expected true or false")
     value = {
-        **{name: held for name, held in record.value.items() if name not in ("state", "task")},
+        **without(record.value, ("state", "task")),
         "trajectory_id": record.label if group is None else f"{group}/{record.label}",
         "group_id": group,
         "task_name": task.get("task_name"),
@@ -65,6 +41,23 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         "terminate_reason": state.get("terminate_reason"),
         "error": state.get("error"),
     }
-    yield describe(
-        replace(record, value=value), Chat(done.messages, done.weights), used=(), options=options, notes=done.notes
-    )
+    yield conversation(replace(record, value=value), state["history"], options)
+
+
+FORMAT = Format(
+    name="mint",
+    program="MINT",
+    recognised_by="`state.history`, a list of messages, and `task`",
+    requires=[{"state.history": OBJECTS, "task": OBJECT}],
+    used="""
+        state.history state.success state.terminate_reason state.error task.task_id task.task_name
+    """.split(),
+    dropped=(
+        "task.prompt (part of the history)",
+        "task.reference (no model saw it)",
+        "task.metadata",
+        "state.finished, state.latest_output, state.agent_action_count, state.token_counter (follow from the history)",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read=read,
+)

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import About
 from treepack.ingest.readers.fields import ReadOptions, describe, shown
+from treepack.ingest.readers.format import ANY, ARRAY, Format
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
 
@@ -30,17 +30,6 @@ FIRST_OWN_ID = 1 << 30  # hash ids are below it, what is of one request only is 
 MAX_LENGTH = 1 << 24
 USED = frozenset({"input_length", "output_length", "hash_ids"})
 NUMBER = re.compile(r"\d+(?=\]?$)")
-
-ABOUT = About(
-    program="Mooncake, Qwen-Bailian (traces of lengths, for treepack stats only)",
-    recognised_by="`input_length`, `output_length` and `hash_ids`",
-    used=("input_length", "output_length", "hash_ids"),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has the lengths of a request and the hashes of its blocks."""
-    return record.keys() >= USED and isinstance(record["hash_ids"], list | np.ndarray)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -52,8 +41,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     value, source = record.value, record.source
     if not options.shapes:
         raise TreepackError(f"{source}: holds the lengths of a request, not its tokens; only treepack stats reads it")
-    if not matches(value):
-        raise TreepackError(f"{source}: has no input_length, output_length or hash_ids; expected a trace of requests")
     num_input, num_output = (_length(value[name], name, source) for name in ("input_length", "output_length"))
     if num_output == 0 or num_input + num_output < 2:
         yield Skipped(source, "request without output")
@@ -93,3 +80,13 @@ def _own_id(record: Record) -> int:
 
 def _trained_from(tokens: Int32, start: int) -> Tokens:
     return Tokens(tokens, np.array([start], np.int32), np.array([len(tokens)], np.int32), np.ones(1))
+
+
+FORMAT = Format(
+    name="mooncake",
+    program="Mooncake, Qwen-Bailian (traces of lengths, for treepack stats only)",
+    recognised_by="`input_length`, `output_length` and `hash_ids`",
+    requires=[{"input_length": ANY, "output_length": ANY, "hash_ids": ARRAY}],
+    used="input_length output_length hash_ids".split(),
+    read=read,
+)

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import MASKS, REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import ANY, FILLED, FLAG, MASKS, REWARDS, SET, TEXT, Format, first, no, one_of, some
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_whole_pair, rounds
@@ -26,38 +26,10 @@ from treepack.trajectory import Skipped, Trajectory
 CALL, RESULTS = "tool_call", ("tool_response", "tool")
 MARKS = ("loss", "loss_scale")
 USED = frozenset(
-    {
-        *("messages", "rejected_response", "rejected_messages"),
-        *("query", "response", "history", "conversation", "system"),
-    }
+    """
+    messages rejected_response rejected_messages query response history conversation system
+    """.split()
 )
-
-ABOUT = About(
-    program="ms-swift",
-    recognised_by=(
-        "`messages` with `rejected_response`, `rejected_messages`, a boolean `label` or the role `tool_call`; "
-        "`query` and `response`; or `conversation` of `human` and `assistant`"
-    ),
-    used=(
-        *("messages", "messages.loss", "messages.loss_scale", "tools", "rejected_response", "rejected_messages"),
-        *("label", "query", "response", "history", "system", "conversation.human", "conversation.assistant"),
-    ),
-    dropped=("images, videos, audios (records that have some are skipped)",),
-    keeps=frozenset({MASKS, REWARDS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has messages in a way that is ms-swift's own, or its rounds of text."""
-    messages = record.get("messages")
-    if is_messages(messages) and messages:
-        own = ("rejected_response", "rejected_messages")
-        calls = any(message.get("role") in (CALL, RESULTS[0]) for message in messages)
-        return calls or isinstance(record.get("label"), bool) or any(record.get(name) is not None for name in own)
-    if isinstance(record.get("query"), str) and isinstance(record.get("response"), str):
-        return True
-    talk = record.get("conversation")
-    return is_messages(talk) and bool(talk) and {"human", "assistant"} <= talk[0].keys()
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -67,8 +39,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: the fields are missing or not of the form above.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no messages, query or conversation; expected a record of ms-swift")
     messages = _messages(value, source)
     rejected = _rejected(value, messages, source)
     sides = [messages] if rejected is None else [messages, rejected]
@@ -142,3 +112,26 @@ def _merged(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]
 
 def _marks(message: dict[str, Any]) -> dict[str, Any]:
     return {name: message[name] for name in MARKS if message.get(name) is not None}
+
+
+FORMAT = Format(
+    name="ms-swift",
+    program="ms-swift",
+    recognised_by="`messages` with `rejected_response`, `rejected_messages`, a boolean `label` or the role "
+    "`tool_call`; "
+    "`query` and `response`; or `conversation` of `human` and `assistant`",
+    requires=[
+        {"messages": FILLED, ("rejected_response", "rejected_messages"): SET},
+        {"messages": FILLED, "label": FLAG},
+        {"messages": some({"role": one_of("tool_call", "tool_response")})},
+        {"messages": no(FILLED), "query": TEXT, "response": TEXT},
+        {"messages": no(FILLED), "conversation": first({"human": ANY, "assistant": ANY})},
+    ],
+    used="""
+        messages messages.loss messages.loss_scale tools rejected_response rejected_messages label query response
+        history system conversation.human conversation.assistant
+    """.split(),
+    dropped=("images, videos, audios (records that have some are skipped)",),
+    keeps={MASKS, REWARDS},
+    read=read,
+)

@@ -15,42 +15,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import GROUPS, IDS, ReadOptions
+from treepack.ingest.readers.format import EVERYTHING, OBJECT, Format
 from treepack.ingest.readers.messages import MEDIA_REASON, is_text
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, messages_of_items
+from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
 TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
-PROMPT, GENERATION, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
+PROMPT, GENERATION = "prompt_token_ids", "generation_token_ids"
 PLACEHOLDER = [0]  # prompt and generation of an empty message that stands for an output without any
 USED = frozenset({"responses_create_params", "response", TASK, ROLLOUT, "agent_ref"})
 SOME_NOTE = "token ids of some turns only, not used"
-
-ABOUT = About(
-    program="NeMo Gym",
-    recognised_by="`responses_create_params`",
-    used=(
-        *("responses_create_params.input", "responses_create_params.instructions", "responses_create_params.tools"),
-        *("response.output", "response.model", f"response.output.{PROMPT}", f"response.output.{GENERATION}"),
-        *(f"response.output.{LOGPROBS}", "reward", TASK, ROLLOUT, "agent_ref.name", "mask_sample"),
-    ),
-    dropped=(
-        "routed_experts",
-        "the other settings of request and response (sampling, usage)",
-        "reasoning.encrypted_content",
-        "hosted tools but mcp_call (named in a note)",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has the parameters of a request."""
-    return isinstance(record.get("responses_create_params"), dict)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -60,8 +38,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: items that are none, or token ids that contradict each other.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no responses_create_params; expected a rollout of NeMo Gym")
     response = value.get("response")
     if not isinstance(response, dict) or response.get("output") is None:
         yield Skipped(source, "task without a response")
@@ -79,8 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield from read_calls(slim, calls.tokens, options)
         return
     notes = (*calls.notes, SOME_NOTE) if calls.tokens else calls.notes
-    for number, found in enumerate(read_chats(slim, calls.chats, options)):
-        yield replace(found, notes=found.notes + notes) if isinstance(found, Trajectory) and number == 0 else found
+    yield from with_notes(read_chats(slim, calls.chats, options), notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +107,7 @@ def _has_ids(item: Item) -> bool:
 
 
 def _call(item: Item) -> TokenCall:
-    return TokenCall(item[PROMPT], item[GENERATION], {"rollout_log_probs": item.get(LOGPROBS)})
+    return TokenCall(item[PROMPT], item[GENERATION], {"rollout_log_probs": item.get("generation_log_probs")})
 
 
 def _is_masked(value: dict[str, Any]) -> bool:
@@ -142,7 +117,7 @@ def _is_masked(value: dict[str, Any]) -> bool:
 
 def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
     """What the record says besides its calls, under the names that all formats share."""
-    rest = {name: field for name, field in value.items() if name not in USED}
+    rest = without(value, USED)
     agent = value.get("agent_ref")
     found = {"model": response.get("model") or None, "agent": agent.get("name") if isinstance(agent, dict) else None}
     task = response.get("group_id") if value.get(TASK) is None else value[TASK]
@@ -154,3 +129,24 @@ def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, A
     # The task's own ids are those of its data set, which may repeat; they are kept as metadata.
     own = {name: rest.pop(name) for name in (*IDS, *GROUPS) if isinstance(rest.get(name), str | int)}
     return found | rest | ({"metadata": own} if own and "metadata" not in rest else {})
+
+
+FORMAT = Format(
+    name="nemo-gym",
+    program="NeMo Gym",
+    recognised_by="`responses_create_params`",
+    requires=[{"responses_create_params": OBJECT}],
+    used="""
+        responses_create_params.input responses_create_params.instructions responses_create_params.tools
+        response.output response.model response.output.prompt_token_ids response.output.generation_token_ids
+        response.output.generation_log_probs reward _ng_task_index _ng_rollout_index agent_ref.name mask_sample
+    """.split(),
+    dropped=(
+        "routed_experts",
+        "the other settings of request and response (sampling, usage)",
+        "reasoning.encrypted_content",
+        "hosted tools but mcp_call (named in a note)",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

@@ -15,32 +15,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.messages import MEDIA_REASON, READ, is_messages, is_text
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
 
 TOKEN_ID = "token_id:"
 SOME_NOTE = "token ids of some calls only, not used"
 LOGPROBS_NOTE = "log-probabilities without token ids not used"
 
-ABOUT = About(
-    program="OpenAI-compatible servers and proxies (chat completions), OpenAI batch jobs",
-    recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
-    used=(
-        *("request.messages", "request.tools", "response.choices.message", "response.choices.logprobs.content"),
-        *("response.prompt_token_ids", "response.choices.token_ids", "response.id", "response.model"),
-        *("session_id", "group_id", "reward"),
-    ),
-    dropped=("the other settings of request and response (sampling, usage, finish_reason)", "top_logprobs"),
-    keeps=frozenset(KEEPS),
-)
 
-
-def matches(record: dict[str, Any]) -> bool:
+def is_exchange(record: dict[str, Any]) -> bool:
     """Whether `record` is a request with messages, a response with choices, or both."""
     request, response = request_and_response(record)
     if "custom_id" in record and not response.get("choices"):
@@ -100,8 +89,7 @@ def _read(record: Record, calls: Sequence[_Choice], options: ReadOptions) -> Ite
         yield from read_calls(record, tokens, options)
         return
     notes = (SOME_NOTE,) if tokens else (LOGPROBS_NOTE,) if any(call.has_logprobs for call in calls) else ()
-    for number, item in enumerate(read_chats(record, [call.chat for call in calls], options)):
-        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) and number == 0 else item
+    yield from with_notes(read_chats(record, [call.chat for call in calls], options), notes)
 
 
 def _calls(exchange: Exchange) -> list[_Choice]:
@@ -150,3 +138,23 @@ def _ids_of_names(parts: list[dict[str, Any]]) -> list[int]:
     names = [part.get("token") for part in parts]
     numbers = [name.removeprefix(TOKEN_ID) for name in names if isinstance(name, str) and name.startswith(TOKEN_ID)]
     return [int(number) for number in numbers if number.isdecimal()] if len(numbers) == len(names) else []
+
+
+FORMAT = Format(
+    name="openai-chat",
+    program="OpenAI-compatible servers and proxies (chat completions), OpenAI batch jobs",
+    recognised_by="a request with `messages` and a response with `choices`, or a line of a batch's input or output",
+    requires=is_exchange,
+    checked="none",
+    used="""
+        request.messages request.tools response.choices.message response.choices.logprobs.content
+        response.prompt_token_ids response.choices.token_ids response.id response.model session_id group_id
+        reward
+    """.split(),
+    dropped=(
+        "the other settings of request and response (sampling, usage, finish_reason)",
+        "top_logprobs",
+    ),
+    keeps=EVERYTHING,
+    read_file=read_file,
+)

@@ -15,35 +15,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, ItemMessages, messages_of_items
+from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
 
 Messages = list[dict[str, Any]]
 
-ABOUT = About(
-    program="OpenAI's Responses API and servers that speak it, OpenAI batch jobs",
-    recognised_by="`input` and `output`, a list of items, in one object or as request and response",
-    used=(
-        *("id", "input", "output", "instructions", "tools", "previous_response_id", "conversation.id", "model"),
-        *("group_id", "reward"),
-    ),
-    dropped=(
-        "the other settings of request and response (sampling, usage)",
-        "reasoning.summary, reasoning.encrypted_content",
-        "logprobs (without token ids)",
-        "hosted tools but mcp_call (named in a note)",
-    ),
-    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
-)
 
-
-def matches(record: dict[str, Any]) -> bool:
+def is_exchange(record: dict[str, Any]) -> bool:
     """Whether `record` is a request with input, a response with output items, or both."""
     request, response = request_and_response(record)
     if "custom_id" in record and not response:
@@ -117,9 +102,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         record = description(rollout.exchanges, name)
         if rollout.root in branched:
             record = replace(record, value={"group_id": rollout.root} | record.value)
-        for number, item in enumerate(read_chats(record, rollout.calls, options)):
-            of_rollout = tuple(rollout.notes) if number == 0 else ()
-            yield replace(item, notes=item.notes + of_rollout) if isinstance(item, Trajectory) else item
+        yield from with_notes(read_chats(record, rollout.calls, options), tuple(rollout.notes))
 
 
 def _resolved(given: Any, known: dict[str, Item]) -> Any:
@@ -156,3 +139,23 @@ def _named(exchange: Exchange, name: str) -> str | None:
         if isinstance(found, str):
             return found
     return None
+
+
+FORMAT = Format(
+    name="openai-responses",
+    program="OpenAI's Responses API and servers that speak it, OpenAI batch jobs",
+    recognised_by="`input` and `output`, a list of items, in one object or as request and response",
+    requires=is_exchange,
+    checked="none",
+    used="""
+        id input output instructions tools previous_response_id conversation.id model group_id reward
+    """.split(),
+    dropped=(
+        "the other settings of request and response (sampling, usage)",
+        "reasoning.summary, reasoning.encrypted_content",
+        "logprobs (without token ids)",
+        "hosted tools but mcp_call (named in a note)",
+    ),
+    keeps={MASKS, REWARDS, LINEAGE},
+    read_file=read_file,
+)

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import REWARDS, About
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import LIST, REWARDS, SET, Format, Kind
 from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
@@ -33,23 +33,6 @@ TOOLS = "gen_ai.tool.definitions"
 RENAMED_ROLES = {"Human": "user", "AI": "assistant", "model": "assistant"}  # as LangChain and Gemini have them
 NO_CALL_NOTE = "span of no LLM call"
 NO_CONTENT_NOTE = "LLM call whose messages were not captured"
-
-ABOUT = About(
-    program="OpenTelemetry (generative AI conventions), by any instrumentation of them",
-    recognised_by="`resourceSpans`, or a span id beside `attributes`",
-    used=(
-        *("resourceSpans.scopeSpans.spans.attributes", "resourceSpans.scopeSpans.spans.events", "context.trace_id"),
-        *("start_time", "attributes.gen_ai.operation.name", "attributes.gen_ai.conversation.id"),
-        *(f"attributes.{name}" for name in (INSTRUCTIONS, INPUT, TOOLS, "gen_ai.request.model", "gen_ai.agent.name")),
-        *(f"events.attributes.{name}" for name in (OUTPUT, "gen_ai.evaluation.score.value")),
-    ),
-    dropped=(
-        "spans of tools, agents and embeddings (the calls hold what they gave)",
-        "blobs, files, uris and server-side tools (calls that have some are skipped)",
-        "usage, finish reasons, resources",
-    ),
-    keeps=frozenset({REWARDS}),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +50,6 @@ class _Conversation:
 
     record: Record
     spans: list[_TraceSpan] = field(default_factory=list)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is OTLP, or one span."""
-    if isinstance(record.get("resourceSpans"), list):
-        return True
-    context = record.get("context")
-    holders = (record, context) if isinstance(context, dict) else (record,)
-    is_span = any(held.get(name) is not None for held in holders for name in ("span_id", "spanId"))
-    return is_span and isinstance(record.get("attributes"), dict | list)
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -113,8 +86,6 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
 
 def _spans(record: Record) -> Iterator[_TraceSpan]:
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has neither resourceSpans nor a span id beside attributes; expected spans")
     flat = [value]
     if "resourceSpans" in value:
         scopes = _below(value["resourceSpans"], "scopeSpans", source)
@@ -245,3 +216,29 @@ def _description(record: Record, name: str, spans: list[_TraceSpan]) -> Record:
     if scores := {key: score for span in spans for key, score in span.scores.items()}:
         value["rewards"] = scores
     return replace(record, value=value)
+
+
+OBJECT_OR_LIST = Kind("an object or a list", lambda value: isinstance(value, dict | list))
+FORMAT = Format(
+    name="otel-genai",
+    program="OpenTelemetry (generative AI conventions), by any instrumentation of them",
+    recognised_by="`resourceSpans`, or a span id beside `attributes`",
+    requires=[
+        {"resourceSpans": LIST},
+        {("span_id", "spanId", "context.span_id", "context.spanId"): SET, "attributes": OBJECT_OR_LIST},
+    ],
+    used="""
+        resourceSpans.scopeSpans.spans.attributes resourceSpans.scopeSpans.spans.events context.trace_id start_time
+        attributes.gen_ai.operation.name attributes.gen_ai.conversation.id attributes.gen_ai.system_instructions
+        attributes.gen_ai.input.messages attributes.gen_ai.tool.definitions attributes.gen_ai.request.model
+        attributes.gen_ai.agent.name events.attributes.gen_ai.output.messages
+        events.attributes.gen_ai.evaluation.score.value
+    """.split(),
+    dropped=(
+        "spans of tools, agents and embeddings (the calls hold what they gave)",
+        "blobs, files, uris and server-side tools (calls that have some are skipped)",
+        "usage, finish reasons, resources",
+    ),
+    keeps={REWARDS},
+    read_file=read_file,
+)

@@ -22,12 +22,12 @@ from pathlib import PurePath
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, About
 from treepack.ingest.readers.calls import SPLIT_NOTE
-from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, quoted
-from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.fields import ReadOptions, as_objects, quoted
+from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, Format, one_of
 from treepack.ingest.readers.records import Record
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.ingest.readers.trajectories import conversation
+from treepack.trajectory import Skipped, Trajectory
 
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 FAILED = frozenset({"aborted", "error"})
@@ -35,26 +35,8 @@ NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "cus
 IMAGE_NOTE = "call behind an image not used"
 FAILED_NOTE = "turn that was broken off or failed not used"
 
-ABOUT = About(
-    program="pi",
-    recognised_by="a first line of `type` session with `timestamp` and `cwd`",
-    used=(
-        *("type", "id", "parentId", "cwd", "parentSession", "message.role", "message.content", "message.toolCallId"),
-        *("message.toolName", "message.stopReason", "message.model", "summary", "firstKeptEntryId"),
-    ),
-    dropped=(
-        *("message.usage, message.api, message.provider, message.details", "timestamp", "thinkingSignature"),
-        "entries that are not in the prompt: custom, label, session_info, thinking_level_change, model_change",
-    ),
-    keeps=frozenset({MASKS, LINEAGE}),
-)
 
 Entry = dict[str, Any]
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is the header of a session."""
-    return record.get("type") == "session" and {"timestamp", "cwd"} <= record.keys()
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -65,8 +47,6 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     """
     found = list(records)
     header = found[0]
-    if not matches(header.value):
-        raise TreepackError(f"{header.source}: is no entry of type session with timestamp and cwd; expected it first")
     chains, notes, models = _chains(_entries(found))
     if not chains:
         yield Skipped(header.source, "no turn of the model")
@@ -78,10 +58,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     for chain in chains:
         own = name if len(chains) == 1 else f"{name}/turn-{chain.first_call}"
         value = {"trajectory_id": own, "group_id": group, "cwd": header.value.get("cwd"), "model": model}
-        done = normalise_messages(chain.messages, source=header.path)
-        weights = [0.0] * chain.num_prompt + done.weights[chain.num_prompt :]
         record = Record(header.path, header.path, value)
-        yield describe(record, Chat(done.messages, weights), used=(), options=options, notes=done.notes + notes)
+        yield conversation(record, chain.messages, options, num_prompt=chain.num_prompt, notes=notes)
         notes = ()
 
 
@@ -260,3 +238,24 @@ def _has_image(message: dict[str, Any]) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
     return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+
+
+FORMAT = Format(
+    name="pi",
+    program="pi",
+    recognised_by="a first line of `type` session with `timestamp` and `cwd`",
+    requires=[{"type": one_of("session"), "timestamp": ANY, "cwd": ANY}],
+    checked="first",
+    used="""
+        type id parentId cwd parentSession message.role message.content message.toolCallId message.toolName
+        message.stopReason message.model summary firstKeptEntryId
+    """.split(),
+    dropped=(
+        "message.usage, message.api, message.provider, message.details",
+        "timestamp",
+        "thinkingSignature",
+        "entries that are not in the prompt: custom, label, session_info, thinking_level_change, model_change",
+    ),
+    keeps={MASKS, LINEAGE},
+    read_file=read_file,
+)

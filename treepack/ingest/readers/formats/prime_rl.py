@@ -20,50 +20,27 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LOGPROBS, MASKS, TOKEN_IDS, About
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import ANY, ARRAY, LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.packed import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import mask_values, number_values
+from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
-IDS = ("token_ids", "input_ids")
+IDS_OF = ("token_ids", "input_ids")
 MASKS_OF = ("loss_mask", "mask")
 STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
 LENGTHS = ("sequence_lengths", "seq_lens")
 DROPPED = frozenset(
-    {
-        *("temperatures", "routed_experts", "mm_kwargs", "mm_token_type_ids", "position_ids", "env_names"),
-        *("rank", "micro_step", "micro_sequence_idx", "schema_version", "entropy", "mismatch_kl", "prob_delta"),
-        *("log_importance_ratio", "importance_ratio", "is_masked", "is_masked_high", "is_masked_low"),
-        *LENGTHS,
-    }
-)
-
-ABOUT = About(
-    program="prime-rl (TrainingSample, MicroBatch, token exports)",
-    recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
-    used=(
-        *("token_ids", "mask", "logprobs", "env_name", "ref_logprobs", "advantages", "rl_weights", "ce_weights"),
-        *("input_ids", "loss_mask", "inference_logprobs", "sequence_lengths", "position_ids", "env_names"),
-        *("step", "trainer_logprobs", "export_sequence_idx"),
-    ),
-    dropped=(
-        "temperatures and routed_experts",
-        "ref_kl_weights, and ce_weights beside rl_weights (noted)",
-        "mm_kwargs (samples that have some are skipped)",
-        "what an export computes: entropy, ratios, which tokens were clipped",
-    ),
-    keeps=frozenset({TOKEN_IDS, MASKS, LOGPROBS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a sample, a micro batch or an exported sequence."""
-    ids, mask = _first(record, IDS), _first(record, MASKS_OF)
-    return ids is not None and mask is not None and ("env_name" in record or "inference_logprobs" in record)
+    """
+    temperatures routed_experts mm_kwargs mm_token_type_ids position_ids env_names rank micro_step
+    micro_sequence_idx schema_version entropy mismatch_kl prob_delta log_importance_ratio importance_ratio
+    is_masked is_masked_high is_masked_low
+    """.split()
+) | frozenset(LENGTHS)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -73,23 +50,19 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: no ids or no mask, or what the `tokens` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no ids, no mask or no env_name; expected training data of prime-rl")
     if value.get("mm_kwargs"):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    ids = _first(value, IDS)
+    ids = _first(value, IDS_OF)
     weights, notes = _weights(value, len(ids), record.source)
-    kept = {name: held for name, held in value.items() if name not in (*DROPPED, *STREAMS, *MASKS_OF, *IDS)}
+    kept = without(value, (*DROPPED, *STREAMS, *MASKS_OF, *IDS_OF))
     kept |= {"token_ids": ids, "loss_mask": weights}
     if "export_sequence_idx" in kept:
         kept["old_log_probs"] = kept.pop("trainer_logprobs", None)
     sizes = next((value[name] for name in LENGTHS if value.get(name) is not None), None)
     one = replace(record, value=kept)
-    found = tokens.read(one, options) if sizes is None else _read_batch(one, value, sizes, options)
-    for item in found:
-        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) else item
-        notes = () if isinstance(item, Trajectory) else notes
+    items = tokens.read(one, options) if sizes is None else _read_batch(one, value, sizes, options)
+    yield from with_notes(items, notes)
 
 
 def _read_batch(
@@ -145,3 +118,23 @@ def _first(value: dict[str, Any], names: tuple[str, ...]) -> Any:
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | np.ndarray)
+
+
+FORMAT = Format(
+    name="prime-rl",
+    program="prime-rl (TrainingSample, MicroBatch, token exports)",
+    recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
+    requires=[{IDS_OF: ARRAY, MASKS_OF: ARRAY, ("env_name", "inference_logprobs"): ANY}],
+    used="""
+        token_ids mask logprobs env_name ref_logprobs advantages rl_weights ce_weights input_ids loss_mask
+        inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs export_sequence_idx
+    """.split(),
+    dropped=(
+        "temperatures and routed_experts",
+        "ref_kl_weights, and ce_weights beside rl_weights (noted)",
+        "mm_kwargs (samples that have some are skipped)",
+        "what an export computes: entropy, ratios, which tokens were clipped",
+    ),
+    keeps={TOKEN_IDS, MASKS, LOGPROBS},
+    read=read,
+)

@@ -12,35 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import MASKS, TOKEN_IDS, About
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import ARRAY, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.packed import lengths_of, num_padding
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import mask_values
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory, as_token_ids
 
-OWN = ("input_ids", "target_ids", "loss_mask")
-DROPPED = frozenset({*OWN, "position_ids", "seq_lens", "mm_kwargs", "mm_token_type_ids"})
-
-ABOUT = About(
-    program="prime-rl (SFT batches)",
-    recognised_by="`input_ids`, `target_ids` and `loss_mask`",
-    used=(*OWN, "position_ids", "seq_lens"),
-    dropped=("mm_kwargs (batches that have some are skipped)", "mm_token_type_ids"),
-    keeps=frozenset({TOKEN_IDS, MASKS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a batch with shifted targets."""
-    return all(isinstance(record.get(name), list | np.ndarray) for name in OWN)
+DROPPED = frozenset("input_ids target_ids loss_mask position_ids seq_lens mm_kwargs mm_token_type_ids".split())
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -50,12 +36,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: targets that are not the inputs one place later, or what the `tokens` reader refuses.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no {', '.join(OWN)}; expected a batch of prime-rl")
     if value.get("mm_kwargs"):
         yield Skipped(source, MEDIA_REASON)
         return
-    ids, targets = (as_token_ids(value[name], source=source, name=name) for name in OWN[:2])
+    ids, targets = (as_token_ids(value[name], source=source, name=name) for name in ("input_ids", "target_ids"))
     mask = mask_values(value["loss_mask"], source=source, name="loss_mask").astype(np.float64)
     if not len(ids) == len(targets) == len(mask):
         raise TreepackError(
@@ -67,7 +51,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     lengths = lengths_of(given, name="seq_lens", num_tokens=len(ids), source=source)
     ends = list(accumulate(lengths))
     padding = num_padding(value.get("position_ids"), lengths, source=source)
-    rest = {name: held for name, held in value.items() if name not in DROPPED}
+    rest = without(value, DROPPED)
     for number, (stop, size) in enumerate(zip(ends, lengths, strict=True), 1):
         start, end = stop - size, stop - (padding if number == len(lengths) else 0)
         if start == end:
@@ -83,3 +67,18 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             "loss_mask": np.append(0.0, mask[start:end]),
         }
         yield from tokens.read(replace(record, value=rest | fields), options)
+
+
+FORMAT = Format(
+    name="prime-rl-sft",
+    program="prime-rl (SFT batches)",
+    recognised_by="`input_ids`, `target_ids` and `loss_mask`",
+    requires=[{"input_ids": ARRAY, "target_ids": ARRAY, "loss_mask": ARRAY}],
+    used="input_ids target_ids loss_mask position_ids seq_lens".split(),
+    dropped=(
+        "mm_kwargs (batches that have some are skipped)",
+        "mm_token_type_ids",
+    ),
+    keeps={TOKEN_IDS, MASKS},
+    read=read,
+)

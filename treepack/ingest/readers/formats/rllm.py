@@ -16,47 +16,21 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.format import ANY, EVERYTHING, Format, each
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
 KNOWN = frozenset(
-    {
-        *("id", "episode_id", "task", "task_hash", "termination_reason", "is_correct", "session_id", "trajectories"),
-        *("metrics", "info", "metadata", "training_step", "epoch", "timing", "uid", "name", "steps", "reward"),
-        "num_steps",
-    }
+    """
+    id episode_id task task_hash termination_reason is_correct session_id trajectories metrics info metadata
+    training_step epoch timing uid name steps reward num_steps
+    """.split()
 )
 UNNAMED = frozenset({None, "", "default_traj_name", "agent"})
 SOME_NOTE = "token ids of some steps only, all read as text"
-
-ABOUT = About(
-    program="rLLM (episodes)",
-    recognised_by="`trajectories` with `steps`, beside `termination_reason` or `is_correct`",
-    used=(
-        *("id", "trajectories.name", "trajectories.reward", "is_correct", "termination_reason", "info", "metrics"),
-        *("trajectories.steps.prompt_ids", "trajectories.steps.response_ids", "trajectories.steps.logprobs"),
-        *("trajectories.steps.chat_completions", "trajectories.steps.advantage", "trajectories.steps.weight_version"),
-        *("trajectories.steps.model_output",),
-    ),
-    dropped=(
-        "trajectories.steps.reward and mc_return (the trajectory has its own reward)",
-        "observation, thought, action, model_response and done (parts of the messages)",
-        "routing_matrices",
-        "task, task_hash, epoch, uid and timing",
-        "trajectories.info and trajectories.steps.info",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is an episode."""
-    members = record.get("trajectories")
-    is_episode = isinstance(members, list) and ("termination_reason" in record or "is_correct" in record)
-    return is_episode and all(isinstance(member, dict) and "steps" in member for member in members or [])
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -68,8 +42,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: no episode, or what the readers of tokens and messages refuse.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no trajectories with steps; expected an episode of rLLM")
     if not value["trajectories"]:
         yield Skipped(source, "episode without a trajectory")
     name = value.get("id") if value.get("id") is not None else value.get("episode_id")
@@ -94,7 +66,7 @@ def _described(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str,
     """What is known of a trajectory besides its steps, under the names that every reader uses."""
     correct, reward = episode.get("is_correct"), trajectory.get("reward")
     return {
-        **{name: held for name, held in (episode | trajectory).items() if name not in KNOWN},
+        **without(episode | trajectory, KNOWN),
         "step": episode.get("training_step"),
         "reward": float(correct) if reward is None and isinstance(correct, bool) else reward,
         "is_correct": correct,
@@ -116,10 +88,8 @@ def _read_trajectory(
     if calls and all(call is not None for call in calls):
         yield from read_calls(one, [call for call in calls if call is not None], options)
         return
-    note = (SOME_NOTE,) if any(call is not None for call in calls) else ()
-    for item in read_chats(one, [_chat_call(step, source) for step in steps], options):
-        yield replace(item, notes=item.notes + note) if isinstance(item, Trajectory) else item
-        note = ()
+    notes = (SOME_NOTE,) if any(call is not None for call in calls) else ()
+    yield from with_notes(read_chats(one, [_chat_call(step, source) for step in steps], options), notes)
 
 
 def _token_call(step: dict[str, Any]) -> TokenCall | None:
@@ -138,3 +108,26 @@ def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
     messages = as_objects(step.get("chat_completions"), source=source, name="chat_completions")
     last = next((k for k in reversed(range(len(messages))) if messages[k].get("role") == "assistant"), len(messages))
     return ChatCall(messages[:last], messages[last : last + 1])
+
+
+FORMAT = Format(
+    name="rllm",
+    program="rLLM (episodes)",
+    recognised_by="`trajectories` with `steps`, beside `termination_reason` or `is_correct`",
+    requires=[{"trajectories": each({"steps": ANY}), ("termination_reason", "is_correct"): ANY}],
+    used="""
+        id trajectories.name trajectories.reward is_correct termination_reason info metrics
+        trajectories.steps.prompt_ids trajectories.steps.response_ids trajectories.steps.logprobs
+        trajectories.steps.chat_completions trajectories.steps.advantage trajectories.steps.weight_version
+        trajectories.steps.model_output
+    """.split(),
+    dropped=(
+        "trajectories.steps.reward and mc_return (the trajectory has its own reward)",
+        "observation, thought, action, model_response and done (parts of the messages)",
+        "routing_matrices",
+        "task, task_hash, epoch, uid and timing",
+        "trajectories.info and trajectories.steps.info",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

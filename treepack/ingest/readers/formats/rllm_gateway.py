@@ -16,41 +16,21 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LOGPROBS, MASKS, TOKEN_IDS, About
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.format import ANY, LOGPROBS, MASKS, TEXT, TOKEN_IDS, Format
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
 KNOWN = frozenset(
-    {
-        *("trace_id", "session_id", "model", "messages", "prompt_token_ids", "response_message", "logprobs"),
-        *("completion_token_ids", "routing_matrices", "finish_reason", "weight_version", "latency_ms", "token_counts"),
-        *("timestamp", "metadata", "raw_request", "raw_response", "prompt_delta_token_ids", "parent_trace_id"),
-    }
+    """
+    trace_id session_id model messages prompt_token_ids response_message logprobs completion_token_ids
+    routing_matrices finish_reason weight_version latency_ms token_counts timestamp metadata raw_request
+    raw_response prompt_delta_token_ids parent_trace_id
+    """.split()
 )
 ORPHAN = "trace whose parent is not in the file"
-
-ABOUT = About(
-    program="rLLM (model gateway)",
-    recognised_by="`trace_id` and `session_id` beside `response_message` or `completion_token_ids`",
-    used=(
-        *("trace_id", "session_id", "model", "messages", "response_message", "prompt_token_ids", "metadata"),
-        *("completion_token_ids", "logprobs", "prompt_delta_token_ids", "parent_trace_id", "weight_version"),
-    ),
-    dropped=(
-        "routing_matrices",
-        "finish_reason, latency_ms, token_counts and timestamp",
-        "raw_request but for its tools, and raw_response",
-    ),
-    keeps=frozenset({TOKEN_IDS, MASKS, LOGPROBS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a trace."""
-    named = all(isinstance(record.get(name), str) for name in ("trace_id", "session_id"))
-    return named and ("response_message" in record or "completion_token_ids" in record)
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -63,8 +43,6 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     """
     sessions: dict[str, list[Record]] = {}
     for record in records:
-        if not matches(record.value):
-            raise TreepackError(f"{record.source}: has no trace_id or no session_id; expected a trace of rLLM")
         sessions.setdefault(record.value["session_id"], []).append(record)
     for session, traces in sessions.items():
         yield from _read_session(session, traces, options)
@@ -74,7 +52,7 @@ def _read_session(session: str, traces: list[Record], options: ReadOptions) -> I
     first, last = traces[0].value, traces[-1].value
     known = first.get("metadata")
     own = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
-    more = {name: held for name, held in first.items() if name not in KNOWN}
+    more = without(first, KNOWN)
     one = replace(traces[0], value=more | (known if isinstance(known, dict) else {}) | own)
     if not all(trace.value.get("completion_token_ids") for trace in traces):
         chats = [_chat_call(trace) for trace in traces]
@@ -135,3 +113,22 @@ def _chat_call(trace: Record) -> ChatCall:
     return ChatCall(
         messages, [response] if response else [], request.get("tools") if isinstance(request, dict) else None
     )
+
+
+FORMAT = Format(
+    name="rllm-gateway",
+    program="rLLM (model gateway)",
+    recognised_by="`trace_id` and `session_id` beside `response_message` or `completion_token_ids`",
+    requires=[{"trace_id": TEXT, "session_id": TEXT, ("response_message", "completion_token_ids"): ANY}],
+    used="""
+        trace_id session_id model messages response_message prompt_token_ids metadata completion_token_ids
+        logprobs prompt_delta_token_ids parent_trace_id weight_version
+    """.split(),
+    dropped=(
+        "routing_matrices",
+        "finish_reason, latency_ms, token_counts and timestamp",
+        "raw_request but for its tools, and raw_response",
+    ),
+    keeps={TOKEN_IDS, MASKS, LOGPROBS},
+    read_file=read_file,
+)

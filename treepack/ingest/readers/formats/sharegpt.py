@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import MASKS, REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions, quoted, shown
-from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.format import ANY, MASKS, REWARDS, Format, first, no
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_pair
 from treepack.trajectory import Skipped, Trajectory
@@ -29,26 +28,8 @@ PAIRS = ({"from", "value"}, {"role", "content"})
 KEPT = ("weight", "loss", "loss_scale")
 USED = frozenset({"conversations", "system"})
 PAIR = frozenset({"chosen", "rejected"})
-OF_HARBOR = frozenset({"trial_name", "episode"})  # rows that each hold a beginning of one conversation
-
-ABOUT = About(
-    program="ShareGPT; LLaMA-Factory, Axolotl and others read it",
-    recognised_by="`conversations`, a list of objects with `from` and `value`, or `role` and `content`",
-    used=(
-        *("conversations.from", "conversations.value", "conversations.weight", "system", "tools"),
-        *("chosen.value", "rejected.value", "kto_tag"),
-    ),
-    dropped=("images, videos, audios (records that have some are skipped)",),
-    keeps=frozenset({MASKS, REWARDS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has `conversations` whose first message says who it is from."""
-    turns = record.get("conversations")
-    if not is_messages(turns) or not turns or record.keys() >= OF_HARBOR:
-        return False
-    return any(pair <= turns[0].keys() for pair in PAIRS)
+# Rows with both fields are of harbor-traces: each row repeats the start of the conversation, so they are no samples.
+FIELDS_OF_HARBOR = ("trial_name", "episode")
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -58,8 +39,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: no conversation, an unknown speaker, or a call that is not JSON.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no conversations of from and value; expected a record of ShareGPT's form")
     turns = [_message(turn, f"{source}: turn {number}") for number, turn in enumerate(value["conversations"], 1)]
     if (system := value.get("system")) is not None:
         if not isinstance(system, str):
@@ -83,3 +62,20 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     if speaker == CALL:
         return {"role": "assistant", "content": "", "tool_calls": calls_of_text(turn.get("value"), where=where)} | kept
     return {"role": ROLES[speaker], "content": turn.get("value")} | kept
+
+
+FORMAT = Format(
+    name="sharegpt",
+    program="ShareGPT; LLaMA-Factory, Axolotl and others read it",
+    recognised_by="`conversations`, a list of objects with `from` and `value`, or `role` and `content`",
+    requires=[
+        {"conversations": first({"from": ANY, "value": ANY}, {"role": ANY, "content": ANY}), FIELDS_OF_HARBOR: no(ANY)},
+    ],
+    used="""
+        conversations.from conversations.value conversations.weight system tools chosen.value rejected.value
+        kto_tag
+    """.split(),
+    dropped=("images, videos, audios (records that have some are skipped)",),
+    keeps={MASKS, REWARDS},
+    read=read,
+)

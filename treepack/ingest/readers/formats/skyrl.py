@@ -18,51 +18,28 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
-from treepack.ingest.readers.batches import is_column, rows_of
+from treepack.ingest.readers.batches import rows_of
 from treepack.ingest.readers.calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import COLUMN, EVERYTHING, Fields, Format
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import number_values
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
-GENERATOR = ("prompt_token_ids", "response_ids", "loss_masks")
-BATCH = ("sequences", "attention_mask", "loss_mask")
+GENERATOR: Fields = {"prompt_token_ids": COLUMN, "response_ids": COLUMN, "loss_masks": COLUMN}
+BATCH: Fields = {"sequences": COLUMN, "attention_mask": COLUMN, "loss_mask": COLUMN}
 MEDIA = ("pixel_values", "image_grid_thw")
 # Values of a batch's responses, under the names of the reader of tokens.
-OF_RESPONSE = (
-    *("loss_mask", "response_mask", "rollout_logprobs", "action_log_probs", "base_action_log_probs"),
-    "advantages",
+OF_RESPONSE = tuple(
+    """
+    loss_mask response_mask rollout_logprobs action_log_probs base_action_log_probs advantages
+    """.split()
 )
 WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajectory_generation_times", "env_metrics"})
 DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *MEDIA})
-
-ABOUT = About(
-    program="SkyRL (GeneratorOutput, TrainingInputBatch)",
-    recognised_by="`prompt_token_ids`, `response_ids` and `loss_masks`, or `sequences`, `attention_mask` and "
-    "`loss_mask`, all as columns of lists",
-    used=(
-        *("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs", "trajectory_ids"),
-        *("stop_reasons", "is_last_step", "trajectory_ids.instance_id", "trajectory_ids.repetition_id"),
-        *("sequences", "attention_mask", "loss_mask", "response_mask", "action_log_probs", "base_action_log_probs"),
-        *("advantages", "uids"),
-    ),
-    dropped=(
-        "values, returns and kl (a critic's and the trainer's own)",
-        "rollout_expert_indices and router_padding_mask",
-        "pixel_values and image_grid_thw (rows that have some are skipped)",
-        "rollout_metrics, env_metrics and times",
-        "rewards of steps but the last",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` holds columns of a generator or of a batch."""
-    return any(all(is_column(record.get(name)) for name in names) for names in (GENERATOR, BATCH))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -72,12 +49,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: columns of different lengths, or what the `tokens` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        names = f"{', '.join(GENERATOR)}, nor {', '.join(BATCH)}"
-        raise TreepackError(f"{record.source}: has no columns {names}; expected rollouts of SkyRL")
-    is_batch = not is_column(value.get(GENERATOR[0]))
-    columns = {name: held for name, held in value.items() if name not in WHOLE_BATCH}
-    rows = rows_of(columns, first=BATCH[0] if is_batch else GENERATOR[0], source=record.source)
+    is_batch = not COLUMN.test(value.get("prompt_token_ids"))
+    columns = without(value, WHOLE_BATCH)
+    rows = rows_of(columns, first="sequences" if is_batch else "prompt_token_ids", source=record.source)
     steps: list[tuple[Record, dict[str, Any]]] = []
     for number, row in enumerate(rows):
         one = replace(record, source=f"{record.source}[{number}]", value=_described(row, record, number))
@@ -128,3 +102,26 @@ def _of_batch(row: dict[str, Any], source: str) -> dict[str, Any]:
             raise TreepackError(f"{source}: {name} has {len(numbers)} values; expected at most {num}, the row's tokens")
         found[name] = np.concatenate([np.zeros(num - len(numbers)), numbers])
     return found
+
+
+FORMAT = Format(
+    name="skyrl",
+    program="SkyRL (GeneratorOutput, TrainingInputBatch)",
+    recognised_by="`prompt_token_ids`, `response_ids` and `loss_masks`, or `sequences`, `attention_mask` and "
+    "`loss_mask`, all as columns of lists",
+    requires=[GENERATOR, BATCH],
+    used="""
+        prompt_token_ids response_ids loss_masks rewards rollout_logprobs trajectory_ids stop_reasons
+        is_last_step trajectory_ids.instance_id trajectory_ids.repetition_id sequences attention_mask loss_mask
+        response_mask action_log_probs base_action_log_probs advantages uids
+    """.split(),
+    dropped=(
+        "values, returns and kl (a critic's and the trainer's own)",
+        "rollout_expert_indices and router_padding_mask",
+        "pixel_values and image_grid_thw (rows that have some are skipped)",
+        "rollout_metrics, env_metrics and times",
+        "rewards of steps but the last",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

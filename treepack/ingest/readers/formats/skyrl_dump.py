@@ -10,35 +10,30 @@ what the model wrote, so all of it is trained.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.about import REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions, describe
+from treepack.ingest.readers.format import REWARDS, TEXT, Format
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Text, Trajectory
-
-ABOUT = About(
-    program="SkyRL (evaluation dumps)",
-    recognised_by="`input_prompt` and `output_response` as text",
-    used=("input_prompt", "output_response", "score", "stop_reason", "env_class", "data_source"),
-    dropped=("env_extras",),
-    keeps=frozenset({REWARDS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a line of SkyRL's dump."""
-    return all(isinstance(record.get(name), str) for name in ("input_prompt", "output_response"))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """The one trajectory of `record`: all of its response is trained."""
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no input_prompt or output_response; expected a dump of SkyRL")
     if not value["output_response"]:
         yield Skipped(record.source, "empty response")
         return
     content = Text(value["input_prompt"], value["output_response"])
     yield describe(record, content, used={"input_prompt", "output_response", "env_extras"}, options=options)
+
+
+FORMAT = Format(
+    name="skyrl-dump",
+    program="SkyRL (evaluation dumps)",
+    recognised_by="`input_prompt` and `output_response` as text",
+    requires=[{"input_prompt": TEXT, "output_response": TEXT}],
+    used="input_prompt output_response score stop_reason env_class data_source".split(),
+    dropped=("env_extras",),
+    keeps={REWARDS},
+    read=read,
+)

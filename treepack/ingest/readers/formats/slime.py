@@ -14,56 +14,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import ANY, ARRAY, EVERYTHING, LIST, Fields, Format, each, no
 from treepack.ingest.readers.formats import chat, tokens
 from treepack.ingest.readers.messages import MEDIA_REASON, is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
-OWN = ("tokens", "response_length", "status")
 OF_TOKENS = frozenset({"tokens", "response_length", "loss_mask", "rollout_log_probs"})
 UNFINISHED = frozenset({"pending", "aborted"})
 TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 DROPPED = frozenset(
-    {
-        *("rollout_top_p_token_ids", "rollout_top_p_token_offsets", "rollout_routed_experts", "teacher_log_probs"),
-        *("weight_versions", "spec_info", "prefix_cache_info", "non_generation_time", "remove_sample"),
-        *("multimodal_inputs", "multimodal_train_inputs", "multimodal_train_input_id"),
-        *("generate_function_path", "custom_rm_path", "train_metadata", "rollout_id", "index"),
-    }
+    """
+    rollout_top_p_token_ids rollout_top_p_token_offsets rollout_routed_experts teacher_log_probs weight_versions
+    spec_info prefix_cache_info non_generation_time remove_sample multimodal_inputs multimodal_train_inputs
+    multimodal_train_input_id generate_function_path custom_rm_path train_metadata rollout_id index
+    """.split()
 )
-
-ABOUT = About(
-    program="slime (debug rollout data)",
-    recognised_by="`tokens`, `response_length` and `status`, or `samples` that have them",
-    used=(
-        *("rollout_id", "samples", "samples.group_index", "samples.index", "samples.rollout_id", "samples.tokens"),
-        *("samples.response_length", "samples.loss_mask", "samples.rollout_log_probs", "samples.reward"),
-        *("samples.status", "samples.remove_sample", "samples.metadata", "samples.label", "samples.weight_versions"),
-    ),
-    dropped=(
-        "prompt and response (text of the tokens)",
-        "rollout_top_p_token_ids and offsets",
-        "rollout_routed_experts",
-        "teacher_log_probs",
-        "images, audio and video (samples that have some are skipped)",
-        "spec_info, prefix_cache_info and non_generation_time",
-        "train_metadata, generate_function_path and custom_rm_path",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a sample or a file of samples."""
-    samples = record.get("samples")
-    if isinstance(samples, list):
-        return bool(samples) and all(isinstance(each, dict) and _is_sample(each) for each in samples)
-    return _is_sample(record)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -73,21 +42,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: no sample, or what the `tokens` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(
-            f"{record.source}: has no samples with tokens, response_length and status; expected a file of slime"
-        )
-    if "samples" not in value:
+    if not isinstance(value.get("samples"), list):
         yield from _read_sample(record, options)
         return
     step = value.get("rollout_id")
     for number, sample in enumerate(value["samples"]):
         own = {} if step is None else {"step": step}
         yield from _read_sample(replace(record, source=f"{record.source}[{number}]", value=sample | own), options)
-
-
-def _is_sample(value: dict[str, Any]) -> bool:
-    return all(name in value for name in OWN) and isinstance(value["tokens"], list | np.ndarray)
 
 
 def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -101,14 +62,14 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     if value.get("multimodal_inputs"):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    kept = {name: held for name, held in value.items() if name not in DROPPED}
+    kept = without(value, DROPPED)
     kept["trajectory_id"] = _name(value, record)
     if isinstance(versions := value.get("weight_versions"), list) and versions:
         kept["weight_version"] = versions[-1]
     if len(value["tokens"]) == 0:
         yield from _read_text(replace(record, value=kept), options)
         return
-    kept = {name: held for name, held in kept.items() if name not in TEXT}
+    kept = without(kept, TEXT)
     yield from tokens.read(replace(record, value=kept), options)
 
 
@@ -122,7 +83,7 @@ def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
     if not isinstance(response, str):
         raise TreepackError(f"{record.source}: response is {shown(response)}; expected text")
     completion: Any = [{"role": "assistant", "content": response}] if is_messages(prompt) else response
-    rest = {name: held for name, held in value.items() if name not in TEXT | OF_TOKENS}
+    rest = without(value, TEXT | OF_TOKENS)
     variables = value.get("apply_chat_template_kwargs") or None
     text = {"prompt": prompt, "completion": completion, "chat_template_kwargs": variables}
     yield from chat.read(replace(record, value=rest | text), options)
@@ -133,3 +94,28 @@ def _name(value: dict[str, Any], record: Record) -> str | int:
     if rollout is None or rollout == index:
         return record.label if index is None else index
     return f"{rollout}/{record.label}"
+
+
+SAMPLE: Fields = {"tokens": ARRAY, "response_length": ANY, "status": ANY}
+FORMAT = Format(
+    name="slime",
+    program="slime (debug rollout data)",
+    recognised_by="`tokens`, `response_length` and `status`, or `samples` that have them",
+    requires=[{"samples": each(SAMPLE, minimum=1)}, {"samples": no(LIST), **SAMPLE}],
+    used="""
+        rollout_id samples samples.group_index samples.index samples.rollout_id samples.tokens
+        samples.response_length samples.loss_mask samples.rollout_log_probs samples.reward samples.status
+        samples.remove_sample samples.metadata samples.label samples.weight_versions
+    """.split(),
+    dropped=(
+        "prompt and response (text of the tokens)",
+        "rollout_top_p_token_ids and offsets",
+        "rollout_routed_experts",
+        "teacher_log_probs",
+        "images, audio and video (samples that have some are skipped)",
+        "spec_info, prefix_cache_info and non_generation_time",
+        "train_metadata, generate_function_path and custom_rm_path",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

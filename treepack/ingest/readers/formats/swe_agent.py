@@ -18,14 +18,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, About
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.calls import ChatCall, read_chats
-from treepack.ingest.readers.fields import ReadOptions, as_objects, describe
-from treepack.ingest.readers.messages import is_messages, normalise_messages
+from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, MASKS, OBJECT, OBJECTS, Fields, Format, each, no
+from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.ingest.readers.trajectories import conversation, with_notes, without
+from treepack.trajectory import Skipped, Trajectory
 
 # Parts of the content, or bookkeeping of the agent that no model saw.
 REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", "tags", "cache_control"})
@@ -34,33 +34,6 @@ GAVE_UP = ("Exit due to", "Exiting due to")
 UNKNOWN_PROMPT = "call whose prompt is not in the file not used"
 UNKNOWN_REPLY = "refused reply whose tool calls are not in the file not used"
 
-ABOUT = About(
-    program="SWE-agent",
-    recognised_by="`history`, a list of messages, beside `trajectory` and `info`; or `attempts` of these",
-    used=(
-        *("history", "history.is_demo", "history.tool_calls", "history.tool_call_ids", "trajectory.query"),
-        *("trajectory.messages", "trajectory.response", "trajectory.action", "attempts", "info", "environment"),
-    ),
-    dropped=(
-        *("trajectory.observation, trajectory.state, trajectory.execution_time", "trajectory.extra_info"),
-        "info.submission and info.edited_files (repeat the edits)",
-        *("info.review, info.chooser (of another model)", "replay_config"),
-    ),
-    keeps=frozenset({MASKS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a run with a history of messages beside its steps, or has attempts that are."""
-    attempts = record.get("attempts")
-    if is_messages(attempts) and attempts:
-        return all(map(_is_run, attempts))
-    return _is_run(record)
-
-
-def _is_run(value: dict[str, Any]) -> bool:
-    return is_messages(value.get("history")) and "trajectory" in value and isinstance(value.get("info"), dict)
-
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """The trajectories of `record`, called `<folder>/<task>`, in the group of the task.
@@ -68,8 +41,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: no history, steps or info, or messages of another kind.
     """
-    if not matches(record.value):
-        raise TreepackError(f"{record.source}: has no history, trajectory or info; expected a file of SWE-agent")
     folder, task = folder_and_document(record)
     name = f"{folder}/{task}" if folder else task
     attempts = as_objects(record.value.get("attempts"), source=record.source, name="attempts")
@@ -81,28 +52,24 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     run = record.value
-    info = {key: value for key, value in run["info"].items() if key not in REPEATED}
-    rest = {key: value for key, value in run.items() if key not in ("history", "trajectory", "replay_config", "info")}
+    info = without(run["info"], REPEATED)
+    rest = without(run, ("history", "trajectory", "replay_config", "info"))
     slim = replace(record, value=rest | {"info": info, "trajectory_id": name, "group_id": task})
     steps = as_objects(run["trajectory"], source=record.source, name="trajectory")
     if any(step.get("query") or step.get("messages") for step in steps):
         calls, notes = _calls(steps, run["history"], record.source)
-        found = list(read_chats(slim, calls, options))
-        if isinstance(found[0], Trajectory):
-            found[0] = replace(found[0], notes=found[0].notes + notes)
-        yield from found
+        yield from with_notes(read_chats(slim, calls, options), notes)
         return
     agents = dict.fromkeys(each["agent"] for each in run["history"] if isinstance(each.get("agent"), str))
     for agent in agents if len(agents) > 1 else [None]:
         seen = [each for each in run["history"] if agent is None or each.get("agent") in (None, agent)]
-        done = normalise_messages([_message(each) for each in seen], source=record.source)
-        one = describe(slim, Chat(done.messages, done.weights), used=(), options=options, notes=done.notes)
-        yield one if agent is None else replace(one, trajectory_id=f"{name}/{agent}")
+        item = conversation(slim, [_message(each) for each in seen], options)
+        yield item if agent is None else replace(item, trajectory_id=f"{name}/{agent}")
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
     """An item of the history in chat form."""
-    kept = {key: value for key, value in item.items() if key not in REDUNDANT}
+    kept = without(item, REDUNDANT)
     if ids := kept.pop("tool_call_ids", None):
         kept["tool_call_id"] = ids[0] if isinstance(ids, list) else ids
     if blocks := kept.pop("thinking_blocks", None):
@@ -169,3 +136,25 @@ def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[
 def _ends_with_step(messages: list[dict[str, Any]], step: dict[str, Any]) -> bool:
     """Whether `messages` end with the reply of `step` and the observation that followed."""
     return len(messages) > 1 and messages[-2].get("role") == "assistant" and _is_reply(messages[-2], step)
+
+
+RUN: Fields = {"history": OBJECTS, "trajectory": ANY, "info": OBJECT}
+FORMAT = Format(
+    name="swe-agent",
+    program="SWE-agent",
+    recognised_by="`history`, a list of messages, beside `trajectory` and `info`; or `attempts` of these",
+    requires=[{"attempts": each(RUN, minimum=1)}, {"attempts": no(FILLED), **RUN}],
+    used="""
+        history history.is_demo history.tool_calls history.tool_call_ids trajectory.query trajectory.messages
+        trajectory.response trajectory.action attempts info environment
+    """.split(),
+    dropped=(
+        "trajectory.observation, trajectory.state, trajectory.execution_time",
+        "trajectory.extra_info",
+        "info.submission and info.edited_files (repeat the edits)",
+        "info.review, info.chooser (of another model)",
+        "replay_config",
+    ),
+    keeps={MASKS, LINEAGE},
+    read=read,
+)

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
 from treepack.ingest.readers.beside import beside, read_document
-from treepack.ingest.readers.fields import ReadOptions, as_objects, describe
-from treepack.ingest.readers.messages import is_messages, normalise_messages, normalise_tools
+from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECT, REWARDS, Fields, Format, has_fields
+from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.ingest.readers.trajectories import conversation, without
+from treepack.trajectory import Skipped, Trajectory
 
 STOP = "###STOP###"
 FOLDER = "simulations"
@@ -32,41 +33,11 @@ TRUNCATED_NOTE = "call whose prompt was cut to a budget of tokens read with its 
 USED = frozenset({"messages", "ticks", "reward_info", "id", "task_id", "trial", "policy"})
 # Times and costs of a simulation, and what other models said of it.
 DROPPED = frozenset(
-    {
-        *("timestamp", "start_time", "end_time", "duration", "agent_cost", "user_cost", "agent_usage", "seed", "info"),
-        *("review", "user_only_review", "auth_classification", "hallucination_check", "effect_timeline"),
-    }
+    """
+    timestamp start_time end_time duration agent_cost user_cost agent_usage seed info review user_only_review
+    auth_classification hallucination_check effect_timeline
+    """.split()
 )
-
-ABOUT = About(
-    program="tau2-bench",
-    recognised_by="`info.environment_info` beside `tasks`; or `task_id`, `termination_reason` and `messages`",
-    used=(
-        *("info.environment_info.policy", "info.environment_info.domain_name", "info.environment_info.tool_defs"),
-        *("info.agent_info.llm", "tasks.id", "tasks.initial_state.message_history", "simulations.task_id"),
-        *("simulations.trial", "simulations.reward_info.reward", "simulations.messages.role"),
-        *("simulations.messages.tool_calls.requestor", "simulations.messages.tool_messages"),
-        *("simulations.messages.requestor", "simulations.termination_reason", "simulations.policy"),
-    ),
-    dropped=(
-        "what the user did with tools (the agent does not see it)",
-        "simulations.ticks (simulations by voice are skipped)",
-        *("simulations.review and other reviews", "times, costs, usage, raw_data", "user_info"),
-        "tasks (all but the messages that they begin with)",
-    ),
-    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is the results of a run or one simulation of it."""
-    info = record.get("info")
-    is_run = isinstance(info, dict) and isinstance(info.get("environment_info"), dict) and "tasks" in record
-    return is_run or _is_simulation(record)
-
-
-def _is_simulation(value: dict[str, Any]) -> bool:
-    return {"task_id", "termination_reason", "start_time"} <= value.keys() and ("messages" in value or "ticks" in value)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -76,9 +47,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: neither a run nor a simulation, or messages of another kind.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no info.environment_info and tasks; expected results of tau2-bench")
-    if _is_simulation(value):
+    if has_fields(value, [SIMULATION]):
         if Path(record.path).parent.name == FOLDER and (run := beside(record, "../results.json")) is not None:
             yield Skipped(source, f"read with {run.name}")
         else:
@@ -111,12 +80,10 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     policy = value.get("policy") or environment.get("policy")
     system = [{"role": "system", "content": policy}] if isinstance(policy, str) else []
     spoken = _agent_messages(value["messages"], _num_scripted(run, value, source), source)
-    done = normalise_messages([*system, *spoken], source=source)
-    tools = normalise_tools(_tools(environment.get("tool_defs")), source=source)
     domain, task = environment.get("domain_name"), value.get("task_id")
     group = f"{domain}/{task}" if isinstance(domain, str) else str(task)
     trial = value.get("id") if value.get("trial") is None else value["trial"]
-    rest = {name: held for name, held in value.items() if name not in USED | DROPPED}
+    rest = without(value, USED | DROPPED)
     described = {
         **rest,
         "trajectory_id": f"{group}/{trial}",
@@ -126,9 +93,9 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
         "agent": agent.get("implementation"),
     }
     cut = any(message.get("context_truncation") for message in value["messages"])
-    notes = done.notes + ((TRUNCATED_NOTE,) if cut else ())
-    content = Chat(done.messages, done.weights, tools)
-    yield describe(replace(record, value=described), content, used=(), options=options, notes=notes)
+    notes = (TRUNCATED_NOTE,) if cut else ()
+    tools = _tools(environment.get("tool_defs"))
+    yield conversation(replace(record, value=described), [*system, *spoken], options, tools=tools, notes=notes)
 
 
 def _dict(value: Any) -> dict[str, Any]:
@@ -193,3 +160,30 @@ def _tools(definitions: Any) -> list[dict[str, Any]] | None:
         }
         for name, each in signatures
     ]
+
+
+RUN: Fields = {"info.environment_info": OBJECT, "tasks": ANY}
+SIMULATION: Fields = {"task_id": ANY, "termination_reason": ANY, "start_time": ANY, ("messages", "ticks"): ANY}
+FORMAT = Format(
+    name="tau2",
+    program="tau2-bench",
+    recognised_by="`info.environment_info` beside `tasks`; or `task_id`, `termination_reason` and `messages`",
+    requires=[RUN, SIMULATION],
+    used="""
+        info.environment_info.policy info.environment_info.domain_name info.environment_info.tool_defs
+        info.agent_info.llm tasks.id tasks.initial_state.message_history simulations.task_id simulations.trial
+        simulations.reward_info.reward simulations.messages.role simulations.messages.tool_calls.requestor
+        simulations.messages.tool_messages simulations.messages.requestor simulations.termination_reason
+        simulations.policy
+    """.split(),
+    dropped=(
+        "what the user did with tools (the agent does not see it)",
+        "simulations.ticks (simulations by voice are skipped)",
+        "simulations.review and other reviews",
+        "times, costs, usage, raw_data",
+        "user_info",
+        "tasks (all but the messages that they begin with)",
+    ),
+    keeps={MASKS, REWARDS, LINEAGE},
+    read=read,
+)

@@ -17,40 +17,16 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.calls import TokenCall, read_calls
 from treepack.ingest.readers.fields import ReadOptions, as_number, as_objects, shown
+from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Format, each
 from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
 MASKED_METRIC = "parse_error_masked"  # a transition that tinker does not train
 GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
-
-ABOUT = About(
-    program="tinker-cookbook (TrajectoryGroup, Trajectory)",
-    recognised_by="`trajectories_G`, or `transitions` with `ob` and `ac`",
-    used=(
-        *("trajectories_G", "final_rewards_G", "trajectories_G.transitions.ob", "trajectories_G.transitions.ac.tokens"),
-        *("trajectories_G.transitions.ac.maybe_logprobs", "trajectories_G.transitions.reward"),
-        *("trajectories_G.transitions.metrics", "trajectories_G.stop_reason"),
-    ),
-    dropped=(
-        "final_ob (nothing was sampled behind it)",
-        "episode_done, ac.stop_reason and logs",
-        "metrics_G and rollout_errors",
-        "chunks that are not text (rollouts that have some are skipped)",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a group or a trajectory."""
-    if isinstance(record.get("trajectories_G"), list):
-        return True
-    steps = record.get("transitions")
-    return isinstance(steps, list) and all(isinstance(step, dict) and "ob" in step and "ac" in step for step in steps)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -60,8 +36,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: fields of another form, or what the `tokens` reader refuses.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no trajectories_G and no transitions; expected rollouts of tinker-cookbook")
     if "trajectories_G" not in value:
         yield from _read_trajectory(record, value, 0.0, options)
         return
@@ -73,7 +47,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         raise TreepackError(
             f"{source}: final_rewards_G is {shown(finals)}; expected one for each of {len(members)} trajectories"
         )
-    rest = {name: held for name, held in value.items() if name not in GROUP}
+    rest = without(value, GROUP)
     for place, (member, final) in enumerate(zip(members, finals, strict=True)):
         own = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{place}"}
         one = replace(record, value=own)
@@ -101,7 +75,7 @@ def _read_trajectory(
         if masked and isinstance(sampled, list):
             values["loss_mask"] = [0] * len(sampled)
         calls.append(TokenCall(prompt, sampled, values))
-    rest = {name: held for name, held in record.value.items() if name not in ("transitions", "final_ob")}
+    rest = without(record.value, ("transitions", "final_ob"))
     yield from read_calls(replace(record, value=rest | {"reward": reward}), calls, options)
 
 
@@ -116,3 +90,24 @@ def ids_of(held: Any, source: str) -> Int32 | None:
         return None
     parts = [as_token_ids(chunk["tokens"], source=source, name="tokens") for chunk in chunks]
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+FORMAT = Format(
+    name="tinker",
+    program="tinker-cookbook (TrajectoryGroup, Trajectory)",
+    recognised_by="`trajectories_G`, or `transitions` with `ob` and `ac`",
+    requires=[{"trajectories_G": LIST}, {"transitions": each({"ob": ANY, "ac": ANY})}],
+    used="""
+        trajectories_G final_rewards_G trajectories_G.transitions.ob trajectories_G.transitions.ac.tokens
+        trajectories_G.transitions.ac.maybe_logprobs trajectories_G.transitions.reward
+        trajectories_G.transitions.metrics trajectories_G.stop_reason
+    """.split(),
+    dropped=(
+        "final_ob (nothing was sampled behind it)",
+        "episode_done, ac.stop_reason and logs",
+        "metrics_G and rollout_errors",
+        "chunks that are not text (rollouts that have some are skipped)",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

@@ -15,33 +15,18 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LOGPROBS, MASKS, TOKEN_IDS, About
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import ANY, LOGPROBS, MASKS, OBJECT, TOKEN_IDS, Format
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.formats.tinker import ids_of
 from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import number_values
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Float64, Skipped, Trajectory, as_token_ids
 
 WEIGHTS = ("mask", "weights")
 VALUES = {"logprobs": "rollout_log_probs", "advantages": "advantages"}
-
-ABOUT = About(
-    program="Tinker (Datum)",
-    recognised_by="`model_input` and `loss_fn_inputs`",
-    used=(
-        *("model_input.chunks", "loss_fn_inputs.target_tokens", "loss_fn_inputs.mask", "loss_fn_inputs.weights"),
-        *("loss_fn_inputs.logprobs", "loss_fn_inputs.advantages"),
-    ),
-    dropped=("clip thresholds", "chunks that are not text (datums that have some are skipped)"),
-    keeps=frozenset({TOKEN_IDS, MASKS, LOGPROBS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a datum."""
-    return "model_input" in record and isinstance(record.get("loss_fn_inputs"), dict)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -50,8 +35,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: targets that are not the input one place later, or what the `tokens` reader refuses.
     """
-    if not matches(record.value):
-        raise TreepackError(f"{record.source}: has no model_input or no loss_fn_inputs; expected a datum of Tinker")
     source, inputs = record.source, record.value["loss_fn_inputs"]
     ids = ids_of(record.value["model_input"], source)
     if ids is None:
@@ -71,7 +54,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     for given, canonical in VALUES.items():
         if given in inputs:
             fields[canonical] = np.append(np.nan, _numbers(inputs[given], given, len(ids), source))
-    rest = {name: held for name, held in record.value.items() if name not in ("model_input", "loss_fn_inputs")}
+    rest = without(record.value, ("model_input", "loss_fn_inputs"))
     yield from tokens.read(replace(record, value=rest | fields), options)
 
 
@@ -88,3 +71,21 @@ def _numbers(held: Any, name: str, num_tokens: int, source: str) -> Float64:
     if len(numbers) != num_tokens:
         raise TreepackError(f"{source}: {name} has {len(numbers)} values; expected {num_tokens}, one per target")
     return numbers
+
+
+FORMAT = Format(
+    name="tinker-datum",
+    program="Tinker (Datum)",
+    recognised_by="`model_input` and `loss_fn_inputs`",
+    requires=[{"model_input": ANY, "loss_fn_inputs": OBJECT}],
+    used="""
+        model_input.chunks loss_fn_inputs.target_tokens loss_fn_inputs.mask loss_fn_inputs.weights
+        loss_fn_inputs.logprobs loss_fn_inputs.advantages
+    """.split(),
+    dropped=(
+        "clip thresholds",
+        "chunks that are not text (datums that have some are skipped)",
+    ),
+    keeps={TOKEN_IDS, MASKS, LOGPROBS},
+    read=read,
+)

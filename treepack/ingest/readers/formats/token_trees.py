@@ -17,29 +17,13 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers import graphs
-from treepack.ingest.readers.about import LINEAGE, MASKS, TOKEN_IDS, About
 from treepack.ingest.readers.fields import ReadOptions, as_number, shown
+from treepack.ingest.readers.format import ANY, ARRAY, ARRAYS, FILLED, LINEAGE, MASKS, TOKEN_IDS, Format, first, no
 from treepack.ingest.readers.formats import tokens
-from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import mask_values
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
-
-ABOUT = About(
-    program="prime-rl (tree training), Automodel (prefix trees)",
-    recognised_by="`nodes` with `token_ids` and `loss_mask`, or `prompt_ids` and `completions` as ids",
-    used=(*("nodes.parent", "nodes.token_ids", "nodes.loss_mask", "nodes.advantage", "prompt_ids", "completions"),),
-    keeps=frozenset({TOKEN_IDS, MASKS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a tree of nodes, or a prompt with its completions."""
-    nodes = record.get("nodes")
-    if is_messages(nodes) and nodes:
-        return all("token_ids" in node and "loss_mask" in node for node in nodes[:1])
-    completions = record.get("completions")
-    return _is_list(record.get("prompt_ids")) and isinstance(completions, list) and all(map(_is_list, completions))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -49,10 +33,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: neither kind of tree, a parent that is no earlier node, or what the `tokens` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no nodes and no completions; expected a tree of token ids")
     found = _of_nodes(record) if "nodes" in value else _of_completions(record)
-    rest = {name: held for name, held in value.items() if name not in ("nodes", "prompt_ids", "completions")}
+    rest = without(value, ("nodes", "prompt_ids", "completions"))
     notes: set[str] = set()
     for leaf, fields in enumerate(found):
         named = {"trajectory_id": f"{record.label}/leaf-{leaf}", "group_id": record.source}
@@ -102,3 +84,17 @@ def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
         if any(given):  # they are 0 where nobody has set them
             fields["advantages"] = np.concatenate([np.full(len(ids[each]), given[each]) for each in path])
         yield fields
+
+
+FORMAT = Format(
+    name="token-trees",
+    program="prime-rl (tree training), Automodel (prefix trees)",
+    recognised_by="`nodes` with `token_ids` and `loss_mask`, or `prompt_ids` and `completions` as ids",
+    requires=[
+        {"nodes": first({"token_ids": ANY, "loss_mask": ANY})},
+        {"nodes": no(FILLED), "prompt_ids": ARRAY, "completions": ARRAYS},
+    ],
+    used="nodes.parent nodes.token_ids nodes.loss_mask nodes.advantage prompt_ids completions".split(),
+    keeps={TOKEN_IDS, MASKS, LINEAGE},
+    read=read,
+)

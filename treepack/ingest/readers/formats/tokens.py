@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers import token_fields as tf
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.fields import UNTRAINED_PREFIX, ReadOptions, as_number, describe, marked, shown
+from treepack.ingest.readers.format import EVERYTHING, IDS, Format
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
@@ -38,13 +38,6 @@ from treepack.trajectory import (
     spans_of_mask,
 )
 
-ABOUT = About(
-    program="anything with token ids: trainers' dumps, your own",
-    recognised_by="ids, whole or as prompt and response, under one of the names of [inputs](inputs.md#tokens)",
-    used=("input_ids", "loss_mask", "logprobs", "reward", "group_id"),
-    dropped=("what has no name in [inputs](inputs.md#tokens) and is no short metadata",),
-    keeps=frozenset(KEEPS),
-)
 Mask = NDArray[np.uint8] | Float64
 
 
@@ -62,12 +55,6 @@ class _FieldLayout:
     @property
     def num_response(self) -> int | None:
         return None if self.response is None else self.response_end - self.response
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` holds token ids, whole or as prompt and response."""
-    fields = tf.sort_fields(record)
-    return tf.IDS in fields or (tf.PROMPT in fields and tf.RESPONSE in fields)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -376,3 +363,19 @@ def _advantages(fields: tf.Fields, mask: Mask, layout: _FieldLayout) -> tuple[fl
     if scalars[0] != scalars[-1] or (per_token is not None and (per_token != scalars[0]).any()):
         raise TreepackError(f"{layout.source}: advantage and advantages differ; drop the wrong one")
     return scalars[0], None
+
+
+FORMAT = Format(
+    name="tokens",
+    program="anything with token ids: trainers' dumps, your own",
+    recognised_by="ids, whole or as prompt and response, under one of the names of [inputs](inputs.md#tokens)",
+    requires=[
+        {tf.NAMES[tf.IDS]: IDS},
+        {tf.NAMES[tf.PROMPT]: IDS, tf.NAMES[tf.RESPONSE]: IDS},
+    ],
+    checked="none",
+    used="input_ids loss_mask logprobs reward group_id".split(),
+    dropped=("what has no name in [inputs](inputs.md#tokens) and is no short metadata",),
+    keeps=EVERYTHING,
+    read=read,
+)

@@ -16,32 +16,16 @@ from itertools import takewhile
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, REWARDS, About
-from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, quoted, shown
-from treepack.ingest.readers.messages import is_messages, normalise_messages, normalise_tools
+from treepack.ingest.readers.fields import ReadOptions, as_objects, quoted, shown
+from treepack.ingest.readers.format import LINEAGE, OBJECT, REWARDS, Format
+from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record, folder_and_stem
+from treepack.ingest.readers.trajectories import conversation
 from treepack.ingest.readers.trees import leaf_paths
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.trajectory import Skipped, Trajectory
 
 ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
 USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidates"})
-
-ABOUT = About(
-    program="ToolBench (DFSDT answer trees)",
-    recognised_by="`tree.tree` and `answer_generation`",
-    used=("tree.tree", "answer_generation.query", "answer_generation.function", "answer_generation.train_messages"),
-    dropped=(
-        *("forward_args, compare_candidates (options of the search)", "what else a node says of the search"),
-        "answer_generation.chain, answer_generation.final_answer (repeat the winning path)",
-    ),
-    keeps=frozenset({REWARDS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has a search tree and the query it answers."""
-    tree, answer = record.get("tree"), record.get("answer_generation")
-    return isinstance(tree, dict) and isinstance(tree.get("tree"), dict) and isinstance(answer, dict)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -50,18 +34,15 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: no tree, a node of an unknown type, or a field of another kind.
     """
-    if not matches(record.value):
-        raise TreepackError(f"{record.source}: has no tree.tree or no answer_generation; expected a file of ToolBench")
     answer = record.value["answer_generation"]
     opening = _opening(answer, record.source)
     functions = as_objects(answer.get("function"), source=record.source, name="answer_generation.function")
-    tools = normalise_tools([{"type": "function", "function": one} for one in functions], source=record.source)
+    tools = [{"type": "function", "function": function} for function in functions]
     group = "/".join(part for part in folder_and_stem(record) if part)
     for leaf, (_, *path) in enumerate(leaf_paths(record.value["tree"]["tree"], source=record.source)):
-        done = normalise_messages(opening + _messages(path, record.source), source=record.source)
-        content = Chat(done.messages, done.weights, tools)
-        found = describe(record, content, used=USED, options=options, notes=done.notes)
-        yield replace(found, trajectory_id=f"{group}/leaf-{leaf}", group_id=group, reward=_reward(path))
+        messages = opening + _messages(path, record.source)
+        item = conversation(record, messages, options, used=USED, tools=tools)
+        yield replace(item, trajectory_id=f"{group}/leaf-{leaf}", group_id=group, reward=_reward(path))
 
 
 def _opening(answer: dict[str, Any], source: str) -> list[dict[str, Any]]:
@@ -135,3 +116,21 @@ def _reward(path: list[dict[str, Any]]) -> float:
     action, leaf = path[-2], path[-1]
     answered = action.get("description") == "Finish" and leaf.get("observation_code") == ANSWER_ACCEPTED
     return 1.0 if answered else 0.0
+
+
+FORMAT = Format(
+    name="toolbench",
+    program="ToolBench (DFSDT answer trees)",
+    recognised_by="`tree.tree` and `answer_generation`",
+    requires=[{"tree.tree": OBJECT, "answer_generation": OBJECT}],
+    used="""
+        tree.tree answer_generation.query answer_generation.function answer_generation.train_messages
+    """.split(),
+    dropped=(
+        "forward_args, compare_candidates (options of the search)",
+        "what else a node says of the search",
+        "answer_generation.chain, answer_generation.final_answer (repeat the winning path)",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read=read,
+)

@@ -18,32 +18,15 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, REWARDS, About
 from treepack.ingest.readers.beside import folder_and_document
-from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, shown
-from treepack.ingest.readers.messages import normalise_messages
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.format import ANY, LINEAGE, LIST, REWARDS, Format
 from treepack.ingest.readers.records import Record
-from treepack.trajectory import Chat, Skipped, Trajectory
+from treepack.ingest.readers.trajectories import conversation, without
+from treepack.trajectory import Skipped, Trajectory
 
 USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
 DROPPED_NOTE = "candidates that the search dropped before its last step not used"
-
-ABOUT = About(
-    program="Tree of Thoughts",
-    recognised_by="`idx`, `ys`, and `infos` or `accs`, beside `steps` where there was a search",
-    used=("idx", "steps.x", "steps.new_ys", "steps.values", "steps.select_new_ys", "ys", "infos.r"),
-    dropped=(
-        *("steps.ys (the selection of the step before)", "accs (0 where nothing was evaluated)"),
-        "usage_so_far (of the whole run)",
-    ),
-    keeps=frozenset({REWARDS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has the answers to a puzzle and what they were worth."""
-    judged = isinstance(record.get("infos"), list) or isinstance(record.get("accs"), list)
-    return "idx" in record and isinstance(record.get("ys"), list) and judged
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -54,8 +37,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: no answers, or steps of another kind.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no idx, ys or infos; expected a log of Tree of Thoughts")
     steps = as_objects(value.get("steps"), source=source, name="steps")
     if not steps:
         yield Skipped(source, "no steps and so no puzzle, as in runs without a search")
@@ -71,17 +52,14 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     values = steps[-1].get("values")
     for leaf, text in enumerate(leaves):
         messages = [{"role": "user", "content": puzzle}, {"role": "assistant", "content": text}]
-        done = normalise_messages(messages, source=source)
         of_leaf = {
-            **{name: held for name, held in value.items() if name not in USED},
+            **without(value, USED),
             "trajectory_id": f"{stem}/{value['idx']}/leaf-{leaf}",
             "group_id": group,
             "reward": rewards.get(text),
             "value": values[leaf] if isinstance(values, list) and leaf < len(values) else None,
         }
-        yield describe(
-            replace(record, value=of_leaf), Chat(done.messages, done.weights), used=(), options=options, notes=notes
-        )
+        yield conversation(replace(record, value=of_leaf), messages, options, notes=notes)
         notes = ()
 
 
@@ -107,3 +85,19 @@ def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
         if not kept.issuperset(_texts(step.get("new_ys"), "steps.new_ys", source)):
             return True
     return False
+
+
+FORMAT = Format(
+    name="tree-of-thoughts",
+    program="Tree of Thoughts",
+    recognised_by="`idx`, `ys`, and `infos` or `accs`, beside `steps` where there was a search",
+    requires=[{"idx": ANY, "ys": LIST, ("infos", "accs"): LIST}],
+    used="idx steps.x steps.new_ys steps.values steps.select_new_ys ys infos.r".split(),
+    dropped=(
+        "steps.ys (the selection of the step before)",
+        "accs (0 where nothing was evaluated)",
+        "usage_so_far (of the whole run)",
+    ),
+    keeps={REWARDS, LINEAGE},
+    read=read,
+)

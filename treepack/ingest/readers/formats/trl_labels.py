@@ -13,34 +13,15 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import MASKS, REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import ANY, FLAG, MASKS, REWARDS, TALK, TEXTS, Format, no
 from treepack.ingest.readers.formats import chat
-from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 STEP_SEPARATOR = "\n"
 STEPS_NOTE = "labels of steps read as one reward"
-
-ABOUT = About(
-    program="TRL (unpaired preferences, stepwise supervision)",
-    recognised_by="`prompt` and `completion` beside a boolean `label`, or `prompt` and `completions` beside `labels`",
-    used=("prompt", "completion", "label", "completions", "labels"),
-    dropped=("which step is labelled wrong",),
-    keeps=frozenset({MASKS, REWARDS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has a labelled completion, or labelled steps of one."""
-    prompt, completion = record.get("prompt"), record.get("completion")
-    if not isinstance(prompt, str) and not is_messages(prompt):
-        return False
-    if isinstance(record.get("label"), bool):
-        return isinstance(completion, str) or is_messages(completion)
-    steps = record.get("completions")
-    return isinstance(steps, list) and all(isinstance(step, str) for step in steps) and "labels" in record
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -50,9 +31,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: the label is none, labels that do not fit the steps, or what the `chat` reader refuses.
     """
     value, source = record.value, record.source
-    if not matches(value):
-        raise TreepackError(f"{source}: has no labelled completion; expected completion and label, or their plurals")
-    rest = {name: held for name, held in value.items() if name not in ("label", "completions", "labels")}
+    rest = without(value, ("label", "completions", "labels"))
     notes: tuple[str, ...] = ()
     if isinstance(value.get("label"), bool):
         reward = float(value["label"])
@@ -74,3 +53,18 @@ def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
             f"{source}: labels is {shown(labels)}; expected true or false for each of {num_steps} steps"
         )
     return [bool(label) for label in given]
+
+
+FORMAT = Format(
+    name="trl-labels",
+    program="TRL (unpaired preferences, stepwise supervision)",
+    recognised_by="`prompt` and `completion` beside a boolean `label`, or `prompt` and `completions` beside `labels`",
+    requires=[
+        {"prompt": TALK, "completion": TALK, "label": FLAG},
+        {"prompt": TALK, "completions": TEXTS, "labels": ANY, "label": no(FLAG)},
+    ],
+    used="prompt completion label completions labels".split(),
+    dropped=("which step is labelled wrong",),
+    keeps={MASKS, REWARDS},
+    read=read,
+)

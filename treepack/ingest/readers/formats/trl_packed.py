@@ -9,28 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from treepack.errors import TreepackError
-from treepack.ingest.readers.about import MASKS, TOKEN_IDS, About
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import ARRAY, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.packed import lengths_of, read_packed
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
-
-ABOUT = About(
-    program="TRL (SFTTrainer with packing)",
-    recognised_by="`input_ids` and `seq_lengths`",
-    used=("input_ids", "seq_lengths", "labels", "completion_mask", "assistant_masks"),
-    keeps=frozenset({TOKEN_IDS, MASKS}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has token ids and the lengths of their sequences."""
-    return all(isinstance(record.get(name), list | np.ndarray) for name in ("input_ids", "seq_lengths"))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -40,9 +24,18 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: lengths that are not those of the row, or what the `tokens` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no input_ids or no seq_lengths; expected a row that TRL packed")
     num_tokens = len(value["input_ids"])
     lengths = lengths_of(value["seq_lengths"], name="seq_lengths", num_tokens=num_tokens, source=record.source)
     rest = {name: held for name, held in value.items() if name != "seq_lengths"}
     yield from read_packed(replace(record, value=rest), lengths, options)
+
+
+FORMAT = Format(
+    name="trl-packed",
+    program="TRL (SFTTrainer with packing)",
+    recognised_by="`input_ids` and `seq_lengths`",
+    requires=[{"input_ids": ARRAY, "seq_lengths": ARRAY}],
+    used="input_ids seq_lengths labels completion_mask assistant_masks".split(),
+    keeps={TOKEN_IDS, MASKS},
+    read=read,
+)

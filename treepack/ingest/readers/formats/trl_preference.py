@@ -14,27 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import LINEAGE, MASKS, REWARDS, About
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TEXT, Format
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.messages import MEDIA_REASON, has_media, is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 SIDES = {"chosen": 1.0, "rejected": 0.0}
-
-ABOUT = About(
-    program="TRL (preference datasets: DPO, reward modelling)",
-    recognised_by="`chosen` and `rejected`, both as messages or both as text",
-    used=("prompt", "chosen", "rejected", "tools", "chat_template_kwargs", "id"),
-    keeps=frozenset({MASKS, REWARDS, LINEAGE}),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has a chosen and a rejected completion of the same form."""
-    sides = [record.get(name) for name in SIDES]
-    return all(isinstance(side, str) for side in sides) or all(is_messages(side) for side in sides)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -44,9 +32,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: a completion is missing or of another form, or what the `chat` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        said = ", ".join(f"{name} {shown(value.get(name))}" for name in SIDES)
-        raise TreepackError(f"{record.source}: has {said}; expected both as messages or both as text")
     prompt, chosen, rejected = _parts(value, record.source)
     if has_media(value):
         yield Skipped(record.source, MEDIA_REASON)
@@ -55,7 +40,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield Skipped(record.source, "chosen and rejected are the same")
         return
     for completion, (side, reward) in zip((chosen, rejected), SIDES.items(), strict=True):
-        rest = {name: held for name, held in value.items() if name not in SIDES}
+        rest = without(value, SIDES)
         one = replace(record, value=rest | {"prompt": prompt, "completion": completion})
         for item in chat.read(one, options):
             if not isinstance(item, Trajectory):
@@ -84,3 +69,14 @@ def _num_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """How many messages, or characters, both begin with."""
     pairs = list(zip(chosen, rejected, strict=False))
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
+
+
+FORMAT = Format(
+    name="trl-preference",
+    program="TRL (preference datasets: DPO, reward modelling)",
+    recognised_by="`chosen` and `rejected`, both as messages or both as text",
+    requires=[{"chosen": TEXT, "rejected": TEXT}, {"chosen": OBJECTS, "rejected": OBJECTS}],
+    used="prompt chosen rejected tools chat_template_kwargs id".split(),
+    keeps={MASKS, REWARDS, LINEAGE},
+    read=read,
+)

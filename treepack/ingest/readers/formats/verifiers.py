@@ -19,22 +19,35 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers import graphs
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
-from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
+from treepack.ingest.readers.format import (
+    ANY,
+    EVERYTHING,
+    LIST,
+    OBJECT,
+    OBJECTS,
+    Fields,
+    Format,
+    each,
+    first,
+    no,
+    optional,
+)
+from treepack.ingest.readers.messages import MEDIA_REASON, is_text
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
 AGENT = "agent"  # what verifiers calls the one agent of an environment that has no names for them
 PARTIAL_NOTE = "token ids of some messages only, all read as text"
 WEIGHTS_NOTE = "loss weights of nodes not used"
 KNOWN = frozenset(
-    {
-        *("version", "id", "verifiers", "task", "agent", "tools", "nodes", "calls", "request_rewrites", "rewards"),
-        *("response_rewrites", "metrics", "info", "extra_usage", "is_completed", "ok", "stop_condition", "errors"),
-        *("timing", "root_reply", "mm_token_type_id_map", "num_input_tokens", "num_output_tokens", "num_total_tokens"),
-    }
+    """
+    version id verifiers task agent tools nodes calls request_rewrites rewards response_rewrites metrics info
+    extra_usage is_completed ok stop_condition errors timing root_reply mm_token_type_id_map num_input_tokens
+    num_output_tokens num_total_tokens
+    """.split()
 )
 # Values of a node's sampled tokens, and what the reader of tokens calls them.
 VALUES = {
@@ -43,37 +56,6 @@ VALUES = {
     "reference_logprobs": "ref_log_prob",
     "advantages": "advantages",
 }
-
-ABOUT = About(
-    program="verifiers (traces.jsonl)",
-    recognised_by="`traces` beside `task`, or `nodes` that have a `message` and `sampled`",
-    used=(
-        *("env.id", "group.id", "run.work.step", "traces.id", "traces.task.key", "traces.agent.name"),
-        *("traces.agent.trainable", "traces.tools", "traces.nodes.tools", "traces.rewards", "traces.metrics"),
-        *("traces.info", "traces.stop_condition", "traces.ok", "traces.calls.model"),
-        *("traces.nodes.parent", "traces.nodes.message", "traces.nodes.sampled", "traces.nodes.token_ids"),
-        *("traces.nodes.mask", "traces.nodes.logprobs", "traces.nodes.advantages", "traces.nodes.reference_logprobs"),
-        *("traces.nodes.trainer_logprobs", "traces.mm_token_type_id_map"),
-    ),
-    dropped=(
-        "traces with images, audio or video (they are skipped)",
-        "traces.nodes.loss_weights (noted)",
-        "traces.nodes.is_content, entropies, semantic_parents and timestamp",
-        "traces.root_reply and numbers of tokens",
-        "traces.calls but for the model (usage, times, sampling)",
-        "timing, errors, rewrites, versions and extra_usage",
-        "task.data",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is an episode or a trace."""
-    traces = record.get("traces")
-    if isinstance(traces, list) and "task" in record:
-        return all(isinstance(trace, dict) and is_messages(trace.get("nodes", [])) for trace in traces)
-    return _is_graph(record.get("nodes"))
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -85,8 +67,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: no episode, nodes of another form, or what the readers of tokens and messages refuse.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no traces with nodes; expected an episode of verifiers")
     if "traces" not in value:
         yield from _read_trace(record, {}, value, options)
         return
@@ -96,10 +76,6 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         place = replace(record, source=f"{record.source}: trace {number}")
         for item in _read_trace(place, value, trace, options):
             yield replace(item, source=record.source)
-
-
-def _is_graph(nodes: Any) -> bool:
-    return is_messages(nodes) and len(nodes) > 0 and isinstance(nodes[0].get("message"), dict) and "sampled" in nodes[0]
 
 
 def _read_trace(
@@ -125,14 +101,12 @@ def _read_trace(
     notes: tuple[str, ...] = (WEIGHTS_NOTE,) if any(node.get("loss_weights") for node in nodes) else ()
     if has_tokens:
         calls = [_token_call(nodes, ids, paths[number], number, record.source) for number in sampled]
-        found = read_calls(one, calls, options)
+        items = read_calls(one, calls, options)
     else:
         notes += (PARTIAL_NOTE,) if any(len(ids[number]) > 0 for number in needed) else ()
         chats = [_chat_call(trace, paths[number], number, record.source) for number in sampled]
-        found = read_chats(one, chats, options)
-    for item in found:
-        yield replace(item, notes=item.notes + notes) if isinstance(item, Trajectory) else item
-        notes = () if isinstance(item, Trajectory) else notes
+        items = read_chats(one, chats, options)
+    yield from with_notes(items, notes)
 
 
 def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], number: int, source: str) -> TokenCall:
@@ -168,7 +142,7 @@ def _described(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, 
     work = _object(_object(episode, "run", source), "work", source)
     config = _object(agent, "config", source)
     return {
-        **{key: held for key, held in trace.items() if key not in KNOWN},
+        **without(trace, KNOWN),
         "trajectory_id": trace.get("id"),
         "group_id": f"{group}/{name}" if group is not None and name not in (None, AGENT) else group,
         "step": work.get("step"),
@@ -189,3 +163,34 @@ def _object(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
     if held is not None and not isinstance(held, dict):
         raise TreepackError(f"{source}: {name} is {shown(held)}; expected an object")
     return held or {}
+
+
+GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}
+FORMAT = Format(
+    name="verifiers",
+    program="verifiers (traces.jsonl)",
+    recognised_by="`traces` beside `task`, or `nodes` that have a `message` and `sampled`",
+    requires=[
+        {"traces": each({"nodes": optional(OBJECTS)}), "task": ANY},
+        {"traces": no(LIST), **GRAPH},
+        {"task": no(ANY), **GRAPH},
+    ],
+    used="""
+        env.id group.id run.work.step traces.id traces.task.key traces.agent.name traces.agent.trainable
+        traces.tools traces.nodes.tools traces.rewards traces.metrics traces.info traces.stop_condition traces.ok
+        traces.calls.model traces.nodes.parent traces.nodes.message traces.nodes.sampled traces.nodes.token_ids
+        traces.nodes.mask traces.nodes.logprobs traces.nodes.advantages traces.nodes.reference_logprobs
+        traces.nodes.trainer_logprobs traces.mm_token_type_id_map
+    """.split(),
+    dropped=(
+        "traces with images, audio or video (they are skipped)",
+        "traces.nodes.loss_weights (noted)",
+        "traces.nodes.is_content, entropies, semantic_parents and timestamp",
+        "traces.root_reply and numbers of tokens",
+        "traces.calls but for the model (usage, times, sampling)",
+        "timing, errors, rewrites, versions and extra_usage",
+        "task.data",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

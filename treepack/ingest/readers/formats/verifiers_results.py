@@ -15,45 +15,21 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import KEEPS, About
 from treepack.ingest.readers.beside import beside, read_document
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import ANY, EVERYTHING, TALK, Fields, Format, Kind, has_fields, no, optional
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 SUMMARY = "metadata.json"
 DROPPED = frozenset(
-    {
-        *("prompt", "completion", "trajectory", "tool_defs", "oai_tools", "timing", "token_usage", "metrics"),
-        *("error", "error_chain", "long_error_chain"),
-    }
+    """
+    prompt completion trajectory tool_defs oai_tools timing token_usage metrics error error_chain long_error_chain
+    """.split()
 )
-
-ABOUT = About(
-    program="verifiers before version 1 (results.jsonl)",
-    recognised_by="`example_id`, `prompt` and `completion` beside `reward`, `metrics` or `trajectory`",
-    used=(
-        *("example_id", "prompt", "completion", "reward", "metrics", "info", "answer", "is_truncated", "tool_defs"),
-        *("trajectory.tokens.prompt_ids", "trajectory.tokens.completion_ids", "trajectory.tokens.completion_mask"),
-        *("trajectory.tokens.completion_logprobs", "trajectory.advantage", "trajectory.trajectory_id", "model"),
-    ),
-    dropped=(
-        "timing, token_usage and errors",
-        "trajectory.reward (the rollout has its own) and response",
-        "trajectory.tokens.prompt_mask and routed_experts",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a rollout, or the summary of the folder."""
-    if "example_id" not in record:
-        return _is_summary(record)
-    has_messages = all(record.get(name) is None or _is_talk(record[name]) for name in ("prompt", "completion"))
-    return has_messages and "completion" in record and not {"metrics", "trajectory", "reward"}.isdisjoint(record)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -62,21 +38,11 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: no rollout, steps of another form, or what the readers of tokens and messages refuse.
     """
-    if _is_summary(record.value):
+    if has_fields(record.value, [RUN]):
         yield Skipped(record.source, "summary of a run, read with its results")
         return
-    if not matches(record.value):
-        raise TreepackError(f"{record.source}: has no example_id or completion; expected a line of results.jsonl")
     summary = beside(record, SUMMARY)
     yield from _read_rollout(record, None if summary is None else read_document(summary).get("model"), options)
-
-
-def _is_talk(value: Any) -> bool:
-    return isinstance(value, str) or is_messages(value)
-
-
-def _is_summary(value: dict[str, Any]) -> bool:
-    return {"env_id", "num_examples", "rollouts_per_example"} <= value.keys()
 
 
 def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -88,7 +54,7 @@ def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[
     if not isinstance(metrics, dict):
         raise TreepackError(f"{source}: metrics is {shown(metrics)}; expected an object")
     repeated = DROPPED | (metrics.keys() - {"reward"})  # metrics stand beside the other fields once more
-    rest = {name: held for name, held in value.items() if name not in repeated}
+    rest = without(value, repeated)
     rest |= {"trajectory_id": _name(value, steps, record), "extra": metrics or None}
     rest["model"] = rest.get("model") or model
     one = replace(record, value=rest)
@@ -142,3 +108,33 @@ def _parsed(message: dict[str, Any], source: str) -> dict[str, Any]:
         return message | {"tool_calls": [json.loads(call) if isinstance(call, str) else call for call in calls]}
     except ValueError as error:
         raise TreepackError(f"{source}: a tool call is not JSON ({error}); expected name and arguments") from None
+
+
+TALK_OR_NULL = Kind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
+RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
+FORMAT = Format(
+    name="verifiers-results",
+    program="verifiers before version 1 (results.jsonl)",
+    recognised_by="`example_id`, `prompt` and `completion` beside `reward`, `metrics` or `trajectory`",
+    requires=[
+        {
+            "example_id": ANY,
+            "prompt": optional(TALK_OR_NULL),
+            "completion": TALK_OR_NULL,
+            ("reward", "metrics", "trajectory"): ANY,
+        },
+        {"example_id": no(ANY), **RUN},
+    ],
+    used="""
+        example_id prompt completion reward metrics info answer is_truncated tool_defs
+        trajectory.tokens.prompt_ids trajectory.tokens.completion_ids trajectory.tokens.completion_mask
+        trajectory.tokens.completion_logprobs trajectory.advantage trajectory.trajectory_id model
+    """.split(),
+    dropped=(
+        "timing, token_usage and errors",
+        "trajectory.reward (the rollout has its own) and response",
+        "trajectory.tokens.prompt_mask and routed_experts",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

@@ -17,61 +17,29 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.ingest.readers import token_fields as tf
-from treepack.ingest.readers.about import KEEPS, About
-from treepack.ingest.readers.batches import is_column, rows_of
+from treepack.ingest.readers.batches import rows_of
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields, Format, has_fields
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 # Beside a pair of ids these tell a row of verl from those of others.
-OWN = frozenset(
-    {
-        *("response_mask", "response_logprobs", "reward_score", "num_turns", "__num_turns__", "rollout_log_probs"),
-        *("token_level_scores", "token_level_rewards", "rm_scores"),
-    }
+OWN = tuple(
+    """
+    response_mask response_logprobs reward_score num_turns __num_turns__ rollout_log_probs token_level_scores
+    token_level_rewards rm_scores
+    """.split()
 )
 MEDIA = ("multi_modal_data", "multi_modal_inputs")
 DROPPED = frozenset(
-    {
-        *("raw_prompt", "raw_prompt_ids", "routed_experts", "metrics"),
-        *("turn_scores", "tool_rewards", "reward_extra_info"),
-        *MEDIA,
-    }
-)
+    """
+    raw_prompt raw_prompt_ids routed_experts metrics turn_scores tool_rewards reward_extra_info
+    """.split()
+) | frozenset(MEDIA)
 SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_rewards")
-
-ABOUT = About(
-    program="verl (AgentLoopOutput, DataProto)",
-    recognised_by="`prompt_ids` and `response_ids`, or `prompts` and `responses`, as ids, beside `response_mask`, "
-    "`response_logprobs`, `rollout_log_probs` or a score of verl; or columns of these",
-    used=(
-        *("prompt_ids", "response_ids", "response_mask", "response_logprobs", "reward_score", "extra_fields"),
-        *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "rollout_log_probs", "old_log_probs"),
-        *("ref_log_prob", "token_level_scores", "advantages", "uid", "__num_turns__", "data_source", "extra_info"),
-        "reward_model.ground_truth",
-    ),
-    dropped=(
-        "token_level_rewards where there are scores (they are the scores less the KL penalty)",
-        "returns where there are advantages",
-        "raw_prompt (text of the prompt ids)",
-        "routed_experts",
-        "metrics",
-        "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
-    ),
-    keeps=frozenset(KEEPS),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` has a prompt and a response as token ids, and a field that only verl has; or is a batch."""
-    if _is_batch(record.get("batch")) or _is_batch(record):
-        return True
-    fields = tf.sort_fields({name: record.get(name) for name in ("prompt_ids", "response_ids", "prompts", "responses")})
-    return tf.PROMPT in fields and tf.RESPONSE in fields and not OWN.isdisjoint(record)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -81,21 +49,14 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: columns of different lengths, the ids are missing, or what the `tokens` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(f"{record.source}: has no ids of a prompt and a response; expected a rollout of verl")
-    if not _is_batch(value.get("batch")) and not _is_batch(value):
-        yield from _read_row(record, options)
-        return
-    if _is_batch(value.get("batch")):
+    if has_fields(value, [BATCH]):
         others = value.get("non_tensor_batch")
         value = value["batch"] | (others if isinstance(others, dict) else {})
+    elif not has_fields(value, [COLUMNS]):
+        yield from _read_row(record, options)
+        return
     for number, row in enumerate(rows_of(value, first="prompts", source=record.source)):
         yield from _read_row(replace(record, source=f"{record.source}[{number}]", value=row), options)
-
-
-def _is_batch(value: Any) -> bool:
-    """Whether `value` holds columns of prompts and responses."""
-    return isinstance(value, dict) and all(is_column(value.get(name)) for name in ("prompts", "responses"))
 
 
 def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -103,7 +64,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     if any(isinstance(value.get(name), dict) and value[name] for name in MEDIA):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    kept = {name: held for name, held in value.items() if name not in DROPPED}
+    kept = without(value, DROPPED)
     if isinstance(extra := kept.pop("extra_fields", None), dict):
         kept = {name: held for name, held in extra.items() if name not in DROPPED and not _is_empty(held)} | kept
     if (num_turns := kept.pop("__num_turns__", None)) is not None:
@@ -114,9 +75,39 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     if kept.get("advantages") is not None:
         kept.pop("returns", None)
     given = [name for name in SCORES if kept.get(name) is not None]
-    kept = {name: held for name, held in kept.items() if name not in given[1:]}
+    kept = without(kept, given[1:])
     yield from tokens.read(replace(record, value=kept), options)
 
 
 def _is_empty(held: Any) -> bool:
     return isinstance(held, list | dict) and not held
+
+
+BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}
+COLUMNS: Fields = {"prompts": COLUMN, "responses": COLUMN}
+FORMAT = Format(
+    name="verl",
+    program="verl (AgentLoopOutput, DataProto)",
+    recognised_by="`prompt_ids` and `response_ids`, or `prompts` and `responses`, as ids, beside `response_mask`, "
+    "`response_logprobs`, `rollout_log_probs` or a score of verl; or columns of these",
+    requires=[
+        BATCH,
+        COLUMNS,
+        {("prompt_ids", "prompts"): IDS, ("response_ids", "responses"): IDS, OWN: ANY},
+    ],
+    used="""
+        prompt_ids response_ids response_mask response_logprobs reward_score extra_fields prompts responses
+        input_ids attention_mask position_ids rollout_log_probs old_log_probs ref_log_prob token_level_scores
+        advantages uid __num_turns__ data_source extra_info reward_model.ground_truth
+    """.split(),
+    dropped=(
+        "token_level_rewards where there are scores (they are the scores less the KL penalty)",
+        "returns where there are advantages",
+        "raw_prompt (text of the prompt ids)",
+        "routed_experts",
+        "metrics",
+        "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
+    ),
+    keeps=EVERYTHING,
+    read=read,
+)

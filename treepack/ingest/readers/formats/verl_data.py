@@ -15,30 +15,13 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.about import About
 from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.format import ANY, OBJECT, OBJECTS, Format
 from treepack.ingest.readers.formats import chat
 from treepack.ingest.readers.messages import MEDIA, MEDIA_REASON, has_media, is_messages
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
-
-ABOUT = About(
-    program="verl (SFT and RL datasets, generated responses)",
-    recognised_by="`messages` beside `enable_thinking`, or `prompt` as messages beside `reward_model`",
-    used=(
-        *("messages", "tools", "enable_thinking", "prompt", "responses", "data_source", "ability", "extra_info"),
-        "reward_model.ground_truth",
-    ),
-    dropped=("images and videos (records that have some are skipped)",),
-    keeps=frozenset(),
-)
-
-
-def matches(record: dict[str, Any]) -> bool:
-    """Whether `record` is a row of one of verl's datasets."""
-    if is_messages(record.get("messages")) and "enable_thinking" in record:
-        return True
-    return is_messages(record.get("prompt")) and isinstance(record.get("reward_model"), dict)
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -48,15 +31,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: fields of another kind, or messages that the `chat` reader refuses.
     """
     value = record.value
-    if not matches(value):
-        raise TreepackError(
-            f"{record.source}: has neither messages and enable_thinking nor prompt and reward_model; "
-            "expected a row of verl's datasets"
-        )
     if has_media(value):
         yield Skipped(record.source, MEDIA_REASON)
         return
-    rest = {name: held for name, held in value.items() if name not in MEDIA}
+    rest = without(value, MEDIA)
     if is_messages(value.get("messages")):
         yield from chat.read(replace(record, value=_with_thinking(rest, record)), options)
         return
@@ -98,3 +76,16 @@ def _list(value: Any, name: str, record: Record) -> list[Any]:
     if not isinstance(value, list):
         raise TreepackError(f"{record.source}: {name} is {shown(value)}; expected a list")
     return value
+
+
+FORMAT = Format(
+    name="verl-data",
+    program="verl (SFT and RL datasets, generated responses)",
+    recognised_by="`messages` beside `enable_thinking`, or `prompt` as messages beside `reward_model`",
+    requires=[{"messages": OBJECTS, "enable_thinking": ANY}, {"prompt": OBJECTS, "reward_model": OBJECT}],
+    used="""
+        messages tools enable_thinking prompt responses data_source ability extra_info reward_model.ground_truth
+    """.split(),
+    dropped=("images and videos (records that have some are skipped)",),
+    read=read,
+)

@@ -1,0 +1,235 @@
+"""One input format as a value: the program that writes it, the fields that identify it, the function that reads it.
+
+    FORMAT = Format(
+        name="mint",
+        program="MINT",
+        recognised_by="`state.history`, a list of messages, and `task`",
+        requires=[{"state.history": OBJECTS, "task": OBJECT}],
+        used="state.history state.success task.task_id".split(),
+        keeps={REWARDS, LINEAGE},
+        read=read,
+    )
+
+`requires` lists alternatives. A record is of the format if it has all fields of at least one alternative:
+
+    "state.history": OBJECTS          the field `history` of the object `state` is a list of objects
+    ("messages", "ticks"): ANY        at least one of these fields is present
+    "samples": each({"tokens": ANY})  a list of objects, and every object has the field `tokens`
+    "samples": no(LIST)               the field is absent or is not a list
+
+`Format.matches` detects the format, and `Format.check` refuses a record that lacks a field, so a reader does neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.batches import is_column
+from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = "token ids", "masks", "log-probabilities", "rewards", "lineage"
+KEEPS = (TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE)
+EVERYTHING = frozenset(KEEPS)
+MISSING = object()  # the value of a field that is absent, because null is a value
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value. `text` completes "expected ..."; `test` gets the value of a field, or `MISSING`."""
+
+    text: str
+    test: Callable[[Any], bool]
+
+
+# One alternative: the kind of each required field. A tuple of names requires one of these fields.
+Fields = dict[str | tuple[str, ...], Kind]
+Requirement = Sequence[Fields] | Callable[[dict[str, Any]], bool]
+ReadRecord = Callable[[Record, ReadOptions], Iterator[Trajectory | Skipped]]
+ReadFile = Callable[[Iterator[Record], ReadOptions], Iterator[Trajectory | Skipped]]
+
+ANY = Kind("any value", lambda value: value is not MISSING)
+SET = Kind("a value other than null", lambda value: value is not MISSING and value is not None)
+TEXT = Kind("text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+OBJECTS = Kind("a list of objects", is_messages)
+TALK = Kind("text or a list of messages", lambda value: isinstance(value, str) or is_messages(value))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+TEXTS = Kind("a list of texts", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
+# A list of numbers is a numpy array if it was read from Parquet or Arrow.
+ARRAY = Kind("a list of values", lambda value: isinstance(value, list | np.ndarray))
+ARRAYS = Kind("a list of lists", lambda value: isinstance(value, list) and all(map(ARRAY.test, value)))
+# Other programs use the same names for texts and messages, so the first value decides.
+IDS = Kind(
+    "a list of token ids", lambda value: ARRAY.test(value) and (len(value) == 0 or not isinstance(value[0], str | dict))
+)
+COLUMN = Kind("a list with one list for each row", is_column)
+
+
+def no(kind: Kind) -> Kind:
+    """The kind of a field that is absent or of another kind."""
+    return Kind(f"anything but {kind.text}", lambda value: not kind.test(value))
+
+
+def optional(kind: Kind) -> Kind:
+    """The kind of a field that is absent or of `kind`."""
+    return Kind(kind.text, lambda value: value is MISSING or kind.test(value))
+
+
+def one_of(*values: str) -> Kind:
+    """The kind of a field that is one of `values`."""
+    return Kind(" or ".join(values), lambda value: isinstance(value, str) and value in values)
+
+
+def starting(prefix: str) -> Kind:
+    """The kind of a text that starts with `prefix`."""
+    return Kind(f"text that starts with {prefix}", lambda value: isinstance(value, str) and value.startswith(prefix))
+
+
+def each(fields: Fields, *, minimum: int = 0) -> Kind:
+    """The kind of a list of at least `minimum` objects that all have `fields`."""
+
+    def test(value: Any) -> bool:
+        return is_messages(value) and len(value) >= minimum and all(has_fields(item, [fields]) for item in value)
+
+    return Kind(f"a list of objects with {_names(fields)}" if fields else "a list of objects", test)
+
+
+def some(fields: Fields) -> Kind:
+    """The kind of a list of objects of which at least one has `fields`."""
+    return Kind(
+        f"a list of objects, one of them with {_names(fields)}",
+        lambda value: is_messages(value) and any(has_fields(item, [fields]) for item in value),
+    )
+
+
+def first(*alternatives: Fields) -> Kind:
+    """The kind of a list of objects whose first has the fields of one of `alternatives`."""
+    return Kind(
+        f"a list of objects with {' or '.join(map(_names, alternatives))}",
+        lambda value: is_messages(value) and len(value) > 0 and has_fields(value[0], alternatives),
+    )
+
+
+FILLED = each({}, minimum=1)  # a list of objects that is not empty
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One format: its facts for `treepack formats` and docs/formats.md, and its reader.
+
+    `program` writes it, and `recognised_by` describes `requires` in words. `used` are the fields that are read, with
+    dots for fields inside fields (`info.reward`). `dropped` are the known fields that are not read, each with its
+    reason in brackets if the reason is not plain. `keeps` is a subset of `KEEPS`:
+
+        token ids           the ids of the sampler; nothing is tokenised again
+        masks               the record marks the trained tokens or messages; they do not follow from the roles
+        log-probabilities   of the sampled tokens
+        rewards             of the rollout
+        lineage             the task of the rollouts, or the prefix that they share
+
+    A test reads the sample of the format under tests/rollouts and compares the result with `keeps`, and the fields of
+    the sample with `used`.
+
+    `read` gets one record. A format whose records belong together has `read_file` instead, which gets all records of
+    one file. `checked` are the records that must have the required fields: each, the first of a file only, or none, if
+    the reader itself refuses a record with a more precise message.
+    """
+
+    name: str
+    program: str
+    recognised_by: str
+    requires: Requirement
+    used: Sequence[str]
+    dropped: Sequence[str] = ()
+    keeps: AbstractSet[str] = frozenset()
+    read: ReadRecord | None = None
+    read_file: ReadFile | None = None
+    checked: Literal["each", "first", "none"] = "each"
+
+    def __post_init__(self) -> None:
+        assert (self.read is None) != (self.read_file is None), self.name
+
+    def matches(self, value: dict[str, Any]) -> bool:
+        """Return whether the record `value` is of this format."""
+        return has_fields(value, self.requires)
+
+    def check(self, record: Record) -> None:
+        """Refuse a record that is not of this format.
+
+        Raises:
+            TreepackError: `record` lacks a required field, or the field is of another kind.
+        """
+        if not self.matches(record.value):
+            raise TreepackError(f"{record.source}: {self._refusal(record.value)}")
+
+    def trajectories(self, records: Iterable[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+        """Read the `records` of one file.
+
+        Raises:
+            TreepackError: a record is not of this format, or its fields contradict each other.
+        """
+        if self.read_file is not None:
+            yield from self.read_file(self._checked(records), options)
+            return
+        assert self.read is not None
+        for record in self._checked(records):
+            yield from self.read(record, options)
+
+    def _checked(self, records: Iterable[Record]) -> Iterator[Record]:
+        for number, record in enumerate(records):
+            if self.checked == "each" or (self.checked == "first" and number == 0):
+                self.check(record)
+            yield record
+
+    def _refusal(self, value: dict[str, Any]) -> str:
+        """Name the first wrong field of the alternative that `value` is closest to."""
+        form = f"{self.recognised_by.replace('`', '')} (format {self.name})"
+        if callable(self.requires):
+            return f"is not a record of {self.program}; expected {form}"
+        closest = max(self.requires, key=lambda fields: _num_present(value, fields))
+        names, kind = next((names, kind) for names, kind in closest.items() if not _has_field(value, names, kind))
+        names = (names,) if isinstance(names, str) else names
+        for name in names:
+            if (field := _field(value, name)) is not MISSING:
+                return f"{name} is {shown(field)}; expected {kind.text} (format {self.name})"
+        return f"has no {' or '.join(names)}; expected {form}"
+
+
+def has_fields(value: dict[str, Any], requires: Requirement) -> bool:
+    """Return whether `value` has all fields of one alternative of `requires`."""
+    if callable(requires):
+        return requires(value)
+    return any(all(_has_field(value, names, kind) for names, kind in fields.items()) for fields in requires)
+
+
+def _has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: Kind) -> bool:
+    names = (names,) if isinstance(names, str) else names
+    return any(kind.test(_field(value, name)) for name in names)
+
+
+def _num_present(value: dict[str, Any], fields: Fields) -> int:
+    """Count the fields that `value` has; a field that must be absent does not bring a record closer to a format."""
+    return sum(_has_field(value, names, kind) for names, kind in fields.items() if not kind.test(MISSING))
+
+
+def _field(value: Any, path: str) -> Any:
+    """Return the field at `path`: "info.reward" of {"info": {"reward": 1.0}} -> 1.0."""
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return MISSING
+        value = value[name]
+    return value
+
+
+def _names(fields: Fields) -> str:
+    return " and ".join(names if isinstance(names, str) else " or ".join(names) for names in fields)
