@@ -79,34 +79,32 @@ def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
     trained token. A group with a missing reward, or with a single trajectory to compare, is rejected whole and
     counted. Pack the result, and train with --loss grpo or its like.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
-    from treepack.analysis import stats
     from treepack.files import schema
-    from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
-    from treepack.files.manifest import file_sha256, read_manifest
+    from treepack.files.directory import finished_directory, refuse_existing
+    from treepack.files.manifest import Provenance, read_manifest, trie_entry
     from treepack.ingest.readers.inputs import displayed
     from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
     from treepack.trie.files import read_trie, write_trie
+    from treepack.trie.totals import trie_totals
 
     options = AdvantageOptions(**given)
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
-    manifest, sha256 = read_manifest(trie, schema.TRIE_FORMAT), file_sha256(trie / MANIFEST)
+    manifest = read_manifest(trie, schema.TRIE_FORMAT)
     read = read_trie(trie)
     if any(read.trajectories[name].null_count < read.num_trajectories for name in ("advantage", "advantages")):
         click.echo(f"note: the advantages that {trie} has are replaced", err=True)
     estimates = estimate_advantages(read, options)
     written = with_advantages(read, estimates, rejected=options.rejected)
-    kept: dict[str, Any] = {
-        name: manifest[name] for name in ("options", "input", "tokenizer", "counts") if name in manifest
-    }
-    kept |= {
-        "trie": {"path": displayed(str(trie)), "sha256": sha256},
-        "advantages": asdict(options),
-        "totals": stats.trie_totals(written),
-    }
+    provenance = replace(
+        Provenance.of(manifest),
+        trie=trie_entry(trie, displayed(str(trie))),
+        advantages=asdict(options),
+        totals=trie_totals(written),
+    )
     with finished_directory(out, overwrite=overwrite) as temporary:
-        write_trie(written, temporary, kept)
+        write_trie(written, temporary, provenance)
     values = estimates.values
     tree = estimates.tree
     owner = "trajectory" if estimates.per_token is None else "trained token"

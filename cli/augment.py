@@ -12,6 +12,7 @@ import click
 from .output import percent, progress, refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
+    from treepack.files.manifest import Manifest
     from treepack.rl.pros.signals import PerToken, Signals
     from treepack.trie.trie import Trie
 
@@ -122,7 +123,7 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) 
     return entropies_of_terms(read, rows()), values
 
 
-def _texts(queries: list[Any], name: str | None, manifest: dict[str, Any]) -> Iterator[tuple[str | None, bool]]:
+def _texts(queries: list[Any], name: str | None, manifest: Manifest) -> Iterator[tuple[str | None, bool]]:
     """The text of each query, and whether it encodes to the same ids again."""
     from treepack.errors import TreepackError
     from treepack.ingest.tokenization import fingerprint, load_tokenizer

@@ -61,7 +61,7 @@ def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: An
     """
     from treepack.files.directory import finished_directory, refuse_existing
     from treepack.pack.files import write_packed
-    from treepack.train.logprobs import ScoreOptions, open_scoring, scored_manifest, scored_rows
+    from treepack.train.logprobs import ScoreOptions, open_scoring, scored_provenance, scored_rows
     from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack logprobs")
@@ -72,7 +72,9 @@ def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: An
         click.echo(f"note: {note}", err=True)
     rows = progress(scored_rows(scoring), description="scoring", total=len(scoring.dataset))
     with finished_directory(out, overwrite=overwrite) as temporary:
-        totals = write_packed(rows, temporary, scored_manifest(scoring))["totals"]
+        capacity = scoring.dataset.manifest["capacity"]
+        provenance = scored_provenance(scoring)
+        totals = write_packed(rows, temporary, capacity=capacity, provenance=provenance)["totals"]
     show(
         {
             "rows": totals["num_rows"],

@@ -1,26 +1,59 @@
-"""What commands print: aligned tables on stdout, progress on stderr when it is a terminal; and files in the way."""
+"""Output of the commands: aligned values and tables on stdout, progress on stderr, and checks of output files."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+if TYPE_CHECKING:
+    from treepack.processes import Progress, ReportProgress
+
 T = TypeVar("T")
+
+TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
+
+
+@contextmanager
+def progress_bars() -> Iterator[ReportProgress]:
+    """Yield a function that draws one bar per stage on stderr; it is silent if stderr is no terminal."""
+    from tqdm import tqdm
+
+    bars: dict[str, Any] = {}
+
+    def draw(progress: Progress) -> None:
+        if progress.stage not in bars:
+            is_tokens = progress.unit == "tokens"
+            bars[progress.stage] = tqdm(
+                desc=progress.stage,
+                total=progress.total,
+                unit="tok" if is_tokens else "",
+                unit_scale=is_tokens,
+                disable=not sys.stderr.isatty(),
+            )
+        bar = bars[progress.stage]
+        bar.update(progress.done - bar.n)
+
+    try:
+        yield draw
+    finally:
+        for bar in bars.values():
+            bar.close()
 
 
 def progress(items: Iterable[T], *, description: str, total: int | None = None) -> Iterator[T]:
-    """`items`, with a progress bar on stderr; silent when that is no terminal."""
+    """Return `items` with a progress bar on stderr; silent if stderr is no terminal."""
     from tqdm import tqdm
 
     return iter(tqdm(items, desc=description, total=total, unit="", disable=not sys.stderr.isatty()))
 
 
 def token_progress(trajectories: Iterable[T], *, description: str) -> Iterator[T]:
-    """Trajectories or batches of them (`tokens`), with a bar of tokens read and tokens per second on stderr."""
+    """Yield trajectories with a bar of the tokens read and tokens per second on stderr."""
     from tqdm import tqdm
 
     with tqdm(desc=description, unit="tok", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
@@ -31,21 +64,33 @@ def token_progress(trajectories: Iterable[T], *, description: str) -> Iterator[T
 
 def show(rows: Mapping[str, Any]) -> None:
     """Print names and values in two columns."""
-    width = max(len(name) for name in rows)
-    for name, value in rows.items():
-        click.echo(f"{name:<{width}}  {text(value)}")
+    _print_grid([(name, text(value)) for name, value in rows.items()], justify="left")
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a right-aligned table under a header."""
-    cells = [list(header), *([text(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    for row in cells:
-        click.echo("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    _print_grid([tuple(header), *(tuple(text(value) for value in row) for row in rows)], justify="right")
+
+
+def _print_grid(rows: Sequence[Sequence[str]], *, justify: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2), pad_edge=False)
+    for _ in rows[0]:
+        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text, because a name from a rollout may look like markup
+    console = Console(width=TABLE_WIDTH, color_system=None, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        click.echo(line.rstrip())
 
 
 def text(value: Any) -> str:
-    """A value for a person: thousands separated, four significant digits."""
+    """Return a value for a person: thousands separated, four significant digits."""
     if isinstance(value, bool | str):
         return str(value)
     if isinstance(value, int):
@@ -56,45 +101,50 @@ def text(value: Any) -> str:
 
 
 def percent(value: float) -> str:
+    """Return a share as a percentage with one decimal."""
     return f"{100 * value:.1f} %"
 
 
+def has_columns(columns: set[str]) -> Callable[[Path], bool]:
+    """Return a test for files that this command may have written: empty ones, and tables with all of `columns`."""
+
+    def test(path: Path) -> bool:
+        import orjson
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        try:
+            if path.suffix == ".parquet":
+                return columns <= set(parquet.read_schema(path).names)
+            with path.open("rb") as file:
+                line = file.readline()
+            record = orjson.loads(line) if line else dict.fromkeys(columns)
+            return isinstance(record, dict) and columns <= record.keys()
+        except (OSError, ValueError, pa.ArrowException):
+            return False
+
+    return test
+
+
 def refuse_output(out: Path, inputs: list[Any], *, columns: set[str], overwrite: bool) -> None:
-    """Raise a TreepackError if the file `out` is in the way: an existing one, unasked or of others, or an input.
+    """Refuse the table `out` if it exists and may not be replaced, or if it is or is inside an input.
 
-    Files that the command may have written are tables, as JSONL or Parquet, that have these `columns`.
+    A table that has `columns` was written by this command, as JSON lines or Parquet.
+
+    Raises:
+        TreepackError: naming `out` and the remedy.
     """
-    from treepack.errors import TreepackError
+    from treepack.files.directory import refuse_existing
 
-    for given in inputs:
-        if given is not None and out.resolve().is_relative_to(Path(given).resolve()):
-            raise TreepackError(f"{out} is or lies inside the input {given}; choose another --out")
-    if out.is_dir() or (out.exists() and not overwrite):
-        remedy = "" if out.is_dir() else " or give --overwrite"
-        raise TreepackError(f"{out} exists; choose another --out{remedy}")
-    if out.exists() and not _has_columns(out, columns):
-        raise TreepackError(f"{out} exists and was not written by treepack; remove it yourself or choose another --out")
-
-
-def _has_columns(out: Path, columns: set[str]) -> bool:
-    """Whether a file is empty, or a table with all of these columns."""
-    import orjson
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        if out.suffix == ".parquet":
-            return columns <= set(parquet.read_schema(out).names)
-        with out.open("rb") as file:
-            line = file.readline()
-        record = orjson.loads(line) if line else dict.fromkeys(columns)
-        return isinstance(record, dict) and columns <= record.keys()
-    except (OSError, ValueError, pa.ArrowException):
-        return False
+    refuse_existing(out, overwrite=overwrite, inputs=inputs, is_own_file=has_columns(columns))
 
 
 def refuse_suffix(out: Path) -> None:
-    """Raise a TreepackError if the name of `out`, to be written as JSON lines, says that it is a Parquet file."""
+    """Refuse a name of a Parquet file for an output that is written as JSON lines.
+
+    Raises:
+        TreepackError: the name ends in .parquet.
+    """
     from treepack.errors import TreepackError
 
     if out.suffix == ".parquet":

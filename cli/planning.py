@@ -1,61 +1,106 @@
-"""The options by which rows are planned, and where `pack` takes its plan from."""
+"""The options by which rows are planned, for `pack`, `stats` and `report`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-if TYPE_CHECKING:
-    from treepack.pack.plan.files import PlanFile
-    from treepack.pack.plan.plan import Plan
-    from treepack.pack.plan.problem import Limits, Search
-    from treepack.trie.trie import Trie
+from treepack.pack.options import (
+    EFFORTS,
+    MAX_BUDGET,
+    MAX_CAPACITY,
+    METHODS,
+    NORMALIZE,
+    SEMANTICS,
+    TOO_LONG,
+    PackOptions,
+)
+
+from .option_groups import option_group
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MOST_TOKENS, MOST_COUNTED = 2**31 - 1, 10**18  # as treepack.pack.plan.planning has them; importing that takes a second
+USUAL = PackOptions()
 
-LIMIT_OPTIONS = (
-    click.option("--capacity", type=click.IntRange(1, MOST_TOKENS), metavar="N", help="Most tokens a row may hold."),
+
+def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is no number of seconds", context, option)
+    return value
+
+
+LIMITS = (
     click.option(
-        "--pairs-budget", type=click.IntRange(1, MOST_COUNTED), metavar="N", help="Most attention score pairs of a row."
+        "--capacity", type=click.IntRange(1, MAX_CAPACITY), metavar="N", help="Maximum number of tokens in a row."
+    ),
+    click.option(
+        "--pairs-budget",
+        type=click.IntRange(1, MAX_BUDGET),
+        metavar="N",
+        help="Maximum number of attention score pairs in a row.",
     ),
     click.option(
         "--terms-budget",
-        type=click.IntRange(1, MOST_COUNTED),
+        type=click.IntRange(1, MAX_BUDGET),
         metavar="N",
-        help="Most loss terms, trained tokens of single trajectories, of a row.",
+        help="Maximum number of loss terms (trained tokens of single trajectories) in a row.",
     ),
     click.option(
         "--balance",
         type=click.IntRange(min=1),
-        default=1,
+        default=USUAL.balance,
         metavar="ROWS_MULTIPLE_OF",
-        help="Make the rows of every training step a multiple of this number of ranks, even in score pairs.",
+        help="Make the rows of every training step a multiple of this number of ranks, with even score pairs.",
     ),
-    click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes that plan."),
+    click.option(
+        "--workers",
+        type=click.IntRange(min=1),
+        default=USUAL.workers,
+        show_default=True,
+        help="Processes that plan; the plan is the same.",
+    ),
+)
+
+LOSS = (
+    click.option(
+        "--too-long",
+        type=click.Choice(TOO_LONG),
+        default=USUAL.too_long,
+        show_default=True,
+        help="How to treat a trajectory longer than the capacity.",
+    ),
+    click.option(
+        "--semantics",
+        type=click.Choice(SEMANTICS),
+        default=USUAL.semantics,
+        show_default=True,
+        help="A shared trained token counts for every trajectory, or once.",
+    ),
+    click.option(
+        "--normalize",
+        type=click.Choice(NORMALIZE),
+        default=USUAL.normalize,
+        show_default=True,
+        help="Units with equal weight in the mean loss: tokens, trajectories or groups.",
+    ),
 )
 
 
-def search_options(effort: str) -> Callable[[F], F]:
-    """Add the options that say how a plan is sought, with this default of `--effort`."""
-    options = (
+def _search(effort: str) -> tuple[Callable[[F], F], ...]:
+    return (
         click.option(
             "--method",
-            type=click.Choice(
-                ["auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence", "groups"]
-            ),
-            default="auto",
+            type=click.Choice(METHODS),
+            default=USUAL.method,
             show_default=True,
             help="How trajectories are put into rows; groups keeps each group in one row, as dpo needs it.",
         ),
         click.option(
             "--effort",
-            type=click.Choice(["low", "normal", "high"]),
+            type=click.Choice(EFFORTS),
             default=effort,
             show_default=True,
             help="How much work a method that searches may do.",
@@ -65,102 +110,24 @@ def search_options(effort: str) -> Callable[[F], F]:
             type=click.FloatRange(min=0, min_open=True),
             metavar="SECONDS",
             callback=_finite,
-            help="Most time per tree for a method that proves.",
+            help="Maximum time per tree for a method that proves its plan optimal.",
         ),
     )
 
-    def added(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
 
-    return added
-
-
-def _finite(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is no number of seconds", context, option)
-    return value
+def _pack_options(**options: Any) -> PackOptions:
+    if options.get("method") == "sequence" and options.get("semantics") == "once":
+        raise click.UsageError("--method sequence shares no token, so --semantics once has no effect; use branch")
+    return PackOptions(**options)
 
 
-def limit_options(command: F) -> F:
-    """Add the options that say what a plan must keep to."""
-    for option in reversed(LIMIT_OPTIONS):
-        command = option(command)
-    return command
+def search_options(effort: str) -> Callable[[F], F]:
+    """Add the options of a search to a command, which receives them as `search: PackOptions`."""
+    return option_group("search", _search(effort), _pack_options)
 
 
-def read_search(values: dict[str, Any]) -> Search:
-    """The search that the values of `search_options` ask for."""
-    from treepack.pack.plan.problem import Search
+pack_options = option_group("options", (*LIMITS, *_search(USUAL.effort), *LOSS), _pack_options)
+"""Adds all options of packing to a command, which receives them as `options: PackOptions`."""
 
-    return Search(values["effort"], values["time_limit"])
-
-
-def given_file(path: Path | None, values: dict[str, Any]) -> PlanFile | None:
-    """The plan file at `path`, which must then be all that is said about planning; None without one.
-
-    Raises:
-        TreepackError: not a plan file.
-        UsageError: neither a plan nor a capacity, or both.
-    """
-    from click.core import ParameterSource
-
-    from treepack.pack.plan.files import read_plan_file
-
-    if path is None:
-        if values["capacity"] is None:
-            raise click.UsageError("give --capacity, or a plan with --plan")
-        return None
-    context = click.get_current_context()
-    for name in values:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--plan brings what --{name.replace('_', '-')} would say; leave one out")
-    return read_plan_file(path)
-
-
-def limits_of(given: PlanFile | None, values: dict[str, Any]) -> Limits:
-    """The limits of the plan that is given or to be made."""
-    from treepack.pack.plan.problem import Limits
-
-    return given.limits if given else Limits(values["capacity"], values["pairs_budget"], values["terms_budget"])
-
-
-def planned(trie: Trie, given: PlanFile | None, limits: Limits, values: dict[str, Any]) -> Plan:
-    """The plan that is given, or one made as the values of all these options say."""
-    from treepack.pack.plan.planning import plan_of_file, plan_rows
-
-    if given:
-        return plan_of_file(trie, given)
-    return plan_rows(
-        trie,
-        capacity=limits,
-        method=values["method"],
-        search=read_search(values),
-        multiple_of=values["balance"],
-        workers=values["workers"],
-    )
-
-
-def refuse_file(path: Path | None, out: Path, inputs: list[Path], *, overwrite: bool) -> None:
-    """Raise a TreepackError if a plan saved at `path` would be in the way of something.
-
-    An existing plan is overwritten if asked, and nothing else ever is.
-    """
-    from treepack.errors import TreepackError
-    from treepack.pack.plan.files import read_plan_file
-
-    if path is None:
-        return
-    for directory in (out, *inputs):
-        if path.resolve() == directory.resolve():
-            raise TreepackError(f"{path} is what --out or an input names too; choose another --save-plan")
-        if path.resolve().is_relative_to(directory.resolve()):
-            raise TreepackError(f"{path} lies inside {directory}; choose another --save-plan")
-    if path.exists():
-        if not overwrite:
-            raise TreepackError(f"{path} exists; choose another --save-plan or give --overwrite")
-        try:
-            read_plan_file(path)
-        except TreepackError as error:
-            raise TreepackError(f"{path} exists and is no plan; remove it or choose another --save-plan") from error
+# Options that a plan file replaces: the limits and the search.
+REPLACED_BY_PLAN = ["capacity", "pairs_budget", "terms_budget", "balance", "workers", "method", "effort", "time_limit"]

@@ -1,95 +1,82 @@
-"""The options by which raw rollouts are read, shared by `build-trie` and `stats`."""
+"""The options by which raw rollouts are read, for `build-trie`, `stats`, `show` and `report`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from treepack.ingest.stream import Reading
+from treepack.ingest.options import EXPANSIONS, SHARES, BuildOptions
 
-F = TypeVar("F", bound=Callable[..., Any])
+from .option_groups import option_group
 
-
-def reading_options(command: F) -> F:
-    """Add the reading options to a click command."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+USUAL = BuildOptions()
 
 
-OPTIONS = (
-    click.option(
-        "--format",
-        "format_name",
-        metavar="NAME",
-        default="auto",
-        help="Format of the inputs, as treepack formats lists them; by default it is recognised by content.",
+def _build_options(format_name: str, tools: str | None, **options: Any) -> BuildOptions:
+    return BuildOptions(format=format_name, tools=load_tools(tools), **options)
+
+
+reading_options = option_group(
+    "build",
+    (
+        click.option(
+            "--format",
+            "format_name",
+            metavar="NAME",
+            default=USUAL.format,
+            help="Format of the inputs, as treepack formats lists them; by default it is recognised by content.",
+        ),
+        click.option(
+            "--tokenizer",
+            metavar="NAME_OR_DIR",
+            help="Hugging Face tokenizer whose chat template renders conversations.",
+        ),
+        click.option(
+            "--tools",
+            type=click.Path(exists=True, dir_okay=False),
+            help="JSON list of tool schemas for conversations that have none.",
+        ),
+        click.option(
+            "--expand",
+            type=click.Choice(EXPANSIONS),
+            default=USUAL.expand,
+            show_default=True,
+            help="One sample per conversation, or one per assistant turn with the prompt rendered as it was then.",
+        ),
+        click.option(
+            "--share",
+            type=click.Choice([name for name in SHARES if name != "none"]),
+            default=USUAL.share,
+            show_default=True,
+            help="Share prefixes between all trajectories, or only inside a group.",
+        ),
+        click.option("--reward-key", metavar="KEY", help="Key of the reward, if the reward is an object."),
+        click.option(
+            "--normalize-ids",
+            is_flag=True,
+            help="Number tool call ids, UUIDs and times of conversations, so that random ones do not split prefixes.",
+        ),
+        click.option("--train-all", is_flag=True, help="Train every token of token records that have no mask."),
+        click.option(
+            "--workers",
+            type=click.IntRange(min=1),
+            default=USUAL.workers,
+            show_default=True,
+            help="Processes that read and tokenise; the result is the same.",
+        ),
     ),
-    click.option(
-        "--tokenizer", metavar="NAME_OR_DIR", help="Hugging Face tokenizer whose chat template renders conversations."
-    ),
-    click.option(
-        "--tools",
-        type=click.Path(exists=True, dir_okay=False),
-        help="JSON list of tool schemas for conversations that bring none.",
-    ),
-    click.option(
-        "--expand",
-        type=click.Choice(["trajectory", "turns"]),
-        default="trajectory",
-        show_default=True,
-        help="One sample per conversation, or one per assistant turn as the template renders it then.",
-    ),
-    click.option(
-        "--share",
-        type=click.Choice(["all", "group"]),
-        default="all",
-        show_default=True,
-        help="Share prefixes between all trajectories, or only inside a group.",
-    ),
-    click.option("--reward-key", metavar="KEY", help="Key of the reward where it is an object."),
-    click.option(
-        "--normalize-ids",
-        is_flag=True,
-        help="Number tool call ids, UUIDs and times of conversations anew, so that random ones do not part prefixes.",
-    ),
-    click.option("--train-all", is_flag=True, help="Train every token of token records that carry no mask."),
-    click.option(
-        "--workers",
-        type=click.IntRange(min=1),
-        default=1,
-        show_default=True,
-        help="Processes that read and tokenise; the result is the same.",
-    ),
+    _build_options,
 )
-
-
-def read_options(values: dict[str, Any], *, shapes: bool = False) -> Reading:
-    """Reading from the values of `reading_options`; with `shapes` also of inputs that hold lengths only."""
-    from treepack.ingest.stream import Reading
-
-    return Reading(
-        format=values["format_name"],
-        tokenizer=values["tokenizer"],
-        tools=load_tools(values["tools"]),
-        expand=values["expand"],
-        reward_key=values["reward_key"],
-        train_all=values["train_all"],
-        shapes=shapes,
-        normalize_ids=values["normalize_ids"],
-        workers=values["workers"],
-    )
+"""Adds the reading options to a command, which receives them as `build: BuildOptions`."""
 
 
 def load_tools(path: str | None) -> list[dict[str, Any]] | None:
-    """The tool schemas in a JSON file.
+    """Return the tool schemas in a JSON file.
 
     Raises:
-        TreepackError: not a JSON list of objects.
+        TreepackError: the file is not a JSON list of objects.
     """
     import json
 

@@ -12,9 +12,8 @@ import click
 
 from treepack.errors import TreepackError
 
-from .origin import manifest_of
 from .output import token_progress
-from .reading import read_options, reading_options
+from .reading import reading_options
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -23,9 +22,10 @@ if TYPE_CHECKING:
     from treepack.analysis.show.selection import SelectedGroup
     from treepack.analysis.show.views import View
     from treepack.files.manifest import Manifest
+    from treepack.ingest.options import BuildOptions
     from treepack.trie.trie import Trie
 
-WIDTH = 100  # where there is no terminal to ask
+WIDTH = 100  # if there is no terminal to ask for its width
 
 
 @click.command()
@@ -45,7 +45,7 @@ def show(
     text: bool,
     full: bool,
     as_json: bool,
-    **reading: Any,
+    build: BuildOptions,
 ) -> None:
     """Show a tree, a rollout or a packed row, and what of it is trained.
 
@@ -57,16 +57,16 @@ def show(
     """
     if sum(choice is not None for choice in (trajectory, group, row)) > 1:
         raise click.UsageError("--trajectory, --group and --row each select something; give one of them.")
-    found = _find(paths, reading, _Wanted(trajectory, group, row), text=text)
+    chosen = _find(paths, build, _Wanted(trajectory, group, row), text=text)
     if as_json:
-        _print_json(found)
+        _print_json(chosen)
     else:
-        _print(_lines(found, full=full))
+        _print(_lines(chosen, full=full))
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is to be shown; at most one of them."""
+    """The selection of the user; at most one of them is set."""
 
     trajectory: str | None
     group: str | None
@@ -75,29 +75,32 @@ class _Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is shown, with the groups to choose from where nothing was chosen, and what turns ids to text."""
+    """The views to print, the groups to choose from if the user chose none, and the decoder of ids to text."""
 
     views: Iterator[View]
     groups: list[SelectedGroup]
     decoder: Decoder | None
 
 
-def _find(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, text: bool) -> _Chosen:
+def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text: bool) -> _Chosen:
+    from treepack.analysis.origin import manifest_of
     from treepack.analysis.show import selection
 
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest and selection.is_packed(manifest):
         if wanted.group is not None:
             raise TreepackError(f"{directory}: is packed; give --row or --trajectory, or --group with its trie")
-        return _Chosen(_of_packed(directory, manifest, wanted), [], _decoder(directory, manifest, reading, text=text))
+        return _Chosen(
+            _of_packed(directory, manifest, wanted), [], _decoder(directory, manifest, build.tokenizer, text=text)
+        )
     if wanted.row is not None:
         raise TreepackError(f"{directory}: is not packed; give --row with a packed directory")
     if manifest:
         from treepack.trie.files import read_trie
 
-        decoder = _decoder(directory, manifest, reading, text=text)
+        decoder = _decoder(directory, manifest, build.tokenizer, text=text)
         return _of_trie(read_trie(directory), wanted, decoder, where=str(directory))
-    return _of_rollouts(paths, reading, wanted, text=text)
+    return _of_rollouts(paths, build, wanted, text=text)
 
 
 def _of_packed(directory: Path, manifest: Manifest, wanted: _Wanted) -> Iterator[View]:
@@ -119,8 +122,8 @@ def _of_trie(trie: Trie, wanted: _Wanted, decoder: Decoder | None, *, where: str
     return _Chosen(iter([views.group_view(trie, chosen, where=where)]), groups, decoder)
 
 
-def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wanted, *, text: bool) -> _Chosen:
-    """Rollouts are read to the one that is wanted, or all of them into a trie."""
+def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text: bool) -> _Chosen:
+    """Read rollouts until the wanted one is there, or all of them into a trie."""
     from collections import Counter
 
     from treepack.analysis.show import selection, views
@@ -129,66 +132,65 @@ def _of_rollouts(paths: tuple[str, ...], reading: dict[str, Any], wanted: _Wante
     from treepack.ingest.tokenization import load_tokenizer
 
     where = ", ".join(paths)
-    options = read_options(reading)
-    if text and not options.tokenizer:
+    if text and not build.tokenizer:
         raise _no_tokenizer(where)
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    tokenizer = load_tokenizer(build.tokenizer) if build.tokenizer else None
     decoder = Decoder(tokenizer) if text else None
     counts: Counter[str] = Counter()
-    stream = ingest.usable(ingest.read(paths, options, tokenizer=tokenizer), counts)
+    stream = ingest.usable(ingest.read(paths, build, tokenizer=tokenizer), counts)
     stream = iter(token_progress(stream, description="reading"))
     if wanted.trajectory is not None:
-        found = list(selection.first_named(stream, wanted.trajectory, where=where, skipped=counts))
+        rollouts = list(selection.first_named(stream, wanted.trajectory, where=where, skipped=counts))
         del stream  # ends the progress bar before anything is printed
-        return _Chosen((views.rollout_view(rollout) for rollout in found), [], decoder)
+        return _Chosen((views.rollout_view(rollout) for rollout in rollouts), [], decoder)
 
     from treepack.columns import collect
     from treepack.trie.build import build_trie
 
-    trie = build_trie(collect(stream), share=reading["share"])
+    trie = build_trie(collect(stream), share=build.share)
     for reason, count in sorted(counts.items()):
         click.echo(f"note: {reason}: {count:,}", err=True)
     return _of_trie(trie, wanted, decoder, where=where)
 
 
-def _decoder(directory: Path, manifest: Manifest, reading: dict[str, Any], *, text: bool) -> Decoder | None:
-    """What decodes the tokens of a directory: the tokenizer given, or the one it was made with."""
+def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> Decoder | None:
+    """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with."""
     from treepack.analysis.show.decoding import Decoder
     from treepack.ingest.tokenization import fingerprint, load_tokenizer
 
     if not text:
         return None
-    known = manifest.get("tokenizer")
-    name = reading["tokenizer"] or (known and known["name"])
+    entry = manifest["tokenizer"]
+    name = tokenizer or (entry["name"] if entry else None)
     if not name:
         raise _no_tokenizer(str(directory))
     try:
-        tokenizer = load_tokenizer(name)
+        loaded = load_tokenizer(name)
     except TreepackError as error:
-        if reading["tokenizer"]:
+        if tokenizer:
             raise
-        raise TreepackError(f"{directory}: its tokenizer {name} is not there; give it with --tokenizer") from error
-    if known and known["sha256"] != fingerprint(tokenizer)["sha256"]:
-        raise TreepackError(f"{name}: is another tokenizer than {known['name']}, which {directory} was made with")
-    return Decoder(tokenizer)
+        raise TreepackError(f"{directory}: its tokenizer {name} cannot be loaded; give it with --tokenizer") from error
+    if entry and entry["sha256"] != fingerprint(loaded)["sha256"]:
+        raise TreepackError(f"{name}: is another tokenizer than {entry['name']}, which {directory} was made with")
+    return Decoder(loaded)
 
 
 def _no_tokenizer(where: str) -> TreepackError:
     return TreepackError(f"{where}: no tokenizer is known, and text needs one; give --tokenizer")
 
 
-def _print_json(found: _Chosen) -> None:
+def _print_json(chosen: _Chosen) -> None:
     """One object; several samples of a conversation are its `samples`."""
     import json
 
     from treepack.analysis.show.views import as_json
 
-    objects = [as_json(view, found.decoder) for view in found.views]
+    objects = [as_json(view, chosen.decoder) for view in chosen.views]
     # ASCII, because JSON escapes only part of what could drive a terminal.
     click.echo(json.dumps(objects[0] if len(objects) == 1 else {"kind": "samples", "samples": objects}))
 
 
-def _lines(found: _Chosen, *, full: bool) -> Iterator[Text]:
+def _lines(chosen: _Chosen, *, full: bool) -> Iterator[Text]:
     from shutil import get_terminal_size
 
     from rich.text import Text
@@ -196,14 +198,14 @@ def _lines(found: _Chosen, *, full: bool) -> Iterator[Text]:
     from treepack.analysis.show import views
     from treepack.analysis.show.bodies import Look
 
-    look = Look(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=found.decoder)
-    for number, view in enumerate(found.views):
+    look = Look(width=get_terminal_size((WIDTH, 0)).columns, full=full, decoder=chosen.decoder)
+    for number, view in enumerate(chosen.views):
         if number:
             yield Text()
         yield from views.lines(view, look)
-    if len(found.groups) > 1:
+    if len(chosen.groups) > 1:
         yield Text()
-        yield from views.group_lines(found.groups, look)
+        yield from views.group_lines(chosen.groups, look)
 
 
 def _print(lines: Iterator[Text]) -> None:

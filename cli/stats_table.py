@@ -1,4 +1,4 @@
-"""What `treepack stats` prints without `--json`: a report as tables on stdout, one function per part."""
+"""Print the report of `treepack stats` as tables on stdout, one function per part."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REASONS = {
     "environment": "other observation",
     "next call": "next call of a rollout",
     "longer prompt": "longer prompt",
-    "behind": "behind what is lost",
+    "behind": "after a lost prefix",
     "lost": "lost",
 }
 
@@ -37,8 +37,8 @@ def print_report(report: dict[str, Any]) -> None:
             show_table(["depth", "tokens_flat", column, ratio], lines)
     click.echo()
     columns = ("count", "min", "median", "p90", "max", "mean")
-    found = [name for name in SPREADS if name in report]
-    show_table(["", *columns], [(name, *(report[name].get(column) for column in columns)) for name in found])
+    spreads = [name for name in SPREADS if name in report]
+    show_table(["", *columns], [(name, *(report[name].get(column) for column in columns)) for name in spreads])
     if "effective_ratio" in report:
         click.echo()
         lines = [
@@ -93,11 +93,11 @@ def _print_sharing(sharing: dict[str, Any], tokens_tree: int) -> None:
             if name in example:
                 click.echo(f"  {name:<8}  {quoted(example[name])}")
     if any("differs" in cause["cause"] for cause in sharing["lost"]):
-        click.echo("causes are told apart with a tokenizer; give --tokenizer")
+        click.echo("a tokenizer distinguishes the causes; give --tokenizer")
 
 
 def quoted(value: str) -> str:
-    """Text of a rollout in quotes, on one line: what could drive a terminal is escaped."""
+    """Return text of a rollout in quotes, on one line, with everything escaped that could drive a terminal."""
     return json.dumps(value)
 
 
@@ -112,7 +112,7 @@ def _print_checked(checked: dict[str, Any]) -> None:
     compared = checked.pop("against_trie", True)
     click.echo("checked: " + ", ".join(f"{name} {value:,}" for name, value in checked.items()) + ": all correct")
     if not compared:
-        click.echo("not compared with a trie: the one it was packed from is not there; give --trie")
+        click.echo("not compared with a trie: the one it was packed from cannot be found; give --trie")
 
 
 def _print_forecast(forecast: dict[str, Any]) -> None:

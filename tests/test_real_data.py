@@ -6,15 +6,16 @@ from collections import Counter
 
 import pytest
 
+from support.manifests import manifest_of
 from support.paths import ROOT
 from treepack.columns import collect
-from treepack.ingest.stream import Reading, read, usable
+from treepack.ingest.options import BuildOptions
+from treepack.ingest.stream import read, usable
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.check import check_packed
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.row import row_counts, row_totals
 from treepack.pack.rows import pack_rows
 from treepack.trie.build import build_trie
 from treepack.trie.check import check_trie
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="REAL ROLLOUTS ARE NOT
 
 def built(source: str, expand: str, share: str = "all") -> tuple[Trie, Counter[str]]:
     counts: Counter[str] = Counter()
-    options = Reading(tokenizer=TOKENIZER, expand=expand)
+    options = BuildOptions(tokenizer=TOKENIZER, expand=expand)
     stream = read([str(DATA / SOURCES[source])], options)
     return build_trie(collect(usable(stream, counts)), share=share), counts
 
@@ -69,9 +70,4 @@ def test_a_source_is_read_packed_and_given_back(
         for other in ("contiguous", "heuristic", "greedy-online"):
             assert cost <= cost_of(fitted, plan_rows(fitted, capacity=capacity, method=other)), other
         rows = list(pack_rows(fitted, plan))
-        counted: Counter[str] = Counter()
-        for row in rows:
-            counted.update(row_counts(row))
-        options = {"semantics": "branch", "normalize": "token"}
-        totals = row_totals(counted, capacity=capacity)
-        check_packed(rows, {"capacity": capacity, "options": options, "totals": totals}, fitted)
+        check_packed(rows, manifest_of(rows, capacity), fitted)

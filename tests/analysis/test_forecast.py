@@ -19,7 +19,8 @@ from support import strategies
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.strategies import make
-from treepack.analysis import forecast, stats
+from treepack.analysis import forecast
+from treepack.analysis.capacities import forecast_lines, plan_capacities, usual_capacities
 from treepack.analysis.forecast import Line, RowCounter, flat_work, trained_of, tree_work, turns_work, whole_work
 from treepack.analysis.model_cost import FlopCount, ModelShape, operations
 from treepack.analysis.turns import cut_to_turns, turns_of
@@ -29,6 +30,7 @@ from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.build import build_trie
+from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie, trajectories_of
 
 SAMPLES = SAMPLE_DATA
@@ -118,14 +120,14 @@ def test_trajectories_one_by_one_are_rows_that_share_nothing(given_ones: list[Tr
 @given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
 def test_plans_and_packed_rows_have_the_work_that_rows_hold(given_ones: list[Trajectory], capacity: int) -> None:
     trie = build_trie(given_ones)
-    (planned,) = stats.plan_capacities(trie, [capacity], method="contiguous", too_long="error")
+    (planned,) = plan_capacities(trie, [capacity], method="contiguous", too_long="error")
     rows = list(pack_rows(trie, planned.plan))
-    lines = stats.forecast_lines(trie, [planned], method="contiguous")
+    lines = forecast_lines(trie, [planned], method="contiguous")
     assert (lines[1].capacity, lines[1].packed) == (capacity, counted(rows))
     counter = RowCounter()
     assert list(counter.over(rows)) == rows
-    totals = stats.trie_totals(trie)
-    of_rows = counter.line({"capacity": capacity, "totals": totals})
+    totals = trie_totals(trie)
+    of_rows = counter.line(capacity, totals)
     assert of_rows.packed == counted(rows)
     weights = trie.trajectories["weight"].to_numpy()
     targets = totals["tokens_trained"] if (weights > 0).all() else of_rows.flat.targets
@@ -146,8 +148,8 @@ def test_both_ways_come_from_either() -> None:
     found = []
     for given_ones in (chats, turns):
         trie = build_trie(given_ones)
-        planned = list(stats.plan_capacities(trie, [8, 64], method="contiguous", too_long="error"))
-        found.append(stats.forecast_lines(trie, planned, method="contiguous"))
+        planned = list(plan_capacities(trie, [8, 64], method="contiguous", too_long="error"))
+        found.append(forecast_lines(trie, planned, method="contiguous"))
     assert [line.samples for line in found[0]] == ["trajectories"] * 3 + ["turns"] * 3
     assert found[0][:3] == found[1][3:]
     assert found[0][3:] == found[1][:3]
@@ -158,8 +160,8 @@ def test_both_ways_come_from_either() -> None:
 def test_turns_that_fit_are_kept_of_trajectories_that_do_not() -> None:
     chats, _ = turns_of_chats()
     trie = build_trie([*chats, make("short", [1, 2], group="g9")])
-    planned = list(stats.plan_capacities(trie, [5], method="contiguous", too_long="drop"))
-    lines = {line.samples: line for line in stats.forecast_lines(trie, planned, method="contiguous")[1::2]}
+    planned = list(plan_capacities(trie, [5], method="contiguous", too_long="drop"))
+    lines = {line.samples: line for line in forecast_lines(trie, planned, method="contiguous")[1::2]}
     assert (lines["trajectories"].num_left_out, lines["trajectories"].flat.tokens) == (3, 2)
     assert (lines["turns"].num_left_out, lines["turns"].flat.tokens) == (3, 3 * 4 + 2)
 
@@ -167,8 +169,8 @@ def test_turns_that_fit_are_kept_of_trajectories_that_do_not() -> None:
 def test_whole_trajectories_are_derived_from_turns_only_where_all_of_these_fit() -> None:
     _, turns = turns_of_chats()
     trie = build_trie(turns)
-    planned = list(stats.plan_capacities(trie, [5, 7], method="contiguous", too_long="drop"))
-    lines = stats.forecast_lines(trie, planned, method="contiguous")
+    planned = list(plan_capacities(trie, [5, 7], method="contiguous", too_long="drop"))
+    lines = forecast_lines(trie, planned, method="contiguous")
     assert [(line.samples, line.capacity) for line in lines] == [
         *(("turns", capacity) for capacity in (None, 5, 7)),
         *(("trajectories", capacity) for capacity in (None, 7)),
@@ -177,7 +179,7 @@ def test_whole_trajectories_are_derived_from_turns_only_where_all_of_these_fit()
 
 def test_single_turns_that_share_a_prompt_have_one_line() -> None:
     trie = build_trie([make(f"t{i}", [1, 2, i], spans=[(2, 3, 1.0)]) for i in range(4)])
-    (line,) = stats.forecast_lines(trie, [], method="contiguous")
+    (line,) = forecast_lines(trie, [], method="contiguous")
     assert line == Line("trajectories", None, FlopCount(12, 24, 4), FlopCount(6, 3 + 12, 4))
 
 
@@ -240,7 +242,7 @@ def test_devices_have_names_or_rates() -> None:
 
 def test_usual_capacities_hold_every_trajectory() -> None:
     def usual(size: int) -> list[int]:
-        return stats.usual_capacities(build_trie([make("t", [1] * size)]))
+        return usual_capacities(build_trie([make("t", [1] * size)]))
 
     assert usual(10) == [16_384, 65_536]
     assert usual(16_385) == [65_536]

@@ -32,6 +32,7 @@ from treepack.analysis.report.pictures import PICTURES
 from treepack.analysis.report.rebuilt import trie_of_rows
 from treepack.analysis.report.words import headline
 from treepack.errors import TreepackError
+from treepack.files.manifest import Provenance, TokenizerEntry
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
@@ -329,9 +330,9 @@ def test_token_ids_stand_for_text_where_no_tokenizer_is_known(tmp_path: Path, tr
 def test_another_tokenizer_than_that_of_the_directory_is_refused(tmp_path: Path, treepack: Run) -> None:
     trie = build_trie(rollouts())
     (tmp_path / "trie").mkdir()
-    known = {"name": "gone", "vocab_size": 9, "sha256": "0"}
+    known: TokenizerEntry = {"name": "gone", "vocab_size": 9, "sha256": "0"}
     totals = measure(Subject("made", trie), SHAPE).totals
-    write_trie(trie, tmp_path / "trie", {"tokenizer": known, "totals": totals})
+    write_trie(trie, tmp_path / "trie", Provenance(tokenizer=known, totals=totals))
     done = treepack(
         "report", tmp_path / "trie", "--tokenizer", ROOT / "sample_data" / "tokenizer", "--out", tmp_path / "page.html"
     )

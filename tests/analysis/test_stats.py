@@ -11,17 +11,20 @@ from hypothesis import strategies as st
 
 from support import oracle, strategies
 from support.strategies import make
-from treepack.analysis import stats
+from treepack.analysis import describe as describe_module
+from treepack.analysis.capacities import plan_capacities, predict
+from treepack.analysis.describe import describe, describe_rows, por_by_depth, quantiles
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.build import build_trie
+from treepack.trie.totals import trie_totals
 
 
 @given(strategies.trajectories(steps=False))
 def test_totals_follow_from_the_sequences(given_ones: list[Trajectory]) -> None:
     contents = [t.content for t in given_ones if isinstance(t.content, Tokens)]
-    totals = stats.trie_totals(build_trie(given_ones))
+    totals = trie_totals(build_trie(given_ones))
     flat = sum(len(content.tokens) for content in contents)
     tree = oracle.union_tokens([content.tokens.tolist() for content in contents])
     assert totals["num_trajectories"] == len(given_ones)
@@ -35,8 +38,8 @@ def test_totals_follow_from_the_sequences(given_ones: list[Trajectory]) -> None:
 def test_depth_ranges_add_up(given_ones: list[Trajectory]) -> None:
     trie = build_trie(given_ones)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stats, "FIRST_DEPTH", 2)
-        ranges = stats.por_by_depth(trie)
+        patch.setattr(describe_module, "FIRST_DEPTH", 2)
+        ranges = por_by_depth(trie)
     assert sum(part["tokens_flat"] for part in ranges) == trie.tokens_flat
     assert sum(part["tokens_tree"] for part in ranges) == trie.tokens_tree
     assert [part["start"] for part in ranges[1:]] == [part["end"] for part in ranges[:-1]]
@@ -44,14 +47,14 @@ def test_depth_ranges_add_up(given_ones: list[Trajectory]) -> None:
 
 def test_overlap_lies_where_it_is() -> None:
     trie = build_trie([make(f"t{i}", [1] * 256 + [i + 2] * 256) for i in range(4)])
-    assert [part["por"] for part in stats.por_by_depth(trie)] == [0.75, 0.0]
+    assert [part["por"] for part in por_by_depth(trie)] == [0.75, 0.0]
 
 
 @given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
 def test_predictions_are_what_packing_gives(given_ones: list[Trajectory], capacity: int) -> None:
     trie = build_trie(given_ones)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=capacity)))
-    (predicted,) = stats.predict(stats.plan_capacities(trie, [capacity], method="auto", too_long="error"))
+    (predicted,) = predict(plan_capacities(trie, [capacity], method="auto", too_long="error"))
     tokens = sum(row.num_tokens for row in rows)
     assert (predicted["num_rows"], predicted["tokens_packed"]) == (len(rows), tokens)
     assert predicted["err"] == pytest.approx(1 - tokens / trie.tokens_flat)
@@ -62,7 +65,7 @@ def test_predictions_are_what_packing_gives(given_ones: list[Trajectory], capaci
 
 def test_predictions_count_what_does_not_fit() -> None:
     trie = build_trie([make("a", [1, 2]), make("b", [1, 2, 3, 4, 5])])
-    (predicted,) = stats.predict(stats.plan_capacities(trie, [3], method="contiguous", too_long="drop"))
+    (predicted,) = predict(plan_capacities(trie, [3], method="contiguous", too_long="drop"))
     assert (predicted["num_too_long"], predicted["tokens_packed"]) == (1, 2)
 
 
@@ -70,8 +73,8 @@ def test_predictions_count_what_does_not_fit() -> None:
 def test_rows_are_described_by_their_own_columns(given_ones: list[Trajectory], capacity: int) -> None:
     trie = build_trie(given_ones)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=capacity)))
-    report = stats.describe_packed(rows, {"totals": {}, "counts": {}})
-    assert report["lengths"] == stats.quantiles(np.sort(trie.lengths))
+    report = describe_rows(rows)
+    assert report["lengths"] == quantiles(np.sort(trie.lengths))
     assert sum(part["tokens_flat"] for part in report["err_by_depth"]) == trie.tokens_flat
     assert sum(part["tokens_packed"] for part in report["err_by_depth"]) == sum(row.num_tokens for row in rows)
     assert report["row_trajectories"]["count"] == len(rows)
@@ -79,6 +82,6 @@ def test_rows_are_described_by_their_own_columns(given_ones: list[Trajectory], c
 
 def test_reports_are_plain_json() -> None:
     trie = build_trie([make("a", [1, 2]), make("b", [1, 3], group="h")])
-    planned = stats.plan_capacities(trie, [8], method="heuristic", too_long="drop")
-    report = stats.describe(trie) | {"predicted": stats.predict(planned)}
+    planned = plan_capacities(trie, [8], method="heuristic", too_long="drop")
+    report = describe(trie) | {"predicted": predict(planned)}
     assert json.loads(json.dumps(report)) == report

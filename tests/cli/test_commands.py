@@ -16,11 +16,10 @@ import pytest
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.written_rollouts import write_rollouts
-from treepack.pack.capacity import TOO_LONG
+from treepack.pack.options import NORMALIZE, SEMANTICS, TOO_LONG
 from treepack.pack.plan import problem
 from treepack.pack.plan.planning import FOREST_METHODS, GROUPS, METHODS
 from treepack.pack.plan.problem import EFFORTS
-from treepack.pack.weights import NORMALIZE, SEMANTICS
 
 SAMPLES = SAMPLE_DATA
 TREEPACK = Path(sys.executable).parent / "treepack"
@@ -200,7 +199,7 @@ def test_choices_are_those_of_the_library() -> None:
         (found,) = (p for p in commands[command].params if f"--{option}" in p.opts)
         return list(found.type.choices)
 
-    assert (planning.MOST_TOKENS, planning.MOST_COUNTED) == (problem.MOST_TOKENS, problem.MOST_COUNTED)
+    assert (planning.MOST_TOKENS, planning.MOST_COUNTED) == (problem.MAX_CAPACITY, problem.MAX_BUDGET)
     assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS, GROUPS]
     assert choices("stats", "effort") == choices("pack", "effort") == list(EFFORTS)
     assert choices("pack", "too-long") == list(TOO_LONG)
@@ -314,7 +313,7 @@ def test_a_missing_trie_for_the_check_is_one_sentence(treepack: Run, packed: Pat
 def test_too_long(treepack: Run, trie: Path, tmp_path: Path) -> None:
     refused = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "a")
     assert refused.status == 1
-    assert "trajectory r0 has 5 tokens, capacity is 4 (6 such in all)" in refused.err
+    assert "trajectory r0 has 5 tokens, capacity is 4 (6 such in total)" in refused.err
     cut = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "b", "--too-long", "truncate")
     assert "truncated to the capacity" in cut.out
     dropped = treepack("pack", trie, "--capacity", 4, "--out", tmp_path / "c", "--too-long", "drop")

@@ -47,13 +47,13 @@ def equal(a: object, b: object) -> bool:
 
 def save_trie(trie: Trie, out: Path) -> Path:
     with finished_directory(out, overwrite=True) as temporary:
-        write_trie(trie, temporary, {})
+        write_trie(trie, temporary)
     return out
 
 
 def save_packed(rows: list[Row], out: Path) -> Path:
     with finished_directory(out, overwrite=True) as temporary:
-        write_packed(rows, temporary, {"capacity": 20, "options": {"semantics": "branch", "normalize": "token"}})
+        write_packed(rows, temporary, capacity=20)
     return out
 
 
@@ -121,7 +121,7 @@ def test_at_most_6_bytes_a_token_with_a_vocabulary_of_150_000(tmp_path: Path) ->
 
 def write_again(out: Path) -> None:
     with finished_directory(out) as temporary:
-        write_trie(build_trie([make("other", [5, 6])]), temporary, {})
+        write_trie(build_trie([make("other", [5, 6])]), temporary)
 
 
 def test_existing_output_is_refused_and_kept(tmp_path: Path) -> None:
@@ -227,8 +227,8 @@ def test_damaged_manifest_is_named(packed: Path) -> None:
     ("key", "value", "sentence"),
     [
         ("version", 99, "has treepack-packed version 99; this treepack reads version 1"),
-        ("format", "treepack-trie", "holds the format 'treepack-trie'; expected treepack-packed"),
-        ("format", "zip", "holds the format 'zip'; expected treepack-packed"),
+        ("format", "treepack-trie", "has the format 'treepack-trie'; expected treepack-packed"),
+        ("format", "zip", "has the format 'zip'; expected treepack-packed"),
     ],
 )
 def test_other_versions_and_formats_are_refused(packed: Path, key: str, value: object, sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Reading in several processes: the same columns, counts, hashes and errors as in one, whatever the input."""
+"""Reading in several processes: the same columns, counts, hashes and errors as in one process, for any input."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ import pytest
 from support.byte_tokenizer import PLAIN, save
 from treepack.columns import Sequences, join
 from treepack.errors import TreepackError
+from treepack.ingest.options import BuildOptions
 from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.stream import Reading, read, read_columns, usable
+from treepack.ingest.stream import read, read_columns, usable
 
 Rollouts = list[dict[str, Any]]
 
@@ -36,6 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def token_rollouts(count: int, length: int = 400) -> Rollouts:
+    # With `id % 7 == 0` nothing is trained, so every seventh rollout is skipped.
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 50, (count, length)).tolist()
     masks = [[0] * 10 + [int(i % 7 > 0)] * (length - 10) for i in range(count)]
@@ -65,7 +67,7 @@ def parquet(rollouts: Rollouts) -> bytes:
     return sink.getvalue()
 
 
-def columns(inputs: Sequence[str], options: Reading) -> tuple[Sequences, Counter[str], InputHash]:
+def columns(inputs: Sequence[str], options: BuildOptions) -> tuple[Sequences, Counter[str], InputHash]:
     counts, digest = Counter[str](), InputHash()
     return join(list(read_columns(inputs, options, counts, input_hash=digest))), counts, digest
 
@@ -76,7 +78,7 @@ def same(a: Sequences, b: Sequences) -> bool:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind of file, with what is skipped and noted."""
+    """Every kind of file, with files and rollouts that are skipped or noted."""
     made = tmp_path_factory.mktemp("inputs")
     tokens = token_rollouts(300)
     write(made, "a/plain.jsonl", b"\n" + jsonl(tokens))
@@ -93,9 +95,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_several_workers_read_what_one_reads(folder: Path, tokenizer: str) -> None:
     for expand in ("trajectory", "turns"):
-        one, counts, digest = columns([str(folder)], Reading(tokenizer=tokenizer, expand=expand))
+        one, counts, digest = columns([str(folder)], BuildOptions(tokenizer=tokenizer, expand=expand))
         many, counts_of_many, digest_of_many = columns(
-            [str(folder)], Reading(tokenizer=tokenizer, expand=expand, workers=3)
+            [str(folder)], BuildOptions(tokenizer=tokenizer, expand=expand, workers=3)
         )
         assert same(one, many)
         assert counts == counts_of_many
@@ -106,16 +108,16 @@ def test_several_workers_read_what_one_reads(folder: Path, tokenizer: str) -> No
 
 
 def test_columns_are_those_of_the_trajectories(folder: Path, tokenizer: str) -> None:
-    options, counts = Reading(tokenizer=tokenizer), Counter[str]()
+    options, counts = BuildOptions(tokenizer=tokenizer), Counter[str]()
     rollouts = list(usable(read([str(folder)], options), counts))
-    found, counted, _ = columns([str(folder)], options)
-    assert found.table["trajectory_id"].to_pylist() == [rollout.trajectory_id for rollout in rollouts]
-    assert found.table["source"].to_pylist() == [rollout.source for rollout in rollouts]
+    sequences, counted, _ = columns([str(folder)], options)
+    assert sequences.table["trajectory_id"].to_pylist() == [rollout.trajectory_id for rollout in rollouts]
+    assert sequences.table["source"].to_pylist() == [rollout.source for rollout in rollouts]
     assert counts == counted
 
 
 def test_the_hash_is_that_of_the_files(folder: Path, tokenizer: str) -> None:
-    _, _, digest = columns([str(folder)], Reading(tokenizer=tokenizer, workers=2))
+    _, _, digest = columns([str(folder)], BuildOptions(tokenizer=tokenizer, workers=2))
     assert len(digest.files) == 7
     for path, sha256 in digest.files:
         assert hashlib.sha256(Path(path).read_bytes()).hexdigest() == sha256
@@ -124,33 +126,34 @@ def test_the_hash_is_that_of_the_files(folder: Path, tokenizer: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_errors_name_file_and_line(tmp_path: Path, workers: int) -> None:
     lines = jsonl(token_rollouts(900)).splitlines(keepends=True)
+    # Line 851 is not even JSON, but the error must name the first bad line.
     lines[800] = b'{"input_ids": [1, 2], "loss_mask": [1, 1, 1]}\n'
     lines[850] = b"{broken\n"
     write(tmp_path, "r.jsonl", b"".join(lines))
     path = str(tmp_path / "r.jsonl")
     with pytest.raises(TreepackError) as caught:
-        columns([path, str(tmp_path / "missing")], Reading(workers=workers))
+        columns([path, str(tmp_path / "missing")], BuildOptions(workers=workers))
     assert "missing: no such file" in str(caught.value)
     with pytest.raises(TreepackError) as caught:
-        columns([path], Reading(workers=workers))
+        columns([path], BuildOptions(workers=workers))
     assert str(caught.value).startswith(f"{path}:801: loss_mask has 3 values for 2 tokens")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_text_without_a_tokenizer_is_one_sentence(tmp_path: Path, workers: int) -> None:
     write(tmp_path, "r.jsonl", jsonl(chats(3)))
-    with pytest.raises(TreepackError, match=r"r.jsonl:1: holds text, not token ids; give a tokenizer"):
-        columns([str(tmp_path)], Reading(workers=workers))
+    with pytest.raises(TreepackError, match=r"r.jsonl:1: contains text, not token ids; give a tokenizer"):
+        columns([str(tmp_path)], BuildOptions(workers=workers))
 
 
 def test_standard_input_is_shared_among_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     data = jsonl(token_rollouts(1500))
-    found = []
+    results = []
     for workers in (1, 2):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(gzip.compress(data))))
-        found.append(columns(["-"], Reading(workers=workers))[0])
-    assert same(*found)
-    assert len(found[0].offsets) > 1200
+        results.append(columns(["-"], BuildOptions(workers=workers))[0])
+    assert same(*results)
+    assert len(results[0].offsets) > 1200
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -202,8 +205,9 @@ def cmdline(pid: int) -> str:
 
 def workers_of(pid: int) -> list[int]:
     children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in children.read_text().split()] if children.exists() else []
-    return [child for child in found if "spawn_main" in cmdline(child)]
+    pids = [int(child) for child in children.read_text().split()] if children.exists() else []
+    # The resource tracker of multiprocessing is a child too; only workers run spawn_main.
+    return [pid for pid in pids if "spawn_main" in cmdline(pid)]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import oracle, strategies
+from support.manifests import manifest_of
 from treepack.pack import child_order as layout
 from treepack.pack.check import check_packed
 from treepack.pack.placement import unordered_tiles
 from treepack.pack.plan.planning import plan_rows
-from treepack.pack.row import Row, row_counts, row_totals
+from treepack.pack.row import Row, row_counts
 from treepack.pack.rows import pack_rows
 from treepack.trajectory import Int64, Tokens, Trajectory
 from treepack.trie.build import build_trie
@@ -98,9 +99,7 @@ def test_arranged_rows_give_back_every_trajectory(given_ones: list[Trajectory], 
     counted: Counter[str] = Counter()
     for row in packed:
         counted.update(row_counts(row))
-    options = {"semantics": semantics, "normalize": "token"}
-    totals = row_totals(counted, capacity=capacity)
-    check_packed(packed, {"capacity": capacity, "options": options, "totals": totals}, trie)
+    check_packed(packed, manifest_of(packed, capacity, semantics), trie)
     tokens = {t.trajectory_id: t.content.tokens.tolist() for t in given_ones if isinstance(t.content, Tokens)}
     assert {name: found for row in packed for name, found in sequences(row)} == tokens
     assert counted["tiles_partial"] <= unordered_tiles(trie, plan)

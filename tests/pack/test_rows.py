@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -11,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import oracle, strategies
+from support.manifests import manifest_of
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.check import check_packed, check_row
+from treepack.pack.options import NORMALIZE, SEMANTICS
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, packed_trie, plan_rows
 from treepack.pack.plan.problem import Limits
-from treepack.pack.row import Row, row_counts, row_totals
+from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
-from treepack.pack.weights import NORMALIZE, SEMANTICS
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie.build import build_trie
 from treepack.trie.trie import trajectories_of
@@ -139,16 +139,6 @@ def test_rows_of_every_method_within_budgets_and_for_ranks_pass_the_check(
     check_plan(laid_out, plan)
     rows = list(pack_rows(laid_out, plan, normalize=normalize))
     check_packed(rows, manifest_of(rows, capacity, normalize=normalize), laid_out)
-
-
-def manifest_of(
-    rows: list[Row], capacity: int, semantics: str = "branch", normalize: str = "token"
-) -> dict[str, object]:
-    counted: Counter[str] = Counter()
-    for row in rows:
-        counted.update(row_counts(row))
-    totals = row_totals(counted, capacity=capacity)
-    return {"capacity": capacity, "totals": totals, "options": {"semantics": semantics, "normalize": normalize}}
 
 
 def test_once_counts_a_shared_token_once() -> None:

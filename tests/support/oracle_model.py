@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from treepack.files.directory import finished_directory
+from treepack.files.manifest import Provenance, TokenizerEntry
 from treepack.pack.files import write_packed
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
@@ -174,13 +175,14 @@ def _weights(size: int) -> st.SearchStrategy[list[float]]:
     return st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.25, 3.0]), min_size=size, max_size=size)
 
 
-def packed_directory(path: Path, trajectories: Sequence[Trajectory], *, capacity: int, **entries: Any) -> Path:
-    """`trajectories` as a packed directory at `path`; `entries` go to its manifest."""
+def packed_directory(
+    path: Path, trajectories: Sequence[Trajectory], *, capacity: int, tokenizer: TokenizerEntry | None = None
+) -> Path:
+    """`trajectories` as a packed directory at `path`, whose manifest names `tokenizer`."""
     trie = build_trie(trajectories)
     with finished_directory(path, overwrite=True) as temporary:
         rows = pack_rows(trie, plan_rows(trie, capacity=capacity))
-        options = {"semantics": "branch", "normalize": "token"}
-        write_packed(rows, temporary, {"options": options, "capacity": capacity, "tokenizer": None, **entries})
+        write_packed(rows, temporary, capacity=capacity, provenance=Provenance(tokenizer=tokenizer))
     return path
 
 
@@ -193,9 +195,8 @@ def write_rows(
     chosen = [wanted[name] for name in trie.trajectories["trajectory_id"].to_pylist()]
     plan = Plan("given", Limits(4096), np.unique(chosen, return_inverse=True)[1])
     with finished_directory(path, overwrite=True) as temporary:
-        options = {"semantics": "branch", "normalize": normalize}
         written = pack_rows(trie, plan, normalize=normalize)
-        write_packed(written, temporary, {"options": options, "capacity": 4096, "tokenizer": None})
+        write_packed(written, temporary, capacity=4096, provenance=Provenance(options={"normalize": normalize}))
     return path
 
 

@@ -20,6 +20,7 @@ from support import interpreter  # noqa: F401
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
+from treepack.files.manifest import TokenizerEntry
 from treepack.model.load import LoadedModel
 from treepack.model.verify import verify_gradients
 from treepack.train.loop import train
@@ -355,7 +356,7 @@ def test_devices_that_are_not_there_are_refused(name: str) -> None:
 
 
 def test_a_missing_tokenizer_is_a_note_and_about_tokenizers(tmp_path: Path, config: Path) -> None:
-    made_by = {"name": str(tmp_path / "gone"), "vocab_size": 2, "sha256": "0"}
+    made_by: TokenizerEntry = {"name": str(tmp_path / "gone"), "vocab_size": 2, "sha256": "0"}
     path = packed_directory(tmp_path / "packed", rollouts(3), capacity=40, tokenizer=made_by)
     run = open_run(path, config, CPU)
     assert run.tokenizer is None

@@ -22,10 +22,11 @@ from support.strategies import make, random_sequences
 from treepack.columns import Sequences, as_columns, unique_ids
 from treepack.errors import TreepackError
 from treepack.files import parts
+from treepack.ingest.options import SHARES
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import files as trie_files
 from treepack.trie import out_of_core as runs
-from treepack.trie.build import SHARES, build_trie
+from treepack.trie.build import build_trie
 from treepack.trie.files import write_trie
 from treepack.trie.out_of_core import build_large_trie
 from treepack.trie.trie import Trie
@@ -44,7 +45,7 @@ def same(a: Trie, b: Trie) -> bool:
 
 def files(trie: Trie, folder: Path) -> dict[str, bytes]:
     folder.mkdir()
-    write_trie(trie, folder, {})
+    write_trie(trie, folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

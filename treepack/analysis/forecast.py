@@ -1,18 +1,18 @@
-"""What training on the tree would save, before anything is trained: floating-point operations, tree against flat.
+"""Forecast of the savings of training on the tree: floating-point operations, tree against flat, before any training.
 
-    Trie --flat_work, turns_work, whole_work--> Work     of samples one by one
-    Trie --tree_work, plan_work--> Work                  of their tries, or of the rows of a plan
-    packed rows --RowCounter--> Line                     rows against their trajectories one by one
+    Trie --flat_work, turns_work, whole_work--> FlopCount     of samples one by one
+    Trie --tree_work, plan_work--> FlopCount                  of their tries, or of the rows of a plan
+    packed rows --RowCounter--> Line                          rows against their trajectories one by one
     Line, ... --report--> speed-ups, hours and a verdict, ready for JSON
 
-Flat is sequence packing without padding: every sample stands alone and sees only itself. The speed-up is the ratio of
-operations (`shapes.operations`), so it is what a trainer gets that is as efficient on both; docs/forecast.md has what
-this leaves out and how near measured steps come.
+Flat is sequence packing without padding: every sample is separate and sees only itself. The speed-up is the ratio of
+operations (`model_cost.operations`), so it holds for a trainer that is equally efficient on both. docs/forecast.md
+lists the costs left out and compares the forecast with measured steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,44 +31,44 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "qwen3-8b"
 DEFAULT_DEVICE = "h200"
+# Measured over nominal bfloat16 rate: products of 8192 x 8192 x 8192 run at 770 of 989 TFLOP/s on an H200.
 MEASURED_SHARE = 0.78
-"""Of the vendor's dense bfloat16 rate, what an H200 does in products of 8192 x 8192 x 8192: 770 of 989 TFLOP/s."""
+# Dense bfloat16 operations per second in the vendor's data sheets.
 PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
-"""Dense bfloat16 operations per second, as the vendor states them."""
+# Operations per second of a training step over the rate of products alone: 0.46 to 0.55 on an H200, tree and flat.
 MFU = 0.5
-"""Operations of a step over those that products alone could do: 0.46 to 0.55 measured on an H200, tree and flat."""
-LEAST_SHARING = 0.1
-"""Share of tokens saved below which plain sequence packing is as good."""
+# Share of saved tokens below which the verdict is that plain sequence packing is as good.
+MIN_SHARING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What trains, None if only its rate is known: floating-point operations of bfloat16 products per second."""
+    """A training device: name, None if only the rate is known, and bfloat16 operations of products per second."""
 
     name: str | None
     rate: float
 
 
-def read_device(given: str) -> Device:
-    """A device by its name, or by its rate in TFLOP/s.
+def read_device(text: str) -> Device:
+    """Return a device by its name, or by its rate in TFLOP/s.
 
     Raises:
-        TreepackError: neither.
+        TreepackError: the text is neither a known name nor a positive rate.
     """
-    if given.lower() in PEAK:
-        return Device(given.lower(), MEASURED_SHARE * PEAK[given.lower()])
+    if text.lower() in PEAK:
+        return Device(text.lower(), MEASURED_SHARE * PEAK[text.lower()])
     try:
-        rate = float(given)
+        rate = float(text)
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise TreepackError(f"device is {given!r}; expected {', '.join(PEAK)} or a rate in TFLOP/s")
+        raise TreepackError(f"device is {text!r}; expected {', '.join(PEAK)} or a rate in TFLOP/s")
     return Device(None, rate * 1e12)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Samples one by one against their rows of `capacity` tokens, or against their tries if it is None."""
+    """Work of samples one by one, and in rows of `capacity` tokens, or in their tries if `capacity` is None."""
 
     samples: str
     capacity: int | None
@@ -78,10 +78,11 @@ class Line:
 
 
 def ways_to_cut(trie: Trie) -> tuple[str, ...]:
-    """How rollouts can be cut into samples, "trajectories" or "turns"; that of the trajectories of `trie` first.
+    """Return the ways to cut rollouts into samples, "trajectories" and "turns"; the way of `trie` comes first.
 
-    If a trajectory has several turns, they are whole trajectories. Else, if one continues another, they are turns, and
-    whole are those that no other one continues. Else both ways are the same, and only the first is named.
+    If a trajectory has several turns, the trie has whole trajectories. Else, if a trajectory continues another one, it
+    has turns, and the whole trajectories are the ones that no other one continues. Else both ways give the same
+    samples, and only "trajectories" is returned.
     """
     turns = turns_of(trie)
     if len(np.unique(turns.owner)) < len(turns.owner):
@@ -90,44 +91,48 @@ def ways_to_cut(trie: Trie) -> tuple[str, ...]:
 
 
 def _is_last(trie: Trie) -> NDArray[np.bool_]:
-    """Which trajectories no other one continues."""
+    """Return a mask of the trajectories that no other one continues."""
+    # A node without children is a subtree of one node: node_end[u] == u + 1
     is_last: NDArray[np.bool_] = trie.node_end[trie.end_node] == trie.end_node + 1
     return is_last
 
 
 def _pairs(lengths: Int64) -> int:
-    """Score pairs of paths of these lengths, in all."""
+    """Return the total number of score pairs of paths of these lengths."""
+    # Token i sees i + 1 tokens: a path of 3 has 1 + 2 + 3 = 6 pairs
     return int((lengths * (lengths + 1) // 2).sum())
 
 
 def tree_work(trie: Trie, trained: Trained) -> FlopCount:
-    """The work of `trie` without a capacity, every token computed once."""
+    """Return the work of `trie` without a capacity: every token is computed once."""
+    # The tokens of a node at depths d .. e - 1 see d + 1 .. e tokens, so their pairs are pairs(e) - pairs(d).
     pairs = _pairs(trie.path_length) - _pairs(trie.depth)
     return plan_work(trained, np.zeros(trie.num_trajectories, np.int64), num_tokens=trie.tokens_tree, num_pairs=pairs)
 
 
 def plan_work(trained: Trained, row_of: Int64, *, num_tokens: int, num_pairs: int) -> FlopCount:
-    """The work of rows, whose tokens and score pairs are known, of the trie in which this is trained."""
+    """Return the work of rows with known numbers of tokens and score pairs; `trained` belongs to their trie."""
     return FlopCount(num_tokens, num_pairs, int(trained.new_in_rows(row_of).sum()))
 
 
 def flat_work(trie: Trie) -> FlopCount:
-    """The work of the trajectories one by one."""
+    """Return the work of the trajectories one by one."""
     return FlopCount(trie.tokens_flat, _pairs(trie.lengths), _num_trained(trie))
 
 
 def turns_work(trie: Trie, turns: Turns) -> FlopCount:
-    """The work of the samples of `turns` one by one, where `trie` is cut to them: each trains its own turn."""
+    """Return the work of the samples of `turns` one by one; `trie` is cut to them, and each trains its own turn."""
     return FlopCount(int(turns.ends.sum()), _pairs(turns.ends), _num_trained(trie))
 
 
 def whole_work(trie: Trie, trained: Trained) -> FlopCount:
-    """The work, one by one, of the samples that no other one continues; they train every trained token on their path.
+    """Return the work, one by one, of the samples that no other one continues.
 
-    A Python step for each node.
+    They train every trained token on their path. A Python step for each node.
     """
     new = trained.new_in_rows(np.zeros(trie.num_trajectories, np.int64))
     on_path = np.bincount(trained.node, weights=new, minlength=trie.num_nodes).astype(np.int64)
+    # Parents come before children, so one pass adds up whole paths: [3, 1, 2], parents [-1, 0, 1] -> [3, 4, 6]
     for node, up in enumerate(trie.parent.tolist()):
         if up >= 0:
             on_path[node] += on_path[up]
@@ -137,7 +142,7 @@ def whole_work(trie: Trie, trained: Trained) -> FlopCount:
 
 
 def _num_trained(trie: Trie) -> int:
-    """Trained tokens of all trajectories but those of weight 0."""
+    """Return the number of trained tokens of all trajectories of positive weight."""
     spans = SpanView.of(trie.trajectories)
     sizes = spans.total(spans.sizes.astype(np.float64))
     return int(sizes[trie.trajectories["weight"].to_numpy() > 0].sum())
@@ -145,7 +150,7 @@ def _num_trained(trie: Trie) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Trained spans cut at the ends of nodes: trajectory `owner` trains [start, stop) of its path, all in `node`."""
+    """Trained spans cut into pieces at the ends of nodes: trajectory `owner` trains [start, stop) of its path in `node`."""
 
     owner: Int64
     node: Int64
@@ -153,14 +158,19 @@ class Trained:
     stop: Int64
 
     def new_in_rows(self, row_of: Int64) -> Int64:
-        """Tokens of each piece that no piece before it trains in the same row, where trajectory i is in `row_of[i]`.
+        """Return the number of tokens of each piece that no earlier piece in the same row trains.
 
-        Their sum is how many targets the rows have: a row computes the loss of a token once for all who train it.
+        Trajectory i is in row `row_of[i]`. The sum is the number of targets of the rows, because a row computes the
+        loss of a token once for all trajectories that train it.
         """
+        # One row, one node, pieces [0, 4), [2, 6), [3, 5): running maximum of stops [4, 6, 6], before [0, 4, 6]
+        # -> new tokens [4, 2, 0]: the union of the pieces has 6 tokens.
         key = row_of[self.owner] * (int(self.node.max(initial=0)) + 1) + self.node
         order = np.lexsort([self.start, key])
         group = np.cumsum(np.diff(key[order], prepend=-1) > 0)
-        base = group * (int(self.stop.max(initial=0)) + 1)  # keeps groups apart under one running maximum
+        base = group * (
+            int(self.stop.max(initial=0)) + 1
+        )  # separates the groups, so that one running maximum serves all
         reached = np.maximum.accumulate(base + self.stop[order])
         before = np.concatenate([[0], reached[:-1]])
         new = np.zeros(len(order), np.int64)
@@ -169,11 +179,12 @@ class Trained:
 
 
 def trained_of(trie: Trie) -> Trained:
-    """What the trajectories of `trie` train, but for those of weight 0. A Python step for each node where they do."""
+    """Return the trained pieces of all trajectories of positive weight. A Python step for each trained node."""
     spans, weights = SpanView.of(trie.trajectories), trie.trajectories["weight"].to_numpy()
     num_spans = np.diff(spans.offsets)
     owners = np.flatnonzero((num_spans > 0) & (weights > 0))
     parent, depth = trie.parent.tolist(), trie.depth.tolist()
+    # The nodes of each path, from its end up to the one that contains its first trained token.
     owner, node = list[int](), list[int]()
     firsts = spans.starts[spans.offsets[owners]].tolist()
     for i, first, at in zip(owners.tolist(), firsts, trie.end_node[owners].tolist(), strict=True):
@@ -183,6 +194,9 @@ def trained_of(trie: Trie) -> Trained:
             at = parent[at]
             owner.append(i)
             node.append(at)
+    # (trajectory, depth of node) as one sorted key, so that one search finds the nodes of all spans.
+    # radix 100, path of trajectory 2 with nodes at depths 0, 10, 30 -> keys 200, 210, 230; its span 12-35 begins at key
+    # 210 (search of 212) and ends at key 230 (search of 234): two pieces, 12-30 and 30-35.
     nodes = np.array(node, np.int64)
     radix = int(trie.path_length.max()) + 1
     keys = np.array(owner, np.int64) * radix + trie.depth[nodes]
@@ -194,55 +208,57 @@ def trained_of(trie: Trie) -> Trained:
     first_at = np.searchsorted(keys, whose * radix + starts, side="right") - 1
     counts = np.searchsorted(keys, whose * radix + ends - 1, side="right") - first_at
     pieces = np.arange(counts.sum()) + np.repeat(first_at - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-    of = nodes[pieces]
+    # pieces: indices of nodes for all spans, first_at [4, 9], counts [2, 3] -> [4, 5, 9, 10, 11]
+    node_of = nodes[pieces]
     return Trained(
         np.repeat(whose, counts),
-        of,
-        np.maximum(np.repeat(starts, counts), trie.depth[of]),
-        np.minimum(np.repeat(ends, counts), trie.path_length[of]),
+        node_of,
+        np.maximum(np.repeat(starts, counts), trie.depth[node_of]),
+        np.minimum(np.repeat(ends, counts), trie.path_length[node_of]),
     )
 
 
 def row_work(
     position_ids: ArrayLike, scale: ArrayLike, loss_weight: ArrayLike, trajectory_ends: ArrayLike
 ) -> tuple[FlopCount, FlopCount]:
-    """The work of a packed row, and of its trajectories one by one; the columns are those of the packed format.
+    """Return the work of a packed row, and of its trajectories one by one; the arguments are columns of the row.
 
-    The row does not say which trajectories train a token, so all that pass through a trained one are counted.
+    The columns do not contain which trajectories train a token, so all that pass through a trained token count.
     """
     position, trained = np.asarray(position_ids).astype(np.int64), np.asarray(loss_weight) > 0
     lengths = position[np.asarray(trajectory_ends)] + 1
+    # A token at position p sees p + 1 tokens in the row, too, because a row contains whole paths.
     tree = FlopCount(len(position), int(position.sum()) + len(position), int(trained.sum()))
     return tree, FlopCount(int(lengths.sum()), _pairs(lengths), int(np.asarray(scale)[trained].sum(dtype=np.int64)))
 
 
 class RowCounter:
-    """Adds up the work of packed rows as they pass by."""
+    """Sums of the work of packed rows, counted while they are read."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start from zero."""
         self.packed = self.flat = FlopCount(0, 0, 0)
 
     def over(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """`rows`, counted."""
+        """Yield `rows` unchanged, and count each."""
         for row in rows:
             packed, flat = row_work(row.position_ids, row.scale, row.loss_weight, row.trajectory_ends)
             self.packed, self.flat = self.packed + packed, self.flat + flat
             yield row
 
-    def line(self, manifest: dict[str, Any]) -> Line:
-        """What the rows save, after all have passed; targets of single trajectories are as the manifest has them."""
-        flat = replace(self.flat, targets=manifest["totals"].get("tokens_trained", self.flat.targets))
-        return Line("rows", manifest["capacity"], flat, self.packed)
+    def line(self, capacity: int, totals: Mapping[str, Any]) -> Line:
+        """Return the savings of all rows read; the targets of single trajectories come from the manifest."""
+        flat = replace(self.flat, targets=totals.get("tokens_trained", self.flat.targets))
+        return Line("rows", capacity, flat, self.packed)
 
 
 def report(lines: Iterable[Line], shape: ModelShape, device: Device) -> dict[str, Any]:
-    """Each line with its sharing, speed-up, operations and hours on one device, and the verdict; plain values."""
+    """Return sharing, speed-up, operations and hours on one device for each line, and the verdict, as plain values."""
     rate = device.rate * MFU
-    found = []
+    reports = []
     for line in lines:
         flat, packed = operations(shape, line.flat), operations(shape, line.packed)
-        found.append(
+        reports.append(
             {
                 "samples": line.samples,
                 "capacity": line.capacity,
@@ -257,20 +273,23 @@ def report(lines: Iterable[Line], shape: ModelShape, device: Device) -> dict[str
                 "hours": packed / rate / 3600,
             }
         )
-    chosen = _decisive(found)
+    decisive = _decisive(reports)
     return {
         "model": shape.name,
         "device": device.name,
         "flops_per_second": device.rate,
         "mfu": MFU,
-        "lines": found,
-        "pays": any(line["sharing"] >= LEAST_SHARING for line in chosen),
-        "verdict": verdict(chosen),
+        "lines": reports,
+        "pays": any(line["sharing"] >= MIN_SHARING for line in decisive),
+        "verdict": verdict(decisive),
     }
 
 
 def _decisive(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each way to cut samples: of those that leave out the fewest, within a capacity if any, the fastest."""
+    """Return one line for each way to cut samples: the fastest of those that leave out the smallest number.
+
+    A line with a capacity precedes one without.
+    """
     by_samples: dict[str, dict[str, Any]] = {}
     for line in lines:
         best = by_samples.get(line["samples"])
@@ -284,18 +303,18 @@ def _rank(line: dict[str, Any]) -> tuple[int, bool, float]:
 
 
 def verdict(lines: list[dict[str, Any]]) -> str:
-    """One sentence on the `lines` that decide, one for each way to cut samples."""
+    """Return one sentence about the decisive `lines`, of which there is one for each way to cut samples."""
     several = len(lines) > 1
     pays, not_pays = [], []
     for line in lines:
         name = f" for {line['samples']}" if several else ""
-        if line["sharing"] >= LEAST_SHARING:
+        if line["sharing"] >= MIN_SHARING:
             pays.append(f"{line['speedup']:.1f}x{name}")
         else:
             not_pays.append((name, f"sharing is {100 * line['sharing']:.0f} %"))
     if not not_pays:
         return f"tree training pays: {', '.join(pays)}"
     if not pays:
-        return "tree training does not pay: " + ", ".join(f"{said}{name}" for name, said in not_pays)
-    refused = ", ".join(f"not{name}: {said}" for name, said in not_pays)
+        return "tree training does not pay: " + ", ".join(f"{reason}{name}" for name, reason in not_pays)
+    refused = ", ".join(f"not{name}: {reason}" for name, reason in not_pays)
     return f"tree training pays: {', '.join(pays)}; {refused}"

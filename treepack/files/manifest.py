@@ -1,14 +1,19 @@
-"""manifest.json: what a directory holds, how it was made, and the hash of every file; written last.
+"""manifest.json: the content of a directory, how it was made, and the hash of every file. It is written last.
 
-new_manifest -> ... -> write_manifest           read_manifest -> a manifest whose every entry has its kind
+    Provenance --complete_manifest--> Manifest --write_manifest--> manifest.json
+    manifest.json --read_manifest--> Manifest, every entry of which has its type
+
+A directory without a manifest is unfinished, so whoever reads one refuses it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict, cast
 
 from treepack import __version__
 from treepack.errors import TreepackError
@@ -16,26 +21,108 @@ from treepack.files import schema
 from treepack.files.directory import MANIFEST
 from treepack.files.location import Location, locate
 
-Manifest = dict[str, Any]
 
-# What a manifest must hold: a type, or the entries of an object.
+class FileEntry(TypedDict):
+    """One Parquet part: its rows, its size and its sha256 in hex."""
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class TokenizerEntry(TypedDict):
+    """The tokenizer that made the token ids; `sha256` is that of its vocabulary, see `tokenization.fingerprint`."""
+
+    name: str
+    vocab_size: int
+    sha256: str
+
+
+class TrieEntry(TypedDict):
+    """The trie that a directory was made from; `sha256` is that of its manifest.json."""
+
+    path: str
+    sha256: str
+
+
+class InputEntry(TypedDict):
+    """The raw input; see `InputHash` for the hash."""
+
+    sha256: str
+    num_files: int
+
+
+class Manifest(TypedDict):
+    """The content of manifest.json. A trie has `share`, a packed directory has `capacity`."""
+
+    format: str
+    version: int
+    treepack: str
+    options: dict[str, Any]
+    counts: dict[str, int]
+    totals: dict[str, Any]
+    tokenizer: TokenizerEntry | None
+    max_token_id: int
+    files: list[FileEntry]
+    share: NotRequired[str]
+    capacity: NotRequired[int]
+    input: NotRequired[InputEntry]
+    trie: NotRequired[TrieEntry]
+    advantages: NotRequired[dict[str, Any]]
+    logprobs: NotRequired[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a directory was made: all of its manifest that does not follow from its files.
+
+    `options` are those of the command, `counts` counts what was skipped or noted, `totals` sums up what was planned.
+    `input` and `trie` are the sources, `advantages` and `logprobs` the columns that a later command added.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    totals: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: TokenizerEntry | None = None
+    input: InputEntry | None = None
+    trie: TrieEntry | None = None
+    advantages: Mapping[str, Any] | None = None
+    logprobs: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Provenance:
+        """Return the provenance of an existing directory, to derive that of a copy with `dataclasses.replace`."""
+        names = {entry.name for entry in fields(cls)}
+        return cls(**{name: value for name, value in manifest.items() if name in names})  # type: ignore[arg-type]
+
+
+# Required entries: a type, or the entries of an object.
 _FILE = {"name": str, "rows": int, "bytes": int, "sha256": str}
 _COMMON = {"options": dict, "counts": dict, "totals": dict, "max_token_id": int, "files": list}
-_SHAPES: dict[str, dict[str, Any]] = {
-    schema.TRIE_FORMAT: _COMMON | {"share": str},
-    schema.PACKED_FORMAT: _COMMON
-    | {
+_PACKED_TOTALS = {
+    "num_rows": int,
+    "num_trajectories": int,
+    "num_pairs": int,
+    "tokens_packed": int,
+    "tokens_flat": int,
+    "tiles_partial": int,
+    "tiles_full": int,
+    "token_ratio": float,
+    "err": float,
+    "fill": float,
+}
+_REQUIRED: dict[str, dict[str, Any]] = {
+    schema.TRIE_FORMAT: {**_COMMON, "share": str},
+    schema.PACKED_FORMAT: {
+        **_COMMON,
         "capacity": int,
         "options": {"semantics": str, "normalize": str},
-        "totals": {
-            **{"num_rows": int, "num_trajectories": int, "num_pairs": int, "tokens_packed": int, "tokens_flat": int},
-            **{"tiles_partial": int, "tiles_full": int},
-            **{"token_ratio": float, "err": float, "fill": float},
-        },
+        "totals": _PACKED_TOTALS,
     },
 }
 
-# What it may hold besides.
+# Optional entries, which may also be null.
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "trie": {"path": str, "sha256": str},
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
@@ -43,28 +130,31 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
 }
 
 
-def new_manifest(kind: str, given: Manifest) -> Manifest:
-    """`given` with format and versions, and with empty entries where it has no options, counts, totals or tokenizer."""
+def complete_manifest(kind: str, provenance: Provenance, entries: Mapping[str, Any]) -> Manifest:
+    """Return the manifest of a directory of format `kind`: `provenance`, the versions, and `entries` of its files."""
+    known = {entry.name: getattr(provenance, entry.name) for entry in fields(provenance)}
+    # `tokenizer` is written even if it is null; other entries that are null are left out.
+    present = {name: value for name, value in known.items() if value is not None or name == "tokenizer"}
     fixed = {"format": kind, "version": schema.FORMAT_VERSION, "treepack": __version__}
-    return {"options": {}, "counts": {}, "totals": {}, "tokenizer": None} | given | fixed
+    return cast(Manifest, {**present, **fixed, **entries})
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest`; the directory is complete from then on.
 
     Raises:
-        TreepackError: an entry is missing or of another kind.
+        TreepackError: an entry is missing or has another type.
     """
-    _check_shape(manifest, _SHAPES[manifest["format"]], directory / MANIFEST, "")
+    _check_entries(manifest, _REQUIRED[manifest["format"]], directory / MANIFEST, "")
     text = json.dumps(manifest, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False) + "\n"
     (directory / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def read_manifest(directory: Path | str | Location, kind: str | None = None) -> Manifest:
-    """The manifest of `directory`, whose format must be `kind` where given.
+    """Read the manifest of `directory`; if `kind` is given, it must have that format.
 
     Raises:
-        TreepackError: no manifest, damaged, of another format or version.
+        TreepackError: no manifest, a damaged one, or another format or version.
     """
     directory = directory if isinstance(directory, Location) else locate(directory)
     path = directory.file_name(MANIFEST)
@@ -75,45 +165,50 @@ def read_manifest(directory: Path | str | Location, kind: str | None = None) -> 
         )
     try:
         manifest = json.loads(content)
-        found, version = str(manifest["format"]), manifest["version"]
+        format_name, version = str(manifest["format"]), manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
-    if found not in _SHAPES or kind not in (None, found):
-        raise TreepackError(f"{path}: holds the format {found!r}; expected {kind or ' or '.join(_SHAPES)}")
+    if format_name not in _REQUIRED or kind not in (None, format_name):
+        raise TreepackError(f"{path}: has the format {format_name!r}; expected {kind or ' or '.join(_REQUIRED)}")
     if version != schema.FORMAT_VERSION:
         raise TreepackError(
-            f"{path}: has {found} version {version}; this treepack reads version {schema.FORMAT_VERSION}, "
+            f"{path}: has {format_name} version {version}; this treepack reads version {schema.FORMAT_VERSION}, "
             "so use the treepack that wrote it or write it again"
         )
-    _check_shape(manifest, _SHAPES[found], path, "")
+    _check_entries(manifest, _REQUIRED[format_name], path, "")
     for name, shape in _OPTIONAL.items():
         if manifest.get(name) is not None:
-            _check_shape(manifest[name], shape, path, f"{name}.")
+            _check_entries(manifest[name], shape, path, f"{name}.")
     if type(manifest["totals"].get("tokens_trained", 0)) is not int:
         raise TreepackError(f"{path}: is damaged (totals.tokens_trained is wrong); write the directory again")
     if not manifest["files"]:
         raise TreepackError(f"{path}: is damaged (files is empty); write the directory again")
     for number, entry in enumerate(manifest["files"]):
-        _check_shape(entry, _FILE, path, f"files[{number}].")
-    return dict(manifest)
+        _check_entries(entry, _FILE, path, f"files[{number}].")
+    return cast(Manifest, manifest)
 
 
-def _check_shape(found: Any, shape: dict[str, Any], path: Path | str, prefix: str) -> None:
-    if not isinstance(found, dict):
+def _check_entries(value: Any, required: dict[str, Any], path: Path | str, prefix: str) -> None:
+    if not isinstance(value, dict):
         raise TreepackError(f"{path}: is damaged ({prefix.rstrip('.')} is no object); write the directory again")
-    for name, kind in shape.items():
+    for name, kind in required.items():
         nested = isinstance(kind, dict)
-        if name not in found or type(found[name]) is not (dict if nested else kind):
+        if name not in value or type(value[name]) is not (dict if nested else kind):
             raise TreepackError(f"{path}: is damaged ({prefix}{name} is missing or wrong); write the directory again")
         if nested:
-            _check_shape(found[name], kind, path, f"{prefix}{name}.")
+            _check_entries(value[name], kind, path, f"{prefix}{name}.")
+
+
+def trie_entry(directory: Path, name: str) -> TrieEntry:
+    """Return the entry by which other directories refer to the trie at `directory`, whose path is shown as `name`."""
+    return {"path": name, "sha256": file_sha256(directory / MANIFEST)}
 
 
 def file_sha256(path: Path) -> str:
-    """Hex digest of a file.
+    """Return the sha256 of a file in hex.
 
     Raises:
-        TreepackError: it cannot be read.
+        TreepackError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -122,24 +217,24 @@ def file_sha256(path: Path) -> str:
         raise TreepackError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def check_part(directory: Path, entry: dict[str, Any]) -> Path:
-    """Path of the part that `entry` of a manifest names, present, of its size and of its hash.
+def check_part(directory: Path, entry: FileEntry) -> Path:
+    """Return the path of a part after checking its size and its hash against `entry`.
 
     Raises:
-        TreepackError: missing, truncated or altered.
+        TreepackError: the part is missing, truncated or altered.
     """
     check_size(locate(directory), entry)
-    path = directory / str(entry["name"])
+    path = directory / entry["name"]
     if file_sha256(path) != entry["sha256"]:
         raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
     return path
 
 
-def check_size(directory: Location, entry: dict[str, Any]) -> None:
-    """See that the part that `entry` of a manifest names is there and of its size.
+def check_size(directory: Location, entry: FileEntry) -> None:
+    """Check that a part is there and has the size that `entry` gives.
 
     Raises:
-        TreepackError: missing or truncated.
+        TreepackError: the part is missing or truncated.
     """
     path, size = directory.file_name(entry["name"]), directory.size(entry["name"])
     if size is None:

@@ -1,4 +1,10 @@
-"""Parquet parts of a directory: numbered files of bounded size, with their encodings, written and read."""
+"""Parquet parts of a directory: numbered files of bounded size, with their encodings, written and read.
+
+    tables --PartWriter--> part-00000.parquet  part-00001.parquet  ...   and their entries for the manifest
+    entries of a manifest --read_parts--> one table, every part checked against its size and sha256
+
+Equal tables give equal bytes.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
-from treepack.files.manifest import Manifest, check_part, file_sha256
+from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
 from treepack.trajectory import Int64
 
+# Tokens per part: large enough that a big data set has hundreds of files rather than millions, small enough that a
+# part is copied or read again in seconds.
 PART_TOKENS = 1 << 24
 
+# These columns repeat a value or grow by one along a row, so their differences take almost no room.
+DELTA = ["position_ids", "parent", "subtree_end", "scale", "trajectory_ends", "term_token", "term_trajectory"]
 
-# Values that repeat or grow by one along a row cost next to nothing as differences; few distinct values, as indices.
-DELTA = ("position_ids", "parent", "subtree_end", "scale", "trajectory_ends", "term_token", "term_trajectory")
-
-
-DICTIONARY = (
+# These columns have few distinct values; as indices into a dictionary they take almost no room.
+DICTIONARY = [
     "loss_weight",
     "term_weight",
     "term_advantage",
@@ -29,11 +36,11 @@ DICTIONARY = (
     "group_id",
     "metadata",
     "source",
-)
+]
 
 
 class PartWriter:
-    """Numbered Parquet files of one kind, a new one when `PART_TOKENS` are in."""
+    """Numbered Parquet files of one kind; a new one is started when the last one has `PART_TOKENS` tokens."""
 
     def __init__(self, directory: Path, stem: str, columns: pa.Schema) -> None:
         self.directory, self.stem, self.schema = directory, stem, columns
@@ -60,12 +67,14 @@ class PartWriter:
             self.writer.close()
             self.writer = None
 
-    def entries(self) -> list[dict[str, Any]]:
+    def entries(self) -> list[FileEntry]:
+        """Close the last file and return the manifest's entry of each."""
         self.close()
         return [_entry(self.directory / self._name(i), rows) for i, rows in enumerate(self.rows)]
 
 
 def _encoding(columns: pa.Schema) -> dict[str, Any]:
+    # Parquet names the values inside a list column `input_ids` as `input_ids.list.element`.
     paths = {
         field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in columns
     }
@@ -78,14 +87,17 @@ def _encoding(columns: pa.Schema) -> dict[str, Any]:
     }
 
 
-def _entry(path: Path, rows: int) -> dict[str, Any]:
+def _entry(path: Path, rows: int) -> FileEntry:
     return {"name": path.name, "rows": rows, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def token_slices(sizes: Int64, limit: int) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive items of about `limit` tokens, at least one item each."""
+    """Yield ranges [start, end) of consecutive items that reach `limit` tokens, with at least one item each.
+
+    `sizes` int64 [num_items] are their tokens; the last range may have fewer.
+    """
     start, total = 0, 0
-    for i, size in enumerate(sizes.tolist()):
+    for i, size in enumerate(sizes.tolist()):  # sizes [3, 4, 9, 1], limit 6 -> (0, 2), (2, 3), (3, 4)
         total += size
         if total >= limit:
             yield start, i + 1
@@ -94,8 +106,12 @@ def token_slices(sizes: Int64, limit: int) -> Iterator[tuple[int, int]]:
         yield start, len(sizes)
 
 
-def open_part(directory: Path, entry: dict[str, Any]) -> pq.ParquetFile:
-    """Open a part after checking its size and hash."""
+def open_part(directory: Path, entry: FileEntry) -> pq.ParquetFile:
+    """Open a part after checking its size and hash.
+
+    Raises:
+        TreepackError: the part is missing, damaged, or no Parquet file.
+    """
     path = check_part(directory, entry)
     try:
         return pq.ParquetFile(path)
@@ -104,6 +120,11 @@ def open_part(directory: Path, entry: dict[str, Any]) -> pq.ParquetFile:
 
 
 def read_parts(directory: Path, manifest: Manifest, stem: str, columns: pa.Schema) -> pa.Table:
+    """Read all parts called `stem`-NNNNN.parquet as one table of `columns`.
+
+    Raises:
+        TreepackError: there is no such part, one is damaged, or the columns differ.
+    """
     entries = [entry for entry in manifest["files"] if entry["name"].startswith(stem)]
     tables = [open_part(directory, entry).read() for entry in entries]
     if not tables:

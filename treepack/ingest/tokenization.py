@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.manifest import TokenizerEntry
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, Tools
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.processes import batched, in_order
@@ -72,7 +73,7 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
     return tokenizer
 
 
-def fingerprint(tokenizer: Any) -> dict[str, Any]:
+def fingerprint(tokenizer: Any) -> TokenizerEntry:
     """Return the identity of a tokenizer: its name, its number of tokens, and the sha256 of its vocabulary by id."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
     return {

@@ -20,6 +20,7 @@ from torch import nn
 
 from treepack.attention import IMPLEMENTATIONS, row_multiple
 from treepack.errors import TreepackError
+from treepack.files.manifest import TokenizerEntry
 
 if TYPE_CHECKING:
     from treepack.model.load import LoadedModel
@@ -83,12 +84,16 @@ def position_limit(model: Any) -> tuple[int, str] | None:
     return None
 
 
-def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: int) -> None:
+def check_fits(
+    loaded: LoadedModel, *, capacity: int, max_token_id: int, tokenizer: TokenizerEntry | None, max_position: int
+) -> None:
     """Refuse data that the model cannot be trained on.
 
     Args:
         loaded: the model.
-        manifest: manifest of the packed directory; its capacity, max_token_id and tokenizer are read.
+        capacity: maximum number of tokens in a row.
+        max_token_id: largest token id of the rows.
+        tokenizer: the tokenizer that made the data, None if it is not known.
         max_position: largest position id of the rows.
 
     Raises:
@@ -97,12 +102,12 @@ def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: i
     """
     source, model = loaded.source, loaded.model
     vocabulary = min(len(model.get_input_embeddings().weight), len(model.get_output_embeddings().weight))
-    if manifest["max_token_id"] >= vocabulary:
+    if max_token_id >= vocabulary:
         raise TreepackError(
-            f"{source}: the data holds the token id {manifest['max_token_id']} and the vocabulary ends at "
+            f"{source}: the data holds the token id {max_token_id} and the vocabulary ends at "
             f"{vocabulary - 1}; use the model whose tokenizer made the data"
         )
-    _check_tokenizer(source, manifest.get("tokenizer"))
+    _check_tokenizer(source, tokenizer)
     limit = position_limit(model)
     if limit is not None and max_position >= limit[0]:
         raise TreepackError(
@@ -111,7 +116,7 @@ def check_fits(loaded: LoadedModel, manifest: dict[str, Any], *, max_position: i
         )
     multiple = row_multiple(loaded.attention)
     # A row as the attention gets it: a capacity of 1000 with a multiple of 128 gives rows of up to 1024 tokens.
-    window, rows = sliding_window(model.config.get_text_config()), -(-manifest["capacity"] // multiple) * multiple
+    window, rows = sliding_window(model.config.get_text_config()), -(-capacity // multiple) * multiple
     if window is not None and window < rows:
         remedy = f"pack with --capacity {window // multiple * multiple}"
         if window < multiple:  # even a row of one token is padded beyond the window
@@ -136,7 +141,7 @@ def saved_tokenizer(source: str) -> Any:
     return load_tokenizer(source)
 
 
-def _check_tokenizer(source: str, expected: dict[str, Any] | None) -> None:
+def _check_tokenizer(source: str, expected: TokenizerEntry | None) -> None:
     tokenizer = saved_tokenizer(source) if expected is not None else None
     if expected is None or tokenizer is None:
         return

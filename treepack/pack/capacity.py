@@ -9,11 +9,10 @@ import numpy as np
 
 from treepack.columns import LOGPROBS
 from treepack.errors import TreepackError
+from treepack.pack.options import TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie, trajectories_of
-
-TOO_LONG = ("error", "drop", "truncate")
 
 
 def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Counter[str]]:

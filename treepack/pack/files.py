@@ -1,17 +1,16 @@
-"""Directories on disk: Parquet parts and, last of all, the manifest that makes them whole.
+"""A packed directory: `part-*.parquet` and, last, `manifest.json`.
 
-    write_trie(trie, directory, ...)      nodes-*.parquet  trajectories-*.parquet  manifest.json
-    write_packed(rows, directory, ...)    part-*.parquet                           manifest.json
+    write_packed(rows, directory, capacity=...)      read_rows(directory) -> Row, Row, ...
 
-Equal input gives equal bytes. Readers refuse other formats and versions, and parts that are missing, truncated or
-altered.
+Equal rows give equal bytes. Readers refuse other formats and versions, and parts that are missing or damaged.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +19,74 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.manifest import Manifest, new_manifest, read_manifest, write_manifest
+from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PartWriter, open_part
+from treepack.pack.options import PackOptions
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 
+# Tokens per row group, which is the unit that a reader decodes: some megabytes of columns.
 GROUP_TOKENS = 1 << 18
 
 
-def write_packed(rows: Iterable[Row], directory: Path, manifest: Manifest) -> Manifest:
-    """Write `rows` and then `manifest`, completed by format, row totals and files; returns it.
+def write_packed(
+    rows: Iterable[Row],
+    directory: Path,
+    *,
+    capacity: int,
+    provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
+) -> Manifest:
+    """Write `rows` of at most `capacity` tokens into an existing empty `directory`, the manifest last; return it.
 
-    `manifest` must give the `capacity`, and in `options` the `semantics` and `normalize` of the rows.
+    `provenance` is the rest of the manifest. Its options must name the `semantics` and `normalize` that the loss
+    weights of the rows were made with; without these names the defaults of `PackOptions` are recorded.
 
     Raises:
-        TreepackError: no row, or an entry of the manifest is missing.
+        TreepackError: there is no row.
     """
     parts: PartWriter | None = None
-    waiting: list[Row] = []
+    group: list[Row] = []
     counted: Counter[str] = Counter()
-    held, max_token_id = 0, 0
+    group_tokens, max_token_id = 0, 0
     for row in rows:
         if parts is None:
             parts = PartWriter(directory, "part", row_schema(row))
-        waiting.append(row)
+        group.append(row)
         counted.update(row_counts(row))
         max_token_id = max(max_token_id, int(row.input_ids.max()))
-        held += row.num_tokens
-        if held >= GROUP_TOKENS:
-            parts.write(rows_table(waiting, parts.schema), tokens=held)
-            waiting, held = [], 0
+        group_tokens += row.num_tokens
+        if group_tokens >= GROUP_TOKENS:
+            parts.write(rows_table(group, parts.schema), tokens=group_tokens)
+            group, group_tokens = [], 0
     if parts is None:
         raise TreepackError(f"{directory}: there is no row to write")
-    if waiting:
-        parts.write(rows_table(waiting, parts.schema), tokens=held)
-    manifest = new_manifest(schema.PACKED_FORMAT, manifest)
-    manifest |= {
-        "max_token_id": max_token_id,
-        "totals": manifest["totals"] | row_totals(counted, capacity=manifest["capacity"]),
-        "files": parts.entries(),
-    }
+    if group:
+        parts.write(rows_table(group, parts.schema), tokens=group_tokens)
+    entries = {"max_token_id": max_token_id, "files": parts.entries()}
+    manifest = packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)
     write_manifest(directory, manifest)
     return manifest
 
 
+def packed_manifest(
+    counted: Counter[str],
+    *,
+    capacity: int,
+    provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
+    entries: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Return the manifest of rows whose summed `row_counts` are `counted`; `entries` are those of their files."""
+    usual = PackOptions()
+    defaults = {"semantics": usual.semantics, "normalize": usual.normalize}
+    provenance = replace(
+        provenance,
+        options={**defaults, **provenance.options},
+        totals={**provenance.totals, **row_totals(counted, capacity=capacity)},
+    )
+    return complete_manifest(schema.PACKED_FORMAT, provenance, {"capacity": capacity, **(entries or {})})
+
+
 def row_schema(row: Row) -> pa.Schema:
-    """Columns of a packed directory whose rows carry what `row` carries."""
+    """Return the columns of a packed directory whose rows have the terms that `row` has."""
     if row.terms is None:
         return schema.ROWS
     present = [field for field in schema.TERMS if getattr(row.terms, field.name.removeprefix("term_")) is not None]
@@ -72,7 +94,7 @@ def row_schema(row: Row) -> pa.Schema:
 
 
 def rows_table(rows: list[Row], columns: pa.Schema) -> pa.Table:
-    """`rows` as an Arrow table of `columns`."""
+    """Return `rows` as an Arrow table of `columns`."""
     return pa.Table.from_arrays([_row_column(rows, field) for field in columns], schema=columns)
 
 
@@ -83,6 +105,7 @@ def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
         values = [getattr(row.terms, field.name.removeprefix("term_")) for row in rows]
     else:
         values = [getattr(row, field.name) for row in rows]
+    # Offsets of the rows in the flat column: lengths [3, 2] -> [0, 3, 5].
     offsets = np.concatenate([[0], np.cumsum([len(value) for value in values])]).astype(np.int32)
     kind = field.type.value_type
     if pa.types.is_string(kind):
@@ -93,7 +116,7 @@ def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
 
 
 def read_rows(directory: Path | str) -> Iterator[Row]:
-    """The rows of a packed directory, in order.
+    """Yield the rows of a packed directory, in order.
 
     Raises:
         TreepackError: see `read_manifest` and `check_part`.
@@ -108,7 +131,7 @@ def read_rows(directory: Path | str) -> Iterator[Row]:
 
 
 def row_of_table(table: pa.Table, i: int) -> Row:
-    """Row `i` of a table of packed rows.
+    """Return row `i` of a table of packed rows.
 
     Raises:
         TreepackError: a column is missing, or a stored sum does not match the columns it sums.

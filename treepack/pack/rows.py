@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treepack.errors import TreepackError
+from treepack.pack.options import NORMALIZE, SEMANTICS
 from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.plan import Plan
 from treepack.pack.row import Row
-from treepack.pack.weights import NORMALIZE, SEMANTICS, RowWeights
+from treepack.pack.weights import RowWeights
 from treepack.trie.trie import Trie
 
 

@@ -16,11 +16,6 @@ from treepack.pack.row import RowTerms
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie, paths
 
-SEMANTICS = ("branch", "once")
-
-
-NORMALIZE = ("token", "trajectory", "group")
-
 
 def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
     """Factor of all loss weights of each trajectory, float64 [num_trajectories].

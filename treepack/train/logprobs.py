@@ -1,11 +1,11 @@
 """Log-probabilities of every trained token under a model, written into a copy of a packed directory.
 
-    packed/, model --open_scoring--> Scoring      everything that can be refused is refused here
+    packed/, model --open_scoring--> Scoring      unsuitable data and models are refused here
     Scoring --scored_rows--> Row, Row, ...        the same rows, with term_old_logprob or term_ref_logprob filled in
-    rows, scored_manifest --shards.write_packed--> packed/
+    rows, scored_provenance --write_packed--> packed/
 
-A row is one forward pass, so a prefix is computed once however many of its trajectories pass through it, and every term
-of a token gets the same value: what the trajectory alone would give.
+A row is one forward pass, in which a prefix is computed once for all trajectories that share it. All terms of a token
+get the same value, and it is the value that each trajectory alone would give.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treepack.attention import row_multiple
 from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.files.manifest import Manifest
+from treepack.files.manifest import Provenance
 from treepack.model.compatibility import check_fits, position_limit
 from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.load import LoadedModel, load_model
@@ -37,10 +37,11 @@ COLUMNS = ("old", "ref")
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """What to write and how to run the model.
+    """The columns to write and options of the model.
 
-    `column` "old" is what ratios of `train --loss` are taken to, "ref" what its divergences and dpo are. `entropies`
-    writes term_entropy too. `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in `options.TrainOptions`.
+    `column` "old" is the denominator of the ratios of `train --loss`, "ref" the reference of its KL divergences and of
+    dpo. With `entropies` the column term_entropy is written too. `dtype`, `attention`, `loss_chunk`, `device` and
+    `seed` are as in `train.options.TrainOptions`.
     """
 
     column: str = "old"
@@ -52,15 +53,19 @@ class ScoreOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
-        for name, known in (("column", COLUMNS), ("dtype", ("fp32", "bf16"))):
-            if getattr(self, name) not in known:
-                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        """Refuse invalid values.
+
+        Raises:
+            TreepackError: with the name of the option.
+        """
+        for name, choices in (("column", COLUMNS), ("dtype", ("fp32", "bf16"))):
+            if getattr(self, name) not in choices:
+                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """A checked run: rows, model and options; `notes` are remarks for the user."""
+    """Rows, model and options that fit together; `notes` are for the user."""
 
     dataset: PackedDataset
     loaded: LoadedModel
@@ -69,10 +74,10 @@ class Scoring:
 
 
 def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -> Scoring:
-    """Open the data, load the model, and refuse what does not fit together.
+    """Open the data, load the model, and check that they fit together.
 
     Raises:
-        TreepackError: for data without terms, a missing device, damaged data, or a model that does not suit.
+        TreepackError: the data has no terms or is damaged, the device is missing, or the model does not fit the data.
     """
     device, dataset = find_device(options.device), PackedDataset(packed)
     if "term_token" not in dataset.term_columns:
@@ -90,14 +95,20 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         seed=options.seed,
     )
     positions = dataset.max_position() if position_limit(loaded.model) else 0
-    check_fits(loaded, dataset.manifest, max_position=positions)
+    check_fits(
+        loaded,
+        capacity=dataset.manifest["capacity"],
+        max_token_id=dataset.manifest["max_token_id"],
+        tokenizer=dataset.manifest["tokenizer"],
+        max_position=positions,
+    )
     name = f"term_{options.column}_logprob"
-    replaced = (f"the {name} that {packed} has is replaced",) if name in dataset.term_columns else ()
-    return Scoring(dataset, loaded, options, (*loaded.notes, *replaced))
+    notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
+    return Scoring(dataset, loaded, options, (*loaded.notes, *notes))
 
 
 def scored_rows(scoring: Scoring) -> Iterator[Row]:
-    """All rows in order with the log-probabilities of their terms.
+    """Yield all rows in order, with the log-probabilities of their terms.
 
     Raises:
         TreepackError: a log-probability is not finite.
@@ -119,22 +130,21 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
 
 @torch.no_grad()
 def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[Float64, Float64]:
-    """Log-probability and entropy of each term's token, float64 [N], from one forward pass over the row."""
+    """Return the log-probability and the entropy of each term's token, float64 [N], from one forward pass."""
     batch = make_batch(row, multiple=row_multiple(loaded.attention))
     terms = batch.terms
     assert terms is not None, "checked when the data was opened"
     if len(terms.tokens) == 0:
         return np.zeros(0), np.zeros(0)
-    found = row_logprobs(loaded, prepare_batch(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)
-    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in found)
+    # One value per distinct token, and `index` repeats it for the terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2].
+    scores = row_logprobs(loaded, prepare_batch(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)
+    logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
     return logprobs, entropies
 
 
-def scored_manifest(scoring: Scoring) -> Manifest:
-    """The manifest of the rows, for `shards.write_packed`: that of the input, and which model wrote which column."""
-    given, options = scoring.dataset.manifest, scoring.options
-    kept: Manifest = {
-        name: given[name] for name in ("options", "capacity", "trie", "tokenizer", "totals", "counts") if name in given
-    }
-    how = {"model": scoring.loaded.source, "dtype": options.dtype, "attention": scoring.loaded.attention}
-    return {**kept, "logprobs": {**(given.get("logprobs") or {}), options.column: how}}
+def scored_provenance(scoring: Scoring) -> Provenance:
+    """Return the provenance of the scored rows: that of the input, and the model that computed each column."""
+    manifest, options = scoring.dataset.manifest, scoring.options
+    model = {"model": scoring.loaded.source, "dtype": options.dtype, "attention": scoring.loaded.attention}
+    logprobs = {**(manifest.get("logprobs") or {}), options.column: model}
+    return replace(Provenance.of(manifest), logprobs=logprobs)

@@ -1,6 +1,6 @@
 """A training run, checked before its first step: data, model and options that fit together.
 
-open_run(packed, model, options, ranks) -> Run      everything that can be refused is refused here
+open_run(packed, model, options, ranks) -> TrainingRun     unsuitable data, models and options are refused here
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from treepack.attention import row_multiple
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
+from treepack.files.manifest import TokenizerEntry
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.model.compatibility import check_fits, position_limit, saved_tokenizer
 from treepack.model.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
@@ -43,38 +44,43 @@ class TrainingRun:
 
     @property
     def trainable_rows(self) -> list[int]:
-        """Rows (indices into the dataset) that give a loss."""
+        """Rows (indices into the dataset) that contribute to the loss."""
         return [int(row) for row in trainable_rows(self.dataset, self.table)]
 
     def factors(self, rows: list[int]) -> list[Tensor | None]:
-        """What the terms of each of the `rows` of one optimiser step are multiplied by; None for sft."""
+        """Return the loss factors of the `rows` of one optimiser step: float64 [trajectories], None for sft."""
         if self.table is None:
             return [None] * len(rows)
-        return [torch.from_numpy(own) for own in step_factors(self.table, rows, self.options.objective)]
+        return [torch.from_numpy(values) for values in step_factors(self.table, rows, self.options.objective)]
 
     def costs(self) -> Float64:
-        """Floating-point operations of the layers, forward, for every row of the dataset; float64 [num_rows]."""
+        """Return the floating-point operations of the layers in the forward pass of every row; float64 [num_rows].
+
+        They decide which rows run side by side on several ranks, so their ratios matter and not their unit.
+        """
         config = self.loaded.model.config.get_text_config()
         weights = sum(p.numel() for p in self.loaded.model.base_model.parameters())
-        weights -= self.loaded.model.get_input_embeddings().weight.numel()
+        weights -= self.loaded.model.get_input_embeddings().weight.numel()  # a lookup, not a product
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        # 2 operations per weight and token. A pair of query and key costs 2 * size in q k^T and 2 * size in p v.
         pairs = 4.0 * config.num_hidden_layers * heads * size
         costs: Float64 = 2.0 * weights * self.dataset.num_tokens + pairs * self.dataset.num_pairs
         return costs
 
 
 def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks: Ranks | None = None) -> TrainingRun:
-    """Open the data, load the model, and refuse what does not fit together.
+    """Open the data, load the model, and check that they fit together.
 
     Args:
         packed: a packed directory.
-        model: a model directory, hub name or config file; see `model.load_model`.
-        options: how to train.
-        ranks: this process among others, over which the model is sharded; by default alone.
+        model: a model directory, hub name or config file; see `model.load.load_model`.
+        options: options of the run.
+        ranks: the processes over which the model is sharded; by default this process alone.
 
     Raises:
-        TreepackError: for a missing device, damaged data, an unsuitable model, or a model that the data does not suit.
+        TreepackError: the device is missing, the data is damaged, the model is not supported, or the data does not fit
+            the model.
     """
     ranks, device = ranks or Ranks(), find_device(options.device)
     dataset, table, schedule = _open_data(packed, options)
@@ -84,22 +90,23 @@ def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks
         lower = torch.bfloat16 if options.dtype == "bf16" else None
         loaded = load_model(model, attention=options.attention, autocast=lower, device=device, seed=options.seed)
         adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
-    return _checked(TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks))
+    return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks))
 
 
 def open_verification(packed: str | Path, model: str | Path, options: TrainOptions) -> TrainingRun:
-    """`open_run` for `verify.verify_gradients`: in float64, or in float32 where a fused kernel has nothing better.
+    """Open a run for `model.verify.verify_gradients`: in float64, or in float32 if a fused kernel has no float64.
 
     Raises:
         TreepackError: as `open_run`.
     """
     device = find_device(options.device)
+    # Only the reference implementation, and FlexAttention on a CPU, compute in float64; "auto" is one of them there.
     exact = options.attention == "reference" or (device.type == "cpu" and options.attention in ("auto", "flex"))
     weights = torch.float64 if exact else torch.float32
     dataset, table, schedule = _open_data(packed, options)
     loaded = load_model(model, attention=options.attention, dtype=weights, device=device, seed=options.seed)
     adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
-    return _checked(TrainingRun(dataset, loaded, options, schedule, None, (), table))
+    return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table))
 
 
 def _open_data(
@@ -112,44 +119,55 @@ def _open_data(
     return dataset, table, plan_steps(dataset, options, table)
 
 
-def _checked(run: TrainingRun) -> TrainingRun:
-    """The run with its tokenizer and notes, if model and data suit each other."""
+def _check_fit(run: TrainingRun) -> TrainingRun:
+    """Check that model and data fit together, and return the run with its tokenizer and notes.
+
+    Raises:
+        TreepackError: the data does not fit the model.
+    """
     dataset, loaded, objective = run.dataset, run.loaded, run.options.objective
     dataset.multiple = row_multiple(loaded.attention)
+    # The largest position is read from all rows, which takes time: only for models whose positions end somewhere.
     positions = dataset.max_position() if position_limit(loaded.model) else 0
-    check_fits(loaded, dataset.manifest, max_position=positions)
+    check_fits(
+        loaded,
+        capacity=dataset.manifest["capacity"],
+        max_token_id=dataset.manifest["max_token_id"],
+        tokenizer=dataset.manifest["tokenizer"],
+        max_position=positions,
+    )
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
-    notes = (*notes, *_savable_generation(loaded.model))
-    idle = len(dataset) - len(run.trainable_rows)
-    if idle:
+    notes = (*notes, *_repair_generation_config(loaded.model))
+    num_left_out = len(dataset) - len(run.trainable_rows)
+    if num_left_out:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
-        notes = (*notes, f"{idle} rows without {lacking} are left out")
+        notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
     if objective.loss not in ("sft", "dpo") and "term_old_logprob" not in dataset.term_columns:
-        notes = (*notes, "no old log-probabilities: every update counts as on-policy, with ratios of 1")
+        notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
     return TrainingRun(
         dataset, loaded, run.options, run.schedule, tokenizer, (*loaded.notes, *notes), run.table, run.ranks
     )
 
 
-def _tokenizer(loaded: LoadedModel, made_by: dict[str, Any] | None) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer to save with the weights: the model's own, else the one that made the data, else none."""
+def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any, tuple[str, ...]]:
+    """Return the tokenizer to save with the weights (that of the model, else that of the data, else None) and notes."""
     try:
-        own = saved_tokenizer(loaded.source)
-        return load_tokenizer(made_by["name"]) if own is None and made_by is not None else own, ()
+        tokenizer = saved_tokenizer(loaded.source)
+        return load_tokenizer(made_by["name"]) if tokenizer is None and made_by is not None else tokenizer, ()
     except TreepackError as error:
         return None, (f"no tokenizer is saved with the model: {error}",)
 
 
-def _savable_generation(model: Any) -> tuple[str, ...]:
-    """Settings of generation that transformers loads and would refuse to save, at the end of training, are mended."""
+def _repair_generation_config(model: Any) -> tuple[str, ...]:
+    """Repair generation settings that transformers loads but would refuse to save at the end; return notes."""
     config = model.generation_config
     if config is None or _is_savable(config):
         return ()
-    config.do_sample = True  # what is missing where a temperature is given
+    config.do_sample = True  # the usual fault: a temperature or top_p without it
     if _is_savable(config):
-        return ("generation_config.json has settings of sampling without do_sample, so do_sample is set",)
+        return ("generation_config.json has sampling settings without do_sample, so do_sample is set",)
     model.generation_config = type(config).from_model_config(model.config)
-    return ("generation_config.json has settings that transformers does not save: the model gets its defaults",)
+    return ("generation_config.json has settings that transformers cannot save: the model gets the default settings",)
 
 
 def _is_savable(config: Any) -> bool:

@@ -25,10 +25,9 @@ import pyarrow as pa
 from treepack.columns import Sequences, collect
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.ingest.options import SHARES
 from treepack.trajectory import Int32, Int64, Trajectory
 from treepack.trie.trie import Trie
-
-SHARES = ("all", "group", "none")
 
 Partition = tuple[tuple[bool, int], str]  # whether there is a step, the step, the group
 

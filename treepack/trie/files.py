@@ -1,4 +1,9 @@
-"""A trie directory: `write_trie` and `read_trie`."""
+"""A trie directory: `nodes-*.parquet`, `trajectories-*.parquet` and, last, `manifest.json`.
+
+    write_trie(trie, directory)      read_trie(directory) -> Trie
+
+Equal tries give equal bytes. Readers refuse other formats and versions, and parts that are missing or damaged.
+"""
 
 from __future__ import annotations
 
@@ -9,47 +14,54 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.files import schema
-from treepack.files.manifest import Manifest, new_manifest, read_manifest, write_manifest
+from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, PartWriter, read_parts, token_slices
 from treepack.trajectory import Int32
 from treepack.trie.trie import Trie
 
 
 def write_trie(
-    trie: Trie, directory: Path, manifest: Manifest, *, release: Callable[[], object] = lambda: None
+    trie: Trie,
+    directory: Path,
+    provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
+    *,
+    release: Callable[[], object] = lambda: None,
 ) -> Manifest:
-    """Write `trie` and then `manifest`, completed by format, token range and files; returns it.
+    """Write `trie` into an existing empty `directory`, with its manifest last; return the manifest.
 
-    `release` is called after every piece written, so that mapped tokens need not stay in memory.
+    `provenance` is the rest of the manifest. `release` is called after each piece is written, so that memory-mapped
+    tokens need not stay in memory.
     """
     nodes = PartWriter(directory, "nodes", schema.NODES)
     tree_id = trie.tree_id
     max_token_id = 0
-    for a, b in token_slices(trie.node_length, PART_TOKENS // 8):
+    for a, b in token_slices(trie.node_length, PART_TOKENS // 8):  # an eighth of a part at a time bounds memory
+        # Offsets within this piece: node_start[a:b + 1] = [40, 42, 47] -> [0, 2, 7].
         offsets = (trie.node_start[a : b + 1] - trie.node_start[a]).astype(np.int32)
-        own = pa.array(trie.tokens[trie.node_start[a] : trie.node_start[b]])
-        max_token_id = max(max_token_id, int(own.to_numpy().max()))
+        tokens = pa.array(trie.tokens[trie.node_start[a] : trie.node_start[b]])
+        max_token_id = max(max_token_id, int(tokens.to_numpy().max()))
         columns = [
             tree_id[a:b],
             np.arange(a, b, dtype=np.int32),
             trie.parent[a:b],
             trie.depth[a:b].astype(np.int32),
-            pa.ListArray.from_arrays(offsets, own),
+            pa.ListArray.from_arrays(offsets, tokens),
             trie.num_passing[a:b],
         ]
-        nodes.write(pa.Table.from_arrays([pa.array(c) for c in columns], schema=schema.NODES), tokens=len(own))
+        nodes.write(pa.Table.from_arrays([pa.array(c) for c in columns], schema=schema.NODES), tokens=len(tokens))
         release()
     trajectories = PartWriter(directory, "trajectories", schema.TRAJECTORIES)
     lengths = trie.lengths
     for a, b in token_slices(lengths, PART_TOKENS // 2):
-        # Where chunks end, pages do too: one chunk, so that the bytes do not depend on how the table was put together.
+        # A page ends where a chunk ends. One chunk makes the bytes independent of how the table was put together.
         trajectories.write(trie.trajectories.slice(a, b - a).combine_chunks(), tokens=int(lengths[a:b].sum()))
         release()
-    manifest = new_manifest(schema.TRIE_FORMAT, manifest) | {
+    entries = {
         "share": trie.share,
         "max_token_id": max_token_id,
         "files": nodes.entries() + trajectories.entries(),
     }
+    manifest = complete_manifest(schema.TRIE_FORMAT, provenance, entries)
     write_manifest(directory, manifest)
     return manifest
 
@@ -81,7 +93,9 @@ def read_trie(directory: Path | str) -> Trie:
 
 
 def _subtree_ends(parent: Int32) -> Int32:
+    """Return one past the last node of each subtree: parent [-1, 0, 1, 0, -1] -> [4, 3, 3, 4, 5]."""
     ends = list(range(1, len(parent) + 1))
+    # From the last node to the first, each node is complete before it extends its parent.
     for node, up in zip(range(len(parent) - 1, -1, -1), reversed(parent.tolist()), strict=True):
         if up >= 0:
             ends[up] = max(ends[up], ends[node])

@@ -82,10 +82,10 @@ def test_a_saved_plan_packs_the_same_bytes(treepack: Run, trie: Path, tmp_path: 
 
 def test_saving_a_plan_spares_what_is_none(treepack: Run, trie: Path, tmp_path: Path) -> None:
     wrong = {
-        tmp_path / "rollouts.jsonl": "is no plan",
+        tmp_path / "rollouts.jsonl": "was not written by treepack",
         tmp_path / "rollouts.jsonl" / "plan.jsonl": "cannot be written",
-        trie / "manifest.json": "lies inside",
-        tmp_path / "p": "is what --out or an input names too",
+        trie / "manifest.json": "is or lies inside",
+        tmp_path / "p": "is or lies inside",
     }
     for path, sentence in wrong.items():
         before = path.read_bytes() if path.is_file() else None

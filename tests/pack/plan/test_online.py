@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import strategies
+from support.manifests import manifest_of
 from support.strategies import make
 from treepack.data.dataset import PackedDataset
 from treepack.files.directory import finished_directory
@@ -107,8 +108,7 @@ def test_rows_of_the_unshared_trie_hold_every_token_of_every_trajectory(
     totals = check_plan(trie, plan)
     assert plan.lower_bound == totals.tokens_packed == trie.tokens_flat == trie.tokens_tree
     rows = list(pack_rows(trie, plan))
-    options = {"semantics": "branch", "normalize": "token"}
-    check_packed(rows, {"capacity": capacity, "options": options, "totals": totals_of(rows, capacity)}, trie)
+    check_packed(rows, manifest_of(rows, capacity), trie)
     assert all((row.scale == 1).all() for row in rows)
 
 
@@ -138,10 +138,9 @@ def test_arrival_decides_and_not_the_order_of_the_trie() -> None:
 def test_flat_rows_are_a_dataset(tmp_path: Path) -> None:
     ones = [make(f"t{i}", [1, 2, 3, i]) for i in range(10)]
     trie = unshared(build_trie(ones))
-    options = {"semantics": "branch", "normalize": "token"}
     with finished_directory(tmp_path / "packed", overwrite=False) as path:
         rows = pack_rows(trie, plan_rows(trie, capacity=12, method="sequence"))
-        write_packed(rows, path, {"options": options, "capacity": 12, "tokenizer": None})
+        write_packed(rows, path, capacity=12)
     batches = list(PackedDataset(tmp_path / "packed"))
     assert [batch.num_tokens for batch in batches] == [12, 12, 12, 4]
     held = [batch.input_ids[batch.trajectory_ends].tolist() for batch in batches]

@@ -182,7 +182,7 @@ def test_options_that_make_no_sense_are_refused(call: Any, message: str) -> None
 
 def trie_directory(path: Path, trajectories: list[Trajectory]) -> Path:
     with finished_directory(path) as temporary:
-        write_trie(build_trie(trajectories), temporary, {})
+        write_trie(build_trie(trajectories), temporary)
     return path
 
 

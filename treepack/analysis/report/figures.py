@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predict
+from treepack.analysis.describe import por_by_depth
 from treepack.analysis.forecast import DEFAULT_DEVICE, Line, read_device
 from treepack.analysis.forecast import report as forecast
 from treepack.analysis.model_cost import ModelShape
 from treepack.analysis.report.parts import SharedParts, groups_of, rewards_of, trees_of
-from treepack.analysis.stats import Planned, forecast_lines, plan_capacities, por_by_depth, predict, trie_totals
 from treepack.pack.plan.problem import Search
 from treepack.trajectory import Float64, Int64
+from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
 Record = dict[str, Any]
@@ -144,7 +146,7 @@ def _capacity(point: Record) -> int:
     return int(point["capacity"])
 
 
-def _verdict(subject: Subject, shape: ModelShape, planned: list[Planned], method: str, search: Search) -> str:
+def _verdict(subject: Subject, shape: ModelShape, planned: list[PlannedCapacity], method: str, search: Search) -> str:
     if subject.packed is not None:
         lines = [subject.packed.line]
     else:

@@ -32,7 +32,7 @@ from treepack.attention import row_multiple
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.manifest import check_part, file_sha256, read_manifest
+from treepack.files.manifest import TokenizerEntry, check_part, file_sha256, read_manifest
 from treepack.model.compatibility import check_fits
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.load import LoadedModel, hide_progress_bars, load_model
@@ -98,7 +98,7 @@ def state_values(head: nn.Linear, states: Tensor) -> Tensor:
     return values
 
 
-def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: dict[str, Any] | None, trie: Path) -> None:
+def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: TokenizerEntry | None, trie: Path) -> None:
     """Refuse rows of `trie` that the model has no exact answer for, and those of another `tokenizer` than its data's.
 
     Raises:
@@ -110,12 +110,13 @@ def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: dict[str
             f"{trie}: was tokenised by {tokenizer['name']} and the predictor was fitted on tokens of "
             f"{made_by['name']}; build the trie with that tokenizer"
         )
-    described = {
-        "capacity": max(row.row.num_tokens for row in rows),
-        "max_token_id": max(int(row.row.input_ids.max()) for row in rows),
-        "tokenizer": tokenizer,
-    }
-    check_fits(model.loaded, described, max_position=max(int(row.row.position_ids.max()) for row in rows))
+    check_fits(
+        model.loaded,
+        capacity=max(row.row.num_tokens for row in rows),
+        max_token_id=max(int(row.row.input_ids.max()) for row in rows),
+        tokenizer=tokenizer,
+        max_position=max(int(row.row.position_ids.max()) for row in rows),
+    )
 
 
 def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> None:

@@ -1,0 +1,133 @@
+"""Plans for several capacities, without writing anything, and the work that they save.
+
+Trie --plan_capacities--> PlannedCapacity, ... --predict--> N_pack, ERR, fill and gap of each
+--forecast_lines--> operations on rows against one by one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from treepack.analysis.describe import Report
+from treepack.analysis.forecast import (
+    Line,
+    Trained,
+    flat_work,
+    plan_work,
+    trained_of,
+    tree_work,
+    turns_work,
+    ways_to_cut,
+    whole_work,
+)
+from treepack.analysis.model_cost import FlopCount
+from treepack.analysis.turns import Turns, cut_to_turns, turns_of
+from treepack.pack.capacity import fit_capacity
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.plan import Plan, PlanTotals
+from treepack.pack.plan.planning import packed_trie, plan_rows
+from treepack.pack.plan.problem import Search
+from treepack.pack.totals import packed_totals
+from treepack.trie.trie import Trie
+
+# Row lengths that training runs use: a common context length, and about the longest that fits one GPU.
+USUAL_CAPACITIES = (16_384, 65_536)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCapacity:
+    """A checked plan for one capacity.
+
+    All trajectories of `trie` fit the capacity; `num_too_long` others do not and were left out. `packed_nodes` is the
+    trie whose nodes the rows contain: `trie` itself, or its unshared copy for the method "sequence".
+    """
+
+    trie: Trie
+    packed_nodes: Trie
+    plan: Plan
+    totals: PlanTotals
+    num_too_long: int
+
+
+def plan_capacities(
+    trie: Trie,
+    capacities: Iterable[int],
+    *,
+    method: str,
+    too_long: str,
+    search: Search = Search(),  # noqa: B008
+) -> Iterator[PlannedCapacity]:
+    """Yield a checked plan for each capacity, without the trajectories that do not fit it.
+
+    Raises:
+        TreepackError: a trajectory does not fit and `too_long` is "error".
+    """
+    for capacity in capacities:
+        too_many = int((trie.lengths > capacity).sum())
+        fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
+        plan = plan_rows(fitted, capacity=capacity, method=method, search=search)
+        packed_nodes = packed_trie(fitted, method)
+        yield PlannedCapacity(fitted, packed_nodes, plan, check_plan(packed_nodes, plan), too_many)
+
+
+def predict(planned: Iterable[PlannedCapacity]) -> list[Report]:
+    """Return the `packed_totals` of each plan, with the number of trajectories that do not fit its capacity."""
+    return [packed_totals(one.trie, one.plan, one.totals) | {"num_too_long": one.num_too_long} for one in planned]
+
+
+def usual_capacities(trie: Trie) -> list[int]:
+    """Return 16,384 and 65,536 if every trajectory fits, else the next power of two that the longest one fits."""
+    longest = int(trie.lengths.max())
+    return [size for size in USUAL_CAPACITIES if size >= longest] or [1 << (longest - 1).bit_length()]
+
+
+def forecast_lines(trie: Trie, planned: list[PlannedCapacity], *, method: str, search: Search = Search()) -> list[Line]:  # noqa: B008
+    """Return the work of `trie` without a capacity, and then of each plan, for every way to cut rollouts into samples.
+
+    If turns are derived from whole trajectories, each capacity gets a second plan for them by `method` and `search`,
+    unless cutting to turns changes nothing; turns that do not fit are left out. Whole trajectories are derived from
+    turns only if all turns fit.
+    """
+    trained = trained_of(trie)
+    name, *others = ways_to_cut(trie)
+    works = [
+        _rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes)) for each in planned
+    ]
+    lines = [Line(name, None, flat_work(trie), tree_work(trie, trained))]
+    lines += [
+        Line(name, each.plan.capacity, flat_work(each.trie), work, each.num_too_long)
+        for each, work in zip(planned, works, strict=True)
+    ]
+    if "trajectories" in others:
+        whole = whole_work(trie, trained)
+        lines += [replace(line, samples="trajectories", flat=whole) for line in lines if line.num_left_out == 0]
+    elif "turns" in others:
+        turns = turns_of(trie)
+        cut = cut_to_turns(trie, turns)
+        lines.append(Line("turns", None, turns_work(cut, turns), tree_work(cut, trained_of(cut))))
+        lines += [
+            _turns_line(trie, turns, (each, work), method=method, search=search)
+            for each, work in zip(planned, works, strict=True)
+        ]
+    return lines
+
+
+def _rows_work(planned: PlannedCapacity, trained: Trained) -> FlopCount:
+    totals = planned.totals
+    tokens, pairs = totals.tokens_packed, int(totals.row_pairs.sum())
+    return plan_work(trained, planned.plan.row_of, num_tokens=tokens, num_pairs=pairs)
+
+
+def _turns_line(
+    trie: Trie, turns: Turns, whole: tuple[PlannedCapacity, FlopCount], *, method: str, search: Search
+) -> Line:
+    """Return the line of the turns that fit the capacity of `whole`; its rows are used if turns change nothing."""
+    planned, work = whole
+    capacity = planned.plan.capacity
+    fitting = turns.within(capacity)
+    cut = cut_to_turns(trie, fitting)
+    if cut is not planned.trie:
+        (planned,) = plan_capacities(cut, [capacity], method=method, too_long="error", search=search)
+        work = _rows_work(planned, trained_of(planned.packed_nodes))
+    return Line("turns", capacity, turns_work(cut, fitting), work, len(turns.ends) - len(fitting.ends))

@@ -1,0 +1,54 @@
+"""Verify a trie or packed directory: `treepack stats --check` as a function."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from treepack.analysis.origin import read_packed_origin
+from treepack.files import schema
+from treepack.files.manifest import Manifest, read_manifest
+from treepack.pack.check import check_packed, check_totals
+from treepack.pack.files import read_rows
+from treepack.processes import ReportProgress, with_progress
+from treepack.trie.check import check_trie
+from treepack.trie.files import read_trie
+from treepack.trie.totals import trie_totals
+from treepack.trie.trie import Trie
+
+CHECKED_TOTALS = ("num_rows", "tokens_packed", "num_trajectories", "tokens_flat")
+
+
+def check(
+    directory: str | Path, *, trie: str | Path | None = None, progress: ReportProgress | None = None
+) -> dict[str, Any]:
+    """Verify hashes, every invariant and the totals of a trie or packed directory; return the counts of what was read.
+
+    The rows of a packed directory must also give back its trie: each trajectory exactly once, with its tokens and loss
+    weights. That trie is `trie`, or the one that the manifest names. `against_trie` is False if it cannot be found.
+
+    Raises:
+        TreepackError: the first fault, naming the file, node, row or trajectory.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    if manifest["format"] == schema.TRIE_FORMAT:
+        return check_trie_totals(read_trie(directory), manifest)
+    origin = read_packed_origin(directory, manifest, None if trie is None else Path(trie))
+    total = manifest["totals"]["num_rows"]
+    rows = with_progress(read_rows(directory), progress, "reading", unit="rows", total=total)
+    check_packed(rows, manifest, origin)
+    return checked_totals(manifest, against_trie=origin is not None)
+
+
+def check_trie_totals(trie: Trie, manifest: Manifest | None) -> dict[str, Any]:
+    """Check a trie, and its totals against `manifest` if there is one; return the counts of what was checked."""
+    check_trie(trie)
+    if manifest is not None:
+        check_totals(manifest["totals"], trie_totals(trie))
+    return {"num_trajectories": trie.num_trajectories, "num_nodes": trie.num_nodes}
+
+
+def checked_totals(manifest: Manifest, *, against_trie: bool) -> dict[str, Any]:
+    """Return the counts of checked rows; `against_trie` tells whether their trie was compared too."""
+    return {name: manifest["totals"][name] for name in CHECKED_TOTALS} | {"against_trie": against_trie}

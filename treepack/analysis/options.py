@@ -1,0 +1,64 @@
+"""Options of statistics and of the report.
+
+This file imports no numerical library, so that the command line can take its defaults from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from treepack.ingest.options import BuildOptions
+from treepack.pack.options import PackOptions
+
+
+@dataclass(frozen=True, slots=True)
+class StatsOptions:
+    """Options of `treepack stats`.
+
+    Attributes:
+        build: how raw rollouts are read.
+        capacities: capacities to predict the packing for; empty for a quick forecast at usual ones.
+        pack: method, effort and time limit of the plans for `capacities`; its other fields are not used.
+        model: model of the forecast: a preset or a config.json.
+        device: device of the forecast: a name or a rate in TFLOP/s.
+        check: verify files, invariants, and that rows give back their trie.
+        trie: trie to check a packed directory against; None for the one it was packed from.
+        effective_ratio: add the share of groups and prefixes with mixed outcomes (TRACE).
+        predictions: file of predicted values, to add how well they rank groups and prefixes.
+        segment: after which tokens a prefix ends, for these two.
+    """
+
+    build: BuildOptions = field(default_factory=BuildOptions)
+    capacities: tuple[int, ...] = ()
+    pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
+    model: str = "qwen3-8b"
+    device: str = "h200"
+    check: bool = False
+    trie: Path | None = None
+    effective_ratio: bool = False
+    predictions: Path | None = None
+    segment: str = "turn"
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """Options of `treepack report`.
+
+    Attributes:
+        build: how raw rollouts are read; its tokenizer also decodes token ids.
+        capacities: capacities at which ERR is compared with POR; empty for doubling from the longest rollout.
+        pack: method, effort and time limit of the plans; its other fields are not used.
+        model: model of the forecast: a preset or a config.json.
+        trie: trie of a packed directory; None for the one it was packed from, or else one rebuilt from its rows.
+        text: put the text of the rollouts into the page.
+        text_limit: maximum number of tokens with text in the page; every node keeps equally many of its first ones.
+    """
+
+    build: BuildOptions = field(default_factory=BuildOptions)
+    capacities: tuple[int, ...] = ()
+    pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
+    model: str = "qwen3-8b"
+    trie: Path | None = None
+    text: bool = True
+    text_limit: int = 8_000_000

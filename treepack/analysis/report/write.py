@@ -1,0 +1,170 @@
+"""Write the page or the pictures of rollouts, a trie or a packed directory: `treepack report` as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from treepack.analysis.describe import describe_rows
+from treepack.analysis.forecast import RowCounter
+from treepack.analysis.model_cost import read_shape
+from treepack.analysis.options import ReportOptions
+from treepack.analysis.origin import manifest_of, origin_of, read_origin
+from treepack.analysis.report.figures import Packed, Subject, measure
+from treepack.analysis.report.page import MARK, render, vega
+from treepack.analysis.report.pictures import PICTURES, figure_class, write_pictures
+from treepack.analysis.report.rebuilt import trie_of_rows
+from treepack.analysis.report.texts import Texts, decoder_of, ids_as_text, node_texts
+from treepack.errors import TreepackError
+from treepack.files import schema
+from treepack.files.directory import finished_file, refuse_existing
+from treepack.files.manifest import Manifest
+from treepack.ingest.tokenization import fingerprint, load_tokenizer
+from treepack.pack.files import read_rows
+from treepack.pack.plan.problem import Search
+from treepack.pack.row import Row
+from treepack.processes import ReportProgress, with_progress
+from treepack.trie.directory import read_to_trie
+from treepack.trie.files import read_trie
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSummary:
+    """The outputs of a report.
+
+    Attributes:
+        page: the HTML page, or None.
+        pictures: the directory of the pictures, or None.
+        decoded: whether the page shows text; else it shows token ids, because there is no tokenizer.
+        has_text: whether the page has the text or the ids of the rollouts at all.
+        tokens_left_out: tokens beyond the text limit.
+        missing_tokenizer: name of the tokenizer that the data was made with, if it cannot be loaded any more.
+    """
+
+    page: Path | None
+    pictures: Path | None
+    decoded: bool
+    has_text: bool
+    tokens_left_out: int
+    missing_tokenizer: str | None
+
+
+def report(
+    paths: Sequence[str | Path],
+    *,
+    page: str | Path | None = None,
+    pictures: str | Path | None = None,
+    options: ReportOptions = ReportOptions(),  # noqa: B008 (immutable)
+    overwrite: bool = False,
+    progress: ReportProgress | None = None,
+) -> ReportSummary:
+    """Write a page that shows what rollouts share, or pictures of its charts, or both.
+
+    Args:
+        paths: one trie directory, one packed directory, or raw rollouts as for `build_trie_directory`.
+        page: HTML file to write.
+        pictures: directory to write PNG files into.
+        options: plans, forecast and text of the report, and how raw rollouts are read.
+        overwrite: replace files that an earlier report wrote.
+        progress: called with the tokens or rows read so far.
+
+    Raises:
+        TreepackError: bad input, an output that exists, another tokenizer, or a package that is not installed.
+    """
+    page, pictures = (None if path is None else Path(path) for path in (page, pictures))
+    if page is None and pictures is None:
+        raise TreepackError("there is neither a page nor a folder of pictures to write; give one of them")
+    files = [] if pictures is None else [pictures / name for name in PICTURES]
+    for file in [*([] if page is None else [page]), *files]:
+        refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option="output")
+    # Refuse now what is not installed, rather than after minutes of planning.
+    if page is not None:
+        vega()
+    if pictures is not None:
+        figure_class()
+    shape = read_shape(options.model)
+    subject, tokenizer, missing = _read(paths, options, progress)
+    search = Search(options.pack.effort, options.pack.time_limit)
+    capacities = list(options.capacities) or None
+    figures = measure(subject, shape, capacities=capacities, method=options.pack.method, search=search)
+    texts = None
+    if page is not None:
+        texts = _texts(subject, tokenizer, options.text_limit) if options.text else None
+        special = list(tokenizer.get_added_vocab()) if tokenizer and texts else []
+        html = render(subject, figures, texts, decoded=tokenizer is not None, special=special)
+        with finished_file(page) as temporary:
+            temporary.write_text(html, encoding="utf-8")
+    if pictures is not None:
+        write_pictures(subject, figures, pictures)
+    left_out = 0 if texts is None else texts.tokens_left_out
+    return ReportSummary(page, pictures, tokenizer is not None, texts is not None, left_out, missing)
+
+
+def _is_report(path: Path) -> bool:
+    """Return whether an earlier report wrote the file; an empty one counts too."""
+    with path.open("rb") as file:
+        head = file.read(1024)
+    return (path.suffix == ".png" and head.startswith(b"\x89PNG")) or MARK.encode() in head or not head
+
+
+def _read(
+    paths: Sequence[str | Path], options: ReportOptions, progress: ReportProgress | None
+) -> tuple[Subject, Any, str | None]:
+    """Return the subject, its tokenizer or None, and the name of the tokenizer if it cannot be loaded."""
+    directory, manifest, name = Path(paths[0]), manifest_of(paths), options.build.tokenizer
+    if manifest is None:
+        tokenizer = load_tokenizer(name) if name else None
+        trie, counts = read_to_trie(paths, options.build, tokenizer=tokenizer, progress=progress)
+        title = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
+        return Subject(title, trie, counts=counts), tokenizer, None
+    tokenizer, missing = _tokenizer_of(directory, manifest, name)
+    title = directory.resolve().name
+    if manifest["format"] == schema.TRIE_FORMAT:
+        return Subject(title, read_trie(directory), counts=manifest["counts"]), tokenizer, missing
+    return _packed(title, directory, manifest, options.trie, progress), tokenizer, missing
+
+
+def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None) -> tuple[Any, str | None]:
+    """Return the tokenizer `name`, or else that of the manifest, or None and its name if it cannot be loaded."""
+    entry = manifest["tokenizer"]
+    chosen = name or (entry["name"] if entry else None)
+    if not chosen:
+        return None, None
+    try:
+        tokenizer = load_tokenizer(chosen)
+    except TreepackError:
+        if name:
+            raise
+        return None, chosen
+    if entry and entry["sha256"] != fingerprint(tokenizer)["sha256"]:
+        raise TreepackError(f"{chosen}: is another tokenizer than {entry['name']}, which {directory} was made with")
+    return tokenizer, None
+
+
+def _packed(
+    title: str, directory: Path, manifest: Manifest, trie_path: Path | None, progress: ReportProgress | None
+) -> Subject:
+    def rows(stage: str) -> Iterator[Row]:
+        total = manifest["totals"]["num_rows"]
+        return with_progress(read_rows(directory), progress, stage, unit="rows", total=total)
+
+    def measured_rows() -> Iterator[Row]:
+        for row in counter.over(rows("reading")):
+            sizes.append(row.num_tokens)
+            yield row
+
+    sizes, counter = list[int](), RowCounter()
+    err_by_depth = describe_rows(measured_rows())["err_by_depth"]
+    capacity, totals = manifest["capacity"], manifest["totals"]
+    packed = Packed(capacity, np.array(sizes), totals, err_by_depth, counter.line(capacity, totals))
+    path = origin_of(directory, manifest, trie_path)
+    trie = trie_of_rows(rows("rebuilding")) if path is None else read_origin(path, manifest)
+    return Subject(title, trie, packed, rebuilt=path is None, counts=manifest["counts"])
+
+
+def _texts(subject: Subject, tokenizer: Any, limit: int) -> Texts:
+    return node_texts(subject.trie, decoder_of(tokenizer) if tokenizer else ids_as_text, limit=limit)

@@ -1,0 +1,70 @@
+"""Options of reading: how raw rollouts become tokenised trajectories, and a trie.
+
+This file imports no numerical library, so that the command line can take its defaults from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from treepack.errors import TreepackError
+
+EXPANSIONS = ("trajectory", "turns")
+SHARES = ("all", "group", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How to build a trie from rollouts; the fields are the options of `treepack build-trie`.
+
+    Attributes:
+        format: a name that `treepack formats` lists, or "auto" to recognise each file by its content.
+        tokenizer: name or folder of the tokenizer whose chat template renders conversations.
+        tools: tool schemas for conversations that bring none.
+        expand: "trajectory" for one sample per conversation, "turns" for one per assistant turn.
+        share: "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none"
+            makes every trajectory a tree of its own.
+        reward_key: key of the reward, if the reward is an object.
+        normalize_ids: number tool call ids, UUIDs and times of conversations, so that random ones share prefixes.
+        train_all: train every token of token records that have no mask.
+        shapes: also accept inputs that have lengths but no tokens; for statistics only.
+        workers: processes that read and tokenise; the result is the same for any number.
+
+    Raises:
+        TreepackError: a value that an option does not take.
+    """
+
+    format: str = "auto"
+    tokenizer: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    expand: str = "trajectory"
+    share: str = "all"
+    reward_key: str | None = None
+    normalize_ids: bool = False
+    train_all: bool = False
+    shapes: bool = False
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, naming the option."""
+        for name, known in (("expand", EXPANSIONS), ("share", SHARES)):
+            if getattr(self, name) not in known:
+                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if self.workers < 1:
+            raise TreepackError(f"workers is {self.workers}; expected at least 1")
+        if self.tools is not None and not all(isinstance(tool, dict) for tool in self.tools):
+            raise TreepackError("tools has an entry that is no object; expected a list of tool schemas")
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the options that change the result, as the manifest of a trie records them."""
+        record = {
+            "expand": self.expand,
+            "format": self.format,
+            "share": self.share,
+            "tools": self.tools,
+            "reward_key": self.reward_key,
+            "train_all": self.train_all,
+        }
+        # Written only if set: tries that were built without the option keep their bytes.
+        return record | ({"normalize_ids": True} if self.normalize_ids else {})

@@ -1,0 +1,118 @@
+"""A trie directory to a packed directory: `treepack pack` as a function.
+
+    trie/ --read_trie--> Trie --plan_packing--> Packing --write_packed--> out/
+
+The directory appears when it is complete.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.files import schema
+from treepack.files.directory import finished_directory, finished_file, refuse_existing
+from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.ingest.readers.inputs import displayed
+from treepack.pack.files import write_packed
+from treepack.pack.options import PackOptions
+from treepack.pack.packing import Packing, plan_packing
+from treepack.pack.plan.files import PlanFile, read_plan_file
+from treepack.pack.plan.planning import plan_lines
+from treepack.processes import ReportProgress, with_progress
+from treepack.trie.files import read_trie
+
+
+@dataclass(frozen=True, slots=True)
+class PackSummary:
+    """A packed directory that was written: its path and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """`num_rows`, `tokens_packed`, `err`, `fill`, `gap` and more; docs/format.md lists them."""
+        return self.manifest["totals"]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Trajectories that were dropped or truncated because they are longer than the capacity."""
+        return self.manifest["counts"]
+
+
+def pack_trie(
+    trie: str | Path,
+    out: str | Path,
+    options: PackOptions = PackOptions(),  # noqa: B008 (immutable)
+    *,
+    plan: str | Path | None = None,
+    save_plan: str | Path | None = None,
+    overwrite: bool = False,
+    progress: ReportProgress | None = None,
+) -> PackSummary:
+    """Pack a trie directory into rows and write them to the directory `out`, which appears when it is complete.
+
+    Args:
+        trie: a trie directory.
+        out: the directory to write.
+        options: limits, planning and loss weights; `capacity` is needed unless `plan` is given.
+        plan: take the rows and their limits from this file instead of planning; docs/format.md describes it.
+        save_plan: also write the plan to this file, as `plan` reads it.
+        overwrite: replace `out` and `save_plan` if treepack wrote them.
+        progress: called after each row with the rows written so far.
+
+    Raises:
+        TreepackError: a trajectory that is too long, a plan that does not suit, or an output that cannot be written.
+    """
+    trie, out = Path(trie), Path(out)
+    plan_path, save_path = (None if path is None else Path(path) for path in (plan, save_plan))
+    inputs = [trie] if plan_path is None else [trie, plan_path]
+    refuse_existing(out, overwrite=overwrite, inputs=inputs)
+    if save_path is not None:
+        refuse_existing(
+            save_path, overwrite=overwrite, inputs=[out, *inputs], is_own_file=_is_plan, option="--save-plan"
+        )
+    plan_file = None if plan_path is None else read_plan_file(plan_path)
+    source = read_manifest(trie, schema.TRIE_FORMAT)
+    entry = trie_entry(trie, displayed(str(trie)))
+    if plan_file and plan_file.trie not in (None, entry["sha256"]):
+        raise TreepackError(f"{plan_path}: was made for another trie than {trie}; pass that trie, or leave out --plan")
+    packing = plan_packing(read_trie(trie), options, plan_file=plan_file)
+    provenance = Provenance(
+        options=_recorded(packing, plan_file),
+        counts=packing.counts,
+        totals=packing.totals,
+        tokenizer=source["tokenizer"],
+        trie=entry,
+    )
+    rows = with_progress(packing, progress, "packing", unit="rows", total=len(packing))
+    with ExitStack() as stack:
+        if save_path is not None:
+            saved = stack.enter_context(finished_file(save_path))
+            lines = plan_lines(packing.trie, packing.plan, trie_sha256=entry["sha256"])
+            saved.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        temporary = stack.enter_context(finished_directory(out, overwrite=overwrite))
+        manifest = write_packed(rows, temporary, capacity=packing.plan.capacity, provenance=provenance)
+    return PackSummary(out, manifest)
+
+
+def _recorded(packing: Packing, plan_file: PlanFile | None) -> dict[str, Any]:
+    """Return the options that the manifest records; a plan file says nothing of effort and time limit."""
+    record, plan = packing.options.as_record(), packing.plan
+    record |= {"method": plan.method, "balance": plan.multiple_of}
+    record |= {"pairs_budget": plan.limits.pairs, "terms_budget": plan.limits.terms}
+    if plan_file is not None:
+        del record["effort"], record["time_limit"]
+    return record
+
+
+def _is_plan(path: Path) -> bool:
+    try:
+        read_plan_file(path)
+    except TreepackError:
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""Options of packing: limits of a row, how rows are planned, and what their losses count.
+
+This file imports no numerical library, so that the command line can take its defaults from here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from treepack.errors import TreepackError
+
+METHODS = ("auto", "contiguous", "heuristic", "single-path", "exact", "greedy-online", "sequence", "groups")
+EFFORTS = ("low", "normal", "high")
+TOO_LONG = ("error", "drop", "truncate")
+SEMANTICS = ("branch", "once")
+NORMALIZE = ("token", "trajectory", "group")
+
+MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
+MAX_BUDGET = 10**18  # sums of a few budgets still fit 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """How to pack a trie into rows; the fields are the options of `treepack pack`.
+
+    Attributes:
+        capacity: maximum number of tokens in a row; None only if a plan file gives it.
+        pairs_budget: maximum number of attention score pairs in a row, None for no limit.
+        terms_budget: maximum number of loss terms in a row, None for no limit.
+        method: how trajectories are assigned to rows; docs/packing.md describes the methods.
+        effort: how much work a method that searches may do: "low", "normal" or "high".
+        time_limit: maximum seconds per tree for a method that proves its plan optimal, None for no limit.
+        balance: every training step gets a multiple of this number of rows, with even score pairs.
+        too_long: "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it.
+        semantics: a shared trained token counts for every trajectory ("branch") or once ("once").
+        normalize: "token", "trajectory" or "group": which of them have equal weight in the mean loss.
+        workers: processes that plan; the plan is the same for any number.
+
+    Raises:
+        TreepackError: a value that an option does not take.
+    """
+
+    capacity: int | None = None
+    pairs_budget: int | None = None
+    terms_budget: int | None = None
+    method: str = "auto"
+    effort: str = "normal"
+    time_limit: float | None = None
+    balance: int = 1
+    too_long: str = "error"
+    semantics: str = "branch"
+    normalize: str = "token"
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, naming the option."""
+        choices = {
+            "method": METHODS,
+            "effort": EFFORTS,
+            "too_long": TOO_LONG,
+            "semantics": SEMANTICS,
+            "normalize": NORMALIZE,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        limits = {"capacity": MAX_CAPACITY, "pairs_budget": MAX_BUDGET, "terms_budget": MAX_BUDGET}
+        for name, maximum in limits.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= maximum:
+                raise TreepackError(f"{name} is {value}; expected 1 to {maximum}")
+        for name in ("balance", "workers"):
+            if getattr(self, name) < 1:
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.time_limit is not None and not (math.isfinite(self.time_limit) and self.time_limit > 0):
+            raise TreepackError(f"time_limit is {self.time_limit}; expected a positive number of seconds")
+        if self.method == "sequence" and self.semantics == "once":
+            raise TreepackError("the method sequence shares no token, so semantics must be branch")
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the options as the manifest of a packed directory records them."""
+        return {
+            "method": self.method,
+            "effort": self.effort,
+            "time_limit": self.time_limit,
+            "pairs_budget": self.pairs_budget,
+            "terms_budget": self.terms_budget,
+            "balance": self.balance,
+            "too_long": self.too_long,
+            "semantics": self.semantics,
+            "normalize": self.normalize,
+        }

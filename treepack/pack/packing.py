@@ -1,0 +1,92 @@
+"""A trie to training rows in memory: limits, the plan, and the rows themselves.
+
+Trie --fit_capacity--> Trie --plan_rows--> Plan --check_plan--> Packing --iterate--> Row, Row, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.pack.capacity import fit_capacity
+from treepack.pack.options import PackOptions
+from treepack.pack.placement import unordered_tiles
+from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.files import PlanFile
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import packed_trie, plan_of_file, plan_rows
+from treepack.pack.plan.problem import Limits, Search
+from treepack.pack.row import Row
+from treepack.pack.rows import pack_rows
+from treepack.pack.totals import packed_totals
+from treepack.trie.totals import trie_totals
+from treepack.trie.trie import Trie
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A checked plan of a trie, ready to yield its rows.
+
+    Attributes:
+        trie: the trie whose trajectories are planned; those that are too long are cut or left out.
+        plan: the row of each trajectory of `trie`.
+        totals: `trie_totals` and `packed_totals` together.
+        counts: trajectories that were dropped or truncated.
+        options: the options it was made with; `capacity` is set.
+    """
+
+    trie: Trie
+    plan: Plan
+    totals: dict[str, Any]
+    counts: dict[str, int]
+    options: PackOptions
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.plan.num_rows
+
+    def __iter__(self) -> Iterator[Row]:
+        """Yield the rows in order, made one at a time."""
+        nodes = packed_trie(self.trie, self.plan.method)
+        yield from pack_rows(nodes, self.plan, semantics=self.options.semantics, normalize=self.options.normalize)
+
+
+def plan_packing(trie: Trie, options: PackOptions, *, plan_file: PlanFile | None = None) -> Packing:
+    """Plan the rows of `trie`; nothing is written.
+
+    The limits and the rows come from `plan_file` if it is given, else they are planned as `options` say.
+
+    Raises:
+        TreepackError: neither a capacity nor a plan, a trajectory that is too long, or a plan that does not suit.
+    """
+    limits = _limits(options, plan_file)
+    method = plan_file.method if plan_file else options.method
+    if method == "sequence" and options.semantics == "once":
+        raise TreepackError("the method sequence shares no token, so semantics must be branch")
+    fitted, counts = fit_capacity(trie, limits.longest, too_long=options.too_long)
+    plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options)
+    nodes = packed_trie(fitted, plan.method)
+    totals = trie_totals(fitted) | packed_totals(fitted, plan, check_plan(nodes, plan))
+    totals["tiles_partial_unordered"] = unordered_tiles(nodes, plan)
+    return Packing(fitted, plan, totals, dict(sorted(counts.items())), options)
+
+
+def _limits(options: PackOptions, plan_file: PlanFile | None) -> Limits:
+    if plan_file is not None:
+        return plan_file.limits
+    if options.capacity is None:
+        raise TreepackError("there is neither a capacity nor a plan; give one of them")
+    return Limits(options.capacity, options.pairs_budget, options.terms_budget)
+
+
+def _plan(trie: Trie, limits: Limits, options: PackOptions) -> Plan:
+    return plan_rows(
+        trie,
+        capacity=limits,
+        method=options.method,
+        search=Search(options.effort, options.time_limit),
+        multiple_of=options.balance,
+        workers=options.workers,
+    )

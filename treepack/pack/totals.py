@@ -1,0 +1,34 @@
+"""Totals of a plan: N_pack, the effective reuse ratio, the fill of its rows and the gap to a lower bound."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treepack.pack.plan.plan import Plan, PlanTotals
+from treepack.trie.trie import Trie
+
+
+def packed_totals(trie: Trie, plan: Plan, totals: PlanTotals) -> dict[str, Any]:
+    """Return the cost of a plan of `trie`, and a lower bound that holds for every plan.
+
+    ERR is 1 - N_pack / N_flat, fill is the tokens over rows times capacity, and gap is N_pack over the bound less 1.
+    Several ranks take the rows in order and wait for each other after each; `group_pairs_max_over_mean` is their total
+    time over the time if all rows had the same number of score pairs.
+    """
+    bound = max(plan.lower_bound, trie.tokens_tree)
+    pairs = totals.row_pairs
+    # One line per round of the ranks: pairs [9, 7, 4, 4] for two ranks -> [[9, 7], [4, 4]], time 9 + 4 over 12.
+    rounds = pairs.reshape(-1, plan.multiple_of)
+    waiting = {"group_pairs_max_over_mean": float(rounds.max(axis=1).sum() * plan.multiple_of / pairs.sum())}
+    return {
+        "capacity": plan.capacity,
+        "num_rows": totals.num_rows,
+        "tokens_packed": totals.tokens_packed,
+        "err": 1 - totals.tokens_packed / trie.tokens_flat,
+        "token_ratio": totals.tokens_packed / trie.tokens_flat,
+        "fill": totals.tokens_packed / (totals.num_rows * plan.capacity),
+        "lower_bound": bound,
+        "gap": totals.tokens_packed / bound - 1,
+        "pairs_max_over_mean": float(pairs.max() / pairs.mean()),
+        **(waiting if plan.multiple_of > 1 else {}),
+    }

@@ -1,0 +1,116 @@
+"""Raw rollouts to a trie directory: `treepack build-trie` as a function.
+
+    inputs --read_columns--> batches --build_large_trie--> Trie --write_trie--> out/
+
+The directory appears when it is complete. Memory is bounded: see `out_of_core`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treepack.columns import Sequences
+from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.manifest import Manifest, Provenance
+from treepack.ingest.options import BuildOptions
+from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.stream import read_columns
+from treepack.ingest.tokenization import fingerprint, load_tokenizer
+from treepack.processes import ReportProgress, with_progress
+from treepack.trie.files import write_trie
+from treepack.trie.out_of_core import build_large_trie
+from treepack.trie.totals import trie_totals
+from treepack.trie.trie import Trie
+
+
+@dataclass(frozen=True, slots=True)
+class TrieSummary:
+    """A trie directory that was written: its path, its manifest, and the time that it took in seconds."""
+
+    path: Path
+    manifest: Manifest
+    seconds: float
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """Trajectories, groups, trees, nodes, `tokens_flat`, `tokens_tree`, `tokens_trained` and `por`."""
+        return self.manifest["totals"]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of rollouts per reason for skipping them, and of notes about them."""
+        return self.manifest["counts"]
+
+    @property
+    def num_files(self) -> int:
+        """Input files that were read to their end."""
+        return self.manifest["input"]["num_files"]
+
+
+def build_trie_directory(
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
+    *,
+    overwrite: bool = False,
+    progress: ReportProgress | None = None,
+) -> TrieSummary:
+    """Read rollouts and write their prefix tries to the directory `out`, which appears when it is complete.
+
+    Args:
+        inputs: files, folders, globs, or "-" for standard input.
+        out: the directory to write.
+        options: how to read, tokenise and share.
+        overwrite: replace `out` if treepack wrote it.
+        progress: called after each batch with the tokens read so far.
+
+    Raises:
+        TreepackError: bad input, no trajectory at all, text without a tokenizer, or `out` cannot be written.
+    """
+    out, names = Path(out), [str(path) for path in inputs]
+    refuse_existing(out, overwrite=overwrite, inputs=names)
+    counts, digest, start = Counter[str](), InputHash(), time.perf_counter()
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    with finished_directory(out, overwrite=overwrite) as temporary:
+        batches = read_columns(names, options, counts, tokenizer=tokenizer, input_hash=digest)
+        built = build_large_trie(_reading(batches, progress), share=options.share, folder=temporary)
+        totals = trie_totals(built.trie)
+        built.release()
+        provenance = Provenance(
+            options=options.as_record(),
+            counts=dict(sorted(counts.items())),
+            totals=totals,
+            tokenizer=fingerprint(tokenizer) if tokenizer else None,
+            input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
+        )
+        manifest = write_trie(built.trie, temporary, provenance, release=built.release)
+    return TrieSummary(out, manifest, time.perf_counter() - start)
+
+
+def read_to_trie(
+    inputs: Sequence[str | Path],
+    options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
+    *,
+    tokenizer: Any = None,
+    progress: ReportProgress | None = None,
+) -> tuple[Trie, dict[str, int]]:
+    """Read rollouts into a trie without writing a directory; return it and the counts of what was skipped or noted.
+
+    `tokenizer` is that of `options`, if the caller has loaded it already. A large trie is mapped from temporary files.
+
+    Raises:
+        TreepackError: bad input, no trajectory at all, or text without a tokenizer.
+    """
+    counts: Counter[str] = Counter()
+    batches = read_columns([str(path) for path in inputs], options, counts, tokenizer=tokenizer)
+    trie = build_large_trie(_reading(batches, progress), share=options.share).trie
+    return trie, dict(sorted(counts.items()))
+
+
+def _reading(batches: Iterable[Sequences], progress: ReportProgress | None) -> Iterable[Sequences]:
+    return with_progress(batches, progress, "reading", unit="tokens", size=lambda batch: len(batch.tokens))
