@@ -23,7 +23,7 @@ from treepack.attention import prepare, reference_attention, resolve, takes_chai
 from treepack.attention.autograd import has_hopper
 from treepack.attention.chains import Chains, chain_attention, find_chains
 from treepack.attention.dispatch import choose
-from treepack.attention.flash import installed
+from treepack.attention.flash import has_flash_attention_4
 from treepack.errors import TreepackError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -159,9 +159,9 @@ def test_tensors_of_different_dtypes_are_refused_where_a_kernel_would_misread_th
 @pytest.mark.parametrize(
     ("impl", "made_for", "message"),
     [
-        ("triton", "flex", "the schedule is a BlockMask, which triton does not read"),
-        ("flex", "triton", "the schedule is a Schedule, which flex does not read"),
-        ("reference", "flex", "which reference does not read"),
+        ("triton", "flex", "the schedule is a BlockMask, which triton does not take"),
+        ("flex", "triton", "the schedule is a Schedule, which flex does not take"),
+        ("reference", "flex", "which reference does not take"),
     ],
 )
 def test_a_schedule_of_another_implementation_is_refused(impl: str, made_for: str, message: str) -> None:
@@ -175,7 +175,7 @@ def test_a_schedule_of_another_implementation_is_refused(impl: str, made_for: st
 @pytest.mark.parametrize("end", [forests(200), random_tree(9, seed=1)], ids=["longer", "one row"])
 def test_a_schedule_of_other_rows_is_refused(impl: str, end: Tensor) -> None:
     q, k, v, _ = inputs(9, torch.float32)
-    with pytest.raises(TreepackError, match="expected the schedule of these rows"):
+    with pytest.raises(TreepackError, match="pass the schedule of these rows"):
         tree_attention(q, k, v, forests(9), impl=impl, schedule=prepare(end, impl))
 
 
@@ -184,7 +184,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that says it has a Hopper GPU, and no flash-attn."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    caches = (choose, installed, has_hopper)
+    caches = (choose, has_flash_attention_4, has_hopper)
     for cached in caches:
         cached.cache_clear()
     yield

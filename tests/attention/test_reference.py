@@ -163,15 +163,15 @@ def test_a_block_mask_of_another_row_is_refused() -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"subtree_end": None}, "subtree_end is missing"),
+    ({"subtree_end": None}, "subtree_end did not reach this layer"),
     ({"dropout": 0.1}, "dropout is 0.1"),
     ({"sliding_window": 11}, "sliding window of 11"),
-    ({"softcap": 30.0}, "asks for softcap"),
-    ({"s_aux": torch.zeros(4)}, "asks for s_aux"),
-    ({"position_bias": torch.zeros(1)}, "asks for position_bias"),
-    ({"head_mask": torch.ones(4)}, "asks for head_mask"),
+    ({"softcap": 30.0}, "uses softcap"),
+    ({"s_aux": torch.zeros(4)}, "uses s_aux"),
+    ({"position_bias": torch.zeros(1)}, "uses position_bias"),
+    ({"head_mask": torch.ones(4)}, "uses head_mask"),
     ({"is_causal": False}, "not causal"),
-    ({"output_attentions": True}, "asks for output_attentions"),
+    ({"output_attentions": True}, "uses output_attentions"),
 ]
 
 
@@ -190,7 +190,7 @@ def test_models_refuse_a_row_without_subtree_end_and_a_mask(kind: str, attention
     register()
     model = tiny_model(kind, attention=attention)
     ids, end = torch.arange(5)[None], torch.full((1, 5), 5)
-    with pytest.raises(TreepackError, match="subtree_end is missing"):
+    with pytest.raises(TreepackError, match="subtree_end did not reach this layer"):
         model(input_ids=ids, use_cache=False)
     for mask in (torch.tensor([[0, 1, 1, 1, 1]]), torch.zeros(1, 1, 5, 5)):
         with pytest.raises(TreepackError, match="mask is given"):

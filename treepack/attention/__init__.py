@@ -1,13 +1,17 @@
 """Attention over packed trees: one integer per token is the whole mask.
 
-dispatch    tree_attention, by any implementation; what each prepares once per row; which one suits
-reference   obvious, any device, float64; the twin of every other implementation
-flex        FlexAttention over block lists made from the intervals; compiled on an accelerator
-flash       the same block lists through FlexAttention's FlashAttention-4 backend
-chains      rows in which nothing branches, through varlen FlashAttention
-schedule    lists of tiles for the project's own kernels
-kernel      those kernels, in Triton
-interface   all under transformers' names, and the refusal of everything else a model may ask for
+dispatch       tree_attention by any implementation, the schedule of each, and the choice among them
+interface      all implementations under transformers' names, and the refusal of every other request of a model
+reference      simple code for any device and float64; every other implementation is tested against it
+flex           FlexAttention over block lists made from the intervals; compiled on an accelerator
+flash          the same block lists through FlexAttention's FlashAttention-4 backend
+chains         rows in which nothing branches, through varlen FlashAttention
+schedule       lists of tiles for the project's own kernels
+naive          those kernels in plain torch, to read and to test against
+portable       those kernels in Triton, for any GPU
+hopper         those kernels in Gluon, for Hopper GPUs
+kernel_launch  the arguments of one launch, shared by both
+autograd       forward and backward kernels as one function that torch differentiates
 
 Triton is imported when a kernel first runs, never before.
 """

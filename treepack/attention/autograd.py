@@ -3,11 +3,12 @@
     query, key, value, Schedule --forward--> output, log-sum-exp
     gradient of the output      --backward--> gradients of query, key and value
 
-Between the two only the inputs, the output and the log-sum-exp are kept. Which kernels run is decided here; that a
-row has a schedule, and that shapes and dtypes suit the kernels, is seen to in `dispatch`.
+Between the two, only the inputs, the output and the log-sum-exp are kept. This module chooses the kernels; `dispatch`
+makes sure that a row has a schedule and that the kernels take the shapes and dtypes.
 
-Triton launches on the current GPU, whichever has the tensors, so theirs is made the current one. torch.compile leaves
-all this as it is: it would trace the launches, and whether this is a recomputation only once.
+Triton launches on the current GPU even if the tensors are on another one, so their GPU becomes the current one for each
+launch. torch.compile skips this module: it would trace the launches, and it would decide only once whether this is a
+recomputation.
 """
 
 from __future__ import annotations
@@ -25,35 +26,37 @@ from torch.autograd.function import once_differentiable
 from treepack.attention.schedule import Schedule
 from treepack.errors import TreepackError
 
-# What the Hopper kernels take, and the releases of Triton in whose Gluon they were compiled.
+# Head dimensions of the Hopper kernels, and the first and last release of Triton whose Gluon has compiled them.
 HOPPER_HEAD_DIMS = (64, 128)
 HOPPER_TRITON = ((3, 6), (3, 9))
 
 
 class Kept:
-    """Outputs of attention kept over a forward pass, so that recomputing it under checkpointing skips them.
+    """Outputs of attention, kept from the forward pass so that recomputation under checkpointing skips the kernel.
 
     A checkpointed layer runs twice: in the forward pass, which stores its output and log-sum-exp here, and inside the
-    backward pass, which takes them away. One object serves all layers of one forward pass; layers are told apart by
-    `place`, any hashable of theirs. A place that is met twice before the backward pass, as by layers that share their
-    module, is computed anew.
+    backward pass, which takes them out again. One object serves all layers of one forward pass and distinguishes them
+    by `place`, any hashable of the layer. If a place occurs twice before the backward pass, for example because layers
+    share their module, its output is computed again.
     """
 
     def __init__(self) -> None:
-        """Nothing is kept yet."""
-        self._found: dict[Hashable, tuple[Tensor, Tensor] | None] = {}
+        """Start without outputs."""
+        self._results: dict[Hashable, tuple[Tensor, Tensor] | None] = {}
 
     def store(self, place: Hashable, out: Tensor, lse: Tensor) -> None:
-        """Keep what the forward pass computed at `place`."""
-        self._found[place] = None if place in self._found else (out.detach(), lse)
+        """Keep the output and the log-sum-exp of the forward pass at `place`."""
+        # None marks a place that was stored twice: a recomputation could not distinguish the two results.
+        self._results[place] = None if place in self._results else (out.detach(), lse)
 
     def take(self, place: Hashable) -> tuple[Tensor, Tensor] | None:
-        """What was kept at `place`, if this is its recomputation."""
-        return self._found.pop(place, None) if recomputing() else None
+        """Remove and return the result at `place`; None in a forward pass, or if there is no result."""
+        return self._results.pop(place, None) if is_recomputing() else None
 
 
-def recomputing() -> bool:
-    """Whether this code runs inside a backward pass."""
+def is_recomputing() -> bool:
+    """Return whether this code runs inside a backward pass."""
+    # The backward pass of autograd has a graph task; outside of one the id is -1.
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
@@ -67,20 +70,20 @@ def triton_attention(
     scale: float | None = None,
     kept: tuple[Kept, Hashable] | None = None,
 ) -> Tensor:
-    """Softmax attention over the visible pairs of a schedule's rows.
+    """Compute softmax attention over the visible pairs of a schedule's rows.
 
     Args:
         query: [B, H, T, D] in bfloat16, float16 or float32; D <= 256.
         key, value: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
         schedule: of these B rows of T tokens, on the device of `query`.
         scale: factor of the scores, D**-0.5 by default.
-        kept: where to keep the output for its recomputation, and the place of this layer there.
+        kept: the object that keeps the output for recomputation, and the place of this layer in it.
 
     Returns:
         [B, H, T, D] in the dtype of `query`, in memory [B, T, H, D].
 
     Raises:
-        TreepackError: if `scale` is not positive, or the schedule is of other rows or on another device.
+        TreepackError: if `scale` is not positive, or the schedule has other rows or is on another device.
     """
     batch, _, length, width = query.shape
     scale = width**-0.5 if scale is None else scale
@@ -88,37 +91,38 @@ def triton_attention(
         raise TreepackError(f"attention: scale is {scale}; expected a positive number")
     if (len(schedule.end), schedule.length) != (batch, length) or schedule.end.device != query.device:
         raise TreepackError(
-            f"attention: the schedule is of {len(schedule.end)} x {schedule.length} tokens on {schedule.end.device}, "
-            f"query of {batch} x {length} on {query.device}; expected the schedule of these rows, moved to the device"
+            f"attention: the schedule has {len(schedule.end)} x {schedule.length} tokens on {schedule.end.device}, "
+            f"query {batch} x {length} on {query.device}; pass the schedule of these rows, moved to that device"
         )
     out: Tensor = _Attention.apply(query, key, value, schedule, scale, kept)  # type: ignore[no-untyped-call]
     return out
 
 
 def backend(query: Tensor) -> str:
-    """Which kernels run for tensors like `query`: hopper or portable."""
+    """Return the name of the kernels for tensors like `query`: hopper or portable."""
     return "hopper" if runs_hopper(query.device, query.dtype, query.shape[-1]) else "portable"
 
 
 def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the Hopper kernels take such tensors."""
+    """Return whether the Hopper kernels take such tensors."""
     suits = dtype in (torch.bfloat16, torch.float16) and head_dim in HOPPER_HEAD_DIMS and device.type == "cuda"
     return suits and has_hopper(device)
 
 
 @functools.cache
 def has_hopper(device: torch.device) -> bool:
-    """Whether the GPU is a Hopper and this Triton has the Gluon that its kernels are written in."""
+    """Return whether the GPU is a Hopper and this release of Triton compiles its kernels."""
     import triton
 
+    # "3.6.0" -> (3, 6)
     release = tuple(int(number) for number in triton.__version__.split(".")[:2])
-    # AMD's gfx90a calls itself (9, 0) too.
+    # AMD's gfx90a reports (9, 0) too.
     hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
     return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
 def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
-    """The modules with the forward and the backward; imported late, for triton may be missing."""
+    """Return the modules with the forward and the backward; imported late, because triton may be missing."""
     if name == "hopper":
         from treepack.attention.hopper import launch as hopper
 
@@ -142,13 +146,13 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (_with_dense_rows(x) for x in (query, key, value))
         kernels = backend(query)
-        known = kept[0].take(kept[1]) if kept is not None else None
-        if known is not None:
-            out, lse = known
+        result = kept[0].take(kept[1]) if kept is not None else None
+        if result is not None:
+            out, lse = result
         else:
             with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
                 out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
-            if kept is not None and not recomputing():
+            if kept is not None and not is_recomputing():
                 kept[0].store(kept[1], out, lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.schedule, ctx.scale, ctx.kernels = schedule, scale, kernels
@@ -160,10 +164,10 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            found = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
-        return *found, None, None, None
+            gradients = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
+        return *gradients, None, None, None  # none for schedule, scale and kept
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
-    """`x`, copied if neighbours in its last dimension are none in memory, as in the gradient of a sum."""
+    """Return `x`, copied if its last dimension is not dense in memory, as in the gradient of a sum (stride 0)."""
     return x if x.stride(-1) == 1 else x.contiguous()

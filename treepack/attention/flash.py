@@ -1,11 +1,11 @@
 """Tree attention through FlexAttention's FlashAttention-4 backend: the block lists of `flex`, another kernel.
 
-In and out as in `flex`, for bfloat16 and float16 on Hopper and Blackwell with flash-attn-4 installed. That library
-takes block lists only in its own tile sizes: keys by 128, and queries by 128 on Hopper and by 256 on Blackwell, where a
-thread block works on two tiles of queries at a time. For head dimensions above 128 its backward tiles are narrower
-than 128 keys, so it refuses these lists.
+Same inputs and outputs as `flex`, in bfloat16 and float16 on Hopper and Blackwell, if flash-attn-4 is installed. That
+library takes block lists only in its own tile sizes: 128 keys, and 128 queries on Hopper or 256 on Blackwell, because
+there a thread block works on two tiles of queries at a time. For head dimensions above 128 its backward tiles are
+narrower than 128 keys, so it refuses these lists.
 
-Its backward sums dq in whatever order blocks finish: two runs may differ in the last bits.
+Its backward sums dq in the order in which blocks finish, so two runs may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from treepack.attention.flex import attend_blocks, build_block_mask, compiled
+from treepack.attention.flex import attend_blocks, build_block_mask, fused_kernel
 from treepack.attention.reference import check_shapes
 
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 128  # of the backward; see the header
 
 
 @functools.cache
-def installed() -> bool:
-    """Whether flash-attn-4 can be imported; an older flash-attn has no `flash_attn.cute`."""
+def has_flash_attention_4() -> bool:
+    """Return whether flash-attn-4 can be imported; an older flash-attn has no `flash_attn.cute`."""
     try:
         return find_spec("flash_attn.cute") is not None
     except ModuleNotFoundError:
@@ -33,7 +33,8 @@ def installed() -> bool:
 
 
 def build_flash_mask(subtree_end: Tensor) -> BlockMask:
-    """`flex.build_block_mask` in the tile sizes of the GPU that `subtree_end` [B, T] lies on."""
+    """Return `flex.build_block_mask` of `subtree_end` [B, T], in the tile sizes of its GPU."""
+    # Capability 9 is Hopper; 10 and 11 are Blackwell.
     major, _ = torch.cuda.get_device_capability(subtree_end.device)
     return build_block_mask(subtree_end, query_block=128 if major == 9 else 256)
 
@@ -47,11 +48,11 @@ def flash_attention(
     block_mask: BlockMask | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention over the visible pairs.
+    """Compute softmax attention over the visible pairs.
 
     Args:
         query, key, value, subtree_end, scale: as in `reference.reference_attention`, bfloat16 or float16.
-        block_mask: `build_flash_mask(subtree_end)`, where a caller has many layers to spend it on.
+        block_mask: `build_flash_mask(subtree_end)`; a caller with many layers builds it once.
 
     Returns:
         [B, H, T, D_v] in the dtype of the inputs.
@@ -61,4 +62,4 @@ def flash_attention(
     """
     check_shapes(query, key, value, subtree_end)
     mask = build_flash_mask(subtree_end) if block_mask is None else block_mask
-    return attend_blocks(compiled("FLASH"), query, key, value, mask, scale)
+    return attend_blocks(fused_kernel("FLASH"), query, key, value, mask, scale)

@@ -1,17 +1,17 @@
 """Tree attention through FlexAttention: blocks of 128 x 128 pairs, whole blocks skipped, no T x T tensor.
 
-The intervals decide each block. Over the keys of a block let `low` and `high` be the least and the greatest
-subtree_end; over its queries let `first` and `last` be the least index and one past the greatest. Below the diagonal
+The intervals decide each block. Let `low` and `high` be the smallest and the largest subtree_end of its keys, `first`
+the index of its first query and `last` one past that of its last query. A block below the diagonal is
 
-    first >= high      no pair is visible         skipped
-    last <= low        every pair is visible      full: computed without a mask
-    else               some are                   partial: computed under the mask
+    first >= high      skipped: no pair is visible
+    last <= low        full: every pair is visible, computed without a mask
+    else               partial: some pairs are visible, computed under the mask
 
-and a block on the diagonal is partial, for every token sees itself. Rows are padded to whole blocks with tokens that
-see only themselves (`subtree_end[i] = i + 1`), so no kernel ever meets a ragged edge.
+and a block on the diagonal is partial, because every token sees itself. Rows are padded to whole blocks with tokens
+that see only themselves (`subtree_end[i] = i + 1`), so no kernel meets an incomplete block.
 
-In and out as in `reference`. `build_block_mask` runs once per row, `flex_attention` once per layer; `flash` is the same
-with another kernel underneath.
+Same inputs and outputs as `reference`. `build_block_mask` runs once per row, `flex_attention` once per layer. `flash`
+runs the same block lists in another kernel.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch.nn.functional import pad
 from treepack.attention.reference import check_shapes
 from treepack.errors import TreepackError
 
-BLOCK = 128
+BLOCK = 128  # FlexAttention's default, and the tile of keys that `flash` requires
 
 Kernel = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
 
-# What the public function passes to the operator; the eager operator reads none of it.
+# Options that the public function passes to the operator; the eager operator ignores all of them.
 _EAGER_OPTIONS = {
     "BACKEND": "AUTO",
     "OUTPUT_LOGSUMEXP": True,
@@ -48,7 +48,7 @@ _EAGER_OPTIONS = {
 
 
 def build_block_mask(subtree_end: Tensor, *, query_block: int = BLOCK) -> BlockMask:
-    """The mask of a row as FlexAttention's block lists.
+    """Return the mask of B rows as FlexAttention's block lists.
 
     Args:
         subtree_end: int [B, T], any T >= 1.
@@ -73,7 +73,8 @@ def build_block_mask(subtree_end: Tensor, *, query_block: int = BLOCK) -> BlockM
 
 
 def pad_to_blocks(subtree_end: Tensor, block: int) -> Tensor:
-    """`subtree_end` [B, T] as int32, continued to whole blocks by tokens that see only themselves."""
+    """Return `subtree_end` [B, T] as int32, padded to whole blocks with tokens that see only themselves."""
+    # [3 2 3], block 8 -> [3 2 3 4 5 6 7 8]
     batch, length = subtree_end.shape
     total = math.ceil(length / block) * block
     tail = torch.arange(length + 1, total + 1, dtype=torch.int32, device=subtree_end.device)
@@ -81,11 +82,16 @@ def pad_to_blocks(subtree_end: Tensor, block: int) -> Tensor:
 
 
 def classify_blocks(subtree_end: Tensor, query_block: int) -> tuple[Tensor, Tensor]:
-    """Which (query block, key block) pairs are partial and which are full: two bool [B, T / query_block, T / BLOCK]."""
+    """Return the partial and the full blocks: two bool [B, T / query_block, T / BLOCK]."""
+    # A prompt and two answers, 128 tokens each: subtree_end [384] * 128 + [256] * 128 + [384] * 128, low [384 256 384]
+    #     partial 1 0 0    full 0 0 0
+    #             0 1 0         1 0 0
+    #             0 0 1         1 0 0
     low, high = subtree_end.reshape(len(subtree_end), 1, -1, BLOCK).aminmax(dim=-1)
     total, device = subtree_end.shape[-1], low.device
     first = torch.arange(0, total, query_block, device=device)[:, None]
     last, key = first + query_block, torch.arange(0, total, BLOCK, device=device)
+    # [queries, 1] and [keys] -> [queries, keys]
     below = key + BLOCK <= first
     full = below & (last <= low)
     touched = (below & (first < high)) | ((first < key + BLOCK) & (key < last))
@@ -93,7 +99,8 @@ def classify_blocks(subtree_end: Tensor, query_block: int) -> tuple[Tensor, Tens
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Per query block, how many key blocks are set [B, 1, n] and which, ascending and first [B, 1, n, n]."""
+    """Return per query block the number of set key blocks [B, 1, n], and all key blocks, set first [B, 1, n, n]."""
+    # rows 1 0 0 / 0 1 0 / 0 0 1 -> counts 1 1 1, lists 0 1 2 / 1 0 2 / 2 0 1; the stable sort keeps lists ascending
     chosen = blocks[:, None].to(torch.int8)
     counts = chosen.sum(dim=-1, dtype=torch.int32)
     return counts, chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
@@ -108,49 +115,55 @@ def flex_attention(
     block_mask: BlockMask | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention over the visible pairs; compiled on an accelerator, eager (and dense) on the CPU.
+    """Compute softmax attention over the visible pairs; compiled on an accelerator, eager (and dense) on the CPU.
 
     Args:
         query, key, value, subtree_end, scale: as in `reference.reference_attention`.
-        block_mask: `build_block_mask(subtree_end)`, where a caller has many layers to spend it on.
+        block_mask: `build_block_mask(subtree_end)`; a caller with many layers builds it once.
 
     Returns:
         [B, H, T, D_v] in the dtype of the inputs.
 
     Raises:
-        TreepackError: if the shapes do not fit.
+        TreepackError: if the shapes do not fit, or `block_mask` has another number of tokens.
     """
     check_shapes(query, key, value, subtree_end)
     mask = build_block_mask(subtree_end) if block_mask is None else block_mask
-    run = _eager if query.device.type == "cpu" else compiled()
+    run = _eager if query.device.type == "cpu" else fused_kernel()
     return attend_blocks(run, query, key, value, mask, scale)
 
 
 def attend_blocks(
     run: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
 ) -> Tensor:
-    """`run` over the row padded to the whole blocks of `mask`."""
+    """Call `run` on the tensors padded to the whole blocks of `mask`, and return the real tokens.
+
+    Raises:
+        TreepackError: if `mask` has another number of tokens.
+    """
     length, total = query.shape[-2], mask.seq_lengths[0]
     if total != math.ceil(length / mask.BLOCK_SIZE[0]) * mask.BLOCK_SIZE[0]:
         raise TreepackError(
-            f"attention: block_mask covers {total} tokens and the row has {length}; expected the block mask of this row"
+            f"attention: block_mask covers {total} tokens and the row has {length}; pass the block mask of this row"
         )
+    # [B, H, T, D] -> [B, H, total, D]
     query, key, value = (pad(x, (0, 0, 0, total - length)) for x in (query, key, value))
-    return run(_prescaled(query, scale), key, value, mask)[..., :length, :]
+    return run(_scale_query(query, scale), key, value, mask)[..., :length, :]
 
 
-def _prescaled(query: Tensor, scale: float | None) -> Tensor:
-    """`query` such that the default scale D**-0.5 yields `scale`.
+def _scale_query(query: Tensor, scale: float | None) -> Tensor:
+    """Return `query` multiplied such that the default scale D**-0.5 gives the scores of `scale`.
 
-    A scale passed as an argument becomes a symbolic float under dynamic=True, which the kernel template refuses.
+    As an argument, a scale would become a symbolic float under dynamic=True, which the kernel template refuses.
     """
+    # D = 16 has the default 0.25, so scale 0.5 doubles the query
     default = query.shape[-1] ** -0.5
     return query if scale is None or math.isclose(scale, default) else query * (scale / default)
 
 
 @functools.cache
-def compiled(backend: Literal["AUTO", "FLASH"] = "AUTO") -> Kernel:
-    """The fused kernel, compiled on first use for every row length at once."""
+def fused_kernel(backend: Literal["AUTO", "FLASH"] = "AUTO") -> Kernel:
+    """Return the fused kernel, which is compiled on first use for every row length at once."""
 
     def run(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
         out = torch_flex.flex_attention(
@@ -159,12 +172,12 @@ def compiled(backend: Literal["AUTO", "FLASH"] = "AUTO") -> Kernel:
         assert isinstance(out, Tensor)
         return out
 
-    # fullgraph: past the recompile limit torch would otherwise fall back to the dense form in silence.
+    # fullgraph: without it, torch silently falls back to the dense form after the recompile limit.
     return torch.compile(run, dynamic=True, fullgraph=True)
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
-    # The public function refuses gradients on the CPU; the operator beneath it has them, in float64 too.
+    # The public function refuses gradients on the CPU; the operator that it calls computes them, in float64 too.
     out, *_ = flex_operator(
         query,
         key,

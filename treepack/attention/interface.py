@@ -1,13 +1,13 @@
-"""Tree attention under the names by which transformers' models call it.
+"""Tree attention under the names that transformers' models call.
 
     register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="treepack_auto")
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
-A model hands its keyword arguments down to the attention function of every layer; `subtree_end`, the `schedule` that
-`dispatch.prepare` made of it, the `kernel.Kept` of a forward pass under checkpointing, and for a probe the list
-`record` travel that way, and the model builds no mask of its own. Whatever else a model asks of its attention is
-refused, not ignored: a bias left out is a wrong gradient and no error.
+A model passes its keyword arguments to the attention function of every layer. `subtree_end`, the `schedule` that
+`dispatch.prepare` made from it, the `autograd.Kept` of a forward pass under checkpointing, and the list `record` of a
+probe travel that way, and the model builds no mask of its own. Every other request of a model is refused, not ignored,
+because a missing bias gives a wrong gradient and no error.
 """
 
 from __future__ import annotations
@@ -24,33 +24,37 @@ from treepack.errors import TreepackError
 
 IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
 
-# What models pass along that says nothing about the scores.
+# Options that models pass and that do not change the scores.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
 _READ = frozenset({"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record", "kept"})
-_REMEDY = "treepack computes plain softmax attention over the tree and nothing else, so train this model without it"
+_REMEDY = "treepack computes only causal softmax attention over the tree, so turn this off or train another model"
 _PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention: the layer's attention module, and the head dimensions of query and key and of value."""
+    """One call of attention: the layer's attention module, and its head dimensions (query and key, value)."""
 
     module: nn.Module
     head_dims: tuple[int, int]
 
 
 def register() -> None:
-    """Make every implementation known to transformers; calling it again changes nothing."""
+    """Register every implementation with transformers; a second call changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for impl, name in IMPLEMENTATIONS.items():
-        # A compiled model leaves its graph here: kernels are launched, not traced.
+        # A compiled model breaks its graph here, because kernels are launched and not traced.
         forward = disable(functools.partial(attention_forward, impl=impl))  # type: ignore[no-untyped-call]
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, no_mask)
 
 
 def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
-    """The mask that a model builds: none, for `subtree_end` is the mask."""
+    """Return no mask when a model builds its mask, because `subtree_end` is the mask.
+
+    Raises:
+        TreepackError: if the caller passed an attention mask.
+    """
     if attention_mask is not None:
         raise TreepackError(f"attention: an attention_mask is given; padding tokens are {_PADDING}")
 
@@ -65,11 +69,15 @@ def attention_forward(
     impl: str,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """`dispatch.tree_attention` as transformers calls it: [B, H, T, D] in, [B, T, H, D_v] out."""
+    """Call `dispatch.tree_attention` from a model of transformers: [B, H, T, D] in, [B, T, H, D_v] out.
+
+    Raises:
+        TreepackError: as in `check_request` and `dispatch.tree_attention`.
+    """
     check_request(module, query, attention_mask, options)
     if options.get("record") is not None:
         options["record"].append(AttentionCall(module, (query.shape[-1], value.shape[-1])))
-    # Under autocast the three may differ: a norm of float32 weights promotes queries and keys but not values.
+    # Under autocast the three dtypes may differ: a norm with float32 weights promotes queries and keys but not values.
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
@@ -89,17 +97,18 @@ def attention_forward(
 
 
 def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
-    """Refuse, in one sentence, everything that a model asks of its attention and tree attention does not do.
+    """Refuse every request of a model that tree attention does not compute.
 
     Raises:
-        TreepackError: for a missing `subtree_end`, a mask, attention that is not causal, dropout, a sliding window
-            shorter than the row, and any other option that is set (score caps, sinks, biases, head masks).
+        TreepackError: if `subtree_end` is missing, if there is a mask or dropout, if attention is not causal, if the
+            sliding window is shorter than the row, or if any other option is set (score caps, sinks, biases, head
+            masks).
     """
     layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     if options.get("subtree_end") is None:
         raise TreepackError(
-            f"{layer}: subtree_end is missing; call the model with the packed row's subtree_end, and if that is done, "
-            "the model's code does not hand it on to its attention, so train another model"
+            f"{layer}: subtree_end did not reach this layer; pass subtree_end=batch.subtree_end to the model, and if "
+            "you already do, its architecture drops unknown keyword arguments, so train another model"
         )
     if attention_mask is not None:
         raise TreepackError(f"{layer}: an attention mask is given; padding tokens are {_PADDING}")
@@ -115,8 +124,9 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
         )
     for name, setting in options.items():
         if name not in _HARMLESS | _READ and _is_set(setting):
-            raise TreepackError(f"{layer}: the model asks for {name}; {_REMEDY}")
+            raise TreepackError(f"{layer}: the model uses {name}; {_REMEDY}")
 
 
 def _is_set(setting: Any) -> bool:
+    # None, False, 0 and 0.0 -> False; a tensor is set whatever it contains
     return not (setting is None or (isinstance(setting, (bool, int, float)) and setting == 0))

@@ -1,22 +1,22 @@
-"""The kernels of tree attention in plain torch: the same tiles in the same order, to be read and tested against.
+"""The kernels of tree attention in plain torch: the same tiles in the same order, to read and to test against.
 
 One query block and its tiles of keys, gathered from the list of the schedule:
 
-               partial, under the mask     full, without one
+               partial, under the mask     full, no mask
     keys     | own granules | 9 3 -1 7 | | 0 1 2 4 | 5 6 8 12 |
     queries  |      S       |     S    | |    S    |     S    |     running maximum m, sum l and output o per query:
                                                                     p = 2**(s - m'), a = 2**(m - m')
     l = a l + sum p,  o = a o + p v,  m = m',  and at the end o / l and lse = m + log2(l)
 
-The backward recomputes p = 2**(s - lse) and with delta = sum(o * do) has ds = p * (do v' - delta), from which
+The backward computes p = 2**(s - lse) again. With delta = sum(o * do) and ds = p * (do v' - delta), the gradients are
 
     dq = ds k * scale       query block by query block, over the same lists
     dk = ds' q * scale      key block by key block, over its range of queries and the query heads of its key head
     dv = p' do
 
-Scores are kept times scale * log2(e), so that every exponential is a power of two. In and out as in `portable`;
-computed in float64 for float64 and in float32 otherwise, where the kernels round p and ds to the inputs' dtype before
-they multiply. Slow: Python loops over tiles.
+Scores are multiplied by scale * log2(e), so that every exponential is a power of two. Same inputs and outputs as
+`portable`. The precision is float64 for float64 and float32 otherwise; the kernels round p and ds to the dtype of the
+inputs before they multiply. Slow: Python loops run over tiles.
 """
 
 from __future__ import annotations
@@ -35,19 +35,29 @@ LOG2E = math.log2(math.e)
 def forward(
     query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float, *, granules: int = 4
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp [B, H, T]; `granules` is 1, 2 or 4 a tile."""
-    q, k, v = _widened(query, key, value)
+    """Return output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp [B, H, T].
+
+    Args:
+        query, key, value, schedule, scale: as in `portable.forward`.
+        granules: granules per tile of keys: 1, 2 or 4.
+    """
+    # All [B, H, T, D] from here on, one key head per query head.
+    q, k, v = _widen(query, key, value)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     for row, block, rows in _query_blocks(schedule):
+        # [H, queries] and [H, queries, D]
         running = q.new_full((q.shape[1], len(rows)), -math.inf)
         total, acc = torch.zeros_like(running), torch.zeros_like(q[row, :, rows])
         for keys, seen in _key_tiles(schedule, row, block, rows, granules):
+            # [H, queries, D] @ [H, D, keys] -> [H, queries, keys]
             score = q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E)
             score = score if seen is None else score.masked_fill(~seen, -math.inf)
+            # [H, queries]
             new = running.maximum(score.amax(-1))
-            safe = new.masked_fill(new == -math.inf, 0)  # nothing seen so far: every power below is zero
+            safe = new.masked_fill(new == -math.inf, 0)  # a query that has seen nothing yet: every power below is zero
             weight, decay = torch.exp2(score - safe[..., None]), torch.exp2(running - safe)
             total = total * decay + weight.sum(-1)
+            # [H, queries, keys] @ [H, keys, D] -> [H, queries, D]
             acc = acc * decay[..., None] + weight @ v[row, :, keys]
             running = new
         out[row, :, rows] = acc / total[..., None]
@@ -67,8 +77,14 @@ def backward(
     *,
     granules: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in their dtypes, for `grad`, that of the output."""
-    q, k, v = _widened(query, key, value)
+    """Return the gradients of query, key and value, in their dtypes.
+
+    Args:
+        query, key, value, schedule, scale, granules: as in `forward`.
+        out, lse: the results of `forward` for the same arguments.
+        grad: [B, H, T, D], the gradient of `out`.
+    """
+    q, k, v = _widen(query, key, value)
     o, do = out.to(q.dtype), grad.to(q.dtype)
     delta = (o * do).sum(-1)
     dq = torch.empty_like(q)
@@ -76,9 +92,11 @@ def backward(
         acc = torch.zeros_like(q[row, :, rows])
         for keys, seen in _key_tiles(schedule, row, block, rows, granules):
             _, ds = _weights(q, k, v, do, lse, delta, scale, (row, rows, keys, seen))
+            # [H, queries, keys] @ [H, keys, D] -> [H, queries, D]
             acc += ds @ k[row, :, keys]
         dq[row, :, rows] = acc * scale
     dk, dv = _key_gradients(q, k, v, do, lse, delta, schedule, scale)
+    # Sum over the query heads of each key head: [B, H, T, D] -> [B, H_kv, H / H_kv, T, D] -> [B, H_kv, T, D]
     heads = key.shape[1]
     dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))  # type: ignore[no-untyped-call]
     return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
@@ -87,19 +105,20 @@ def backward(
 def _key_gradients(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of keys and values for every query head [B, H, T, D]; a group's are still to be added up."""
+    """Return the gradients of keys and values of every query head, [B, H, T, D]; the caller sums over each group."""
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     for row in range(len(q)):
         blocks = zip(schedule.key_granules[row], schedule.key_ranges[row].tolist(), strict=True)
-        for own, (first, full_begin, full_end, last) in blocks:
-            keys, real = _tokens(own[own >= 0], schedule.length)
+        for granules, (first, full_begin, full_end, last) in blocks:
+            keys, real = _tokens(granules[granules >= 0], schedule.length)
             keys = keys[real]
             dk_block, dv_block = torch.zeros_like(k[row, :, keys]), torch.zeros_like(v[row, :, keys])
             for start in range(first, last, QUERY_TILE):
                 rows = torch.arange(start, min(start + QUERY_TILE, schedule.length), device=q.device)
                 full = full_begin <= start < full_end
-                seen = None if full else _visible(schedule, row, rows, keys)
+                seen = None if full else _visible_pairs(schedule, row, rows, keys)
                 p, ds = _weights(q, k, v, do, lse, delta, scale, (row, rows, keys, seen))
+                # [H, keys, queries] @ [H, queries, D] -> [H, keys, D]
                 dv_block += p.mT @ do[row, :, rows]
                 dk_block += ds.mT @ q[row, :, rows]
             dk[row, :, keys], dv[row, :, keys] = dk_block * scale, dv_block
@@ -116,23 +135,25 @@ def _weights(
     scale: float,
     tile: tuple[int, Tensor, Tensor, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """What the backward calls p and ds, [H, queries, keys] each, of one tile: row, queries, keys, mask."""
+    """Return p and ds of the header, both [H, queries, keys], for one tile: row, queries, keys and mask."""
     row, rows, keys, seen = tile
     score = q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E)
     p = torch.exp2(score - lse[row, :, rows, None])
+    # p is at most 1 for a visible pair; a masked pair may overflow to inf, so it is replaced and not multiplied by 0.
     p = p if seen is None else p.masked_fill(~seen, 0)
     return p, p * (do[row, :, rows] @ v[row, :, keys].mT - delta[row, :, rows, None])
 
 
-def _widened(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in the precision of the computation, one key head per query head."""
+def _widen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return all three in the precision of the computation, with one key head per query head."""
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     groups = query.shape[1] // key.shape[1]
+    # 2 key heads, groups 3 -> key heads 0 0 0 1 1 1
     return query.to(work), key.to(work).repeat_interleave(groups, 1), value.to(work).repeat_interleave(groups, 1)
 
 
 def _query_blocks(schedule: Schedule) -> Iterator[tuple[int, int, Tensor]]:
-    """Row, block and query tokens of every query block, in the order of launch."""
+    """Yield row, block and query tokens of every query block, in the order of launch."""
     for row, order in enumerate(schedule.query_order.tolist()):
         for block in order:
             first, last = block * QUERY_BLOCK, min((block + 1) * QUERY_BLOCK, schedule.length)
@@ -142,20 +163,22 @@ def _query_blocks(schedule: Schedule) -> Iterator[tuple[int, int, Tensor]]:
 def _key_tiles(
     schedule: Schedule, row: int, block: int, rows: Tensor, granules: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Key tokens of each tile of a query block, and its mask [queries, keys]; None for a full tile."""
+    """Yield the key tokens of each tile of a query block, and its mask [queries, keys]; None for a full tile."""
     first, last = schedule.query_offsets[row, block : block + 2].tolist()
     middle = first + int(schedule.query_partial[row, block])
     for entry in range(first, last, granules):
         keys, real = _tokens(schedule.granules[entry : entry + granules], schedule.length)
-        yield keys, (_visible(schedule, row, rows, keys) & real) if entry < middle else None
+        yield keys, (_visible_pairs(schedule, row, rows, keys) & real) if entry < middle else None
 
 
 def _tokens(granules: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Token indices of some granules, safe to load, and which of them there are."""
+    """Return the token indices of granules, clamped to the row, and a mask of the real ones, both [32 * granules]."""
+    # granules [9, -1], length 300 -> 288 ... 299 real, 20 times 299 and 32 times 0 not real
     index = granules.long()[:, None] * GRANULE + torch.arange(GRANULE, device=granules.device)
     index = index.flatten()
     return index.clamp(0, length - 1), (index >= 0) & (index < length)
 
 
-def _visible(schedule: Schedule, row: int, rows: Tensor, keys: Tensor) -> Tensor:
+def _visible_pairs(schedule: Schedule, row: int, rows: Tensor, keys: Tensor) -> Tensor:
+    # [keys] and [queries, 1] -> [queries, keys]
     return (keys <= rows[:, None]) & (rows[:, None] < schedule.end[row, keys])

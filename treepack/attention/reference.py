@@ -1,4 +1,4 @@
-r"""Tree attention, obvious and on any device: the twin that every faster backend is tested against.
+r"""Tree attention in simple code for any device: the twin that every faster backend is tested against.
 
     token q may see token k   <=>   k <= q < subtree_end[k]
 
@@ -6,12 +6,12 @@ r"""Tree attention, obvious and on any device: the twin that every faster backen
     q = 0       x                subtree_end                      \
         1       x x                    5 3 3 5 5              3 - 4
         2       x x x
-        3       x . . x          tokens 3 and 4 hang on 0 and do not see 1 and 2
+        3       x . . x          tokens 3 and 4 follow token 0 and do not see 1 and 2
         4       x . . x x
 
-In: query [B, H, T, D], key and value [B, H_kv, T, D], subtree_end [B, T]; out: [B, H, T, D_v]. `QUERIES` queries go
-at a time, through torch's SDPA with the mask over the keys that any of them sees. Names of models are left to
-`interface`.
+In: query [B, H, T, D], key and value [B, H_kv, T, D], subtree_end [B, T]; out: [B, H, T, D_v]. Queries are processed
+`QUERIES` at a time by torch's SDPA, with a mask over the keys that any of these queries sees. `interface` registers the
+result for models.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from treepack.errors import TreepackError
 
+# Queries per call of SDPA: the mask and the scores of a call have at most 512 x T elements per row and head, not T x T.
 QUERIES = 512
 
 
 def visible_pairs(subtree_end: Tensor) -> Tensor:
-    """The mask as bool [B, T (query), T (key)], from int [B, T]."""
+    """Return the mask as bool [B, T (query), T (key)], from subtree_end, int [B, T]."""
+    # [5 3 3 5 5] -> the picture of the header
     index = torch.arange(subtree_end.shape[-1], device=subtree_end.device)
     query = index[None, :, None]
     return (index[None, None, :] <= query) & (query < subtree_end[:, None, :])
@@ -35,7 +37,7 @@ def visible_pairs(subtree_end: Tensor) -> Tensor:
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention over the visible pairs, in float64 for float64 and float32 otherwise.
+    """Compute softmax attention over the visible pairs, in float64 for float64 and in float32 otherwise.
 
     Args:
         query: [B, H, T, D].
@@ -59,8 +61,10 @@ def reference_attention(
     blocks = []
     for number, part in enumerate(torch.split(query.to(work), QUERIES, dim=2)):
         first, last = number * QUERIES, number * QUERIES + part.shape[2]
-        near = (subtree_end[:, :last] > first).any(dim=0).nonzero().squeeze(-1)  # keys that some query may see
+        # Keys that some query of some row may see. Queries 4 and 5 of subtree_end [6 6 4 4 6 6] -> near [0 1 4 5]
+        near = (subtree_end[:, :last] > first).any(dim=0).nonzero().squeeze(-1)
         at = torch.arange(first, last, device=query.device)[:, None]
+        # [keys] and [queries, 1] and [B, 1, keys] -> [B, queries, keys]
         seen = (near <= at) & (at < subtree_end[:, None, near])
         blocks.append(
             scaled_dot_product_attention(
@@ -71,7 +75,11 @@ def reference_attention(
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor) -> None:
-    """Refuse tensors that are not one square self-attention over the row that `subtree_end` describes."""
+    """Check that the tensors are one self-attention, T x T, over the rows that `subtree_end` describes.
+
+    Raises:
+        TreepackError: if they are not.
+    """
     if query.shape[-2] != key.shape[-2] or key.shape[:-1] != value.shape[:-1]:
         raise TreepackError(
             f"attention: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not "
@@ -80,7 +88,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor)
     if query.shape[1] % key.shape[1]:
         raise TreepackError(
             f"attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key heads; "
-            "expected grouped queries"
+            "pass the same number of query heads for every key head"
         )
     expected = (query.shape[0], query.shape[2])
     if tuple(subtree_end.shape) != expected or subtree_end.is_floating_point():

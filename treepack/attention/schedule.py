@@ -162,7 +162,7 @@ def _place_lists(extremes: Tensor) -> _Lists:
     granule is therefore the same in all blocks of a stage, and nothing is sorted:
 
         full      the number of earlier granules of which no token has ended
-        partial   the number of earlier visible granules, minus those that are full at the first block of the stage
+        partial   the number of earlier visible granules, minus the full ones at the first block of the stage
     """
     # Vectors of the picture's row, granules 0 ... 11 or blocks 0 ... 2. Granule 5 holds ends of 192 and 384.
     _, batch, count = extremes.shape
@@ -187,7 +187,7 @@ def _place_lists(extremes: Tensor) -> _Lists:
     full_before = num_full.expand(2, -1, -1).gather(2, torch.stack([masked, ending]))
     is_full = masked > past
     up_to = is_full.cumsum(1, dtype=torch.int32).view(batch, -1, _PER_QUERY_BLOCK)
-    # Among the granules full to that block, only those of the same query block can follow this granule: not counted.
+    # Among the granules full to that block, only granules of the same query block can follow this one: not counted.
     # Granule 5: num_full 6, less granule 6 -> 5; rank = 5 visible before it + 4 on the diagonal - 5 full = 4.
     full_before[0].sub_((up_to[..., -1:] - up_to).view_as(past) * (masked == past))
     rank_partial = rank_visible + _PER_QUERY_BLOCK - full_before
@@ -200,7 +200,7 @@ def _place_lists(extremes: Tensor) -> _Lists:
     offsets = torch.cat([ends[:, :1] - sizes[:, :1], ends], dim=1)
 
     # A piece is listed in the blocks first <= b < last. A run of full granules begins at g if g - 1 is masked in that
-    # block, and ends at g if g + 1 is masked or lies on the diagonal.
+    # block, and ends at g if g + 1 is masked or on the diagonal.
     around = torch.cat([past[:, :1], masked, past[:, -1:]], dim=1)
     first = torch.stack([past - 1, masked, ending, past.maximum(around[:, :-2]), around[:, 2:], past])
     last = torch.stack([past, ending, over, masked, masked, masked.minimum(past_next)])

@@ -1,7 +1,7 @@
 """Forward pass of tree attention on Hopper: one program for 128 queries of one head.
 
 In step i a consumer issues the scores of key tile i and then the product with the values of tile i - 1; tiles have 128
-keys. It computes the exponentials of tile i while the second product is in flight. Inputs and outputs are those of
+keys. It computes the exponentials of tile i while the second product is in flight. Same inputs and outputs as
 `portable.forward`.
 """
 

@@ -4,7 +4,7 @@ A program passes over the queries that see any of its keys, of all query heads o
 the first. The blocks of one branch end together, so programs that start together read the same queries from the L2
 cache. Scores are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp is
 the initial value of the scores' accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
-Inputs and outputs are those of `portable.backward`.
+Same inputs and outputs as `portable.backward`.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: g
     v_tile = gl.allocate_shared_memory(v_descriptor.dtype, [128, D], v_descriptor.layout)
     block_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(block_full, count=1)
-    # [STAGES, QUERIES, D]; 33 arrivals: the producer's, and those of the 32 lanes that copy lse or delta
+    # [STAGES, QUERIES, D]; 33 arrivals: 1 of the producer, and 32 of the lanes that copy lse or delta
     q_ring = ring(q_descriptor, QUERIES, STAGES, 33)
     do_ring = ring(do_descriptor, QUERIES, STAGES, 33)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -237,7 +237,7 @@ def key_kernel(
 ):
     """Write the gradients dk and dv of 128 keys of one key head; the grid is batch * blocks * kv_heads.
 
-    Descriptors read QUERIES rows of q and do and one granule of k and v. The other arguments are those of
+    Descriptors read QUERIES rows of q and do and one granule of k and v. The other arguments are as in
     `forward_kernel`.
     """
     QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
