@@ -1,10 +1,13 @@
 """treepack: train on trees of agent rollouts, computing every shared prefix once, with exact gradients.
 
-    read_trajectories, tokenize   raw files to token sequences          (treepack.ingest)
-    build_trie                    sequences to a forest of prefix tries (treepack.trie)
-    plan_rows, pack_rows          a forest to training rows             (treepack.pack)
-    PackedDataset, row_loss       rows to tensors and a loss            (treepack.data, treepack.model; need torch)
-    collate, batch_loss           the same for other trainers           (treepack.model)
+    read_trajectories, tokenize            raw files to token sequences          (treepack.ingest)
+    trajectories_from_arrays               the same from arrays in memory
+    build_trie                             sequences to a forest of prefix tries (treepack.trie)
+    plan_packing                           a forest to training rows             (treepack.pack)
+    make_batch, row_loss                   rows to tensors and a loss            (treepack.data, treepack.model: torch)
+    PackedDataset, collate, batch_loss     packed directories for other trainers
+
+    build_trie_directory, pack_trie, stats, check, report    the commands of the same names, as functions
 
 Importing treepack costs nothing: names are loaded when they are first used.
 """
@@ -16,6 +19,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+# Home of each public name: a module below treepack, and after a colon its name there, if that differs.
 _HOME = {
     "TreepackError": "errors",
     "Trajectory": "trajectory",
@@ -42,6 +46,25 @@ _HOME = {
     "batch_logprobs": "model.collation",
     "tree_attention": "attention",
     "register_attention": "attention:register",
+    "trajectories_from_arrays": "trajectory",
+    "BuildOptions": "ingest.options",
+    "PackOptions": "pack.options",
+    "StatsOptions": "analysis.options",
+    "ReportOptions": "analysis.options",
+    "build_trie_directory": "trie.directory",
+    "TrieSummary": "trie.directory",
+    "pack_trie": "pack.directory",
+    "PackSummary": "pack.directory",
+    "plan_packing": "pack.packing",
+    "Packing": "pack.packing",
+    "stats": "analysis.stats",
+    "check": "analysis.check",
+    "report": "analysis.report.write",
+    "Progress": "processes",
+    "make_batch": "data.batch",
+    "write_trie": "trie.files",
+    "write_packed": "pack.files",
+    "Provenance": "files.manifest",
     "load_model": "model.load",
     "row_loss": "model.forward",
     "row_logprobs": "model.forward",

@@ -208,3 +208,76 @@ def prompt_messages(content: Chat, tools: list[dict[str, Any]] | None) -> bytes:
     # Left out if there are none, so that the group does not depend on whether a log has the empty field.
     variables = [content.chat_template_kwargs] if content.chat_template_kwargs else []
     return json.dumps([content.messages[:first], tools, *variables], sort_keys=True).encode()
+
+
+def trajectories_from_arrays(
+    input_ids: Sequence[Sequence[int] | NDArray[Any]],
+    loss_mask: Sequence[Sequence[float] | NDArray[Any]],
+    *,
+    group_ids: Sequence[str] | None = None,
+    rewards: Sequence[float] | None = None,
+    advantages: Sequence[float] | Sequence[NDArray[Any]] | None = None,
+    sampling_logprobs: Sequence[NDArray[Any]] | None = None,
+    old_logprobs: Sequence[NDArray[Any]] | None = None,
+    ref_logprobs: Sequence[NDArray[Any]] | None = None,
+) -> list[Trajectory]:
+    """Return trajectories from token ids in memory, for `build_trie`.
+
+    Args:
+        input_ids: token ids of each trajectory, [num_tokens].
+        loss_mask: loss weight of each token, [num_tokens]: 0 if it is not trained, 1 as usual. The first token is never
+            trained, because no token predicts it.
+        group_ids: the prompt or task of each trajectory (GRPO's group). By default, equal prompts are one group.
+        rewards: reward of each trajectory.
+        advantages: advantage of each trajectory, or one per token, [num_tokens].
+        sampling_logprobs, old_logprobs, ref_logprobs: log-probability of each token, [num_tokens]; only those of
+            trained tokens are kept.
+
+    Raises:
+        TreepackError: naming the trajectory by its index, if lengths differ, a value is not finite, or none is trained.
+    """
+    if len(input_ids) != len(loss_mask):
+        raise TreepackError(f"there are {len(input_ids)} input_ids and {len(loss_mask)} loss masks; give one for each")
+    lists = {
+        "advantages": advantages if advantages is not None and np.ndim(advantages[0]) == 1 else None,
+        "sampling_logprobs": sampling_logprobs,
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs,
+    }
+    trajectories = []
+    for i, (ids, mask) in enumerate(zip(input_ids, loss_mask, strict=True)):
+        source = f"trajectory {i}"
+        tokens = as_token_ids(ids, source=source, name="input_ids")
+        weights = np.array(mask, np.float64)
+        if weights.shape != tokens.shape:
+            raise TreepackError(f"{source}: loss_mask has {weights.size} values for {len(tokens)} tokens")
+        weights[:1] = 0
+        starts, ends, span_weights = spans_of_mask(weights)
+        if len(starts) == 0 or not all(is_weight(weight) for weight in span_weights.tolist()):
+            raise TreepackError(f"{source}: loss_mask trains no token, or has a weight that is not {WEIGHTS}")
+        trained = positions(starts, ends)
+        per_token = {name: _trained_values(values, i, tokens, trained, name) for name, values in lists.items()}
+        content = Tokens(tokens, starts, ends, span_weights, **per_token)
+        is_scalar = advantages is not None and per_token["advantages"] is None
+        trajectory = Trajectory(
+            trajectory_id=str(i),
+            source=source,
+            content=content,
+            group_id=str(group_ids[i]) if group_ids is not None else derived_group(prompt_tokens(content)),
+            reward=None if rewards is None else float(rewards[i]),
+            advantage=float(advantages[i]) if is_scalar and advantages is not None else None,
+        )
+        trajectories.append(check_scalars(trajectory))
+    return trajectories
+
+
+def _trained_values(
+    values: Sequence[Any] | None, i: int, tokens: Int32, trained: Int64, name: str
+) -> NDArray[Any] | None:
+    """Return the values of trajectory `i` at its trained positions, or None if there are no values."""
+    if values is None:
+        return None
+    array_of_tokens = np.asarray(values[i], np.float64 if name == "advantages" else np.float32)
+    if array_of_tokens.shape != tokens.shape or not np.isfinite(array_of_tokens[trained]).all():
+        raise TreepackError(f"trajectory {i}: {name} needs a finite value for each of the {len(tokens)} tokens")
+    return array_of_tokens[trained]
