@@ -233,7 +233,7 @@ def test_a_bad_message_is_refused_in_one_sentence(message: Any, expected: str) -
         ),
         (
             {"messages": [USER, ASSISTANT], "chat_template_kwargs": {"a": 1, "tools": []}},
-            "chat_template_kwargs sets tools, which is not its to set; drop it there",
+            "chat_template_kwargs sets tools, which treepack sets; remove it there",
         ),
         (
             {"messages": [USER, ASSISTANT], "chat_template_kwargs": nested(1000)},

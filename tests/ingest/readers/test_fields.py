@@ -49,7 +49,7 @@ def test_rewards_come_in_many_forms(value: dict[str, Any], reward: float | None)
 def test_a_reward_key_picks_one_of_several() -> None:
     assert read(MASKED | {"reward": {"a": 1, "b": {"score": 2}}}, reward_key="b").reward == 2.0
     reward = {"a": 1, "b": 2}
-    assert refusal(MASKED | {"reward": reward}) == "reward is a dict with the keys a, b; name one as the reward key"
+    assert refusal(MASKED | {"reward": reward}) == "reward is a dict with the keys a, b; choose one with --reward-key"
     expected = "reward has no key 'c'; expected one of a, b"
     assert refusal(MASKED | {"reward": reward}, reward_key="c") == expected
 

@@ -308,7 +308,7 @@ def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
         ([path, tmp_path], f"{path}: named twice among the inputs; name it once"),
         (
             [tmp_path / "empty"],
-            f"{tmp_path}/empty: holds no file to read; "
+            f"{tmp_path}/empty: contains no file to read; "
             "expected the extensions .arrow .json .jsonl .ndjson .parquet .pt .root .traj, plain, .gz or .zst",
         ),
     ):

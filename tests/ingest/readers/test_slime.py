@@ -60,7 +60,7 @@ def test_a_sample_without_a_mask_trains_its_response() -> None:
 def test_the_reward_key_picks_the_reward_out_of_several() -> None:
     sample = SAMPLE | {"reward": {"acc": 1.0, "format": 0.25}}
     assert only(sample, reward_key="format").reward == 0.25
-    with pytest.raises(TreepackError, match="name one as the reward key"):
+    with pytest.raises(TreepackError, match="choose one with --reward-key"):
         read(sample)
 
 

@@ -196,7 +196,7 @@ def test_entropies_of_packed_rows_go_to_the_trajectories_they_are_of(made: list[
 
 def test_text_that_continues_an_augmented_query_is_refused() -> None:
     record = {"prompt": "a", "completion": "b", "metadata": {"untrained_prefix": 4}}
-    with pytest.raises(TreepackError, match=r"^r:1: has untrained_prefix, which counts tokens, and text; give it as"):
+    with pytest.raises(TreepackError, match=r"^r:1: has untrained_prefix, which counts tokens, and text; give token"):
         list(chat.read(Record("r:1", "r", record), ReadOptions()))
 
 
@@ -229,8 +229,8 @@ def test_signals_are_over_the_trained_tokens_the_tokens_from_the_first_of_them_o
         (['{"id": "t", "values": [1, 2]}'], "s:1: values has 2 numbers; expected 3 (the trained tokens), 4 (from the"),
         (['{"id": "t", "entropies": 1}'], "s:1: entropies is no list; expected one number per token"),
         (['{"id": "t", "entropies": ["x"]}'], "s:1: entropies is not a flat list of numbers; expected one per token"),
-        (['{"id": "t", "values": [1, 2, 3]}'] * 2, "s:2: the rollout t is named a second time; give each once"),
-        (['{"id": "u", "values": [1]}'], "s: holds neither entropies nor values of a rollout of the trie; expected"),
+        (['{"id": "t", "values": [1, 2, 3]}'] * 2, "s:2: an earlier record has the rollout t; give each rollout once"),
+        (['{"id": "u", "values": [1]}'], "s: has neither entropies nor values of any rollout of the trie; expected"),
     ],
 )
 def test_signals_that_fit_nothing_are_refused(tmp_path: Path, lines: list[str], message: str) -> None:
@@ -249,11 +249,11 @@ def marked(**marks: object) -> Trie:
     [
         (one(), None, {}, "t: entropies are missing; run treepack logprobs --entropies on its packed rows and give"),
         (one(), [1.0] * 4, {}, "t: entropies are 4 numbers; expected 3, one per trained token"),
-        (one(), [1.0, math.nan, 2.0], {}, "t: entropies hold nan; expected finite numbers"),
+        (one(), [1.0, math.nan, 2.0], {}, "t: entropies contain nan; expected finite numbers"),
         (one(), [1.0, 2.0, 3.0], {"values": [None]}, "t: values are missing; run"),
         (one(), [1.0, 2.0, 3.0], {"boundary": "word"}, "boundary is 'word'; expected token or turn"),
         (one(), [1.0, 2.0, 3.0], {"success_above": math.inf}, "success_above is inf; expected a finite reward"),
-        (marked(num_reused=3), [1.0, 2.0], {}, "made:t: num_reused of an augmented query is missing or wrong; pass"),
+        (marked(num_reused=3), [1.0, 2.0], {}, "made:t: num_reused of an augmented query is missing or wrong; copy"),
         (marked(parent_group=None), [1.0, 2.0], {}, "made:t: parent_group of an augmented query is missing or wrong"),
         (marked(untrained_prefix=3), [1.0, 2.0], {}, "made:t: a reused token is trained; build the trie again"),
     ],

@@ -1,8 +1,9 @@
-"""Files that are read with another one: the result of a trial beside its log, the simulations beside their summary.
+"""Files that are read with another file: the result of a trial beside its log, the simulations beside their summary.
 
     logs/run-7/agent/trajectory.json  --beside(record, "../result.json")-->  logs/run-7/result.json
 
-A reader that reads such a file with its record also knows it when it is met alone in a folder, and skips it there.
+The search of a folder also finds such a file alone. The reader then recognises it and skips it, because it is read with
+its record.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ from typing import Any
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.records import Record, folder_and_stem, read_records
 
-ENDINGS = ("", ".gz", ".zst")
+ENDINGS = ("", ".gz", ".zst")  # in this order: the plain file wins
 
 
 def beside(record: Record, name: str) -> Path | None:
-    """The file `name` in the folder of the file of `record`, plain or compressed; None if there is none."""
-    if record.path == STDIN:
+    """Return the path of the file `name` in the folder of `record`, plain or compressed, or None if there is none."""
+    if record.path == STDIN:  # standard input is in no folder
         return None
     folder = Path(record.path).parent
     return next((path for ending in ENDINGS if (path := folder / (name + ending)).is_file()), None)
 
 
 def folder_and_document(record: Record) -> tuple[str, str]:
-    """The names of the folder and of the file, without its extensions, of a record that is alone in its file."""
+    """Return the names of the folder and of the file, without extensions, of the only record of a file."""
+    # Without "[0]" in the source, so that a file with an array of one record has the same name as a document.
     return folder_and_stem(replace(record, source=record.path))
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """The one JSON document that the file at `path` holds.
+    """Return the one JSON document of the file at `path`.
 
     Raises:
-        TreepackError: unreadable or no JSON object.
+        TreepackError: the file is unreadable or not a JSON object.
     """
     return next(read_records(str(path))).value

@@ -1,9 +1,9 @@
-"""What a record says about its rollout besides the content: id, group, step, weight, reward, metadata.
+"""Fields of a record besides the content of its rollout: id, group, step, weight, reward, metadata.
 
     Record + content --describe--> Trajectory
 
-Every format shares these names; a reader tells which fields it has used up itself. What nobody uses is kept as
-metadata where it is small, and else noted, so that it can be counted.
+All formats share these names, and a reader lists the fields that it has used itself. A field that nobody uses becomes
+metadata if it is small; otherwise it becomes a note, so that it is counted.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
+# Of several names in one record, the first in these lists counts.
 IDS = ("rollout_id", "trajectory_id", "session_id", "trace_id", "id", "index")
 GROUPS = ("uid", "group_id", "group_index", "example_id", "task_id", "data_id", "prompt_id")
 STEPS = ("step", "global_step")
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
-SEGMENTS = "segments"  # token offsets where a sampler began its segments: a list of integers, kept however long
-MAX_METADATA = 2000
-MAX_DEPTH = 100
+SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
+MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
+MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What the caller says about the records.
+    """Options of the caller for all records.
 
-    `reward_key` picks the reward out of a dict of several; `vocab_size` bounds the token ids; `train_all` trains every
-    token of records that say neither which tokens are trained nor where the response begins. `shapes` takes formats
-    that hold the lengths of rollouts and what they share, but neither tokens nor text, with stand-ins for token ids.
+    `reward_key` selects one reward of several in a dict. `vocab_size` is the exclusive bound of the token ids.
+    `train_all` trains every token of a record that has neither a mask nor a separate response. `shapes` accepts formats
+    with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then placeholders.
     """
 
     reward_key: str | None = None
@@ -54,15 +55,18 @@ def describe(
     advantage: float | None = None,
     notes: tuple[str, ...] = (),
 ) -> Trajectory:
-    """The trajectory of `record`, whose fields `used` have gone into `content`.
+    """Return the trajectory of `record`; the reader has put the fields `used` into `content`.
 
     Raises:
-        TreepackError: a field of another kind than its name says, a reward, weight or advantage that is not finite, or
-            text that continues an augmented query, of which only token ids tell what is not to be trained.
+        TreepackError: a field has a value of the wrong kind, a reward, weight or advantage is not finite, or text
+            continues an augmented query: its untrained tokens are counted, which needs token ids.
     """
     value, source = record.value, record.source
+    # An augmented query ends with sampled tokens that its rollouts must not train. Text has no token count.
     if not isinstance(content, Tokens) and marked(value, UNTRAINED_PREFIX) is not None:
-        raise TreepackError(f"{source}: has {UNTRAINED_PREFIX}, which counts tokens, and text; give it as token ids")
+        raise TreepackError(
+            f"{source}: has {UNTRAINED_PREFIX}, which counts tokens, and text; give token ids instead of text"
+        )
     group, group_field = _group(value, source)
     name, id_field = _first_name(value, IDS, source)
     if name is None:
@@ -89,13 +93,18 @@ def describe(
 
 
 def marked(value: dict[str, Any], name: str) -> Any:
-    """The field `name` of `value` or of a metadata object in it; None if there is none."""
+    """Return the field `name` of `value` or of a metadata object in it, or None if there is none."""
+    # {"info": {"untrained_prefix": 7}} -> 7. The names are sorted, so that the result does not depend on a set's order.
     nested = [value[key] for key in sorted(METADATA_DICTS) if isinstance(value.get(key), dict)]
-    return next((held[name] for held in (value, *nested) if held.get(name) is not None), None)
+    return next((fields[name] for fields in (value, *nested) if fields.get(name) is not None), None)
 
 
 def as_number(value: Any, *, source: str, name: str) -> float:
-    """`value` as a float; a boolean or a string is not a number."""
+    """Return `value` as a float.
+
+    Raises:
+        TreepackError: it is not a number (a boolean or a string is not), or too large for a float.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TreepackError(f"{source}: {name} is {shown(value)}; expected a number")
     try:
@@ -105,32 +114,36 @@ def as_number(value: Any, *, source: str, name: str) -> float:
 
 
 def as_objects(value: Any, *, source: str, name: str) -> list[dict[str, Any]]:
-    """`value`, a list of objects or null."""
+    """Return the list of objects `value`, or an empty list for null.
+
+    Raises:
+        TreepackError: it is something else.
+    """
     if value is not None and not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise TreepackError(f"{source}: {name} is {shown(value)}; expected a list of objects")
     return value or []
 
 
 def shown(value: Any) -> str:
-    """`value` as JSON, shortened, for a message."""
+    """Return `value` as JSON of at most 40 characters, to be quoted in a message."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
-        text = " ".join(repr(value).split())
+        text = " ".join(repr(value).split())  # one line, also for a numpy array
     except RecursionError:
         return "nested too deeply to be shown"
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def quoted(value: Any) -> str:
-    """A name in quotes, shortened, for a message; what is no name as JSON."""
+    """Return a name in single quotes, shortened, to be used in a message; a value that is not text becomes JSON."""
     if not isinstance(value, str):
         return shown(value)
     return f"'{value}'" if len(value) <= 40 else f"'{value[:37]}...'"
 
 
 def fault_in_json(value: Any, *, allow_nan: bool = True) -> str | None:
-    """Why `value` cannot be written as JSON, or None if it can: nested too deeply, or of types that JSON lacks."""
+    """Return the reason why `value` cannot be written as JSON (its depth or its types), or None if it can."""
     if _is_deeper(value, MAX_DEPTH):
         return f"nested more than {MAX_DEPTH} deep"
     try:
@@ -141,20 +154,21 @@ def fault_in_json(value: Any, *, allow_nan: bool = True) -> str | None:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
+    # The recursion stops at `levels`, so the depth of the value cannot overflow Python's stack.
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return bool(children) and (levels == 0 or any(_is_deeper(child, levels - 1) for child in children))
 
 
 def reward_of(value: dict[str, Any], source: str, *, reward_key: str | None) -> tuple[float | None, str | None]:
-    """The reward and the field it was read from: a number, a list summed over tokens, or a dict of scores.
+    """Return the reward and the name of its field. The value is a number, a list to be summed, or a dict of scores.
 
     Raises:
-        TreepackError: a dict without scores and weights and no `reward_key` that it holds, or no number.
+        TreepackError: a value is not a number, or a dict has neither scores and weights nor the key `reward_key`.
     """
     for name in REWARDS:
         reward = value.get(name)
         if reward is None or (isinstance(reward, dict | list | np.ndarray) and len(reward) == 0):
-            continue  # a rollout that nobody scored has no reward, which is not 0
+            continue  # without a score a rollout has no reward, which is different from a reward of 0
         return _reward(reward, source=source, name=name, reward_key=reward_key), name
     info = value.get("reward_info")
     if isinstance(info, dict) and info.get("reward") is not None:
@@ -177,13 +191,15 @@ def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_ke
         if reward_key not in reward:
             raise TreepackError(f"{source}: {name} has no key '{reward_key}'; expected one of {', '.join(reward)}")
         chosen = reward[reward_key]
+        # {"accuracy": {"score": 1, "weight": 0.5}} with the key "accuracy" -> 1, without the weight
         chosen = chosen.get("score") if isinstance(chosen, dict) else chosen
         return as_number(chosen, source=source, name=f"{name}.{reward_key}")
+    # {"accuracy": {"score": 1, "weight": 0.5}, "format": {"score": 2}} -> 0.5 * 1 + 1 * 2 = 2.5
     total = 0.0
     for key, part in reward.items():
         if not isinstance(part, dict) or "score" not in part:
             raise TreepackError(
-                f"{source}: {name} is a dict with the keys {', '.join(reward)}; name one as the reward key"
+                f"{source}: {name} is a dict with the keys {', '.join(reward)}; choose one with --reward-key"
             )
         weight = as_number(part.get("weight", 1.0), source=source, name=f"{name}.{key}.weight")
         total += weight * as_number(part["score"], source=source, name=f"{name}.{key}.score")
@@ -202,16 +218,17 @@ def _first_name(
     value: dict[str, Any], names: tuple[str, ...], source: str, *, prefix: str = ""
 ) -> tuple[str | None, str | None]:
     for name in names:
-        if (found := value.get(name)) is not None:
-            if isinstance(found, bool) or not isinstance(found, str | int):
+        if (identifier := value.get(name)) is not None:
+            if isinstance(identifier, bool) or not isinstance(identifier, str | int):
                 raise TreepackError(
-                    f"{source}: {prefix}{name} is {shown(found)}; expected a string or an integer of 64 bits"
+                    f"{source}: {prefix}{name} is {shown(identifier)}; expected a string or an integer of 64 bits"
                 )
-            return str(found), name
+            return str(identifier), name
     return None, None
 
 
 def _trial(value: dict[str, Any], group: str | None, source: str) -> tuple[str | None, str | None]:
+    # A trial number counts the rollouts of one group: "task-7/0". Without a group it names nothing.
     trial, field = _first_name(value, ("trial",), source)
     return (None, None) if trial is None or group is None else (f"{group}/{trial}", field)
 
@@ -226,29 +243,30 @@ def _step(value: dict[str, Any], source: str) -> tuple[int | None, str | None]:
 
 
 def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    kept: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     notes: list[str] = []
     for name, value in rest.items():
         if value is None:
             continue
         if name == SEGMENTS and (offsets := _integers(value)):
-            kept[name] = offsets
+            metadata[name] = offsets
             continue
         if not isinstance(value, str | int | float) and not (name in METADATA_DICTS and isinstance(value, dict)):
             notes.append(f"field '{name}' not used")
             continue
+        # NaN is refused here, because the metadata column is read by other programs, and strict JSON has no NaN.
         fault = fault_in_json(value, allow_nan=False)
         if fault is None and len(json.dumps(value)) > MAX_METADATA:
             fault = f"more than {MAX_METADATA} characters"
         if fault is None:
-            kept[name] = value
+            metadata[name] = value
         else:
             notes.append(f"field '{name}' dropped, {fault}")
-    return kept, tuple(notes)
+    return metadata, tuple(notes)
 
 
 def _integers(value: Any) -> list[int]:
-    """A list of integers as it is, of Python's or of numpy's; nothing for anything else."""
+    """Return a list or a numpy array of integers as a list; an empty list for any other value."""
     listed = value.tolist() if isinstance(value, np.ndarray) else value
-    whole = isinstance(listed, list) and all(type(each) is int for each in listed)
-    return listed if whole else []
+    is_integers = isinstance(listed, list) and all(type(each) is int for each in listed)
+    return listed if is_integers else []

@@ -1,10 +1,11 @@
-"""Graphs of nodes that name their predecessor: each node a message, or the tokens that it adds to what is before it.
+"""Graphs of nodes that name their parent: each node is a message, or some tokens after its parent's tokens.
 
     node      0     1     2     3     4
     parent    -     0     1     1     3        before(4) = 0, 1, 3
 
-A node that a model generated is a call, whose prompt is what is before it; `calls.py` joins those that continue each
-other, so that every path from the root to a leaf is a trajectory and what two paths share is trained in the first.
+A node that a model generated is a call, and the nodes before it are the prompt of the call. `calls.py` joins calls that
+continue each other, so every path from the root to a leaf becomes a trajectory. Tokens that two paths share are trained
+in the first path only.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from treepack.trajectory import Int32, as_token_ids
 
 
 def before(nodes: Sequence[dict[str, Any]], *, source: str, start: int = 0) -> list[list[int]]:
-    """For each node the numbers of those before it on its path, from the root on. O(sum of the paths' lengths).
+    """Return for each node the indices of the nodes before it on its path, from the root. O(sum of path lengths).
 
-    `start` is the number of the first node. A node's parent comes before it.
+    `start` is the number that the file gives to the first node. The parent of a node must be an earlier node.
 
     Raises:
-        TreepackError: a parent that is no earlier node.
+        TreepackError: a parent is not an earlier node.
     """
     paths: list[list[int]] = []
     for number, node in enumerate(nodes):
         parent = node.get("parent")
+        # The check of the type excludes -1.0 and, below, True, which equals 1.
         if parent is None or (parent == -1 and type(parent) is int):
             paths.append([])
             continue
@@ -38,26 +40,27 @@ def before(nodes: Sequence[dict[str, Any]], *, source: str, start: int = 0) -> l
             raise TreepackError(
                 f"{source}: node {start + number} has the parent {shown(parent)}; expected null or an earlier node"
             )
+        # start 1, node 4 with parent 2: paths[1] is [0], so the path is [0, 1].
         paths.append([*paths[parent - start], parent - start])
     return paths
 
 
 def node_call(ids: Sequence[Int32], path: Sequence[int], number: int, values: dict[str, Any]) -> TokenCall:
-    """The call that generated node `number`: the nodes of `path` are its prompt, the node's ids its response."""
+    """Return the call that generated node `number`: the nodes of `path` are the prompt, the node is the response."""
     prompt = np.concatenate([ids[each] for each in path]) if path else np.zeros(0, np.int32)
     return TokenCall(prompt, ids[number], values)
 
 
 def ids_of(nodes: Sequence[dict[str, Any]], *, source: str) -> list[Int32]:
-    """The `token_ids` of each node, none where it has none.
+    """Return the `token_ids` of each node; empty for a node without them.
 
     Raises:
-        TreepackError: no list of token ids.
+        TreepackError: `token_ids` is not a list of token ids.
     """
-    found = []
+    results = []
     for number, node in enumerate(nodes):
         ids = node.get("token_ids")
         if ids is not None and not isinstance(ids, list | np.ndarray):
             raise TreepackError(f"{source}: node {number} has token_ids {shown(ids)}; expected a list")
-        found.append(as_token_ids([] if ids is None else ids, source=f"{source}: node {number}", name="token_ids"))
-    return found
+        results.append(as_token_ids([] if ids is None else ids, source=f"{source}: node {number}", name="token_ids"))
+    return results

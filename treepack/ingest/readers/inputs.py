@@ -1,8 +1,8 @@
-"""What to read: the files that paths, folders and globs name, and one hash of what they hold.
+"""Input files: the files that paths, folders and globs name, and one hash of their content.
 
     paths, folders, globs, "-" --list_inputs--> files, in a fixed order
 
-Which files of a folder are read is told from their extensions; what a file holds, from its bytes (records.py).
+The extension decides if a file of a folder is read, and the bytes of a file decide how it is read (records.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from treepack.trajectory import Skipped
 
 EXTENSIONS = frozenset({".arrow", ".jsonl", ".json", ".ndjson", ".parquet", ".pt", ".root", ".traj"})
 COMPRESSED = frozenset({".gz", ".zst"})
-STDIN = "<stdin>"
+STDIN = "<stdin>"  # the path of standard input, as in messages of Python itself
 
 
 class InputHash:
-    """Collects the sha256 of every input file.
+    """The sha256 of every input file, and one hash of all of them.
 
-    `hexdigest()` is the sha256 of the files' hex digests, sorted, one per line: it depends on what the files hold, not
-    on where they lie or in which order they are read.
+    `hexdigest()` is the sha256 of the sorted hex digests of the files, one per line. So it depends on the content of
+    the files, but not on their paths or on the order of reading.
     """
 
     def __init__(self) -> None:
@@ -34,28 +34,28 @@ class InputHash:
 
     @property
     def num_files(self) -> int:
-        """How many files have been read to their end."""
+        """Number of files that have been read to their end."""
         return len(self.files)
 
     def add(self, path: str, sha256: str) -> None:
-        """Note one file, its bytes as stored (compressed bytes where it is compressed)."""
+        """Add one file, by the sha256 of its bytes as stored (the compressed bytes of a compressed file)."""
         self.files.append((path, sha256))
 
     def hexdigest(self) -> str:
-        """One hash of all files so far."""
+        """Return one hash of all files so far."""
         return hashlib.sha256(
             "".join(f"{sha256}\n" for sha256 in sorted(sha256 for _, sha256 in self.files)).encode()
         ).hexdigest()
 
 
 def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped], frozenset[str]]:
-    """The files that `inputs` name; what of a folder is not read because of its extension; and which files were found.
+    """Return the files of `inputs`, the files of folders that are not read, and the files that came from a folder.
 
-    The last are those of the files that no input names: they were found by searching a folder.
-    A folder is searched recursively; folders and globs are sorted; inputs keep their order.
+    The third value lets the caller skip a file of unknown format if it came from a folder, and refuse it if the user
+    named it. Folders are searched recursively. Folders and globs are sorted; inputs keep their order.
 
     Raises:
-        TreepackError: an input matches nothing, or a file is named twice.
+        TreepackError: an input matches nothing, or a file occurs twice.
     """
     files: list[str] = []
     skipped: list[Skipped] = []
@@ -63,15 +63,16 @@ def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped],
     for name in map(str, inputs):
         for path in _expand_glob(name):
             if path != STDIN and Path(path).is_dir():
-                found, others = _search_folder(path)
-                files += found
-                searched.update(found)
+                matches, others = _search_folder(path)
+                files += matches
+                searched.update(matches)
                 skipped += others
             else:
                 files.append(path)
     seen: set[str] = set()
     for path in files:
-        # Not Path.resolve, which raises on a link to itself; reading the file will say what is wrong with it.
+        # Two links to one file are one file. Path.resolve would raise on a link to itself; reading that link gives a
+        # better message.
         real = path if path == STDIN else os.path.realpath(path)
         if real in seen:
             raise TreepackError(f"{displayed(path)}: named twice among the inputs; name it once")
@@ -87,14 +88,15 @@ def _expand_glob(name: str) -> list[str]:
             return [name]
     except OSError as error:
         raise TreepackError(f"{displayed(name)}: cannot be read ({error.strerror}); check the path") from error
-    paths = sorted(glob.glob(name, recursive=True, include_hidden=True))  # noqa: PTH207 (keeps the path as given)
+    paths = sorted(glob.glob(name, recursive=True, include_hidden=True))  # noqa: PTH207 (Path.glob would drop a leading "./")
     if not paths:
         raise TreepackError(f"{displayed(name)}: no such file or folder, and no glob that matches one; check the path")
     return paths
 
 
 def displayed(path: str) -> str:
-    """`path` with the bytes that are not UTF-8 as backslash escapes, so that it can be printed and stored."""
+    """Return `path` with backslash escapes for bytes that are not UTF-8, so that it can be printed and stored."""
+    # b"a\xff.jsonl" is "a\udcff.jsonl" in Python, which no file in UTF-8 can contain -> r"a\xff.jsonl".
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
@@ -103,8 +105,9 @@ def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
     skipped: list[Skipped] = []
     for path in sorted(_files_below(folder)):
         shown = displayed(str(path))
+        # rollouts.jsonl.gz -> .jsonl
         extension = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
-        if path.is_dir():
+        if path.is_dir():  # only links: `os.walk` enters all other folders
             skipped.append(Skipped(shown, "link to a folder not followed"))
         elif extension.lower() in EXTENSIONS:
             files.append(str(path))
@@ -114,13 +117,13 @@ def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
     if not files:
         known = " ".join(sorted(EXTENSIONS))
         raise TreepackError(
-            f"{displayed(folder)}: holds no file to read; expected the extensions {known}, plain, .gz or .zst"
+            f"{displayed(folder)}: contains no file to read; expected the extensions {known}, plain, .gz or .zst"
         )
     return files, skipped
 
 
 def _files_below(folder: str) -> Iterator[Path]:
-    """All that is no folder, links to folders among it; unlike Path.rglob, no folder is passed over unread."""
+    """Yield all files and all links to folders; unlike Path.rglob, a folder that cannot be read is an error."""
 
     def refuse(error: OSError) -> None:
         raise TreepackError(

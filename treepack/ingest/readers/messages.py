@@ -1,11 +1,11 @@
-"""Chat messages in the forms that logs hold them, brought to the one form that chat templates read.
+"""Chat messages in the forms of various logs, converted to the one form that chat templates read.
 
     {role, content: str | parts | null, tool_calls: flat | nested, function_call, reasoning, ...}
         --normalise_messages-->  {role, content: str, tool_calls: nested, tool_call_id, name, reasoning_content}
 
-Tool-call arguments stay a string or an object as given; which of the two a chat template wants is found out where it
-is rendered. A call without an id gets one of nine letters and digits, the only kind that Mistral's templates take.
-Turns are counted from 1 in messages.
+Tool-call arguments stay a string or an object, as they are in the log; `chat_template` finds out which of the two a
+template prints. A call without an id gets an id of nine letters and digits, because Mistral's templates accept no other
+form. Error messages count turns from 1.
 """
 
 from __future__ import annotations
@@ -22,34 +22,19 @@ from treepack.trajectory import WEIGHTS, is_weight
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool"}
 KEPT = ("name", "tool_call_id")
+# Every other field of a message is counted in a note.
 READ = frozenset(
-    {
+    [
         *KEPT,
-        "role",
-        "content",
-        "tool_calls",
-        "function_call",
-        "reasoning",
-        "reasoning_content",
-        "loss",
-        "loss_scale",
-        "trainable",
-        "weight",
-    }
+        *"role content tool_calls function_call reasoning reasoning_content loss loss_scale trainable weight".split(),
+    ]
 )
 MEDIA = ("images", "videos", "audios")
 MEDIA_REASON = "images, audio and video are not read"
-# What the rendering itself passes to the template.
+# Variables that `chat_template` passes to the template itself, or that would change its mode.
 RESERVED = frozenset(
-    {
-        "messages",
-        "conversations",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "return_assistant_tokens_mask",
-    }
+    "messages conversations tools chat_template add_generation_prompt continue_final_message "
+    "return_assistant_tokens_mask".split()
 )
 
 
@@ -63,31 +48,33 @@ class Messages:
 
 
 def is_messages(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Whether `value` is a list of message-like dicts."""
+    """Return True if `value` is a list of dicts, the container of messages; it may be empty."""
     return isinstance(value, list) and all(isinstance(message, dict) for message in value)
 
 
 def has_media(record: dict[str, Any]) -> bool:
-    """Whether `record` has images, videos or sounds beside its messages, which stand for them by placeholders."""
-    held = (record.get(name) for name in MEDIA)
-    return any(isinstance(each, list | str | dict) and len(each) > 0 for each in held)
+    """Return True if `record` has images, videos or sounds in a field of its own; messages then have placeholders."""
+    # An empty list is no media: exporters write the field for every record of a mixed data set.
+    values = (record.get(name) for name in MEDIA)
+    return any(isinstance(value, list | str | dict) and len(value) > 0 for value in values)
 
 
 def is_text(messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether no message has a content part of another type than text, an image say."""
+    """Return True if no message has a content part of another type than text, such as an image."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return not any(isinstance(part.get("type"), str) and part["type"] != "text" for part in parts)
 
 
 def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages | None = None) -> Messages:
-    """The messages of one conversation in normal form; with `before`, those and what follows them.
+    """Return the messages of one conversation in normal form; with `before`, the messages of `before` come first.
 
     Raises:
-        TreepackError: an unknown role, content that is not text, or a malformed tool call, named by `source` and turn.
+        TreepackError: a role is unknown, content is not text, or a tool call is malformed; the message names the turn.
     """
     done: list[dict[str, Any]] = list(before.messages) if before else []
     weights: list[float] = list(before.weights) if before else []
+    # A dict without values is an ordered set: each note once, in the order of the messages.
     notes: dict[str, None] = dict.fromkeys(before.notes if before else ())
     for index, message in enumerate(messages, len(done)):
         where = f"{source}: turn {index + 1}"
@@ -104,6 +91,7 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
                 raise TreepackError(f"{where} has role '{role}' and tool calls; only the assistant can call a tool")
             normal["tool_calls"] = calls
         normal.update({key: _name(message[key], key, where) for key in KEPT if message.get(key) is not None})
+        # OpenAI's older form has no ids: a message of role "function" is the result of the call just before it.
         if message["role"] == "function" and "tool_call_id" not in normal and done:
             normal.update(_id_of_last_call(done))
         done.append(normal)
@@ -116,7 +104,11 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
 
 
 def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
-    """Tool schemas given as a list or as JSON text, nested or flat; None where there are none."""
+    """Return tool schemas in the nested form, from a list or from JSON text; None if there are none.
+
+    Raises:
+        TreepackError: `tools` is something else.
+    """
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools.strip() else None
@@ -132,7 +124,8 @@ def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
 
 
 def _nested(tool: dict[str, Any]) -> dict[str, Any]:
-    """`tool` in the nested form; what is not a function, a server's own search say, as it is."""
+    """Return a function `tool` in the nested form; another tool, such as the search of a server, stays as it is."""
+    # {"name": "f", "input_schema": S} -> {"type": "function", "function": {"name": "f", "parameters": S}}
     if "function" in tool or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":
         return tool
     renamed = {"parameters" if key == "input_schema" else key: value for key, value in tool.items() if key != "type"}
@@ -140,15 +133,19 @@ def _nested(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def normalise_template_kwargs(kwargs: Any, *, source: str) -> dict[str, Any] | None:
-    """The variables that a conversation sets for its chat template; None where it sets none."""
+    """Return the variables that a conversation sets for its chat template; None if it sets none.
+
+    Raises:
+        TreepackError: they are not an object in JSON, or include a variable that treepack sets.
+    """
     if kwargs is None:
         return None
     if not isinstance(kwargs, dict):
         raise TreepackError(
             f"{source}: chat_template_kwargs is {shown(kwargs)}; expected an object of the template's variables"
         )
-    if own := sorted(RESERVED.intersection(kwargs)):
-        raise TreepackError(f"{source}: chat_template_kwargs sets {own[0]}, which is not its to set; drop it there")
+    if reserved := sorted(RESERVED.intersection(kwargs)):
+        raise TreepackError(f"{source}: chat_template_kwargs sets {reserved[0]}, which treepack sets; remove it there")
     if (fault := fault_in_json(kwargs)) is not None:
         raise TreepackError(f"{source}: chat_template_kwargs is {fault}; expected an object in JSON")
     return kwargs or None
@@ -198,6 +195,7 @@ def _reasoning(message: dict[str, Any], where: str) -> str | None:
 
 
 def _tool_calls(message: dict[str, Any], index: int, where: str) -> list[dict[str, Any]]:
+    # A message may have both forms; the older one, function_call, has room for one call only.
     calls = message.get("tool_calls") or []
     if is_messages(calls) and message.get("function_call"):
         calls = [*calls, message["function_call"]]
@@ -207,7 +205,7 @@ def _tool_calls(message: dict[str, Any], index: int, where: str) -> list[dict[st
 
 
 def _tool_call(call: dict[str, Any], default_id: str, where: str) -> dict[str, Any]:
-    function = call.get("function", call)
+    function = call.get("function", call)  # nested, or flat: the call is the function
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         raise TreepackError(f"{where} has the tool call {shown(call)}; expected a name and arguments")
@@ -231,15 +229,16 @@ def _id_of_last_call(done: list[dict[str, Any]]) -> dict[str, str | int]:
 
 def _weight(message: dict[str, Any], where: str) -> float:
     weight = 1.0
+    # Several fields multiply: {"trainable": true, "loss_scale": 0.5} -> 0.5, {"loss": false, "weight": 2} -> 0.
     for name in ("loss", "trainable"):
         if (trained := message.get(name)) is not None:
             if not isinstance(trained, bool):
                 raise TreepackError(f"{where} has {name} {shown(trained)}; expected true or false")
             weight *= trained
     for name in ("weight", "loss_scale"):
-        if (given := message.get(name)) is not None:
-            number = as_number(given, source=where, name=name)
+        if (value := message.get(name)) is not None:
+            number = as_number(value, source=where, name=name)
             if not is_weight(number):
-                raise TreepackError(f"{where} has {name} {shown(given)}; expected {WEIGHTS}")
+                raise TreepackError(f"{where} has {name} {shown(value)}; expected {WEIGHTS}")
             weight *= number
     return weight
