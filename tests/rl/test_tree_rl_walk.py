@@ -56,5 +56,5 @@ def test_one_iteration_runs_as_it_stands(treepack: Run, tmp_path: Path, monkeypa
 
     # The next iteration begins with what this one trained.
     again = treepack("values", "fit", "credited", "--model", "predictor", "--freeze", "--epochs", 1, "--out", "next")
-    assert (again.status, again.err) == (0, "note: goes on with the head of predictor too\n")
+    assert (again.status, again.err) == (0, "note: the head of predictor is used and fitted further\n")
     assert {path.name for path in (tmp_path / "policy").iterdir()} >= {"config.json", "model.safetensors", "train.json"}

@@ -129,12 +129,12 @@ def damaged(path: Path, **columns: Any) -> Path:
     ("columns", "message"),
     [
         ({"about": {"version": 2}}, "has treepack-selection version 2; this treepack reads version 1, so use the"),
-        ({"about": {"format": "x"}}, "is no state of treepack select; make one with select update"),
-        ({"query_id": ["a", "a"]}, "is damaged (a query is there twice); make it anew"),
-        ({"passed": [0.0, 2.0]}, "is damaged (counts are not 0 <= passed <= tried); make it anew"),
-        ({"passed": [0.0, float("nan")]}, "is damaged (counts are not 0 <= passed <= tried); make it anew"),
-        ({"parent_id": [None, "z"]}, "is damaged (a parent is missing); make it anew"),
-        ({"parent_id": ["b", "a"]}, "is damaged (a parent is derived itself); make it anew"),
+        ({"about": {"format": "x"}}, "is no state of treepack select; make one with treepack select update"),
+        ({"query_id": ["a", "a"]}, "is damaged (a query is there twice); make it again with"),
+        ({"passed": [0.0, 2.0]}, "is damaged (counts are not 0 <= passed <= tried); make it again with"),
+        ({"passed": [0.0, float("nan")]}, "is damaged (counts are not 0 <= passed <= tried); make it again with"),
+        ({"parent_id": [None, "z"]}, "is damaged (a parent is missing); make it again with"),
+        ({"parent_id": ["b", "a"]}, "is damaged (a parent is derived itself); make it again with"),
     ],
 )
 def test_states_that_cannot_be_are_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:

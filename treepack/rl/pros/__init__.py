@@ -1,1 +1,1 @@
-"""PROS: queries that begin with a prefix of a successful rollout, and the choice among them by pass rate."""
+"""PROS: queries that start with a prefix of a successful rollout, and the choice among them by pass rate."""

@@ -1,19 +1,19 @@
-"""Pass rates of queries and of the queries derived from them, from few rewards: PROS's two-level logit-normal model.
+"""Pass rates of queries and of the queries derived from them, from few rewards: the two-level logit-normal of PROS.
 
     parent [n], passed [n], tried [n] --estimate--> log-odds: posterior mean and deviation of each query
 
     psi of an original query   ~ N(mu, tau^2)                    rewards of a query ~ Bernoulli(sigmoid(psi))
-    psi of one derived from it ~ N(psi of its parent, sigma^2)   counts may be fractions: see `selection.forget`
+    psi of a derived query     ~ N(psi of its parent, sigma^2)   counts may be fractions, see `selection.forget_and_add`
 
 Given one Polya-Gamma variable w ~ PG(tried, psi) per query (PROS, section 4, propositions 4.1 and 4.2), all psi are
-Gaussian. With kappa = passed - tried / 2 and, for a derived query i, the shrinkage c_i = 1 / (1 + w_i sigma^2):
+Gaussian. Let kappa = passed - tried / 2, and let c_i = 1 / (1 + w_i sigma^2) be the shrinkage of a derived query i:
 
     parent    precision P = 1 / tau^2 + w + sum_i w_i c_i      mean M = (mu / tau^2 + kappa + sum_i kappa_i c_i) / P
     derived   mean (kappa_i sigma^2 + psi of the parent) c_i   variance sigma^2 c_i
 
-The parent's line has its derived queries integrated out, so a family is drawn as a whole: it mixes faster than one
-query at a time, and queries that nobody tried, whose w is 0, need not be drawn at all. Estimates average these
-conditional means rather than the draws, which takes far fewer sweeps for the same error.
+The parent's line integrates its derived queries out, so a family is drawn as a whole. This mixes faster than drawing
+one query at a time, and queries without any rollout, whose w is 0, need no draw. Estimates average these conditional
+means instead of the draws, which needs far fewer sweeps for the same error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from treepack.errors import TreepackError
 from treepack.rl.pros import polya_gamma
 from treepack.trajectory import Float64, Int64
 
-BLOCK = 1 << 15  # queries that are sampled together, with random numbers of their own
+# Queries that are sampled together with one random stream. The result depends on it, and not on the number of threads.
+BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
 class Prior:
-    """The model's constants: mean and deviation of original log-odds, deviation of derived ones around them.
+    """The constants of the model: mean and deviation of original log-odds, and deviation of derived ones around them.
 
-    The default tau makes the pass rate of a query of which nothing is known almost uniform in (0, 1).
+    With the default tau, the pass rate of a query without rollouts is almost uniform in (0, 1).
     """
 
     mu: float = 0.0
@@ -44,7 +45,12 @@ class Prior:
     sigma: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
+        """Check every value and name the option that is wrong.
+
+        Raises:
+            TreepackError: a value outside its range.
+        """
+        # Log-odds of 30 are a pass rate of 1 - 10^-13; a larger mean is a mistake.
         if not abs(self.mu) <= 30:
             raise TreepackError(f"mu is {self.mu}; expected log-odds between -30 and 30")
         for name in ("tau", "sigma"):
@@ -54,9 +60,9 @@ class Prior:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How long the Gibbs sampler runs: `burn_in` sweeps that are not used, then `sweeps` that are.
+    """Length of the Gibbs sampler: `burn_in` sweeps that are discarded, then `sweeps` that are averaged.
 
-    The result depends on `seed`, not on `workers`, the threads.
+    The result depends on `seed`, but not on `workers`, the number of threads.
     """
 
     sweeps: int = 200
@@ -65,17 +71,22 @@ class Sampling:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
-        for name, least in (("sweeps", 1), ("burn_in", 0), ("seed", 0), ("workers", 1)):
-            if getattr(self, name) < least:
-                raise TreepackError(f"{name} is {getattr(self, name)}; expected {least} or more")
+        """Check every value and name the option that is wrong.
+
+        Raises:
+            TreepackError: a value below its minimum.
+        """
+        for name, minimum in (("sweeps", 1), ("burn_in", 0), ("seed", 0), ("workers", 1)):
+            if getattr(self, name) < minimum:
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected {minimum} or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Conditional:
-    """All psi given the Polya-Gamma variables, one entry per query; a derived query's mean is `pull + c psi_parent`.
+    """Distribution of psi given the Polya-Gamma variables, each float64 [n], one entry per query.
 
-    `mean` and `variance` are those of each query on its own, its parent integrated out.
+    `mean` and `variance` describe each query alone, with its parent integrated out. Given the psi of its parent, the
+    mean of a derived query is `pull + shrinkage * psi_parent`.
     """
 
     mean: Float64
@@ -93,7 +104,8 @@ class LogOdds:
 
     @property
     def pass_rate(self) -> Float64:
-        """The sigmoid of the mean: PROS's point estimate of the pass rate, float64 [n]."""
+        """The sigmoid of the mean, which is the point estimate of the pass rate in PROS; float64 [n]."""
+        # mean [0, 1, -3] -> [0.5, 0.731, 0.047]; tanh does not overflow, unlike exp.
         rate: Float64 = 0.5 * (1 + np.tanh(self.mean / 2))
         return rate
 
@@ -106,32 +118,32 @@ def estimate(
     prior: Prior = Prior(),
     sampling: Sampling = Sampling(),
 ) -> LogOdds:
-    """Posterior of the log-odds of n queries, which passed `passed` of `tried` times, 0 <= passed <= tried.
+    """Estimate the posterior log-odds of n queries that passed `passed` of `tried` times, 0 <= passed <= tried.
 
-    `parent` int64 [n] is the index of the query it is derived from, -1 for an original one; parents are original.
-    O(n sweeps). Families of which nothing was tried have the prior, without sampling.
+    `parent` int64 [n] is the index of the query from which each one is derived, -1 for an original query. Parents are
+    original queries. O(n sweeps). A family without any rollout has the prior, without sampling.
     """
-    found = LogOdds(np.full(len(parent), prior.mu), _prior_deviation(parent, prior))
+    log_odds = LogOdds(np.full(len(parent), prior.mu), _prior_deviation(parent, prior))
     family = np.where(parent < 0, np.arange(len(parent)), parent)
-    known = np.bincount(family, weights=tried, minlength=len(parent))[family] > 0
-    members = np.flatnonzero(known)
-    # Original queries first within their family, families one after the other.
+    has_rollouts = np.bincount(family, weights=tried, minlength=len(parent))[family] > 0
+    members = np.flatnonzero(has_rollouts)
+    # Families one after the other, each with its original query first: parent [-1, -1, 0, 1] -> members [0, 2, 1, 3].
     members = members[np.lexsort((parent[members] >= 0, family[members]))]
     blocks = _blocks(family[members])
     streams = np.random.SeedSequence(sampling.seed).spawn(len(blocks))
 
     def run(number: int) -> None:
         begin, end = blocks[number]
-        mine = members[begin:end]
-        above = np.searchsorted(family[mine], family[mine])  # the first of a family is its original query
-        local = np.where(parent[mine] < 0, -1, above)
+        block = members[begin:end]
+        above = np.searchsorted(family[block], family[block])  # the first of a family is its original query
+        local = np.where(parent[block] < 0, -1, above)
         rng = np.random.Generator(np.random.PCG64(streams[number]))
-        mean, deviation = _posterior(local, passed[mine], tried[mine], prior, sampling, rng)
-        found.mean[mine], found.deviation[mine] = mean, deviation
+        mean, deviation = _posterior(local, passed[block], tried[block], prior, sampling, rng)
+        log_odds.mean[block], log_odds.deviation[block] = mean, deviation
 
     with ThreadPoolExecutor(sampling.workers) as pool:
-        list(pool.map(run, range(len(blocks))))
-    return found
+        list(pool.map(run, range(len(blocks))))  # list() raises the error of a thread, if there is one
+    return log_odds
 
 
 def _prior_deviation(parent: Int64, prior: Prior) -> Float64:
@@ -140,7 +152,9 @@ def _prior_deviation(parent: Int64, prior: Prior) -> Float64:
 
 
 def _blocks(family: Int64) -> list[tuple[int, int]]:
-    """Runs of whole families, of `BLOCK` queries or a little more."""
+    """Divide the queries into runs of whole families, of about `BLOCK` queries each."""
+    # With BLOCK = 4, family [0, 0, 2, 2, 2, 5, 6] starts at [0, 2, 5, 6]; a block starts with the first family of each
+    # multiple of 4 -> (0, 5), (5, 7).
     starts = np.flatnonzero(np.diff(family, prepend=-1))
     first = starts[np.flatnonzero(np.diff(starts // BLOCK, prepend=-1))].tolist()
     return list(itertools.pairwise([*first, len(family)]))
@@ -149,14 +163,17 @@ def _blocks(family: Int64) -> list[tuple[int, int]]:
 def _posterior(
     parent: Int64, passed: Float64, tried: Float64, prior: Prior, sampling: Sampling, rng: np.random.Generator
 ) -> tuple[Float64, Float64]:
-    """Mean and deviation of the log-odds of one block: averages of what is known given the Polya-Gamma variables."""
+    """Return mean and deviation of the log-odds of one block, averaged over sweeps of the sampler."""
+    # Sums over sweeps of the conditional mean, its square and the conditional variance, [3, n]. Means are taken from
+    # mu, because a variance from large sums of squares would lose digits.
     sums = np.zeros((3, len(parent)))
-    for sweep, (_, given) in enumerate(sample(parent, passed, tried, prior=prior, rng=rng)):
+    for sweep, (_, gaussian) in enumerate(sample(parent, passed, tried, prior=prior, rng=rng)):
         if sweep >= sampling.burn_in:
-            away = given.mean - prior.mu
-            sums += away, away * away, given.variance
+            apart = gaussian.mean - prior.mu
+            sums += apart, apart * apart, gaussian.variance
         if sweep + 1 == sampling.burn_in + sampling.sweeps:
             break
+    # The law of total variance: mean of the variances plus variance of the means.
     mean, square, variance = sums / sampling.sweeps
     return prior.mu + mean, np.sqrt(variance + np.maximum(square - mean * mean, 0))
 
@@ -164,38 +181,43 @@ def _posterior(
 def sample(
     parent: Int64, passed: Float64, tried: Float64, *, prior: Prior, rng: np.random.Generator
 ) -> Iterator[tuple[Float64, Conditional]]:
-    """Sweeps of the Gibbs sampler, for ever: a draw of every psi, and the Gaussian it was drawn from."""
+    """Yield sweeps of the Gibbs sampler without end: a draw of every psi, and the Gaussian of the draw."""
     kappa = passed - tried / 2
-    seen = np.flatnonzero(tried > 0)
-    counts = tried[seen]
+    # Queries without rollouts keep omega 0, so they carry no information.
+    has_rollouts = np.flatnonzero(tried > 0)
+    counts = tried[has_rollouts]
     omega, psi = np.zeros(len(parent)), np.full(len(parent), prior.mu)
     original = parent < 0
     while True:
-        omega[seen] = polya_gamma.draw(counts, psi[seen], rng)
-        given = conditional(parent, kappa, omega, prior)
+        omega[has_rollouts] = polya_gamma.draw(counts, psi[has_rollouts], rng)
+        gaussian = conditional(parent, kappa, omega, prior)
         noise = rng.standard_normal(len(parent))
-        psi = given.mean + noise * np.sqrt(given.variance)  # right for original queries; derived ones follow
-        psi = np.where(
-            original, psi, given.pull + given.shrinkage * psi[parent] + noise * prior.sigma * np.sqrt(given.shrinkage)
-        )
-        yield psi, given
+        # First the original queries, whose draws are final, and then the derived ones given the draw of their parent.
+        psi = gaussian.mean + noise * np.sqrt(gaussian.variance)
+        derived = gaussian.pull + gaussian.shrinkage * psi[parent] + noise * prior.sigma * np.sqrt(gaussian.shrinkage)
+        psi = np.where(original, psi, derived)
+        yield psi, gaussian
 
 
 def conditional(parent: Int64, kappa: Float64, omega: Float64, prior: Prior) -> Conditional:
-    """The psi of all queries given their Polya-Gamma variables `omega`: the two lines at the top of this file."""
+    """Return the distribution of all psi given their Polya-Gamma variables `omega`: the two lines of the header."""
+    # parent [-1, 0], kappa [1, -1], omega [0.5, 1], mu 0, tau = sigma = 1: shrinkage [1, 0.5], precision of the parent
+    # 1 + 0.5 + 1 * 0.5 = 2 -> mean [0.25, -0.375], variance [0.5, 0.625].
     derived = np.flatnonzero(parent >= 0)
     above = parent[derived]
     shrinkage, pull = np.ones(len(parent)), np.zeros(len(parent))
     shrinkage[derived] = 1 / (1 + omega[derived] * prior.sigma**2)
     pull[derived] = kappa[derived] * prior.sigma**2 * shrinkage[derived]
 
-    def of_derived(values: Float64) -> Float64:
+    def sum_of_derived(values: Float64) -> Float64:
+        # sum_i values_i c_i over the derived queries of each query, [n].
         sums: Float64 = np.bincount(above, values[derived] * shrinkage[derived], len(parent)).astype(np.float64)
         return sums
 
-    precision = prior.tau**-2 + omega + of_derived(omega)
-    mean = (prior.mu * prior.tau**-2 + kappa + of_derived(kappa)) / precision
+    precision = prior.tau**-2 + omega + sum_of_derived(omega)
+    mean = (prior.mu * prior.tau**-2 + kappa + sum_of_derived(kappa)) / precision
     variance = 1 / precision
+    # The parent's uncertainty adds to the variance of a derived query, reduced by the shrinkage.
     mean[derived] = pull[derived] + shrinkage[derived] * mean[above]
     variance[derived] = prior.sigma**2 * shrinkage[derived] + shrinkage[derived] ** 2 * variance[above]
     return Conditional(mean, variance, shrinkage, pull)

@@ -1,12 +1,15 @@
-"""Which queries to roll out next: those whose estimated pass rate is nearest to 0.5 (PROS, section 4).
+"""Selection of the queries to roll out next: the k queries with a pass rate nearest to 0.5 (PROS, section 4).
 
-    State --with_queries--> State             queries join, original ones and those derived from them
-    State, rewards --forget_and_add--> State  passed, tried <- lambda * old + new, for every training step
+    State --with_queries--> State             add queries, original and derived ones
+    State, rewards --forget_and_add--> State  passed, tried <- lambda * old + new, at every training step
     State, log-odds --nearest--> k queries
 
-The state is one Parquet file, a line per query (`schema.QUERIES`), its format, version and number of updates in
-the metadata.
-The estimate itself is `pass_rates.estimate`.
+        add q, q~1; then passes in two steps       query   passed                 tried                   lambda 0.5
+          step 0: q 1 of 1                         q       0.5 * 1 + 0 = 0.5      0.5 * 1 + 1 = 1.5
+          step 1: q 0 of 1                         q~1     0                      0
+
+The state is one Parquet file with a row per query (`schema.QUERIES`). Its metadata contains format, version and number
+of updates. The estimate of pass rates is `pass_rates.estimate`.
 """
 
 from __future__ import annotations
@@ -27,17 +30,18 @@ from treepack.files.directory import finished_file
 from treepack.files.schema import QUERIES, SELECTION_FORMAT, SELECTION_VERSION
 from treepack.trajectory import Float64, Int64
 
-# A query of which less than this of a rollout is remembered has been forgotten.
-FORGOTTEN = 1e-6
+# A query with fewer remembered rollouts counts as untried: at a factor of 0.9, one rollout after 132 steps. Without a
+# limit, every query would stay in the sampler for ever, with counts that change nothing.
+MIN_ROLLOUTS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is remembered of n queries, sorted by id.
+    """Counts of n queries, sorted by id.
 
-    `query_id` is an Arrow array of strings, `parent` int64 [n] the index of the query that one is derived from, -1 for
-    an original one, `passed` <= `tried` float64 [n] its rollouts, those long ago counting less. `num_updates` counts
-    the training steps.
+    `query_id` is an Arrow array of strings. `parent` int64 [n] is the index of the query from which each one is
+    derived, -1 for an original query. `passed` <= `tried` float64 [n] are numbers of rollouts, in which old rollouts
+    count less. `num_updates` is the number of training steps.
     """
 
     query_id: pa.Array
@@ -57,32 +61,33 @@ class State:
 
 
 def empty_state() -> State:
-    """A state without queries."""
+    """Return a state without queries."""
     return State(pa.array([], pa.string()), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 0)
 
 
 def indices_of(state: State, query_id: pa.Array) -> Int64:
-    """Index of each query of `query_id` in the state, -1 where it has none; int64 [len(query_id)]."""
-    found: Int64 = pc.index_in(query_id, value_set=state.query_id).fill_null(-1).to_numpy().astype(np.int64)
-    return found
+    """Return the index of each query of `query_id` in the state, -1 if it is not there; int64 [len(query_id)]."""
+    indices: Int64 = pc.index_in(query_id, value_set=state.query_id).fill_null(-1).to_numpy().astype(np.int64)
+    return indices
 
 
 def with_queries(state: State, query_id: Sequence[str], parent_id: Sequence[str | None]) -> tuple[State, int]:
-    """`state` and the queries that it does not know yet, and how many these are. `parent_id` None is an original one.
+    """Add queries to `state`, and return it with the number of new ones. A `parent_id` of None is an original query.
 
     Raises:
-        TreepackError: a parent that nobody knows or that is derived itself, or a query whose parents differ.
+        TreepackError: a parent that is missing or derived itself, or a query with several parents.
     """
-    given: dict[str, str | None] = {}
+    parent_of: dict[str, str | None] = {}
     for query, parent in zip(query_id, parent_id, strict=True):
-        if given.setdefault(query, parent) != parent:
-            raise _several_parents(query, parent, given[query])
-    names, parents = pa.array(given.keys(), pa.string()), pa.array(given.values(), pa.string())
+        if parent_of.setdefault(query, parent) != parent:
+            raise _several_parents(query, parent, parent_of[query])
+    names, parents = pa.array(parent_of.keys(), pa.string()), pa.array(parent_of.values(), pa.string())
     at = indices_of(state, names)
     known = np.flatnonzero(at >= 0)
-    for i, had in zip(known.tolist(), state.parent_id.take(pa.array(at[known])).to_pylist(), strict=True):
-        if parents[i].as_py() != had:
-            raise _several_parents(names[i].as_py(), parents[i].as_py(), had)
+    for i, old_parent in zip(known.tolist(), state.parent_id.take(pa.array(at[known])).to_pylist(), strict=True):
+        if parents[i].as_py() != old_parent:
+            raise _several_parents(names[i].as_py(), parents[i].as_py(), old_parent)
+    # Append first, then look parents up: a query and its parent may arrive together.
     new = pa.array(np.flatnonzero(at < 0))
     joined = State(
         pa.concat_arrays([state.query_id, names.take(new)]),
@@ -98,15 +103,16 @@ def with_queries(state: State, query_id: Sequence[str], parent_id: Sequence[str 
         fault = "is not known" if above[i] < 0 else "is derived itself"
         query, parent = names.take(new)[i].as_py(), parents.take(new)[i].as_py()
         raise TreepackError(f"the group {parent}, parent of the query {query}, {fault}; add the original query")
-    return _sorted(joined), len(new)
+    return _sort_by_id(joined), len(new)
 
 
-def _several_parents(query: str, parent: str | None, had: str | None) -> TreepackError:
-    return TreepackError(f"the query {query} has the parent {parent} here and {had} before; give each query one parent")
+def _several_parents(query: str, parent: str | None, old: str | None) -> TreepackError:
+    return TreepackError(f"the query {query} has the parent {parent} here and {old} before; give each query one parent")
 
 
-def _sorted(state: State) -> State:
+def _sort_by_id(state: State) -> State:
     order: Int64 = pc.sort_indices(state.query_id).to_numpy().astype(np.int64)
+    # place is the inverse of order, which renumbers parents: ids [q, q~1, a], order [2, 0, 1] -> place [1, 2, 0].
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     parent = state.parent[order]
@@ -122,45 +128,52 @@ def _sorted(state: State) -> State:
 def forget_and_add(
     state: State, query: Int64, success: NDArray[np.bool_], *, step: Int64 | None = None, forgetting: float
 ) -> State:
-    """`state` after the rollouts of a training step, or of each of several in turn, have been counted.
+    """Count the rollouts of one training step, or of several steps in order, and return the new state.
 
-    Before new rollouts are added, the counts of every query are multiplied by `forgetting`, lambda in (0, 1]: PROS,
-    section 4. `query` int64 [m] is the query of each rollout, `step` int64 [m] its training step as a rank from 0.
+    At each step, the counts of every query are multiplied by `forgetting`, the lambda in (0, 1] of PROS, section 4, and
+    then the new rollouts are added. `query` int64 [m] is the query of each rollout, `success` bool [m] its outcome and
+    `step` int64 [m] its training step as a rank from 0.
+
+    Raises:
+        TreepackError: a factor outside (0, 1].
     """
     if not 0 < forgetting <= 1:
         raise TreepackError(f"forgetting is {forgetting}; expected a factor in (0, 1], where 1 forgets nothing")
     ranks = np.zeros(len(query), np.int64) if step is None else step
     num_steps = int(ranks.max(initial=0)) + 1
+    # All steps at once: rollouts of ranks [0, 1, 2] with factor 0.5 weigh [0.25, 0.5, 1], and old counts 0.125.
     weight = forgetting ** (num_steps - 1.0 - ranks)
     size, old = state.num_queries, forgetting**num_steps
     tried = old * state.tried + np.bincount(query, weights=weight, minlength=size)
     passed = old * state.passed + np.bincount(query, weights=weight * success, minlength=size)
-    kept = tried >= FORGOTTEN
+    remembered = tried >= MIN_ROLLOUTS
     return replace(
         state,
-        passed=np.where(kept, np.minimum(passed, tried), 0.0),
-        tried=np.where(kept, tried, 0.0),
+        # Both sums round separately, so passed may be above tried in the last digit.
+        passed=np.where(remembered, np.minimum(passed, tried), 0.0),
+        tried=np.where(remembered, tried, 0.0),
         num_updates=state.num_updates + num_steps,
     )
 
 
 def nearest(log_odds: Float64, k: int, *, seed: int = 0) -> Int64:
-    """The `k` queries whose pass rate is nearest to 0.5, nearest first; of equals, those that the seed draws.
+    """Return the `k` queries whose pass rate is nearest to 0.5, nearest first; `seed` orders equal ones.
 
-    |sigmoid(x) - 1/2| grows with |x|, so it is the log-odds nearest to 0. O(n log n).
+    |sigmoid(x) - 1/2| increases with |x|, so these are the log-odds nearest to 0. O(n log n).
 
     Raises:
         TreepackError: there are fewer than `k`.
     """
     if not 1 <= k <= len(log_odds):
         raise TreepackError(f"k is {k}; expected 1 to {len(log_odds)}, the number of queries")
+    # log_odds [3, -0.2, 0.1], k = 2 -> [2, 1]
     ties = np.random.default_rng(seed).permutation(len(log_odds))
     order: Int64 = np.lexsort((ties, np.abs(log_odds)))[:k].astype(np.int64)
     return order
 
 
 def write_state(state: State, path: Path) -> None:
-    """Write `state`, whole or not at all; equal states give equal bytes.
+    """Write `state`; equal states give equal bytes, and a failed write leaves the old file.
 
     Raises:
         TreepackError: the disk fails.
@@ -173,10 +186,10 @@ def write_state(state: State, path: Path) -> None:
 
 
 def read_state(path: Path) -> State:
-    """Read what `write_state` wrote.
+    """Read a file that `write_state` wrote.
 
     Raises:
-        TreepackError: no such file, of another format or version, or damaged.
+        TreepackError: no such file, another format or version, or damaged content.
     """
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -186,26 +199,33 @@ def read_state(path: Path) -> State:
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise TreepackError(
-            f"{path}: is no state of treepack select ({reason}); make one with select update"
+            f"{path}: is no state of treepack select ({reason}); make one with treepack select update"
         ) from error
     try:
         table = table.cast(QUERIES)
     except (pa.ArrowException, ValueError) as error:
-        raise TreepackError(f"{path}: is damaged (it has the columns {table.column_names}); make it anew") from error
-    return _checked(table, int(about["num_updates"]), path)
+        raise TreepackError(
+            f"{path}: is damaged (it has the columns {table.column_names}); make it again with treepack select update"
+        ) from error
+    return _state_of(table, int(about["num_updates"]), path)
 
 
 def _check_version(about: dict[str, object], path: Path) -> None:
     if about.get("format") != SELECTION_FORMAT:
-        raise TreepackError(f"{path}: is no state of treepack select; make one with select update")
+        raise TreepackError(f"{path}: is no state of treepack select; make one with treepack select update")
     if (version := about.get("version")) != SELECTION_VERSION:
         raise TreepackError(
             f"{path}: has {SELECTION_FORMAT} version {version}; this treepack reads version {SELECTION_VERSION}, so "
-            "use the treepack that wrote it or make it anew"
+            "use the treepack that wrote it or make it again with treepack select update"
         )
 
 
-def _checked(table: pa.Table, num_updates: int, path: Path) -> State:
+def _state_of(table: pa.Table, num_updates: int, path: Path) -> State:
+    """Build the state from its columns and check them.
+
+    Raises:
+        TreepackError: columns that contradict each other.
+    """
     query_id, parent_id = table["query_id"].combine_chunks(), table["parent_id"].combine_chunks()
     passed, tried = table["passed"].to_numpy(), table["tried"].to_numpy()
     parent = pc.index_in(parent_id, value_set=query_id, skip_nulls=True).fill_null(-1).to_numpy().astype(np.int64)
@@ -213,9 +233,10 @@ def _checked(table: pa.Table, num_updates: int, path: Path) -> State:
         "a query is there twice": len(pc.unique(query_id)) < len(query_id),
         "counts are not 0 <= passed <= tried": not ((passed >= 0) & (passed <= tried) & np.isfinite(tried)).all(),
         "a parent is missing": bool((parent < 0).sum() > parent_id.null_count),
+        # Two levels only: parents of parents would not fit the model of pass_rates.
         "a parent is derived itself": bool((parent[parent[parent >= 0]] >= 0).any()),
     }
-    for fault, found in faults.items():
-        if found:
-            raise TreepackError(f"{path}: is damaged ({fault}); make it anew")
+    for fault, is_present in faults.items():
+        if is_present:
+            raise TreepackError(f"{path}: is damaged ({fault}); make it again with treepack select update")
     return State(query_id, parent, passed, tried, num_updates)

@@ -1,12 +1,15 @@
-"""Entropies and critic values of rollouts' tokens, lined up with the trajectories of a trie.
+"""Entropies and critic values of the tokens of rollouts, aligned with the trajectories of a trie.
 
     packed rows with term_entropy --entropies_of_terms--> one array per trajectory, or None
     JSONL or Parquet of records   --read_signals-------> Signals(entropies, values, num_unknown)
 
-A record names its rollout as a rollout file does (`id`, `trajectory_id`, ...) and has `entropies`, `values` or both:
-numbers over the trained tokens, over the whole sequence, or from the first trained token to the end. That of a token
-belongs to the distribution, and the state, that it was drawn from. Other fields are not looked at, so the rollout file
-itself will do.
+A record names its rollout by the field that rollout files use (`id`, `trajectory_id`, ...) and has `entropies`,
+`values` or both: one number per trained token, per token of the whole sequence, or per token from the first trained one
+to the end. The entropy of a token belongs to the distribution from which it was drawn, its value to the state before
+it. Other fields are ignored, so the rollout file itself is a valid input if it has these fields.
+
+        tokens  p p p y y t t y         p prompt, y trained, t tool result
+        lengths accepted: 8 (all), 5 (y y t t y), 3 (y y y)
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ PerToken = Sequence[Float64 | None]
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """One array per trajectory of the trie, over its trained tokens, or None; each list is None if no record has any.
+    """One array per trajectory of the trie, over its trained tokens, or None. A list is None if no record has it.
 
-    `num_unknown` counts the records of rollouts that the trie does not hold.
+    `num_unknown` counts the records of rollouts that are not in the trie.
     """
 
     entropies: list[Float64 | None] | None
@@ -47,54 +50,54 @@ class Signals:
 def entropies_of_terms(
     trie: Trie, rows: Iterable[tuple[Sequence[str], Int32, NDArray[np.floating[Any]]]]
 ) -> list[Float64 | None]:
-    """Entropies of the trained tokens of each trajectory of `trie`, from packed rows; None where no row has it.
+    """Collect the entropies of the trained tokens of each trajectory of `trie` from packed rows; None if no row has it.
 
-    Each of `rows` is its trajectory_ids, its term_trajectory and its term_entropy.
+    Each of `rows` is a tuple of its trajectory_ids, its term_trajectory and its term_entropy.
     """
-    place = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
-    found: list[Float64 | None] = [None] * trie.num_trajectories
+    index_of = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
+    entropies: list[Float64 | None] = [None] * trie.num_trajectories
     for names, owner, entropy in rows:
+        # owner [1, 0, 1] -> order [1, 0, 2], bounds [0, 1, 3]: entropy[order][1:3] belongs to the second name.
         order = np.argsort(owner, kind="stable")
         bounds = np.searchsorted(owner[order], np.arange(len(names) + 1)).tolist()
         values = entropy[order].astype(np.float64)
         for k, name in enumerate(names):
-            if name in place:
-                found[place[name]] = values[bounds[k] : bounds[k + 1]]
-    return found
+            if name in index_of:
+                entropies[index_of[name]] = values[bounds[k] : bounds[k + 1]]
+    return entropies
 
 
 def read_signals(path: str | Path, trie: Trie) -> Signals:
-    """The entropies and values that the records of `path` hold for the trajectories of `trie`.
+    """Read the entropies and values of the trajectories of `trie` from the records of `path`.
 
     Raises:
-        TreepackError: unreadable, a rollout that is named twice, a field that is no list of numbers or has a number of
-            them that fits nothing, or no entropies and values at all.
+        TreepackError: unreadable file, two records of one rollout, a field that is no list of numbers or has a wrong
+            length, or no record with entropies or values.
     """
-    place = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
+    index_of = {name: i for i, name in enumerate(trie.trajectories["trajectory_id"].to_pylist())}
     spans, lengths = SpanView.of(trie.trajectories), trie.lengths
-    found: dict[str, list[Float64 | None]] = {name: [None] * trie.num_trajectories for name in (ENTROPIES, VALUES)}
+    signals: dict[str, list[Float64 | None]] = {name: [None] * trie.num_trajectories for name in (ENTROPIES, VALUES)}
     seen: set[str] = set()
     used, num_unknown = set[str](), 0
     for record in read_records(str(path)):
         name = _name(record)
         if name in seen:
-            raise TreepackError(f"{record.source}: the rollout {name} is named a second time; give each once")
+            raise TreepackError(f"{record.source}: an earlier record has the rollout {name}; give each rollout once")
         seen.add(name)
-        index = place.get(name)
+        index = index_of.get(name)
         if index is None:
             num_unknown += 1
             continue
         starts, ends, _ = spans[index]
         trained = positions(starts, ends)
         for field in (ENTROPIES, VALUES):
-            if (given := record.value.get(field)) is not None:
+            if (numbers := record.value.get(field)) is not None:
                 used.add(field)
-                what = f"{record.source}: {field}"
-                found[field][index] = _at_trained(given, trained, int(lengths[index]), record, field, what)
+                signals[field][index] = _numbers_at(numbers, trained, int(lengths[index]), record, field)
     if not used:
-        held = f"holds neither {ENTROPIES} nor {VALUES} of a rollout of the trie"
-        raise TreepackError(f"{path}: {held}; expected records with the rollout's id and lists under these names")
-    entropies, values = (found[name] if name in used else None for name in (ENTROPIES, VALUES))
+        fault = f"has neither {ENTROPIES} nor {VALUES} of any rollout of the trie"
+        raise TreepackError(f"{path}: {fault}; expected records with the rollout's id and lists under these names")
+    entropies, values = (signals[name] if name in used else None for name in (ENTROPIES, VALUES))
     return Signals(entropies, values, num_unknown)
 
 
@@ -102,16 +105,24 @@ def _name(record: Record) -> str:
     return next((str(record.value[name]) for name in IDS if record.value.get(name) is not None), record.label)
 
 
-def _at_trained(given: Any, trained: Int64, length: int, record: Record, field: str, what: str) -> Float64:
-    if not isinstance(given, list | np.ndarray):
+def _numbers_at(numbers: Any, trained: Int64, length: int, record: Record, field: str) -> Float64:
+    """Return the numbers at the `trained` positions of a sequence of `length` tokens.
+
+    Raises:
+        TreepackError: no list of numbers, or a length that none of the three alignments has.
+    """
+    what = f"{record.source}: {field}"
+    if not isinstance(numbers, list | np.ndarray):
         raise TreepackError(f"{what} is no list; expected one number per token")
-    values = number_values(given, source=record.source, name=field)
+    values = number_values(numbers, source=record.source, name=field)
     rest = length - int(trained[0])
+    # The header: trained [3, 4, 7] -> {8: [3, 4, 7], 5: [0, 1, 4], 3: [0, 1, 2]}. If two lengths are equal, the indices
+    # are too.
     places = {length: trained, rest: trained - trained[0], len(trained): np.arange(len(trained))}
     if (at := places.get(len(values))) is not None:
-        picked: Float64 = values[at]
-        return picked
+        selected: Float64 = values[at]
+        return selected
     raise TreepackError(
         f"{what} has {len(values)} numbers; expected {len(trained)} (the trained tokens), "
-        f"{rest} (from the first of them on) or {length} (the whole sequence)"
+        f"{rest} (all from the first of them) or {length} (the whole sequence)"
     )

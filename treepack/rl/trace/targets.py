@@ -98,9 +98,9 @@ def trie_targets(trie: Trie, reward: Float64) -> Float64:
 
     Float64 [num_nodes]. Nodes of the trie are runs of tokens. Groups may share them, and turns do not cut them.
     """
-    # Trajectories are sorted depth-first by end node: end_node [1 2 4 5] of 6 nodes -> ends [0 0 1 2 2 3 4]. The subtree
-    # of node 0 ends before node 3, so its trajectories are ends[0] = 0 to ends[3] = 2, without 2. Their successes are a
-    # difference of cumulative sums.
+    # Trajectories are sorted depth-first by end node: end_node [1 2 4 5] of 6 nodes -> ends [0 0 1 2 2 3 4]. The
+    # subtree of node 0 ends before node 3, so its trajectories are ends[0] = 0 to ends[3] = 2, without 2. Their
+    # successes are a difference of cumulative sums.
     ends = np.searchsorted(trie.end_node, np.arange(trie.num_nodes + 1))
     sums = np.concatenate([[0.0], np.cumsum(reward)])[ends]
     shares: Float64 = (sums[trie.node_end] - sums[:-1]) / trie.num_passing

@@ -118,9 +118,9 @@ def recorded_world(trie: Trie, *, segment: str = "turn", persistence: float = 4.
 
     The chance of a prompt is its group's share of successes. If n rollouts pass through a prefix and s of them
     succeeded, its chance is (s + p v) / (n + p), with p = `persistence` and the chance v of the prefix one turn
-    shorter. This adds p rollouts that succeed as often as the rollouts of the shorter prefix. With p = 0, a continuation is a recorded
-    one. Below a prefix of a single rollout it then always has the outcome of that rollout, and there is nothing to
-    discover.
+    shorter. This adds p rollouts that succeed as often as the rollouts of the shorter prefix. With p = 0, a
+    continuation is a recorded one. Below a prefix of a single rollout it then always has the outcome of that rollout,
+    and there is nothing to discover.
 
     Raises:
         TreepackError: a negative `persistence`, a reward that is not 0 or 1, or any error of `segment_tree`.
