@@ -1,4 +1,4 @@
-"""Rows on disk come back as tensors, in any order, padded; damage is named."""
+"""Rows on disk come back as tensors, in any order and padded, and errors about damaged files name the file."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ COLUMNS = ("input_ids", "position_ids", "parent", "subtree_end", "scale", "loss_
 
 def forest(count: int, *, length: int = 30) -> list[Trajectory]:
     generator = np.random.default_rng(0)
+    # Trajectory i starts with token i, so there is one tree per trajectory; three of them share a training step.
     return [make(f"t{i}", [i, *generator.integers(0, 50, length).tolist()], step=i // 3) for i in range(count)]
 
 
@@ -47,12 +48,12 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-@given(given_ones=strategies.trajectories())
-def test_batches_are_the_rows_that_were_written(tmp_path: Path, given_ones: list[Trajectory]) -> None:
-    path = packed_directory(tmp_path / "packed", given_ones, capacity=20)
+@given(samples=strategies.trajectories())
+def test_batches_are_the_rows_that_were_written(tmp_path: Path, samples: list[Trajectory]) -> None:
+    path = packed_directory(tmp_path / "packed", samples, capacity=20)
     dataset, rows = PackedDataset(path), list(read_rows(path))
     assert len(dataset) == len(rows) > 0
-    for i in reversed(range(len(rows))):
+    for i in reversed(range(len(rows))):  # not in file order
         batch, row = dataset[i], rows[i]
         for name in COLUMNS:
             assert getattr(batch, name).tolist() == getattr(row, name).tolist()
@@ -60,22 +61,23 @@ def test_batches_are_the_rows_that_were_written(tmp_path: Path, given_ones: list
         assert batch.num_tokens == row.num_tokens == dataset.num_tokens[i]
         assert batch.total_weight == pytest.approx(dataset.total_weight[i], rel=1e-12)
         assert (dataset.row_ids[i], dataset.steps[i]) == (row.row_id, row.step)
-    lengths = [len(t.content.tokens) for t in given_ones]  # type: ignore[union-attr]
+    lengths = [len(t.content.tokens) for t in samples]  # type: ignore[union-attr]
     assert sum(dataset[i].tokens_flat for i in range(len(rows))) == sum(lengths)
     assert dataset.max_position() == max(lengths) - 1
 
 
-def test_terms_come_with_the_rows_when_asked(tmp_path: Path) -> None:
-    given_ones = [
+def test_rows_include_their_terms_on_request(tmp_path: Path) -> None:
+    samples = [
         make("a", [1, 2, 3], group="x", reward=1.0, advantage=0.5, old_logprobs=[-1.0, -2.0]),
         make("b", [1, 2, 4, 5], spans=[(1, 2, 1.0), (3, 4, 2.0)], group="y", advantages=[3.0, 4.0]),
     ]
-    path = packed_directory(tmp_path / "packed", given_ones, capacity=20)
+    path = packed_directory(tmp_path / "packed", samples, capacity=20)
     assert PackedDataset(path)[0].terms is None
     dataset = PackedDataset(path, terms=True, multiple=16)
     terms = dataset[0].terms
     assert terms is not None
     assert "term_ref_logprob" not in dataset.term_columns
+    # Row: 1 2 3 | 4 5, with 1 2 shared. Trajectory a trains the row indices 1 and 2, trajectory b trains 1 and 4.
     assert terms.tokens.tolist() == [1, 2, 4]
     assert terms.tokens[terms.index].tolist() == [1, 2, 1, 4]
     assert (terms.trajectory.tolist(), terms.weight.tolist()) == ([0, 0, 1, 1], [1, 1, 1, 2])
@@ -114,6 +116,7 @@ def test_padding_sees_only_itself_and_counts_for_nothing(tmp_path: Path) -> None
 
 
 def test_rows_are_read_by_group_and_few_groups_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Sizes so small that 24 rows of 31 tokens fill several parts, and the cache holds only some of the row groups.
     monkeypatch.setattr(dataset_module, "CACHED_BYTES", 8000)
     monkeypatch.setattr(packed_files, "GROUP_TOKENS", 40)
     monkeypatch.setattr(parts, "PART_TOKENS", 200)
@@ -122,7 +125,7 @@ def test_rows_are_read_by_group_and_few_groups_are_kept(tmp_path: Path, monkeypa
     assert len(dataset.manifest["files"]) > 2
     for i in np.random.default_rng(0).permutation(len(rows)).tolist():
         assert dataset[i].input_ids.tolist() == rows[i].input_ids.tolist()
-    assert 1 < len(dataset._cache) < len(rows) // 2
+    assert 1 < len(dataset._cache) < len(rows) // 2  # some groups are cached, and most have been dropped
     assert sum(table.nbytes for table in dataset._cache.values()) == dataset._cached_bytes <= 8000
 
 
@@ -151,17 +154,17 @@ def ids(batches: Iterable[Batch]) -> list[int]:
     return [batch.row_id for batch in batches]
 
 
-def test_an_epoch_is_in_file_order_or_that_of_the_trainer(packed: Path) -> None:
+def test_an_epoch_has_the_order_of_the_files_or_of_the_trainer(packed: Path) -> None:
     dataset = PackedDataset(packed)
     assert dataset.steps == [0, 0, 0, 1, 1, 1, 2]
     assert ids(dataset) == ids(dataset) == list(range(7))
     options = TrainOptions(epochs=3, seed=5, rows_per_step=1)
-    planned = [row for step in plan_steps(dataset, options) for row in step.rows]
+    rows = [row for step in plan_steps(dataset, options) for row in step.rows]
     shuffled = PackedDataset(packed, shuffle=True, seed=5)
-    found = [ids(shuffled) for _ in range(3)]
-    assert [row for epoch in found for row in epoch] == planned
-    assert [sorted(epoch) for epoch in found] == [list(range(7))] * 3
-    assert len({tuple(epoch) for epoch in found}) > 1
+    epochs = [ids(shuffled) for _ in range(3)]
+    assert [row for epoch in epochs for row in epoch] == rows
+    assert [sorted(epoch) for epoch in epochs] == [list(range(7))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) > 1  # epochs differ from each other
     assert shuffled.epoch == 3
 
 
@@ -174,17 +177,18 @@ def test_ranks_share_the_rows_of_each_training_step_in_equal_numbers(packed: Pat
     assert ids(rows) == ids(PackedDataset(packed, shuffle=shuffle))
     assert all(len({batch.step for batch in together if batch.num_tokens}) == 1 for together in rounds)
     padding = [batch for together in rounds for batch in together if not batch.num_tokens]
-    assert len(padding) == sum(-count % world for count in (3, 3, 1)) > 0
+    assert len(padding) == sum(-count % world for count in (3, 3, 1)) > 0  # world 2: 1 + 1 + 1
     for batch in padding:
         assert (batch.total_weight, float(batch.loss_weight.sum()), len(batch.input_ids)) == (0.0, 0.0, 16)
         assert torch.equal(visible_pairs(batch.subtree_end[None])[0], torch.eye(16, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_state_goes_on_with_exactly_the_rows_that_are_left(packed: Path, world: int) -> None:
+def test_a_state_continues_with_exactly_the_remaining_rows(packed: Path, world: int) -> None:
     def opened(seed: int) -> list[PackedDataset]:
         return [PackedDataset(packed, shuffle=True, seed=seed, rank=rank, world=world) for rank in range(world)]
 
+    # Two epochs of each rank; then a state after every number of rows, also at and across the end of an epoch.
     expected = [[same_rows for _ in range(2) for same_rows in ids(each)] for each in opened(3)]
     for cut in range(len(expected[0]) + 1):
         for before, after, rows in zip(opened(3), opened(0), expected, strict=True):
@@ -196,32 +200,32 @@ def test_a_state_goes_on_with_exactly_the_rows_that_are_left(packed: Path, world
             assert first + rest == rows
 
 
-def test_a_state_goes_on_with_another_number_of_ranks(packed: Path) -> None:
+def test_a_state_can_be_loaded_with_another_number_of_ranks(packed: Path) -> None:
     before = [PackedDataset(packed, shuffle=True, rank=rank, world=2) for rank in range(2)]
-    given = [batch for each in before for batch in islice(each, 3)]
+    first = [batch for each in before for batch in islice(each, 3)]
     assert before[0].state_dict() == before[1].state_dict()
     after = [PackedDataset(packed, shuffle=True, rank=rank, world=3) for rank in range(3)]
     for each in after:
         each.load_state_dict(before[0].state_dict())
     rest = [batch for each in after for batch in each]
-    assert sorted(batch.row_id for batch in [*given, *rest] if batch.num_tokens) == list(range(7))
+    assert sorted(batch.row_id for batch in [*first, *rest] if batch.num_tokens) == list(range(7))
 
 
-def test_a_second_iteration_goes_on_where_the_first_stopped(packed: Path) -> None:
+def test_a_second_iteration_continues_where_the_first_stopped(packed: Path) -> None:
     dataset = PackedDataset(packed)
     first = iter(dataset)
     assert (next(first).row_id, next(first).row_id) == (0, 1)
     assert ids(islice(dataset, 3)) == [2, 3, 4]
-    assert ids(first) == [5, 6]
+    assert ids(first) == [5, 6]  # both iterators share one position
     assert (dataset.epoch, ids(dataset)) == (1, list(range(7)))
     assert dataset[3].row_id == 3
 
 
-def test_an_unreadable_row_does_not_count_as_given(packed: Path) -> None:
+def test_an_unreadable_row_does_not_advance_the_position(packed: Path) -> None:
     dataset = PackedDataset(packed)
     part = packed / "part-00000.parquet"
     whole = part.read_bytes()
-    part.write_bytes(b"\0" * len(whole))
+    part.write_bytes(b"\0" * len(whole))  # damage after the check at opening
     with pytest.raises(TreepackError, match="row group 0 cannot be read"):
         next(iter(dataset))
     part.write_bytes(whole)
@@ -244,8 +248,8 @@ def test_a_rank_that_does_not_exist_is_refused(packed: Path, rank: int, world: i
 
 
 def test_padding_has_the_terms_of_no_trajectory(tmp_path: Path) -> None:
-    given_ones = [make(name, [1, 2, 3], advantage=1.0, group=name) for name in "abc"]
-    path = write_rows(tmp_path / "packed", given_ones, range(3))
+    samples = [make(name, [1, 2, 3], advantage=1.0, group=name) for name in "abc"]
+    path = write_rows(tmp_path / "packed", samples, range(3))
     last = list(PackedDataset(path, terms=True, rank=1, world=2))[-1]
     assert (last.num_tokens, last.terms is None) == (0, False)
     assert last.terms is not None
@@ -261,8 +265,9 @@ def test_a_data_loader_takes_it_as_it_is(packed: Path, workers: int, context: st
     dataset = PackedDataset(packed, multiple=8)
     expected = [dataset[i] for i in range(7)]
     options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context if workers else None}
-    found = list(DataLoader(dataset, batch_size=None, **options))
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+    batches = list(DataLoader(dataset, batch_size=None, **options))
+    assert all(same(a, b) for a, b in zip(batches, expected, strict=True))
+    # The loader uses a sampler and __getitem__, so the position of iteration has not moved.
     assert (dataset.epoch, ids(dataset)) == (0, list(range(7)))
 
 
@@ -271,7 +276,7 @@ def truncate(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Change bytes in the middle of the largest column, which leaves size and footer as they were."""
+    """Change eight bytes in the middle of the data of a column; size and footer stay the same."""
     column = pq.ParquetFile(path).metadata.row_group(0).column(5)
     data = bytearray(path.read_bytes())
     start = column.dictionary_page_offset or column.data_page_offset
@@ -282,6 +287,7 @@ def flip(path: Path) -> None:
 
 def overwrite_footer(path: Path) -> None:
     data = path.read_bytes()
+    # A Parquet file ends with: footer, its length in 4 bytes, the magic bytes PAR1.
     start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     path.write_bytes(data[:start] + b"\xff" * 64 + data[start + 64 :])
 
@@ -299,7 +305,7 @@ def test_one_flipped_bit_anywhere_is_found_at_opening(tmp_path: Path) -> None:
     path = packed_directory(tmp_path / "packed", forest(3), capacity=40)
     part = path / "part-00000.parquet"
     whole = part.read_bytes()
-    for at in range(0, len(whole), len(whole) // 10):
+    for at in range(0, len(whole), len(whole) // 10):  # about ten places, from the first byte on
         part.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(TreepackError, match="altered"):
             PackedDataset(path)

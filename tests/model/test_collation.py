@@ -1,4 +1,4 @@
-"""Collated rows have the losses and gradients of the rows, through whatever wrapped the model."""
+"""Collated rows have the same losses and gradients as the rows alone, with or without a wrapper around the model."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from treepack.errors import TreepackError
 from treepack.model.collation import batch_logprobs, batch_loss, collate
 from treepack.model.objectives import choose_objective, objective_loss
 
+# 1 - 2 - 3 - 4 - 5 and 1 - 2 - 6 share two tokens; 7 - 8 is a second tree in the same row
 SAMPLES = [
     Sample((1, 2, 3, 4, 5), (0.0, 1.0, 0.0, 2.0, 1.0)),
     Sample((1, 2, 6), (0.0, 1.0, 1.0)),
@@ -32,7 +33,7 @@ def tree_model(kind: str = "qwen3") -> Any:
 
 
 class Wrapper(torch.nn.Module):
-    """As a trainer wraps models."""
+    """A wrapper like the ones of trainers: it passes all arguments on and has no attribute of the model."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ def test_shorter_rows_are_padded_as_rows_are() -> None:
     padded = make_batch(short, multiple=len(long.input_ids))
     for name in ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight"):
         assert torch.equal(inputs[name][1], getattr(padded, name))
-    assert inputs["subtree_end"].shape == (2, 8)
+    assert inputs["subtree_end"].shape == (2, 8)  # 5 + 1 + 2 different tokens
 
 
 @settings(max_examples=30)
@@ -66,6 +67,7 @@ def test_shorter_rows_are_padded_as_rows_are() -> None:
 def test_the_loss_of_a_batch_is_that_of_every_trajectory_alone(first: list[Sample], second: list[Sample]) -> None:
     expected, of_each = alone(tiny_model("qwen3"), [*first, *second])
     model = tree_model()
+    # A row of padding in between shifts the indices of the second row.
     rows = [make_batch(make_row(first)), empty_batch(3), make_batch(make_row(second))]
     loss = batch_loss(Wrapper(model), collate(rows), chunk=5)
     torch.autograd.backward(loss)
@@ -97,9 +99,9 @@ def test_terms_of_several_rows_give_the_sum_of_their_objectives(tmp_path: Path) 
     objective, model = choose_objective("gspo"), tree_model()
     factors = torch.tensor([0.3, 0.5, 0.7], dtype=torch.float64)
 
-    def loss_of(rows: list[Any], own: torch.Tensor) -> torch.Tensor:
+    def loss_of(rows: list[Any], row_factors: torch.Tensor) -> torch.Tensor:
         inputs = collate(rows)
-        return objective_loss(*batch_logprobs(model, inputs), inputs["terms"], own, objective)[0]
+        return objective_loss(*batch_logprobs(model, inputs), inputs["terms"], row_factors, objective)[0]
 
     model.zero_grad()
     separate = [loss_of([dataset[0]], factors[:2]), loss_of([dataset[1]], factors[2:])]
@@ -119,14 +121,14 @@ def test_a_term_column_that_a_row_lacks_is_left_out(tmp_path: Path) -> None:
     first, second = dataset[0], dataset[1]
     assert first.terms is not None
     terms = collate([first, second])["terms"]
-    assert terms.group.tolist() == [0, 1]
+    assert terms.group.tolist() == [0, 1]  # group 0 of each row: the second is shifted by the one trajectory before it
     assert terms.advantage.tolist() == [1.0] * 4
     assert terms.old_logprob is None
     lacking = replace(first, terms=replace(first.terms, advantage=None))
     assert collate([lacking, second])["terms"].advantage is None
 
 
-def test_what_would_give_wrong_gradients_is_refused() -> None:
+def test_models_that_would_give_wrong_gradients_are_refused() -> None:
     inputs = collate([make_batch(make_row(SAMPLES))])
     with pytest.raises(TreepackError, match="uses the attention 'sdpa', which ignores subtree_end"):
         batch_loss(Wrapper(tiny_model("qwen3")), inputs)

@@ -18,34 +18,35 @@ from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers, compile_layers
 from treepack.model.load import LoadedModel, load_model
 
+# Lengths of the trajectories of a row; none is 0 or 1, on which torch.compile always specialises.
 LENGTHS = (9, 17, 30, 41)
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """One entry for every graph that is traced; none is turned into machine code, which would take minutes."""
+    """One entry for each traced graph; graphs are not turned into machine code, which would take minutes."""
     traced: list[int] = []
 
     def backend(graph: Any, _: Any) -> Any:
         traced.append(len(graph.graph.nodes))
-        return graph.forward
+        return graph.forward  # runs the traced operations one by one
 
-    torch._dynamo.reset()
+    torch._dynamo.reset()  # the cache of graphs is global
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     yield traced
     torch._dynamo.reset()
 
 
 def losses_and_gradients(loaded: LoadedModel) -> list[Tensor]:
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for length in LENGTHS:
         samples = [
             Sample(tuple(range(length)), (0.0, *[1.0] * (length - 1))),
             Sample((*range(length - 3), 40, 41), (0.0, *[1.0] * (length - 2))),
         ]
         loss = row_loss(loaded, make_batch(make_row(samples)))
-        found += [loss.detach(), *torch.autograd.grad(loss, list(loaded.model.parameters()))]
-    return found
+        results += [loss.detach(), *torch.autograd.grad(loss, list(loaded.model.parameters()))]
+    return results
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -54,14 +55,14 @@ def test_compiled_layers_agree_and_serve_every_length(tmp_path: Path, graphs: li
     loaded.model.train()
     expected = losses_and_gradients(loaded)
     adapt_layers(loaded.model, checkpointing=checkpointing, compiled=True)
-    found = losses_and_gradients(loaded)
+    results = losses_and_gradients(loaded)
     assert graphs, "something was compiled"
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     traced = len(graphs)
     again = losses_and_gradients(loaded)
     assert len(graphs) == traced, "the same lengths need no other graph"
-    assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, results, strict=True))
 
 
 def test_a_model_without_marked_layers_is_refused() -> None:

@@ -1,8 +1,8 @@
-"""The promise: gradients of packed rows are those of every trajectory run alone.
+"""The main promise: gradients of packed rows equal the gradients of every trajectory run alone.
 
-In float64, for every parameter, to a relative 1e-9. The oracle (`oracle_model.alone`) is the plain model of
-transformers with its own attention, one forward per trajectory; packed rows come from the whole pipeline: trie, plan,
-rows, attention, loss.
+All comparisons are in float64, over every parameter, with a relative tolerance of 1e-9. The oracle
+(`oracle_model.alone`) is the plain model of transformers with its own attention, and one forward pass per trajectory.
+Packed rows go through the whole pipeline: trie, plan, rows, attention, loss.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ATTENTIONS = ["reference", "flex"]
 
 @contextmanager
 def checkpointing(model: Any) -> Iterator[None]:
-    model.train()
+    model.train()  # transformers checkpoints layers in training mode only
     checkpoint_layers(model)
     assert sum(getattr(m, "gradient_checkpointing", False) for m in model.base_model.modules()) >= 2
     yield
@@ -60,11 +60,11 @@ def _without_checkpoints(module: Any) -> None:
 
 
 def as_trajectories(samples: Sequence[Sample], groups: Sequence[str]) -> list[Trajectory]:
-    found = []
+    trajectories = []
     for i, (sample, group) in enumerate(zip(samples, groups, strict=True)):
         content = Tokens(np.array(sample.tokens, np.int32), *spans_of_mask(np.array(sample.weights)))
-        found.append(Trajectory(str(i), f"made:{i}", content, group))
-    return found
+        trajectories.append(Trajectory(str(i), f"made:{i}", content, group))
+    return trajectories
 
 
 def as_batches(
@@ -77,7 +77,7 @@ def as_batches(
     ranks: int = 1,
     **options: str,
 ) -> list[Batch]:
-    """`samples` through the whole pipeline."""
+    """Pack `samples` with the whole pipeline."""
     trie = build_trie(as_trajectories(samples, groups or ["g"] * len(samples)))
     plan = plan_rows(trie, capacity=capacity, method=method, multiple_of=ranks)
     return [make_batch(row, multiple=multiple) for row in pack_rows(packed_trie(trie, method), plan, **options)]
@@ -111,6 +111,7 @@ def test_packed_gradients_are_the_sum_over_trajectories(
 def test_no_method_changes_gradients(method: str, samples: list[Sample], room: int, ranks: int) -> None:
     assume(trained(samples) and len(samples) >= ranks)
     size = longest(samples)
+    # A path of `size` tokens has size * (size + 1) / 2 pairs and at most `size` terms: every trajectory fits a row.
     pairs, terms = size * (size + 1) // 2 + 5 * room, size + room
     batches = as_batches(samples, capacity=Limits(size + room, pairs, terms), method=method, ranks=ranks)
     assert_equal(gradients_of(packed("qwen3", "reference"), batches), alone(plain("qwen3"), samples))
@@ -125,19 +126,22 @@ def test_gradient_checkpointing_changes_nothing(kind: str, samples: list[Sample]
     for attention in ATTENTIONS:
         loaded = packed(kind, attention)
         with checkpointing(loaded.model):
-            found = gradients_of(loaded, batches)
-        assert_equal(found, expected)
+            result = gradients_of(loaded, batches)
+        assert_equal(result, expected)
 
 
 def branches_at(offset: int) -> list[Sample]:
-    """A stem of `offset` tokens with branches of one token, of many, of branches, and a trajectory that ends there."""
+    """Return a stem of `offset` tokens, a trajectory that ends there, and branches: short, long and branching again."""
+    # ids 0, 1 and 2 start the branches, so the stem uses the others
     ids = np.random.default_rng(offset).integers(3, VOCABULARY, 200).tolist()
     stem = tuple(ids[:offset])
+    # (1, *ids[100:103], 2) is there twice: equal trajectories end at one token
     endings = [(), (0,), (1, *ids[100:105]), (1, *ids[100:103], 2), (1, *ids[100:103], 2), (2, *ids[150:170])]
-    found = [stem + ending for ending in endings if stem + ending]
-    return [Sample(tokens, (0.0, *[1.0] * (len(tokens) - 1))) for tokens in found]
+    branches = [stem + ending for ending in endings if stem + ending]
+    return [Sample(tokens, (0.0, *[1.0] * (len(tokens) - 1))) for tokens in branches]
 
 
+# All offsets within a block of 64 tokens, so that branches start at every place of a tile.
 @pytest.mark.parametrize("offset", range(64))
 def test_branches_may_start_at_every_offset(offset: int) -> None:
     samples = branches_at(offset)
@@ -147,12 +151,13 @@ def test_branches_may_start_at_every_offset(offset: int) -> None:
 
 
 def normalised(samples: Sequence[Sample], groups: Sequence[str], normalize: str) -> list[Sample]:
-    """Every weight over the sum of its trajectory, of its group, or as it is."""
+    """Divide every weight by the sum of its trajectory or of its group, or leave it unchanged."""
     sums = [sum(sample.weights) for sample in samples]
+    # sums [1, 2, 4] of groups a, b, a -> per_group {a: 5, b: 2}
     per_group = {g: sum(s for s, of in zip(sums, groups, strict=True) if of == g) for g in groups}
     by = {"token": [1.0] * len(sums), "trajectory": sums, "group": [per_group[g] for g in groups]}[normalize]
     return [
-        Sample(sample.tokens, tuple(own / total if own else 0.0 for own in sample.weights))
+        Sample(sample.tokens, tuple(weight / total if weight else 0.0 for weight in sample.weights))
         for sample, total in zip(samples, by, strict=True)
     ]
 
@@ -196,9 +201,13 @@ def test_two_optimiser_steps_stay_equal(kind: str) -> None:
                 parameter.grad /= denominator
             optimiser.step()
     weights = [dict(m.state_dict()) for m in (ours.model, theirs)]
-    start = tiny_model(kind).state_dict()
+    start = tiny_model(kind).state_dict()  # equal kinds have equal random weights
     assert worst_error(*weights) <= TOLERANCE
     assert worst_error(weights[0], start) > 1e-4, "the steps moved the weights"
+
+
+# Three kinds of damage that a weak comparison might miss: attention to all earlier tokens of the row, positions counted
+# along the row, and labels shifted by one token.
 
 
 def causal(batch: Batch) -> Batch:
@@ -222,5 +231,5 @@ def test_a_wrong_mask_position_or_parent_does_not_pass(kind: str, attention: str
     loaded = packed(kind, attention)
     assert_equal(gradients_of(loaded, batches), expected)
     for damage in (causal, numbered, shifted):
-        found = gradients_of(loaded, [damage(batch) for batch in batches])
-        assert worst_error(found[1], expected[1]) > 1e-3, damage.__name__
+        result = gradients_of(loaded, [damage(batch) for batch in batches])
+        assert worst_error(result[1], expected[1]) > 1e-3, damage.__name__

@@ -1,4 +1,4 @@
-"""Models that can be trained exactly load; all others are refused by name, and by the probe where nobody named them."""
+"""Models that can be trained exactly load; all others are refused by their configuration or by the probe."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def test_a_config_file_gives_seeded_weights_and_every_branch_its_own_states(
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     states = hidden_states(loaded, make_batch(make_row(SAMPLES), multiple=8))
+    # The row is 1 2 3 | 4 5 padded to 8: the second trajectory 1 2 4 5 has the row indices 0, 1, 3, 4.
     loaded.model.set_attn_implementation("sdpa")
     alone = loaded.model.base_model(input_ids=torch.tensor([[1, 2, 4, 5]]))[0][0]
     torch.testing.assert_close(states[[0, 1, 3, 4]], alone, rtol=1e-4, atol=1e-5)
@@ -57,7 +58,7 @@ def test_random_weights_leave_the_callers_random_state_alone(tmp_path: Path) -> 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_dropout_is_set_to_zero_and_said(tmp_path: Path) -> None:
+def test_dropout_is_set_to_zero_with_a_note(tmp_path: Path) -> None:
     path = tiny_config(tmp_path / "config.json", "gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.0)
     loaded = load_model(path)
     assert [note.split()[0] for note in loaded.notes if "first" not in note] == ["attn_pdrop", "resid_pdrop"]
@@ -68,6 +69,7 @@ def test_dropout_is_set_to_zero_and_said(tmp_path: Path) -> None:
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 4}
+# Model type, configuration and part of the message: refused by check_config, by the probe, or because it cannot load.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {**GROUPED, "num_hidden_layers": 4}, "layer 0 is 'linear_attention'"),
     ("gemma2", GROUPED, "attn_logit_softcapping is 50.0"),
@@ -96,7 +98,8 @@ def test_models_that_cannot_be_trained_exactly_are_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(("window", "advice"), [(300, "--capacity 256$"), (90, "--capacity 90 and use .* reference")])
-def test_flex_pads_rows_and_the_advice_on_windows_knows(window: int, advice: str) -> None:
+def test_the_advice_on_windows_accounts_for_the_padding_of_flex(window: int, advice: str) -> None:
+    # flex pads rows to a multiple of 128: a window of 300 fits rows of 256, a window of 90 fits no row at all.
     model = replace(loaded("llama", sliding_window=window), attention="flex")
     with pytest.raises(TreepackError, match=advice):
         check_fits(model, **{**MANIFEST, "capacity": 1000}, max_position=5)
@@ -165,7 +168,7 @@ def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
 
 
 class Smear(nn.Module):
-    """Mixes each token with the one before it in the row, as a convolution does."""
+    """A layer that mixes each token with the token before it in the row, like a convolution."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -183,13 +186,13 @@ def test_the_probe_finds_tokens_that_mix_outside_attention() -> None:
     model.model.layers[1].mlp = Smear(model.model.layers[1].mlp)
     with pytest.raises(TreepackError, match="a branch in a tree gets other hidden states"):
         probe(model, source="m")
-    assert model.config._attn_implementation == "treepack_reference"
+    assert model.config._attn_implementation == "treepack_reference"  # restored, although the probe failed
 
 
 def test_the_probe_finds_a_layer_that_attends_twice() -> None:
     register()
     model = tiny_model("qwen3", attention="treepack_reference")
-    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn  # two calls, but from one module
     with pytest.raises(TreepackError, match="2 layers call attention 2 times, from 1 modules"):
         probe(model, source="m")
 
@@ -203,8 +206,8 @@ def loaded(kind: str, **fields: Any) -> LoadedModel:
 
 
 def test_data_that_suits_the_model_is_accepted() -> None:
-    check_fits(loaded("qwen3"), **MANIFEST, max_position=10**6)
-    check_fits(loaded("gpt2"), **MANIFEST, max_position=255)
+    check_fits(loaded("qwen3"), **MANIFEST, max_position=10**6)  # rotary positions have no limit
+    check_fits(loaded("gpt2"), **MANIFEST, max_position=255)  # a table of 256 positions
     check_fits(loaded("llama", sliding_window=128), **MANIFEST, max_position=5)
 
 

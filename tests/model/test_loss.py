@@ -1,4 +1,4 @@
-"""Loss, log-probabilities and entropies against their definitions; the logits of a row never exist at once."""
+"""Loss, log-probabilities and entropies equal their definitions, and the logits of a row never exist as a whole."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def random_head(length: int, *, dtype: torch.dtype = torch.float64) -> tuple[Ten
 
 @given(sample_sets())
 @settings(max_examples=30, derandomize=True, deadline=None)
-def test_it_is_the_weighted_sum_over_targets_for_any_chunk(samples: list[Sample]) -> None:
+def test_weighted_nll_is_the_weighted_sum_over_targets_for_any_chunk(samples: list[Sample]) -> None:
     batch = make_batch(make_row(samples), multiple=8)
     inputs = random_head(len(batch.input_ids))
     hidden, weight, bias = inputs
     expected = hidden.sum() * 0
-    for j, own in enumerate(batch.loss_weight.tolist()):
-        if own:
+    for j, token_weight in enumerate(batch.loss_weight.tolist()):
+        if token_weight:
             logits = weight @ hidden[batch.parent[j]] + bias
-            expected = expected + own * cross_entropy(logits, batch.input_ids[j])
+            expected = expected + token_weight * cross_entropy(logits, batch.input_ids[j])
     reference = torch.autograd.grad(expected, inputs, allow_unused=True, materialize_grads=True)
-    for chunk in (1, 3, 2048):
-        found = weighted_nll(hidden, weight, batch.targets, bias=bias, chunk=chunk)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        grads = torch.autograd.grad(found, inputs, allow_unused=True, materialize_grads=True)
+    for chunk in (1, 3, 2048):  # each target alone, a last chunk that is shorter, all at once
+        loss = weighted_nll(hidden, weight, batch.targets, bias=bias, chunk=chunk)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         for ours, theirs in zip(grads, reference, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -49,20 +49,21 @@ def test_it_is_the_weighted_sum_over_targets_for_any_chunk(samples: list[Sample]
 def test_the_first_tokens_of_all_branches_are_predicted_from_one_hidden_state() -> None:
     batch = make_batch(make_row([Sample((1, 2), (0.0, 1.0)), Sample((1, 3), (0.0, 2.0))]))
     hidden, weight, _ = random_head(3)
-    found = weighted_nll(hidden, weight, batch.targets)
-    logs = (weight @ hidden[0]).log_softmax(0)
-    torch.testing.assert_close(found, -logs[2] - 2 * logs[3])
+    loss = weighted_nll(hidden, weight, batch.targets)
+    logs = (weight @ hidden[0]).log_softmax(0)  # tokens 2 and 3 both follow token 1, which is row index 0
+    torch.testing.assert_close(loss, -logs[2] - 2 * logs[3])
 
 
 def test_a_row_without_targets_costs_nothing_and_keeps_its_graph() -> None:
     batch = make_batch(make_row([Sample((1, 2), (0.0, 0.0))]))
     hidden, weight, _ = random_head(2)
-    found = weighted_nll(hidden, weight, batch.targets)
-    assert found.item() == 0
-    assert torch.equal(torch.autograd.grad(found, hidden)[0], torch.zeros_like(hidden))
+    loss = weighted_nll(hidden, weight, batch.targets)
+    assert loss.item() == 0
+    assert torch.equal(torch.autograd.grad(loss, hidden)[0], torch.zeros_like(hidden))
 
 
 def test_weight_at_a_root_is_an_error_and_not_the_last_token() -> None:
+    # Index -1 would be the last token of the row, and the loss a number without meaning.
     targets = (torch.tensor([1, 2]), torch.tensor([-1, 0]), torch.tensor([1.0, 1.0]))
     hidden, weight, _ = random_head(2)
     with pytest.raises((IndexError, RuntimeError)):
@@ -78,7 +79,7 @@ def test_bfloat16_hidden_states_get_a_float32_softmax() -> None:
 
 
 class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the most elements of any tensor that an operation under it returns."""
+    """Record the number of elements of the largest tensor that any operation returns."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +98,7 @@ def test_no_logits_beyond_a_chunk_exist_in_forward_or_backward(chunk: int) -> No
     tokens = tuple(i % VOCABULARY for i in range(length))
     batch = make_batch(make_row([Sample(tokens, (0.0, *[1.0] * (length - 1)))]))
     hidden, weight, _ = random_head(length)
-    saved: list[int] = []
+    saved: list[int] = []  # sizes of the tensors that autograd keeps for the backward pass
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.numel())
@@ -110,7 +111,7 @@ def test_no_logits_beyond_a_chunk_exist_in_forward_or_backward(chunk: int) -> No
         assert largest.numel <= max(chunk * VOCABULARY, length * HIDDEN) < whole
         assert max(saved) < whole
     else:
-        assert largest.numel == whole, "the measurement sees the logits where they do exist"
+        assert largest.numel == whole, "the measurement sees the logits if they exist"
 
 
 @given(sample_sets())
@@ -121,16 +122,18 @@ def test_logprobs_and_entropies_are_those_of_the_softmax_for_any_chunk(samples: 
     hidden, weight, bias = inputs
     tokens = batch.loss_weight.nonzero().squeeze(-1)
     logs = (hidden[batch.parent[tokens]] @ weight.T + bias).log_softmax(-1)
+    # log p of each label, and -sum p log p
     expected = (logs[range(len(tokens)), batch.input_ids[tokens]], -(logs.exp() * logs).sum(-1))
     factors = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
     for chunk in (1, 3, 2048):
-        found = tree_logprobs(hidden, weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
-        for wanted in ([0], [1], [0, 1]):  # gradients of either alone, and of both
+        results = tree_logprobs(hidden, weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
+        for outputs in ([0], [1], [0, 1]):  # gradients of either alone, and of both
             grads = []
-            for values in (found, expected):
+            for values in (results, expected):
                 total = hidden.sum() * 0
-                for i in wanted:
-                    torch.testing.assert_close(found[i], expected[i], rtol=1e-12, atol=1e-12)
+                for i in outputs:
+                    torch.testing.assert_close(results[i], expected[i], rtol=1e-12, atol=1e-12)
+                    # Different factors per token and per output, so that gradients cannot cancel or be swapped.
                     total = total + (values[i] * factors).sum() * (i + 1)
                 grads.append(
                     torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True, retain_graph=True)
@@ -155,6 +158,6 @@ def test_logprobs_of_a_chunk_are_the_only_ones_whose_logits_exist() -> None:
     hidden, weight, _ = random_head(length)
     chosen = torch.arange(1, length)
     with LargestTensor() as largest:
-        found = tree_logprobs(hidden, weight, chosen, batch.input_ids, batch.parent, chunk=chunk)
-        torch.autograd.backward(torch.stack(found).sum())
+        results = tree_logprobs(hidden, weight, chosen, batch.input_ids, batch.parent, chunk=chunk)
+        torch.autograd.backward(torch.stack(results).sum())
     assert largest.numel <= max(chunk * VOCABULARY, length * HIDDEN)

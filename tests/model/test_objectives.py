@@ -1,7 +1,7 @@
-"""Objectives over terms are those of trajectories run alone, however the trajectories are packed into rows.
+"""Objectives over terms equal the objectives of trajectories run alone, for any packing into rows.
 
-In float64, loss and gradient of every parameter to a relative 1e-9, on trees whose trajectories share prefixes and
-differ there in advantages, masks, weights and old log-probabilities (`oracle_objectives.step_loss`).
+Loss and gradient of every parameter agree in float64 to a relative 1e-9. The trajectories share prefixes, but have
+different advantages, masks, weights and old log-probabilities there. The oracle is `oracle_objectives.step_loss`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ TOLERANCE = 1e-9
 def step_of(
     loaded: LoadedModel, dataset: PackedDataset, objective: Objective, *, chunk: int = 3
 ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-    """Loss, gradients and means of one optimiser step over all rows, a backward pass for each."""
+    """Return loss, gradients and means of one optimiser step over all rows, with a backward pass for each row."""
     check_columns(dataset, objective)
-    every = list(range(len(dataset)))[::-1]
+    every = list(range(len(dataset)))[::-1]  # not in file order: the order must not matter
     factors = step_factors(trajectory_table(dataset, objective), every, objective)
     loaded.model.zero_grad()
     total, sums = 0.0, dict[str, float]()
-    for row, own in zip(every, factors, strict=True):
+    for row, row_factors in zip(every, factors, strict=True):
         batch = dataset[row]
         assert batch.terms is not None
         logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=5)
-        loss, parts = objective_loss(logprobs, entropies, batch.terms, torch.from_numpy(own), objective, chunk=chunk)
+        f = torch.from_numpy(row_factors)
+        loss, parts = objective_loss(logprobs, entropies, batch.terms, f, objective, chunk=chunk)
         torch.autograd.backward(loss)
         total += loss.item()
         sums = {name: sums.get(name, 0.0) + float(value) for name, value in parts.items()}
@@ -59,6 +60,8 @@ def expected_of(model: Any, loss: Tensor) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), gradients(model)
 
 
+# Every loss, denominator and estimator at least once. Clip bounds are close enough to 1 that some terms are clipped on
+# each side, which the test checks.
 CASES: list[dict[str, Any]] = [
     {"name": "ppo"},
     {"name": "ppo", "dual_clip": 1.3, "denominator": "group"},
@@ -76,24 +79,29 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def packings(given: Sequence[Rollout], objective: Objective) -> list[list[int]]:
-    """Rows of each rollout: all in one, by group, and where pairs need not meet each alone and in three mixed rows."""
-    by_group = [["a", "b"].index(rollout.group) for rollout in given]
-    free = [list(range(len(given))), [i * i % 3 % 2 + (i > 6) for i in range(len(given))]]
-    return [[0] * len(given), by_group, *([] if objective.loss == "dpo" else free)]
+def packings(samples: Sequence[Rollout], objective: Objective) -> list[list[int]]:
+    """Return the row of each rollout, for several packings.
+
+    All rollouts in one row, and one row per group. For losses without pairs also each rollout alone, and three rows
+    that mix the groups.
+    """
+    by_group = [["a", "b"].index(rollout.group) for rollout in samples]
+    # i * i % 3 % 2 + (i > 6): 10 rollouts -> rows [0, 1, 1, 0, 1, 1, 0, 2, 2, 1]
+    free = [list(range(len(samples))), [i * i % 3 % 2 + (i > 6) for i in range(len(samples))]]
+    return [[0] * len(samples), by_group, *([] if objective.loss == "dpo" else free)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     objective = choose_objective(**case)
-    given = rollouts(kind)
-    loss, wanted = expected_of(plain(kind), step_loss(plain(kind), given, objective))
-    for i, rows in enumerate(packings(given, objective)):
-        dataset = opened(tmp_path / str(i), given, rows)
-        found, grads, means = step_of(packed_model(kind), dataset, objective)
-        assert found == pytest.approx(loss, rel=TOLERANCE)
-        assert worst_error(grads, wanted) <= TOLERANCE
+    samples = rollouts(kind)
+    loss, expected = expected_of(plain(kind), step_loss(plain(kind), samples, objective))
+    for i, rows in enumerate(packings(samples, objective)):
+        dataset = opened(tmp_path / str(i), samples, rows)
+        total, grads, means = step_of(packed_model(kind), dataset, objective)
+        assert total == pytest.approx(loss, rel=TOLERANCE)
+        assert worst_error(grads, expected) <= TOLERANCE
         if objective.loss != "dpo":
             assert 0 < means["clip_fraction_low"] < 1
             assert 0 < means["clip_fraction_high"] < 1
@@ -104,14 +112,14 @@ def test_loss_and_gradients_are_those_of_trajectories_alone(tmp_path: Path, kind
 
 @pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "sft"])
-def test_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
+def test_loss_and_gradients_agree_on_any_tree(tmp_path: Path, name: str, seed: int) -> None:
     objective = choose_objective(name)
-    given = rollouts(seed=seed, count=7 + seed)
-    loss, wanted = expected_of(plain("qwen3"), step_loss(plain("qwen3"), given, objective))
-    for i, rows in enumerate(packings(given, objective)):
-        found, grads, _ = step_of(packed_model("qwen3"), opened(tmp_path / str(i), given, rows), objective)
-        assert found == pytest.approx(loss, rel=TOLERANCE)
-        assert worst_error(grads, wanted) <= TOLERANCE
+    samples = rollouts(seed=seed, count=7 + seed)
+    loss, expected = expected_of(plain("qwen3"), step_loss(plain("qwen3"), samples, objective))
+    for i, rows in enumerate(packings(samples, objective)):
+        total, grads, _ = step_of(packed_model("qwen3"), opened(tmp_path / str(i), samples, rows), objective)
+        assert total == pytest.approx(loss, rel=TOLERANCE)
+        assert worst_error(grads, expected) <= TOLERANCE
 
 
 def test_the_cases_share_tokens_between_trajectories_that_differ_there(tmp_path: Path) -> None:
@@ -121,35 +129,36 @@ def test_the_cases_share_tokens_between_trajectories_that_differ_there(tmp_path:
         assert len(terms.index) > 1.5 * len(terms.tokens)
         for column in (terms.advantage, terms.old_logprob):
             assert column is not None
+            # (token, value) pairs are all different: no two terms of a token have the same value
             assert len({*zip(terms.index.tolist(), column.tolist(), strict=True)}) == len(terms.index)
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
 def test_without_old_logprobs_ratios_are_one_and_gradients_flow(tmp_path: Path, name: str) -> None:
     objective = choose_objective(name)
-    given = rollouts()
-    loss, wanted = expected_of(plain("qwen3"), step_loss(plain("qwen3"), given, objective, has_old=False))
-    dataset = opened(tmp_path / "packed", given, [i % 3 for i in range(len(given))], without=["old_logprobs"])
-    found, grads, means = step_of(packed_model("qwen3"), dataset, objective)
-    assert found == pytest.approx(loss, rel=TOLERANCE)
-    assert worst_error(grads, wanted) <= TOLERANCE
+    samples = rollouts()
+    loss, expected = expected_of(plain("qwen3"), step_loss(plain("qwen3"), samples, objective, has_old=False))
+    dataset = opened(tmp_path / "packed", samples, [i % 3 for i in range(len(samples))], without=["old_logprobs"])
+    total, grads, means = step_of(packed_model("qwen3"), dataset, objective)
+    assert total == pytest.approx(loss, rel=TOLERANCE)
+    assert worst_error(grads, expected) <= TOLERANCE
     assert (means["ratio"], means["old_kl"]) == (1.0, 0.0)
 
 
 def test_gspo_of_one_advantage_per_sequence_is_the_sequence_formula(tmp_path: Path) -> None:
-    given = [
+    samples = [
         replace(r, weights=[float(w > 0) for w in r.weights], advantages=[r.advantages[0]] * len(r.tokens))
         for r in rollouts()
     ]
     objective = choose_objective("gspo", clip_low=0.05, clip_high=0.05)
-    loss, wanted = expected_of(plain("qwen3"), gspo_of_sequences(plain("qwen3"), given, objective))
-    found, grads, _ = step_of(packed_model("qwen3"), opened(tmp_path / "packed", given, [0] * 10), objective)
-    assert found == pytest.approx(loss, rel=TOLERANCE)
-    assert worst_error(grads, wanted) <= TOLERANCE
+    loss, expected = expected_of(plain("qwen3"), gspo_of_sequences(plain("qwen3"), samples, objective))
+    total, grads, _ = step_of(packed_model("qwen3"), opened(tmp_path / "packed", samples, [0] * 10), objective)
+    assert total == pytest.approx(loss, rel=TOLERANCE)
+    assert worst_error(grads, expected) <= TOLERANCE
 
 
 def many_terms(num_tokens: int, copies: int) -> TermTensors:
-    """TermTensors of `copies` trajectories through every token."""
+    """Return the terms of `copies` trajectories, each of which trains all of the same tokens."""
     rng = np.random.default_rng(0)
     num = num_tokens * copies
 
@@ -158,6 +167,7 @@ def many_terms(num_tokens: int, copies: int) -> TermTensors:
 
     return TermTensors(
         tokens=torch.arange(1, num_tokens + 1),
+        # 3 tokens, 2 copies: index [0, 1, 2, 0, 1, 2], trajectory [0, 0, 0, 1, 1, 1]
         index=torch.arange(num_tokens, dtype=torch.int32).repeat(copies),
         trajectory=torch.arange(copies, dtype=torch.int32).repeat_interleave(num_tokens),
         weight=torch.ones(num, dtype=torch.float64),
@@ -171,7 +181,7 @@ def many_terms(num_tokens: int, copies: int) -> TermTensors:
 
 
 class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Most elements of a tensor with memory of its own that an operation under it returns."""
+    """Record the size of the largest tensor that an operation allocates; views of its inputs do not count."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -179,9 +189,10 @@ class Created(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given]
-        self.numel = max([self.numel, *(x.numel() for x in made)])
+        inputs = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
+        tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        allocated = [x.numel() for x in tensors if x.untyped_storage().data_ptr() not in inputs]
+        self.numel = max([self.numel, *allocated])
         return out
 
 
@@ -196,6 +207,7 @@ def test_ten_times_more_terms_than_tokens_make_no_tensor_beyond_a_chunk(name: st
     saved: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        # Columns of the terms, and views of them, exist anyway.
         if not any(tensor.untyped_storage().data_ptr() == c.untyped_storage().data_ptr() for c in vars(terms).values()):
             saved.append(tensor.numel())
         return tensor
@@ -203,13 +215,15 @@ def test_ten_times_more_terms_than_tokens_make_no_tensor_beyond_a_chunk(name: st
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Created() as created:
         loss, _ = objective_loss(logprobs, entropies, terms, factors, objective, chunk=chunk)
         torch.autograd.backward(loss)
+    # The factor 2: a step holds two columns of a chunk as one tensor, such as values and their weights for gspo.
     most = num_tokens * copies if chunk > num_tokens * copies else num_tokens
     assert max(created.numel, *saved) <= 2 * most
     if chunk > num_tokens * copies:
-        assert created.numel >= most, "the measurement sees whole columns where they do exist"
+        assert created.numel >= most, "the measurement sees whole columns if they exist"
 
 
 def test_pairs_are_all_of_a_group_with_different_rewards() -> None:
+    # Group 0: rewards 1, 0, 1 and an untrained trajectory with -1. Group 1: one reward is NaN. Group 2: one trajectory.
     group, reward = torch.tensor([0, 0, 0, 1, 1, 2, 0]), torch.tensor([1.0, 0.0, 1.0, 3.0, float("nan"), 9.0, -1.0])
     chosen, rejected = preference_pairs(group, reward, torch.tensor([True] * 6 + [False]))
     assert list(zip(chosen.tolist(), rejected.tolist(), strict=True)) == [(0, 1), (2, 1)]

@@ -1,8 +1,8 @@
 """Refusals, each in one sentence: models that cannot be trained exactly, and data that a model cannot be trained on.
 
-    config                       --check_config-->   None, or an error about the model
-    LoadedModel, packed manifest --check_fits-->     None, or an error about the data for this model
-    an exception of other code   --translate_errors--> an error about the model file that caused it
+    config                     --check_config-->      an error if the model cannot be trained exactly
+    LoadedModel, its data      --check_fits-->        an error if the data does not fit the model
+    exception of foreign code  --translate_errors-->  an error of one sentence
 
 `check_config` finds by name the features that are known to break exactness. `probe.probe` finds the others: it runs a
 small tree through the model.
