@@ -1,16 +1,17 @@
-"""Trajectories to a forest of prefix tries, by sorting; and back.
+"""Build a forest of prefix tries by sorting.
 
     a b c d        sorted, with the length of the prefix shared with the one before      nodes, depth-first
     a b x          0: a b c d                                                            0: [a b]  1: [c d]
     a b c d e      4:         e                                                          2: [e]    3: [x]
                    2:     x
 
-Sequences are sorted lexicographically as big-endian bytes; the common prefixes of neighbours then say everything.
-What a sequence does not share with the one before it is laid down once, in sorted order, which is depth-first
-order; it is cut into nodes where a later sequence leaves it. No object per token, O(1) Python steps per branch.
+Sequences are sorted lexicographically as big-endian bytes. Then the common prefixes of neighbours determine the trie:
+the tokens that a sequence does not share with the sequence before it are stored once. Sorted order is depth-first
+order. The stored tokens are cut into nodes at each point where a later sequence branches off. There is no object per
+token, and there are O(1) Python steps per branch.
 
-Trees never span training steps, nor groups under `share="group"`; under `share="none"` every trajectory is a tree of
-its own, as where sequences are trained one by one. The result does not depend on input order.
+A tree never contains several training steps, nor several groups under `share="group"`. Under `share="none"` every
+trajectory is a tree of its own, as if sequences were trained one by one. The result does not depend on input order.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from treepack.ingest.options import SHARES
 from treepack.trajectory import Int32, Int64, Trajectory
 from treepack.trie.trie import Trie
 
-Partition = tuple[tuple[bool, int], str]  # whether there is a step, the step, the group
+Partition = tuple[tuple[bool, int], str]  # ((has a step, the step), the group)
 
 
 def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "all") -> Trie:
     """Build the forest of prefix tries of tokenised `trajectories`.
 
-    `share` "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none" not
-    at all. Duplicates and trajectories that are prefixes of others are kept. O(N_flat) plus the sort's comparisons.
+    `share` "all" shares prefixes between all trajectories of a training step, "group" only inside a group, and "none"
+    shares nothing. Duplicates and trajectories that are prefixes of others are kept. O(N_flat), plus the comparisons of
+    the sort.
 
     Raises:
         TreepackError: no trajectory, or one that is not tokenised.
@@ -56,27 +58,29 @@ def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "
 
 
 def partitions(table: pa.Table, *, share: str) -> tuple[Int64, list[Partition]]:
-    """Rank of each trajectory's (step, group) pair, or of its step alone, and these pairs, sorted.
+    """Return the rank of each trajectory's partition, int64 [num_trajectories], and the partitions in that order.
 
-    Sharing never crosses from one to another. No step comes first.
+    A partition is a training step, with `share="group"` a (step, group) pair. Prefixes are never shared across
+    partitions. Trajectories without a step come first.
     """
     steps = [(step is not None, step or 0) for step in table["step"].to_pylist()]
     groups = table["group_id"].to_pylist() if share == "group" else [""] * len(steps)
     keys = list(zip(steps, groups, strict=True))
-    found = sorted(set(keys))
-    rank = {key: i for i, key in enumerate(found)}
-    return np.array([rank[key] for key in keys], np.int64), found
+    distinct = sorted(set(keys))
+    rank = {key: i for i, key in enumerate(distinct)}
+    return np.array([rank[key] for key in keys], np.int64), distinct
 
 
 def _sorted_order(sequences: Sequences, partition: Int64) -> list[int]:
-    """Trajectories by partition, tokens, id and source."""
+    """Return the order of the trajectories by partition, tokens, id and source."""
     ids = list(zip(sequences.table["trajectory_id"].to_pylist(), sequences.table["source"].to_pylist(), strict=True))
     return sorted_by_tokens(sequences, partition, sorted(range(len(ids)), key=ids.__getitem__))
 
 
 def sorted_by_tokens(sequences: Sequences, partition: Int64, order: Iterable[int]) -> list[int]:
-    """`order` by partition and tokens; equal ones stay as they are. Big-endian bytes compare as the ids do."""
+    """Sort `order` by partition and tokens; equal sequences keep their order."""
     offsets = sequences.offsets.tolist()
+    # Big-endian bytes compare as the numbers do: 1 -> 00 00 00 01 < 256 -> 00 00 01 00.
     prefixes = partition.astype(">i8")
     keys = [
         prefixes[i].tobytes() + sequences.tokens[offsets[i] : offsets[i + 1]].astype(">i4").tobytes()
@@ -86,7 +90,7 @@ def sorted_by_tokens(sequences: Sequences, partition: Int64, order: Iterable[int
 
 
 def common_prefix(a: Int32, b: Int32) -> int:
-    """Length of the longest common prefix of two sequences."""
+    """Return the length of the longest common prefix of two sequences."""
     size = min(len(a), len(b))
     different = a[:size] != b[:size]
     first = int(different.argmax()) if size else 0
@@ -94,7 +98,10 @@ def common_prefix(a: Int32, b: Int32) -> int:
 
 
 def shared_with_previous(sequences: Sequences, order: list[int], partition: Int64) -> array[int]:
-    """Tokens that each sorted trajectory shares with the one before it; 0 across partitions."""
+    """Return the tokens that each sorted trajectory shares with the one before it; 0 at the start of a partition.
+
+    Sorted a b c d, a b c d e, a b x -> [0, 4, 2].
+    """
     tokens, offsets, parts = sequences.tokens, sequences.offsets.tolist(), partition.tolist()
     shared = array("q", [0]) * len(order)
     for k in range(1, len(order)):
@@ -105,11 +112,12 @@ def shared_with_previous(sequences: Sequences, order: list[int], partition: Int6
 
 
 def _cuts(shared: array[int]) -> tuple[array[int], array[int]]:
-    """For each sorted trajectory, the depths inside its own new tokens where a later one branches off, ascending.
+    """Return the depths where later trajectories branch off the new tokens of each one, and how many each has.
 
-    All of them in one array, and how many each has. They are the running minima of the following `shared` values that
-    exceed its own, kept on a stack from the right.
+    A later trajectory branches off at depth d inside the new tokens of trajectory k if d is a running minimum of the
+    following `shared` values and exceeds `shared[k]`. From right to left, a stack keeps these minima, largest on top.
     """
+    # shared [0, 4, 2] -> cuts [2, 4], counts [2, 0, 0]: two later ones leave a b c d, at depths 2 and 4.
     cuts, counts = array("q"), array("q", [0]) * len(shared)
     stack: list[int] = []
     for k in range(len(shared) - 1, -1, -1):
@@ -124,7 +132,7 @@ def _cuts(shared: array[int]) -> tuple[array[int], array[int]]:
 
 @dataclass(frozen=True, slots=True)
 class NodeArrays:
-    """The nodes of a `Trie`, whose fields these are, without their tokens."""
+    """The fields of a `Trie` that describe its nodes, without tokens and trajectories."""
 
     node_start: Int64
     node_end: Int32
@@ -134,19 +142,21 @@ class NodeArrays:
     end_node: Int32
 
     def trie(self, tokens: Int32, trajectories: pa.Table, *, share: str) -> Trie:
-        """The trie of this forest, with the tokens of its nodes and its trajectories in order."""
+        """Return the trie with these nodes, their tokens and the trajectories in order."""
         nodes = {name: getattr(self, name) for name in NodeArrays.__slots__}
         return Trie(tokens=tokens, trajectories=trajectories, share=share, **nodes)
 
 
 def forest_of(shared: array[int], lengths: array[int]) -> NodeArrays:
-    """The forest of sorted trajectories of `lengths` tokens, which share `shared` with the one before.
+    """Return the nodes of sorted trajectories with `lengths` tokens, of which the first `shared` are shared with the one before.
 
-    Integers are kept in arrays: about 100 bytes a trajectory.
+    The path from the root to the current node is kept on a stack. Integers are in arrays, about 100 bytes a trajectory.
     """
+    # shared [0, 4, 2], lengths [4, 5, 3] (a b c d, a b c d e, a b x) -> nodes [a b], [c d], [e], [x]:
+    # parent [-1, 0, 1, 0], depth [0, 2, 4, 2], node_end [4, 3, 3, 4], num_passing [3, 2, 1, 1], end_node [1, 2, 3].
     parent, depth, node_end, passing, first, end_node = (array("q") for _ in range(6))
-    path: list[int] = []  # open nodes, root first
-    path_end: list[int] = []  # tokens up to the end of each open node
+    path: list[int] = []  # nodes from the root to the current one
+    path_end: list[int] = []  # tokens from the root to the end of each of them
 
     def close(until: int, k: int) -> None:
         while path and path_end[-1] > until:
@@ -185,14 +195,19 @@ def forest_of(shared: array[int], lengths: array[int]) -> NodeArrays:
 
 
 def _node_starts(depth: Int64, shared: Int64, lengths: Int64, first: Int64) -> Int64:
-    """Offset of each node's tokens: where the new tokens of its first trajectory begin, plus its depth in them."""
+    """Return the offset of each node's tokens, int64 [num_nodes + 1].
+
+    A node is part of the new tokens of the first trajectory that passes through it.
+    """
     new = lengths - shared
+    # Offsets of the new tokens: shared [0, 4, 2], lengths [4, 5, 3] -> new [4, 1, 1] -> begins [0, 4, 5, 6].
     begins = np.concatenate([[0], np.cumsum(new)])
+    # first [0, 0, 1, 2], depth [0, 2, 4, 2] -> 0 + 0 - 0, 0 + 2 - 0, 4 + 4 - 4, 5 + 2 - 2 -> [0, 2, 4, 5], then 6.
     return np.append(begins[first] + depth - shared[first], begins[-1]).astype(np.int64)
 
 
 def with_places(table: pa.Table, forest: NodeArrays, first: int = 0) -> pa.Table:
-    """`table`, trajectories in order from number `first` on, with the tree and the node where each ends."""
+    """Return `table` with the tree and the node where each trajectory ends; its first row is trajectory `first`."""
     end_node = forest.end_node[first : first + table.num_rows]
     tree_id = (np.cumsum(forest.parent < 0) - 1)[end_node]
     columns = {name: table[name] for name in table.column_names}

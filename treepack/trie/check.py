@@ -1,4 +1,4 @@
-"""Check the invariants of a trie."""
+"""Check the invariants of a trie: its nodes, its trajectories and their trained spans."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def check_trie(trie: Trie) -> None:
         "comes before its parent": trie.parent >= np.arange(trie.num_nodes),
         "does not begin where its parent ends": trie.depth != np.where(below, path[trie.parent], 0),
     }
-    for fault, where in faults.items():
-        if where.any():
-            raise TreepackError(f"node {int(where.argmax())} {fault}; build the trie again")
+    for fault, is_faulty in faults.items():
+        if is_faulty.any():
+            raise TreepackError(f"node {int(is_faulty.argmax())} {fault}; build the trie again")
+    # Trajectories that end before each node: end_node [1, 2, 3] -> [0, 0, 1, 2, 3]. A subtree has the difference
+    # between its end and its start: node 1 with node_end 3 -> 2 - 0.
     ends = np.bincount(trie.end_node, minlength=trie.num_nodes)
     passing = np.concatenate([[0], np.cumsum(ends)])
     if (passing[trie.node_end] - passing[:-1] != trie.num_passing).any():
@@ -39,12 +41,14 @@ def check_trie(trie: Trie) -> None:
 
 
 def _check_trained(trie: Trie) -> None:
-    """Spans must lie inside their trajectory, ascending and apart; per-token lists have a value per trained token."""
+    """Refuse spans that are outside their trajectory or overlap, and per-token lists of another length."""
     spans = SpanView.of(trie.trajectories)
     owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    # A span may start where the previous span of its trajectory ends; the first may start at 1, because no token
+    # predicts token 0. Owners [0, 0, 1] with ends [4, 9, 5] -> earliest starts [1, 4, 1].
     follows = np.concatenate([[False], owner[1:] == owner[:-1]])
-    least = np.where(follows, np.concatenate([[0], spans.ends[:-1]]), 1)
-    good = (spans.starts >= least) & (spans.starts < spans.ends) & (spans.ends <= trie.lengths[owner])
+    earliest = np.where(follows, np.concatenate([[0], spans.ends[:-1]]), 1)
+    good = (spans.starts >= earliest) & (spans.starts < spans.ends) & (spans.ends <= trie.lengths[owner])
     names = trie.trajectories["trajectory_id"]
     if not good.all():
         raise TreepackError(
@@ -58,7 +62,7 @@ def _check_trained(trie: Trie) -> None:
 
 
 def _refuse_equal_siblings(trie: Trie) -> None:
-    """Siblings must begin with different tokens, or a prefix would be stored twice."""
+    """Refuse siblings that start with the same token, because their common prefix would be stored twice."""
     below = trie.parent >= 0
     first = trie.tokens[trie.node_start[:-1]]
     pairs = np.stack([trie.parent[below], first[below]])

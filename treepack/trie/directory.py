@@ -99,7 +99,7 @@ def read_to_trie(
     tokenizer: Any = None,
     progress: ReportProgress | None = None,
 ) -> tuple[Trie, dict[str, int]]:
-    """Read rollouts into a trie without writing a directory; return it and the counts of what was skipped or noted.
+    """Read rollouts into a trie without writing a directory; return it and the counts of skipped rollouts and notes.
 
     `tokenizer` is that of `options`, if the caller has loaded it already. A large trie is mapped from temporary files.
 

@@ -1,4 +1,4 @@
-"""Tries of more trajectories than memory holds: sorted runs on disk, merged to the forest that `build_trie` builds.
+"""Build tries of more trajectories than fit into memory: sorted runs on disk, merged into the same trie.
 
     batches --as many as fit memory, sorted--> run on disk        run, run, ... --merge--> forest
                                                                                   tokens, table   on disk, mapped
@@ -8,12 +8,12 @@
                                                               . . x         from run 1, shared 2
                                                               c             from run 1, shared 0
 
-A run holds each sequence without what it shares with the one before, so it takes the room of its trie. Whatever is read
-from disk is read once and in order. What fits one run is built in memory and never touches the disk.
+A run stores each sequence without the tokens that it shares with the one before, so it is as large as its trie. Runs
+are read once and in order. Input that fits into one run is built in memory and never written to disk.
 
-Memory: about four times `RUN_BYTES`, 150 bytes for each trajectory, and the longest trajectory once for each run;
-besides, 2^23 tokens' worth of trajectories, and all that have the same tokens. The spool files have no name, so that
-nothing is left of them when the process ends, however it ends.
+Memory: about four times `RUN_BYTES`, 150 bytes for each trajectory, the longest trajectory once for each run, the
+trajectories of 2^23 tokens, and all trajectories with the same tokens. The spool files have no name, so nothing is left
+of them when the process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -46,20 +46,23 @@ from treepack.trie.build import (
 from treepack.trie.run_merge import Merged, SortedRun, merge
 from treepack.trie.trie import Trie
 
+# Size of a run: sorting needs about four times as much, so 0.5 GB; 10 GB of input make some 100 runs.
 RUN_BYTES = 1 << 27
+# Trajectories are put into final order for so many tokens at a time: some 100 MB of columns.
 TABLE_TOKENS = 1 << 23
+# Arrow reads buffers without a copy if they start at a multiple of 64 bytes.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A trie, whose tokens and trajectories may be memory-mapped files."""
+    """A trie whose tokens and trajectories may be memory-mapped files."""
 
     trie: Trie
     maps: tuple[mmap.mmap, ...] = ()
 
     def release(self) -> None:
-        """Let go of the file pages in memory; they come back when they are read again."""
+        """Release the file pages in memory; they are read again when they are needed."""
         for mapped in self.maps:
             mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -67,39 +70,39 @@ class Built:
 def build_large_trie(
     batches: Iterable[Sequences], *, share: str = "all", folder: Path | None = None, run_bytes: int = RUN_BYTES
 ) -> Built:
-    """The trie that `build_trie` builds of all `batches`, whose ids may repeat, in bounded memory.
+    """Build the trie that `build_trie` builds from all `batches`, in bounded memory; trajectory ids may repeat.
 
-    What does not fit in `run_bytes` is spooled to `folder`, by default that of temporary files: twice 4 bytes for each
-    token of the tries and twice the trajectories' columns.
+    Input larger than `run_bytes` is spooled to `folder`, by default the folder of temporary files. It needs twice 4
+    bytes for each token of the tries, and twice the trajectories' columns.
 
     Raises:
         TreepackError: no trajectory, or the disk fails.
     """
     runs: list[_Stored] = []
-    held: list[Sequences] = []
+    pending: list[Sequences] = []  # batches that are not in a run yet
     size = 0
     with _Spool(folder) as tokens, _Spool(folder) as tables:
         for batch in batches:
-            held.append(batch)
+            pending.append(batch)
             size += batch.num_bytes
             if size >= run_bytes:
                 with _disk(folder):
-                    runs.append(_store(held, tokens, tables, share=share))
+                    runs.append(_store(pending, tokens, tables, share=share))
                 size = 0
         if runs:
             with _disk(folder):
-                if held:
-                    runs.append(_store(held, tokens, tables, share=share))
+                if pending:
+                    runs.append(_store(pending, tokens, tables, share=share))
                 return _merge(runs, tokens, tables, share=share, folder=folder)
-    if not held:
+    if not pending:
         raise TreepackError(NO_TRAJECTORY)
-    sequences = join(held)
-    held.clear()
+    sequences = join(pending)
+    pending.clear()  # frees the batches before the trie is built
     return Built(build_trie(replace(sequences, table=with_unique_ids(sequences.table)), share=share))
 
 
 class _Spool:
-    """A file without a name: what is appended can be mapped; it is gone when nobody holds it any more."""
+    """A temporary file without a name, appended to and then mapped; it disappears with its last user."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -110,18 +113,18 @@ class _Spool:
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            with suppress(OSError):  # what a full disk did not take is tried again, and has been reported
+            with suppress(OSError):  # closing tries the write that failed on a full disk again; it was reported already
                 self._file.close()
 
     @property
     def file(self) -> IO[bytes]:
-        """The file, made when it is first asked for."""
+        """The file, created at the first use."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed by __exit__)
         return self._file
 
     def map(self) -> mmap.mmap:
-        """All of the file, to be read."""
+        """Map the whole file for reading."""
         self.file.flush()
         return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -139,7 +142,10 @@ def _disk(folder: Path | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A run on disk. `partition` are ranks in `partitions`; trajectory `arrival[row]` of the run is its row `row`."""
+    """A run on disk; the arrays have one value per sequence, in sorted order.
+
+    `partition` are indices into `partitions`. `arrival[row]` is the number, in order of arrival, of sorted row `row`.
+    """
 
     tokens_start: int
     table_start: int
@@ -151,13 +157,14 @@ class _Stored:
     arrival: Int32
 
 
-def _store(held: list[Sequences], tokens: _Spool, tables: _Spool, *, share: str) -> _Stored:
-    """Sort the batches of `held`, write them and forget them."""
-    sequences = join(held)
-    held.clear()
-    partition, found = partitions(sequences.table, share=share)
+def _store(pending: list[Sequences], tokens: _Spool, tables: _Spool, *, share: str) -> _Stored:
+    """Sort the batches, write them as a run, and empty the list `pending`."""
+    sequences = join(pending)
+    pending.clear()
+    partition, distinct = partitions(sequences.table, share=share)
     order = sorted_by_tokens(sequences, partition, range(len(partition)))
     shared = shared_with_previous(sequences, order, partition)
+    # The new tokens of each: offsets [0, 4, 9], order [1, 0], shared [0, 3] -> [4, 9) and [0 + 3, 4).
     begins, ends = sequences.offsets[:-1][order] + shared, sequences.offsets[1:][order]
     tokens_start, table_start = tokens.file.tell(), tables.file.tell()
     for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
@@ -168,7 +175,7 @@ def _store(held: list[Sequences], tokens: _Spool, tables: _Spool, *, share: str)
         table_start=table_start,
         table_size=table_size,
         partition=partition[order].astype(np.int32),
-        partitions=found,
+        partitions=distinct,
         shared=np.array(shared, np.int32),
         lengths=(ends - begins + shared).astype(np.int32),
         arrival=np.array(order, np.int32),
@@ -176,7 +183,7 @@ def _store(held: list[Sequences], tokens: _Spool, tables: _Spool, *, share: str)
 
 
 def _write_table(file: IO[bytes], parts: Iterable[pa.Table]) -> int:
-    """Append `parts` of one table as an Arrow stream, and what aligns the next; the bytes of the stream."""
+    """Append `parts` of one table as an Arrow stream, padded for the next one; return the bytes of the stream."""
     start = file.tell()
     writer = None
     for part in parts:
@@ -190,7 +197,7 @@ def _write_table(file: IO[bytes], parts: Iterable[pa.Table]) -> int:
 
 
 def _read_table(mapped: mmap.mmap, start: int, size: int) -> pa.Table:
-    """The table of a mapped Arrow stream; its columns stay in the file."""
+    """Return the table of a mapped Arrow stream; its columns stay in the file."""
     return pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped).slice(start, size))).read_all()
 
 
@@ -225,32 +232,36 @@ def _merge(runs: list[_Stored], tokens: _Spool, tables: _Spool, *, share: str, f
 
 
 def _with_unique_ids(parts: list[pa.Table], arrivals: list[Int32]) -> list[pa.Table]:
-    """The sorted `parts`, with ids made unique in the order of arrival."""
+    """Return the sorted `parts` with unique ids, which are assigned in the order of arrival."""
+    # The inverse of a permutation is its argsort: arrival [2, 0, 1] -> [1, 2, 0], the sorted row of each arrival.
     back = [pa.array(np.argsort(arrival)) for arrival in arrivals]
-    given = [
+    columns = [
         pa.chunked_array([part[name].combine_chunks().take(rows) for part, rows in zip(parts, back, strict=True)])
         for name in ("trajectory_id", "source")
     ]
-    names, named, begin = unique_ids(*given), [], 0
+    names, named, begin = unique_ids(*columns), [], 0
     for part, arrival in zip(parts, arrivals, strict=True):
-        own = names.slice(begin, len(arrival)).take(pa.array(arrival))
+        run_names = names.slice(begin, len(arrival)).take(pa.array(arrival))
         column = part.schema.get_field_index("trajectory_id")
-        named.append(part.set_column(column, part.schema.field(column), own))
+        named.append(part.set_column(column, part.schema.field(column), run_names))
         begin += len(arrival)
     return named
 
 
 def _places(order: Merged, names: list[pa.ChunkedArray]) -> tuple[Int32, Int32]:
-    """Run and row of each trajectory in order, equal ones by their `names`."""
+    """Return run and row of each trajectory in order; trajectories with equal tokens are sorted by their `names`."""
     run, row = np.array(order.run, np.int32), np.array(order.row, np.int32)
     equal = np.array(order.equal, np.bool_)
+    # All members of groups with equal tokens: equal [0, 1, 1, 0, 0, 1] -> rows 0, 1, 2 and 4, 5.
     among = np.flatnonzero(equal | np.append(equal[1:], False))
     if len(among):
         group = np.cumsum(~equal[among])
         rows = [pa.array(row[among][run[among] == i]) for i in range(len(names))]
-        found = pa.chunked_array([part.combine_chunks().take(own) for part, own in zip(names, rows, strict=True)])
+        chosen = pa.chunked_array(
+            [part.combine_chunks().take(of_part) for part, of_part in zip(names, rows, strict=True)]
+        )
         of_run = np.argsort(run[among], kind="stable")
-        table = pa.table({"group": group[of_run], "name": found.combine_chunks()})
+        table = pa.table({"group": group[of_run], "name": chosen.combine_chunks()})
         by_name = pc.sort_indices(table, sort_keys=[("group", "ascending"), ("name", "ascending")]).to_numpy()
         sorted_places = among[of_run[by_name]]
         run[among], row[among] = run[sorted_places], row[sorted_places]
@@ -260,7 +271,7 @@ def _places(order: Merged, names: list[pa.ChunkedArray]) -> tuple[Int32, Int32]:
 def _in_order(
     parts: list[pa.Table], places: tuple[Int32, Int32], lengths: Int64, forest: NodeArrays, source: mmap.mmap
 ) -> Iterator[pa.Table]:
-    """The trajectories in order, with their places in the forest, `TABLE_TOKENS` at a time."""
+    """Yield the trajectories in order, with tree and node, `TABLE_TOKENS` tokens at a time."""
     bounds = np.flatnonzero(np.diff(np.cumsum(lengths) // TABLE_TOKENS, prepend=0)).tolist()
     for begin, end in zip([0, *bounds], [*bounds, len(lengths)], strict=True):
         run, row = places[0][begin:end], places[1][begin:end]

@@ -1,14 +1,15 @@
-"""Sorted runs of token sequences to one sorted order, read once, in order.
+"""Merge sorted runs of token sequences into one sorted order; each run is read once, in order.
 
     run 0   a b c d          run 1   a b x           order   a b c d       run 0, row 0, shared 0
             . . . . e                c                       . . . . e     run 0, row 1, shared 4
                                                              . . x         run 1, row 0, shared 2
 
-A run holds of each sequence only what it does not share with the one before. What the next sequence of every run shares
-with the last one merged is kept: the one that shares most comes next, and only those that share equally much are
-compared, behind what they share. So a token is compared about once for each run, not once for each comparison.
+A run stores only the tokens of each sequence that differ from the sequence before it. The merge remembers how many
+tokens the next sequence of every run shares with the last sequence written. The one that shares more than all others
+comes next. Only sequences that share equally many tokens are compared, and only after these tokens. So a token is
+compared about once per run, not once per comparison.
 
-Memory: one sequence of each run. The order is total but for equal sequences, which come in the order of the runs.
+Memory: one sequence of each run. Equal sequences come in the order of the runs.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ import numpy as np
 
 from treepack.trajectory import Int32, Int64
 
-FIRST_STEP, LAST_STEP = 64, 1 << 14  # tokens compared at a time
+# Tokens compared at a time, four times as many after each step: most sequences differ soon, some only after thousands.
+FIRST_STEP, LAST_STEP = 64, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class SortedRun:
-    """Sequences sorted by partition and tokens; arrays have one value for each.
+    """Sequences sorted by partition and tokens; the arrays have one value per sequence.
 
-    From byte `start` of the file `descriptor` on lie their tokens, int32, without the `shared` ones that each begins
-    with like the sequence before it in the same partition. `lengths` count these too.
+    Their tokens, int32, start at byte `start` of the file `descriptor`. The first `shared` tokens of a sequence are not
+    stored, because the sequence before it starts with them too, in the same partition; `lengths` include them.
     """
 
     descriptor: int
@@ -46,9 +48,9 @@ def _integers() -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """Sequences in order: where each lies, its length, and how many tokens it shares with the one before.
+    """Sequences in order: the run and row of each, its length, and how many tokens it shares with the one before.
 
-    `equal` tells those that have the same tokens as the one before, in the same partition.
+    `equal` is 1 for sequences with the same tokens and partition as the one before.
     """
 
     run: array[int] = field(default_factory=_integers)
@@ -59,18 +61,18 @@ class Merged:
 
 
 def merge(runs: Sequence[SortedRun], write: Callable[[Int32], object], *, sharing: bool = True) -> Merged:
-    """Merge `runs`, and `write` the tokens of each sequence that it does not share with the one before.
+    """Merge `runs`, and `write` the tokens of each sequence after the prefix that it shares with the one before.
 
-    Without `sharing` every sequence is written whole and shares nothing. O(tokens of the runs) steps of numpy, plus one
-    of Python for each sequence and run.
+    Without `sharing`, every sequence is written whole. O(tokens of the runs) steps of numpy, plus one step of Python
+    for each sequence and run.
     """
     order = Merged()
     heads = [_Head(number, run) for number, run in enumerate(runs) if len(run.lengths)]
-    known = [0] * len(heads)  # elements that each head shares with the last sequence written
+    known = [0] * len(heads)  # elements (partition and tokens) that each head shares with the last sequence written
     last = -1
     while heads:
         common = max(known)
-        first = _least(heads, known, common)
+        first = _smallest(heads, known, common)
         head = heads[first]
         shared = max(common - 1, 0) if sharing else 0
         write(head.path[1 + shared : head.size])
@@ -88,12 +90,13 @@ def merge(runs: Sequence[SortedRun], write: Callable[[Int32], object], *, sharin
 
 
 class _Head:
-    """The next sequence of a run: `path[:size]`, of which element 0 is the partition and the others the tokens."""
+    """The next sequence of a run: `path[:size]`; element 0 is its partition, the others are its tokens."""
 
     __slots__ = ("_offset", "_partition", "_run", "_shared", "_sizes", "number", "path", "row", "shared", "size")
 
     def __init__(self, number: int, run: SortedRun) -> None:
         self.number, self._run, self._offset, self.row = number, run, run.start, -1
+        # In elements: shared [3] in the partition of the sequence before -> 4, because the partition is shared too.
         same = np.diff(run.partition, prepend=-1) == 0
         self._shared = array("i", np.where(same, run.shared + 1, 0).astype(np.int32).tobytes())
         self._sizes = array("i", (run.lengths + 1).astype(np.int32).tobytes())
@@ -102,7 +105,7 @@ class _Head:
         self.advance()
 
     def advance(self) -> bool:
-        """Go to the next sequence, if there is one. `shared` is what it shares with the one before, as elements."""
+        """Read the next sequence; return False if there is none. `shared` counts the elements of the one before."""
         self.row += 1
         if self.row == len(self._sizes):
             return False
@@ -116,29 +119,34 @@ class _Head:
         return True
 
 
-def _least(heads: list[_Head], known: list[int], common: int) -> int:
-    """The least of the `heads` of which `common` elements are known; `known` becomes what all share with it."""
-    least = known.index(common)
-    beaten: list[int] = []
-    for i in range(least + 1, len(heads)):
+def _smallest(heads: list[_Head], known: list[int], common: int) -> int:
+    """Return the smallest of the heads that share `common` elements with the last sequence.
+
+    Afterwards `known` counts the elements that each of these heads shares with the smallest one.
+    """
+    smallest = known.index(common)
+    larger: list[int] = []
+    for i in range(smallest + 1, len(heads)):
         if known[i] != common:
             continue
-        a, b = heads[least], heads[i]
+        a, b = heads[smallest], heads[i]
         at = _first_difference(a, b, common)
         if at == a.size or (at < b.size and a.path[at] < b.path[at]):
             known[i] = at
-            beaten.append(i)
+            larger.append(i)
             continue
-        for other in beaten:  # it is above `least`, which is above `i`
+        # Head i is the new smallest: i < smallest < other, so i and `other` share the minimum of what (i, smallest) and
+        # (smallest, other) share. Example: a a, a b, a b c -> min(1, 2) = 1.
+        for other in larger:
             known[other] = min(known[other], at)
-        known[least] = at
-        beaten.append(least)
-        least = i
-    return least
+        known[smallest] = at
+        larger.append(smallest)
+        smallest = i
+    return smallest
 
 
 def _first_difference(a: _Head, b: _Head, start: int) -> int:
-    """Index of the first element from `start` on in which `a` and `b` differ, or the size of the shorter one."""
+    """Return the first index from `start` on where `a` and `b` differ, or the size of the shorter one."""
     stop, step = min(a.size, b.size), FIRST_STEP
     while start < stop:
         end = min(start + step, stop)

@@ -1,4 +1,12 @@
-"""The prefix trie as arrays, and walks along its paths."""
+"""The prefix trie as arrays, and walks along its paths.
+
+a b c d        nodes, depth-first             node        0   1   2   3
+a b c d e      0: [a b]  1: [c d]  2: [e]     parent     -1   0   1   0
+a b x                    3: [x]               depth       0   2   4   2
+                                              node_start  0   2   4   5   6
+tokens a b c d e x                            node_end    4   3   3   4
+                                              end_node    1   2   3         (per trajectory)
+"""
 
 from __future__ import annotations
 
@@ -18,10 +26,17 @@ from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 class Trie:
     """A forest in depth-first order: the nodes of a subtree, and their tokens, are contiguous.
 
-    `tokens` int32 [N_tree]; node u owns `tokens[node_start[u]:node_start[u + 1]]`, `depth[u]` tokens come before it
-    on its path, its subtree is the nodes `u .. node_end[u] - 1`, `parent[u]` is -1 at a root. Trajectory i ends with
-    the last token of node `end_node[i]`; trajectories are sorted, so `end_node` never decreases. `trajectories` is a
-    table of `schema.TRAJECTORIES`.
+    Attributes:
+        tokens: int32 [N_tree], the tokens of all nodes one after the other.
+        node_start: int64 [num_nodes + 1]; node u owns `tokens[node_start[u]:node_start[u + 1]]`.
+        node_end: int32 [num_nodes]; the subtree of node u is the nodes `u .. node_end[u] - 1`.
+        parent: int32 [num_nodes], -1 at a root.
+        depth: int64 [num_nodes], tokens on the path before the node.
+        num_passing: int32 [num_nodes], trajectories that pass through the node or end in it.
+        end_node: int32 [num_trajectories]; trajectory i ends with the last token of this node. Trajectories are sorted,
+            so these never decrease.
+        trajectories: table of `schema.TRAJECTORIES`, one row per trajectory.
+        share: "all", "group" or "none", see `build_trie`.
     """
 
     tokens: Int32
@@ -55,6 +70,7 @@ class Trie:
     def step_rank(self) -> Int64:
         """Training step of each trajectory as a rank from 0, missing steps first; int64 [num_trajectories]."""
         steps = self.trajectories["step"].combine_chunks()
+        # Steps [7, null, 3, 7] -> [2, 0, 1, 2].
         known = np.unique(steps.drop_null().to_numpy())
         ranks = np.searchsorted(known, steps.fill_null(0).to_numpy()) + (steps.null_count > 0)
         return np.where(steps.is_null().to_numpy(zero_copy_only=False), 0, ranks).astype(np.int64)
@@ -83,11 +99,13 @@ class Trie:
 
 
 def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
-    """Token positions from the root to the end of each node of `ends`, which ascend; each valid until the next.
+    """Yield for each node of `ends` the token positions from the root to its end; a view, valid until the next one.
 
-    `starts` [nodes + 1] are the offsets of the nodes' tokens and `depth` [nodes] the tokens before each on its path, in
-    depth-first order. When a node is entered, its own positions replace what lay at its depths before.
+    `ends` must be in ascending order. `starts` [nodes + 1] are the offsets of the nodes' tokens and `depth` [nodes] the
+    tokens before each on its path. One array contains the current path. In depth-first order, a node that is entered
+    only replaces positions at its own depths and deeper ones, which belong to branches that are finished.
     """
+    # Nodes [a b], [c d], [e], [x] of the header, ends [1, 2, 3] -> [0 1 2 3], [0 1 2 3 4], [0 1 5].
     path = np.zeros(int((depth + np.diff(starts)).max(initial=0)), np.int64)
     begins, depths = starts.tolist(), depth.tolist()
     node = -1
@@ -100,7 +118,7 @@ def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
 
 
 def unshared(trie: Trie) -> Trie:
-    """The same trajectories in the same order, each a tree of one node: what `share="none"` builds."""
+    """Return the same trajectories in the same order, each a tree of one node, as `share="none"` builds them."""
     lengths, each = trie.lengths, np.arange(trie.num_trajectories, dtype=np.int32)
     table = trie.trajectories
     for name in ("tree_id", "node_id"):
@@ -119,13 +137,13 @@ def unshared(trie: Trie) -> Trie:
 
 
 def sequences_of(trie: Trie) -> Iterator[Int32]:
-    """Token ids of every trajectory, in trie order; each int32 [num_tokens]."""
+    """Yield the token ids of every trajectory, in trie order; each int32 [num_tokens]."""
     for path in paths(trie.end_node, trie.node_start, trie.depth):
         yield trie.tokens[path]
 
 
 def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
-    """The trajectories that the trie was built from, in trie order: the inverse of `build_trie`."""
+    """Yield the trajectories that the trie was built from, in trie order: the inverse of `build_trie`."""
     table = trie.trajectories.combine_chunks()
     scalars = table.select(["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source"])
     spans = SpanView.of(table)
