@@ -1,4 +1,4 @@
-"""The kernels of tree attention, compiled for GPUs that are not there: what fits, and run as they are meant to."""
+"""The kernels of tree attention, compiled for GPUs that this machine lacks: registers, shared memory, instructions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Tri
 
 
 def compiled(table: str, dtype: str, capability: int, *widths: int) -> list[Report]:
-    """Reports on all passes and head dimensions, from a process that is not under the interpreter."""
+    """Return reports on all passes and head dimensions, from a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "tests/support/ahead_of_time.py", table, dtype, str(capability), *map(str, widths)]

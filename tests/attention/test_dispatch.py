@@ -1,4 +1,4 @@
-"""tree_attention: every implementation is the reference, auto takes what can run, and the rest is refused."""
+"""tree_attention: every implementation equals the reference, auto takes the first that can run, the rest is refused."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_every_implementation_is_the_reference_in_output_and_gradients(
 ) -> None:
     end, dtype = forests(length), DTYPES[impl]
     q, k, v, weight = inputs(length, dtype)
-    found = output_and_gradients(q, k, v, weight, end, impl=impl, scale=scale)
+    results = output_and_gradients(q, k, v, weight, end, impl=impl, scale=scale)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     expected = reference_attention(exact[0], exact[1], exact[2], end, scale=scale)
-    assert found[0].dtype == dtype
+    assert results[0].dtype == dtype
     theirs = [expected, *torch.autograd.grad(expected, exact, weight.double())]
-    # A token alone has no gradient at its query and key: zero up to rounding, so the yardstick is that of the values.
-    least = [0.0, *[float(theirs[3].norm()) if length == 1 else 0.0] * 2, 0.0]
-    for ours, other, floor in zip(found, theirs, least, strict=True):
+    # A single token has zero gradients of q and k, up to rounding, so they are compared with the gradient of v.
+    floors = [0.0, *[float(theirs[3].norm()) if length == 1 else 0.0] * 2, 0.0]
+    for ours, other, floor in zip(results, theirs, floors, strict=True):
         assert (ours.detach().double() - other).norm() <= BOUND[dtype] * max(float(other.detach().norm()), floor)
 
 
@@ -91,12 +91,12 @@ def test_a_prepared_schedule_serves_every_layer_and_recomputation(impl: str) -> 
 @pytest.mark.parametrize("impl", ["reference", "flex", "triton"])
 def test_autocast_lowers_nothing(impl: str) -> None:
     q, k, v, weight = inputs(9, torch.float32)
-    found = []
+    results = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             out = tree_attention(q, k, v, forests(9), impl=impl)
-        found.append([out, *torch.autograd.grad(out, (q, k, v), weight)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([out, *torch.autograd.grad(out, (q, k, v), weight)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_the_kernels_run_as_they_are_in_compiled_code() -> None:
@@ -108,8 +108,8 @@ def test_the_kernels_run_as_they_are_in_compiled_code() -> None:
         return tree_attention(2 * q, k, v, end, impl="triton", schedule=schedule) + v
 
     compiled: Any = torch.compile(layer, backend="eager")
-    found = [[out, *torch.autograd.grad(out, (q, k, v), weight)] for out in (compiled(q, k, v), layer(q, k, v))]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    results = [[out, *torch.autograd.grad(out, (q, k, v), weight)] for out in (compiled(q, k, v), layer(q, k, v))]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_differentiating_twice_is_refused() -> None:
@@ -181,7 +181,7 @@ def test_a_schedule_of_other_rows_is_refused(impl: str, end: Tensor) -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine that says it has a Hopper GPU, and no flash-attn."""
+    """A machine that reports a Hopper GPU, without flash-attn."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     caches = (choose, has_flash_attention_4, has_hopper)
@@ -194,7 +194,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def flash_attention_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
-    """A Hopper machine on which flash-attn-4 can be found."""
+    """A Hopper machine with flash-attn-4 on its path."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
     monkeypatch.delitem(sys.modules, "flash_attn")
@@ -251,28 +251,31 @@ def test_the_log_names_what_auto_took_once_and_why_not_what_comes_before(caplog:
 
 
 def branches(end: Tensor) -> bool:
-    """Whether some token of subtree_end [T] has two children, by chasing intervals."""
+    """Return whether some token of subtree_end [T] has two children; slow, from the intervals."""
+    # The parent of token j is the last earlier token whose subtree contains j.
     parents = [max((k for k in range(j) if end[k] > j), default=None) for j in range(len(end))]
-    known = [parent for parent in parents if parent is not None]
-    return len(known) != len(set(known))
+    non_roots = [parent for parent in parents if parent is not None]
+    return len(non_roots) != len(set(non_roots))
 
 
 @given(st.integers(1, 60), st.integers(0, 10**6))
 @settings(max_examples=80, derandomize=True, deadline=None)
 def test_chains_are_found_where_nothing_branches_and_nowhere_else(length: int, seed: int) -> None:
     end = random_tree(length, seed)
-    found = find_chains(end)
-    assert (found is None) == branches(end[0])
+    chains = find_chains(end)
+    assert (chains is None) == branches(end[0])
     cuts = torch.randint(0, 2, (2, length), generator=torch.Generator().manual_seed(seed)).bool()
     cuts[:, -1] = True
+    # cuts 0 0 1 0 1 -> chains that end after tokens 2 and 4 -> subtree_end 3 3 3 5 5
     runs = torch.stack([torch.tensor([i + 1 + int(row[i:].nonzero()[0]) for i in range(length)]) for row in cuts])
-    made = find_chains(runs)
-    assert made is not None
-    assert made.offsets.tolist() == [0, *(cuts.flatten().nonzero().squeeze(-1) + 1).tolist()]
-    assert made.longest == int(made.offsets.diff().max())
+    chains = find_chains(runs)
+    assert chains is not None
+    assert chains.offsets.tolist() == [0, *(cuts.flatten().nonzero().squeeze(-1) + 1).tolist()]
+    assert chains.longest == int(chains.offsets.diff().max())
 
 
 def test_a_long_chain_beside_many_short_ones_is_left_to_the_tree_kernel() -> None:
+    # 5,000 tokens in one chain are 40 tiles; with 1,000 chains of one token, 40,040 launches for 1,040 tiles.
     end = torch.cat([torch.full((5000,), 5000), torch.arange(5001, 6001)])[None]
     assert not branches(end[0, 4990:5010] - 4990)
     assert find_chains(end) is None
@@ -297,7 +300,7 @@ def test_auto_gives_rows_without_branches_to_varlen_where_that_can_run_and_is_fa
 
 def test_chain_attention_hands_varlen_what_it_expects() -> None:
     def varlen(q: Tensor, k: Tensor, v: Tensor, at: Tensor, at_k: Tensor, most: int, *more: Any, **options: Any) -> Any:
-        """What torch computes on a GPU: causal attention inside each sequence of [tokens, heads, D]."""
+        """Stand in for the operator of a GPU: causal attention inside each sequence of [tokens, heads, D]."""
         assert torch.equal(at, at_k)
         assert int(at.diff().max()) == most
         assert more == (most, 0.0, True, False)
@@ -315,7 +318,7 @@ def test_chain_attention_hands_varlen_what_it_expects() -> None:
     library.impl("_flash_attention_forward", varlen, "CPU")
     chains = find_chains(end)
     assert chains is not None
-    found = chain_attention(q, k, v, chains, scale=0.3)
+    out = chain_attention(q, k, v, chains, scale=0.3)
     library._destroy()
-    torch.testing.assert_close(found, reference_attention(q, k, v, end, scale=0.3))
-    assert found.transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(out, reference_attention(q, k, v, end, scale=0.3))
+    assert out.transpose(1, 2).is_contiguous()

@@ -1,4 +1,4 @@
-"""Attention outputs kept over a checkpointed forward pass: computed once, and the gradients are the same bits."""
+"""Attention outputs kept over a checkpointed forward pass: one computation, and gradients equal in every bit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 class Layer(nn.Module):
-    """Attention between two products, as a layer of a model has it."""
+    """Attention between two matrix products, as in a layer of a model."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -58,11 +58,12 @@ class Layer(nn.Module):
 
 
 def gradients(layers: list[Layer], x: Tensor, schedule: Schedule, kept: Kept | None) -> list[Tensor]:
-    """Of the input and of every weight, each layer under checkpointing."""
+    """Return the gradients of the input and of every weight, with each layer under checkpointing."""
     hidden = leaf = x.clone().requires_grad_()
     for layer in layers:
-        found: Any = checkpoint(layer, hidden, schedule, kept, use_reentrant=False)
-        hidden = found
+        output: Any = checkpoint(layer, hidden, schedule, kept, use_reentrant=False)
+        hidden = output
+    # By identity, because the two layers may be one module.
     weights = list({id(p): p for layer in layers for p in layer.parameters()}.values())
     return list(torch.autograd.grad(hidden.square().sum(), [leaf, *weights]))
 
@@ -77,9 +78,9 @@ def test_recomputation_takes_what_the_forward_pass_kept(launches: list[int], sha
     expected = gradients(layers, x, schedule, None)
     assert len(launches) == 4
     launches.clear()
-    found = gradients(layers, x, schedule, Kept())
-    assert len(launches) == (4 if shared else 2), "a module met twice is computed anew"
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    results = gradients(layers, x, schedule, Kept())
+    assert len(launches) == (4 if shared else 2), "a module that occurs twice is computed again"
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def test_without_a_backward_pass_nothing_is_taken(launches: list[int]) -> None:
@@ -102,6 +103,6 @@ def test_a_model_under_checkpointing_runs_its_attention_once(launches: list[int]
     expected = torch.autograd.grad(row_loss(loaded, batch), list(loaded.model.parameters()))
     launches.clear()
     checkpoint_layers(loaded.model)
-    found = torch.autograd.grad(row_loss(loaded, batch), list(loaded.model.parameters()))
+    results = torch.autograd.grad(row_loss(loaded, batch), list(loaded.model.parameters()))
     assert len(launches) == 2
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

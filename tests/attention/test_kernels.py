@@ -1,7 +1,7 @@
 """The Triton kernels against the float64 reference: output and every gradient, in Triton's interpreter without a GPU.
 
-Inputs and gradients are views into memory that is NaN all around, and what `torch.empty` gives is NaN: no kernel
-reads what is not the row's, and none leaves an element unwritten.
+Inputs and gradients are views into buffers of NaN, and `torch.empty` returns NaN. So the results show if a kernel reads
+memory outside of the row, or leaves an element unwritten.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from treepack.errors import TreepackError
 from treepack.pack.plan.problem import PlanTree
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WIDE = Config(128, 128, 8, 1)  # the fewest programs and steps, each of which costs the interpreter much the same
+WIDE = Config(128, 128, 8, 1)  # few programs and steps, because each costs the interpreter about the same time
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
 
     def poisoned(*args: Any, **options: Any) -> Tensor:
-        found: Tensor = empty(*args, **options)
-        return found.fill_(torch.nan) if found.is_floating_point() else found
+        tensor: Tensor = empty(*args, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
     if DEVICE == "cpu":
@@ -49,7 +49,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Inputs:
-    """What attention is called with, as leaves, and the gradient of its output."""
+    """Arguments of attention, as leaves, and the gradient of its output."""
 
     q: Tensor
     k: Tensor
@@ -62,9 +62,10 @@ class Inputs:
 
 
 def surrounded(x: Tensor) -> Tensor:
-    """`x` [B, H, T, D] as a view into a NaN buffer [B, T + 2, H + 1, D + 16]."""
+    """Return `x` [B, H, T, D] as a view into a NaN buffer [B, T + 2, H + 1, D + 16]."""
     batch, heads, length, width = x.shape
     buffer = torch.full((batch, length + 2, heads + 1, width + 16), torch.nan, dtype=x.dtype, device=x.device)
+    # [B, T + 2, H + 1, D + 16] -> [B, T, H, D] -> [B, H, T, D], NaN before and after every token, head and element
     view = buffer[:, 1:-1, 1:, :width].transpose(1, 2)
     view.copy_(x)
     return view
@@ -74,7 +75,7 @@ def make_inputs(
     end: Tensor, *, heads: int = 2, kv_heads: int = 1, width: int = 16, dtype: torch.dtype = torch.float32
 ) -> Inputs:
     generator = torch.Generator().manual_seed(width)
-    made = []
+    made = []  # q, k, v and do
     for count in (heads, kv_heads, kv_heads, heads):
         x = torch.randn(len(end), count, end.shape[1], width, generator=generator).to(DEVICE, dtype)
         made.append(surrounded(x))
@@ -83,26 +84,26 @@ def make_inputs(
 
 
 def run(inputs: Inputs, end: Tensor, scale: float | None = None) -> list[Tensor]:
-    """Output and gradients of the kernels."""
+    """Return output and gradients of the kernels."""
     schedule = build_schedule(end.to(DEVICE))
     out = triton_attention(inputs.q, inputs.k, inputs.v, schedule, scale=scale)
     return [out.detach(), *torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.do)]
 
 
 def expect(inputs: Inputs, end: Tensor, scale: float | None = None) -> list[Tensor]:
-    """Output and gradients of the reference in float64."""
+    """Return output and gradients of the reference in float64."""
     wide = inputs.widened()
     out = reference_attention(wide.q, wide.k, wide.v, end.to(DEVICE), scale=scale)
     return [out.detach(), *torch.autograd.grad(out, (wide.q, wide.k, wide.v), wide.do)]
 
 
 def check(inputs: Inputs, end: Tensor, *, tolerance: float = 1e-5, scale: float | None = None) -> None:
-    found, expected = run(inputs, end, scale), expect(inputs, end, scale)
-    for ours, theirs, like in zip(found, expected, (inputs.q, inputs.q, inputs.k, inputs.v), strict=True):
+    results, expected = run(inputs, end, scale), expect(inputs, end, scale)
+    for ours, theirs, like in zip(results, expected, (inputs.q, inputs.q, inputs.k, inputs.v), strict=True):
         assert ours.dtype == like.dtype
         assert ours.shape == like.shape
         assert ours.isfinite().all()
-        # In a row of lone tokens the gradients of q and k are differences that cancel, so they have a yardstick.
+        # In a row of single tokens the gradients of q and k cancel to 0, so small ones are compared with `do`.
         yardstick = max(float(theirs.norm()), float(inputs.do.double().norm()) * 1e-2)
         assert float((ours.double() - theirs).norm()) <= tolerance * yardstick
 
@@ -135,7 +136,7 @@ def test_grouped_heads_and_batches(heads: int, kv_heads: int) -> None:
 
 
 def test_heads_in_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable, "CACHE_BYTES", 1)
+    monkeypatch.setattr(portable, "CACHE_BYTES", 1)  # no head fits, so each section has one key head
     end = random_tree(140, seed=4)
     check(make_inputs(end, heads=6, kv_heads=3), end)
 
@@ -157,7 +158,7 @@ def test_a_row_of_padding_gives_back_its_values(length: int) -> None:
 
 
 def test_branches_at_every_offset_are_exact_one_by_one() -> None:
-    # Branches of 33 tokens: 128 of them start at 128 different offsets modulo 128.
+    # 33 is odd, so 128 branches of 33 tokens start at all 128 offsets modulo 128: 1, 34, 67, 100, 5, ...
     end = star(1, 128, 33)
     inputs = make_inputs(end, heads=1)
     assert len({(1 + 33 * i) % 128 for i in range(128)}) == 128
@@ -211,9 +212,9 @@ def test_scores_of_ten_thousand_give_numbers_in_half_precision(dtype: torch.dtyp
     inputs.q = (inputs.q.detach() * 100).requires_grad_()
     expected = expect(inputs, end, scale=20.0)
     assert (inputs.q @ inputs.k.mT).detach().abs().max() * 20 > 1e4
-    found = run(inputs, end, scale=20.0)
-    assert all(x.isfinite().all() for x in found)
-    assert float((found[0].double() - expected[0]).norm()) <= 2**-7 * float(expected[0].norm())
+    results = run(inputs, end, scale=20.0)
+    assert all(x.isfinite().all() for x in results)
+    assert float((results[0].double() - expected[0]).norm()) <= 2**-7 * float(expected[0].norm())
 
 
 def test_two_runs_agree_in_every_bit() -> None:
@@ -249,6 +250,7 @@ def test_under_checkpointing_without_gradients_and_from_a_sum() -> None:
 def test_rows_that_are_not_dense_are_copied() -> None:
     end = random_tree(40, seed=10)
     inputs = make_inputs(end)
+    # .mT.contiguous().mT keeps the shape and makes the tokens, not D, dense in memory.
     inputs.k = inputs.k.detach().mT.contiguous().mT.requires_grad_()
     inputs.do = inputs.do.mT.contiguous().mT
     check(inputs, end)

@@ -1,4 +1,4 @@
-"""Tree attention: the dense twin against parent chasing, flex against the twin, and what is refused."""
+"""Tree attention: the dense twin against a walk over parents, flex against the twin, and refused requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_inputs(length: int, *, heads: int = 4, kv_heads: int = 2) -> tuple[Te
 
 
 def dense_from_blocks(mask: Any) -> tuple[Tensor, Tensor]:
-    """The blocks computed in full and under the mask, as bool [queries, keys], from the lists that a kernel reads."""
+    """Return the full and the partial blocks as bool [queries, keys], from the lists that a kernel reads."""
     shape = mask.kv_indices.shape[-2:]
     full, partial = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     for into, counts, indices in (
@@ -67,7 +67,9 @@ def check_blocks(end: Tensor, query_block: int) -> None:
     total = mask.seq_lengths[0]
     assert total % query_block == 0
     assert length <= total < length + query_block
+    # The padding of `build_block_mask`: tokens that see only themselves.
     padded = torch.cat([end, torch.arange(length + 1, total + 1, dtype=torch.int32)[None]], dim=1)
+    # [T, T] -> [query blocks, queries, key blocks, keys] -> [query blocks, key blocks, pairs]
     blocks = visible_pairs(padded)[0].reshape(total // query_block, query_block, total // BLOCK, BLOCK)
     seen = blocks.transpose(1, 2).flatten(2)
     assert torch.equal(full | partial, seen.any(-1)), "exactly the blocks with a visible pair are listed"
@@ -82,15 +84,15 @@ def check_blocks(end: Tensor, query_block: int) -> None:
 
 
 def dense_of_columns(mask: Any) -> tuple[Tensor, Tensor]:
-    """`dense_from_blocks` from the lists of query blocks that the backward kernel reads."""
+    """Return `dense_from_blocks`, from the lists of query blocks that the backward kernel reads."""
     keys, queries = mask.q_indices.shape[-2:]
-    found = []
+    masks = []
     for counts, indices in ((mask.full_q_num_blocks, mask.full_q_indices), (mask.q_num_blocks, mask.q_indices)):
         dense = torch.zeros(queries, keys, dtype=torch.bool)
         for key in range(keys):
             dense[indices[0, 0, key, : counts[0, 0, key]].long(), key] = True
-        found.append(dense)
-    return found[0], found[1]
+        masks.append(dense)
+    return masks[0], masks[1]
 
 
 @given(sample_sets())
@@ -98,12 +100,12 @@ def dense_of_columns(mask: Any) -> tuple[Tensor, Tensor]:
 def test_reference_is_attention_over_ancestors(samples: list[Sample]) -> None:
     row = make_row(samples)
     q, k, v = random_inputs(len(row.parent))
-    found = reference_attention(q, k, v, torch.from_numpy(row.subtree_end)[None], scale=0.3)
+    out = reference_attention(q, k, v, torch.from_numpy(row.subtree_end)[None], scale=0.3)
     for token in range(len(row.parent)):
         seen = sorted(visible(row.parent.tolist(), token))
         for head in range(4):
             scores = k[0, head // 2, seen] @ q[0, head, token] * 0.3
-            torch.testing.assert_close(found[0, head, token], scores.softmax(0) @ v[0, head // 2, seen])
+            torch.testing.assert_close(out[0, head, token], scores.softmax(0) @ v[0, head // 2, seen])
 
 
 @pytest.mark.parametrize("queries", [1, 7, 64])
@@ -112,8 +114,8 @@ def test_reference_blocks_of_queries_change_nothing(monkeypatch: pytest.MonkeyPa
     results = []
     for size in (150, queries):
         monkeypatch.setattr("treepack.attention.reference.QUERIES", size)
-        found = reference_attention(q, k, v, end)
-        results.append((found, *torch.autograd.grad(found.square().sum(), (q, k, v))))
+        out = reference_attention(q, k, v, end)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for whole, blocks in zip(*results, strict=True):
         torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
 
@@ -125,9 +127,9 @@ def test_flex_is_the_reference_in_output_and_every_gradient(length: int, scale: 
     inputs = random_inputs(length)
     weight = torch.randn(1, 4, length, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = reference_attention(*inputs, end, scale=scale)
-    found = flex_attention(*inputs, end, scale=scale, block_mask=build_block_mask(end))
+    out = flex_attention(*inputs, end, scale=scale, block_mask=build_block_mask(end))
     pairs = zip(
-        (found, *torch.autograd.grad((found * weight).sum(), inputs)),
+        (out, *torch.autograd.grad((out * weight).sum(), inputs)),
         (expected, *torch.autograd.grad((expected * weight).sum(), inputs)),
         strict=True,
     )
@@ -140,9 +142,9 @@ def test_bfloat16_inputs_are_computed_in_float32() -> None:
     rounded = [x.detach().bfloat16() for x in random_inputs(60)]
     q, k, v = rounded
     exact = reference_attention(q.double(), k.double(), v.double(), end)
-    found = reference_attention(q, k, v, end)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, exact.bfloat16(), rtol=2**-7, atol=1e-6)
+    out = reference_attention(q, k, v, end)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, exact.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.parametrize("attend", [reference_attention, flex_attention])

@@ -18,19 +18,20 @@ from treepack.attention.reference import visible_pairs
 from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
 from treepack.pack.plan.problem import PlanTree
 
-MASKED = 0.25  # what a mask adds to the work of a tile
+MASKED = 0.25  # work that a mask adds to a tile, as a share of the tile
 
 
 def caterpillar(trunk: int, turns: int, leaf: int, piece: int) -> Tensor:
+    # Per turn a leaf and the next piece of the trunk: nodes 0 | 1 2 | 3 4 | ... with parents -1 | 0 0 | 2 2 | ...
     nodes = [(trunk, -1)]
     for turn in range(turns):
-        above = 2 * turn  # the trunk's last piece
+        above = 2 * turn
         nodes += [(leaf, above), (piece, above)]
     return ends_of(*nodes)
 
 
 def agent_tree(length: int, seed: int) -> Tensor:
-    """A trunk of 3,000 tokens and below it turns of 100 to 1,200, one in three with two continuations."""
+    """A trunk of 3,000 tokens, then turns of 100 to 1,200 tokens; one turn in three has two continuations."""
     rng = np.random.default_rng(seed)
     size, tips = [3000], [0]
     children: list[list[int]] = [[]]
@@ -51,24 +52,26 @@ def agent_tree(length: int, seed: int) -> Tensor:
 
 
 def random_tree(rng: np.random.Generator, steps: Iterable[int], size: int) -> Tensor:
-    """A root and a node for every step, that many nodes up from the last one's tip; each of up to `size` tokens."""
+    """A root and one node per step, attached that many nodes above the last one; each has up to `size` tokens."""
     nodes, path = [(int(rng.integers(1, size + 1)), -1)], [0]
     for up in steps:
         path = path[: max(1, len(path) - up)]
+        # path 0 1 4 and up 1 -> path 0 1: the new node 5 is a child of node 1
         nodes.append((int(rng.integers(1, size + 1)), path[-1]))
         path.append(len(nodes) - 1)
     return ends_of(*nodes)
 
 
 def ends_of_tree(tree: PlanTree, stretch: int) -> Tensor:
-    """subtree_end [1, T] of a planner's tree, every token `stretch` times."""
+    """subtree_end [1, T] of a planner's tree, with every token repeated `stretch` times."""
     size = tree.size * stretch
     begin = np.concatenate([[0], size.cumsum()])
+    # sizes 2 1 1, node ends 3 2 3 -> begin 0 2 3 4 -> subtree_end 4 4 3 4
     return torch.from_numpy(begin[tree.end].repeat(size).astype(np.int32))[None]
 
 
 def query_cover(schedule: Schedule) -> tuple[Tensor, Tensor]:
-    """How often each pair is computed under the mask and without one: two int [B, T_pad, T_pad], query by key."""
+    """Count how often each pair is computed, under the mask and without it: two int [B, T_pad, T_pad], query by key."""
     batch, total = schedule.end.shape
     masked, bare = torch.zeros(2, batch, total // QUERY_BLOCK, total // GRANULE, dtype=torch.int32)
     for row in range(batch):
@@ -82,8 +85,9 @@ def query_cover(schedule: Schedule) -> tuple[Tensor, Tensor]:
                 assert len(entries) % 4 == 0
                 into[row, block] += torch.bincount(entries[entries >= 0].long(), minlength=into.shape[-1])
             assert (schedule.granules[middle:last] >= 0).all(), "no padding without a mask"
-            own = torch.arange(4) + 4 * block
-            assert torch.equal(schedule.granules[first : first + 4].long(), own), "the diagonal comes first"
+            diagonal = torch.arange(4) + 4 * block
+            assert torch.equal(schedule.granules[first : first + 4].long(), diagonal), "the diagonal comes first"
+    # [B, blocks, granules] -> [B, T_pad, T_pad]
     masked, bare = (x.repeat_interleave(QUERY_BLOCK, 1).repeat_interleave(GRANULE, 2) for x in (masked, bare))
     return masked, bare
 
@@ -119,11 +123,11 @@ def check(subtree_end: Tensor) -> Schedule:
     for (masked, bare), pairs in ((query_cover(schedule), seen), (key_cover(schedule), real)):
         assert ((masked + bare)[pairs] == 1).all(), "every visible pair is computed once"
         assert int((masked + bare).max()) <= 1, "no pair is computed twice"
-        assert seen[bare > 0].all(), "what is computed without a mask is visible"
+        assert seen[bare > 0].all(), "every pair computed without a mask is visible"
     check_orders(schedule)
     for granules in schedule.key_granules:
-        found = granules[granules >= 0].sort().values
-        assert torch.equal(found.long(), torch.arange(-(-length // GRANULE))), "every granule has one key block"
+        listed = granules[granules >= 0].sort().values
+        assert torch.equal(listed.long(), torch.arange(-(-length // GRANULE))), "every granule has one key block"
     return schedule
 
 
@@ -133,8 +137,8 @@ def check_orders(schedule: Schedule) -> None:
         (schedule.query_order, schedule.query_offsets.diff(dim=1)),
         (schedule.key_order, ranges[..., 3] - ranges[..., 0]),
     ):
-        for found, costs in zip(order.tolist(), work.tolist(), strict=True):
-            assert found == [i for _, i in sorted((-cost, i) for i, cost in enumerate(costs))]
+        for blocks, costs in zip(order.tolist(), work.tolist(), strict=True):
+            assert blocks == [i for _, i in sorted((-cost, i) for i, cost in enumerate(costs))]
 
 
 @given(trees(max_leaves=8, max_size=9), st.integers(1, 12))
@@ -199,28 +203,29 @@ def workloads() -> dict[str, Tensor]:
     }
 
 
-def work_and_least(end: Tensor) -> tuple[float, float]:
-    """Work of the key blocks, and the least of all cuts of either order."""
+def work_and_minimum(end: Tensor) -> tuple[float, float]:
+    """Return the work of the key blocks, and the minimum over all cuts of either order."""
     first, full_begin, full_end, last = build_schedule(end).key_ranges[0].unbind(-1)
-    found = float(((1 + MASKED) * (last - first) - MASKED * (full_end - full_begin)).sum())
-    return found, min(least_work(end, straddling_last=x) for x in (False, True))
+    work = float(((1 + MASKED) * (last - first) - MASKED * (full_end - full_begin)).sum())
+    return work, min(minimum_work(end, straddling_last=x) for x in (False, True))
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
+    ("name", "limit"),
     [("chain", 1.0), ("star", 1.0), ("agent tree", 1.005), ("caterpillar", 1.005), ("twigs", 1.05)],
 )
-def test_no_cut_of_the_order_is_much_less_work(name: str, most: float) -> None:
-    found, least = work_and_least(workloads()[name])
-    assert found <= most * least
+def test_no_cut_of_the_order_is_much_less_work(name: str, limit: float) -> None:
+    work, minimum = work_and_minimum(workloads()[name])
+    assert work <= limit * minimum
 
 
-@pytest.mark.parametrize(("size", "most"), [(30, 1.07), (100, 1.04), (300, 1.015), (1000, 1.01)])
-def test_cuts_of_random_trees_are_near_the_least_work(size: int, most: float) -> None:
-    """The shorter the nodes, up to `size` tokens, the farther from it."""
+@pytest.mark.parametrize(("size", "limit"), [(30, 1.07), (100, 1.04), (300, 1.015), (1000, 1.01)])
+def test_cuts_of_random_trees_are_near_the_minimum_work(size: int, limit: float) -> None:
+    """The shorter the nodes (up to `size` tokens), the larger the distance from the minimum."""
     rng = np.random.default_rng(size)
-    found, least = np.array([work_and_least(random_tree(rng, rng.integers(0, 4, 40), size)) for _ in range(40)]).sum(0)
-    assert found <= most * least
+    rows = [random_tree(rng, rng.integers(0, 4, 40), size) for _ in range(40)]
+    work, minimum = np.array([work_and_minimum(row) for row in rows]).sum(0)
+    assert work <= limit * minimum
 
 
 def test_what_is_masked_in_a_caterpillar_is_little() -> None:
@@ -238,19 +243,21 @@ def test_the_tiles_hold_little_more_than_the_visible_pairs(name: str) -> None:
     assert int((ranges[:, 3] - ranges[:, 0]).sum()) * KEY_BLOCK <= 1.09 * pairs
 
 
-def least_work(end: Tensor, *, straddling_last: bool) -> float:
-    """The least work over all cuts of the granules, the longest living first, into blocks of at most 4."""
+def minimum_work(end: Tensor, *, straddling_last: bool) -> float:
+    """Return the minimum work over all cuts of the granules, sorted by their last query, into blocks of at most 4."""
     length, tile = end.shape[1], QUERY_TILE
     padded = build_schedule(end).end[0]
     begin, full_begin, full_end, last = [], [], [], []
     for start in range(0, length, GRANULE):
         ends = padded[start : start + GRANULE]
+        # A granule at token 96, with ends of 192 and 300: range 64 ... 320, full 128 ... 192
         begin.append(start // tile * tile)
         full_begin.append(-(-(start + GRANULE - 1) // tile) * tile)
         full_end.append(int(ends.min()) // tile * tile)
         last.append(-(-min(int(ends.max()), length) // tile) * tile)
     late = [straddling_last and last[i] - full_end[i] > tile for i in range(len(last))]
     order = sorted(range(len(last)), key=lambda i: (-last[i], late[i], i))
+    # best[i] is the minimum for the first i granules in this order; the last block has 1 to 4 of them.
     best = [0.0]
     for i in range(1, len(order) + 1):
         totals = []

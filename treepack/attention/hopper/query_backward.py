@@ -14,23 +14,23 @@ from treepack.attention.hopper.tiles import feed, fetch, matrix, place, ring, st
 
 
 @gluon.jit
-def _produce(q, do, k, v, own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
-    q_tile, do_tile, row_full = own
+def _produce(q, do, k, v, inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
+    q_tile, do_tile, inputs_full = inputs
     # [128, D] each
-    mbarrier.expect(row_full, q.descriptor.block_type.nbytes + do.descriptor.block_type.nbytes)
-    fetch(q.descriptor, [q.row, q.column], row_full, q_tile)
-    fetch(do.descriptor, [do.row, do.column], row_full, do_tile)
+    mbarrier.expect(inputs_full, q.descriptor.block_type.nbytes + do.descriptor.block_type.nbytes)
+    fetch(q.descriptor, [q.row, q.column], inputs_full, q_tile)
+    fetch(do.descriptor, [do.row, do.column], inputs_full, do_tile)
     feed(k, v, k_ring, v_ring, granules, tiles, STAGES)
 
 
 @gluon.jit
-def _consume_second(q, do, k, v, own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
-    _consume(own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES, 64)
+def _consume_second(q, do, k, v, inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
+    _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES, 64)
 
 
 @gluon.jit
-def _consume(own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr):
-    q_tile, do_tile, row_full = own
+def _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr):
+    q_tile, do_tile, inputs_full = inputs
     ends, lse_pointer, delta_pointer, dq_pointer = pointers
     q0, length, partial_tiles, dq_stride, factor, scale = numbers
     KEYS: gl.constexpr = k_ring.tiles.shape[1]
@@ -56,7 +56,7 @@ def _consume(own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl
     dq = gl.zeros((64, D), gl.float32, dq_layout)
     # [64, KEYS], the left operand of dS K
     ds = gl.zeros((64, KEYS), dtype, ds_layout)
-    mbarrier.wait(row_full, 0)
+    mbarrier.wait(inputs_full, 0)
     for i in range(tiles):
         stage = i % STAGES
         # In the first iteration ds is 0 and multiplies this tile: other stages may hold NaN, and 0 * NaN is NaN.
@@ -143,8 +143,8 @@ def query_kernel(
     # [128, D] each
     q_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
     do_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
-    row_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(row_full, count=1)
+    inputs_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(inputs_full, count=1)
     # [STAGES, GRANULES * 32, D]
     k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 1)
     v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
@@ -153,16 +153,16 @@ def query_kernel(
     dq_pointer += row.to(gl.int64) * dq_strides[0] + head * dq_strides[1]
     pointers = (ends + row * padded, lse_pointer + of_head, delta_pointer + of_head, dq_pointer)
     numbers = (q0, length, partial_tiles, dq_strides[2], factor, scale)
-    own = (q_tile, do_tile, row_full)
+    inputs = (q_tile, do_tile, inputs_full)
     granules += first
     q = matrix(q_descriptor, q_at, row, head, q0)
     do = matrix(do_descriptor, do_at, row, head, q0)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
-    everything = (q, do, k, v, own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES)
+    everything = (q, do, k, v, inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES)
     gl.warp_specialize(
         [
-            (_consume, (own, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES, 0)),
+            (_consume, (inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES, 0)),
             (_consume_second, everything),
             (_produce, everything),
         ],
