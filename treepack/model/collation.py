@@ -31,7 +31,7 @@ _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss
 def collate(batches: Sequence[Batch]) -> dict[str, Any]:
     """Stack B packed rows into one dict, padded to T tokens, the length of the longest; for use as a data collator.
 
-    Padding is that of `data.batch`: it attends to itself only and adds nothing to the loss.
+    Padding is the same as in `data.batch`: it attends to itself only and adds nothing to the loss.
 
     Returns:
         input_ids, position_ids and parent int64 [B, T], with parents as indices within the row; subtree_end and scale
@@ -166,6 +166,11 @@ def _last_states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear,
 
 
 def _find_causal_model(model: nn.Module) -> Any:
+    """Return the model of transformers inside the wrappers of a trainer.
+
+    Raises:
+        TreepackError: if there is none, or its attention is not that of treepack.
+    """
     from transformers import PreTrainedModel
 
     causal = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)

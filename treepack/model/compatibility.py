@@ -160,7 +160,7 @@ def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
     """Turn any exception of foreign code into a TreepackError of one sentence, with the exception as its cause.
 
     Raises:
-        TreepackError: instead of any other exception; one that is raised inside passes unchanged.
+        TreepackError: instead of any other exception; a TreepackError raised inside passes unchanged.
     """
     try:
         yield

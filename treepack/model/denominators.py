@@ -97,14 +97,16 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
     weights: list[Float64] = []
     rewards: list[Float64] = []
     for table in dataset.tables([*columns, "trajectory_rewards"] if reads_rewards else columns):
-        sizes = _sizes(table["trajectory_groups"])  # trajectories of each row of the row group
+        sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
         # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
         # the terms [0, 1, 1] and [0]: repeat([0, 2], [3, 1]) + [0, 1, 1, 0] = [0, 1, 1, 2]
-        owner = np.repeat(np.cumsum(sizes) - sizes, _sizes(table["term_trajectory"])) + _flat(table["term_trajectory"])
+        owner = np.repeat(np.cumsum(sizes) - sizes, _list_lengths(table["term_trajectory"])) + _list_values(
+            table["term_trajectory"]
+        )
         counts.append(sizes)
-        weights.append(np.bincount(owner, _flat(table["term_weight"]), sizes.sum()).astype(np.float64))
+        weights.append(np.bincount(owner, _list_values(table["term_weight"]), sizes.sum()).astype(np.float64))
         names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
-        rewards.append(_flat(table["trajectory_rewards"]) if reads_rewards else np.zeros(sizes.sum()))
+        rewards.append(_list_values(table["trajectory_rewards"]) if reads_rewards else np.zeros(sizes.sum()))
     # counts [0, 2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
     first = np.cumsum(np.concatenate(counts))
     row = np.repeat(np.arange(len(dataset)), np.diff(first))
@@ -116,7 +118,7 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
     pairs = None
     if reads_rewards:
         reward = np.concatenate(rewards)
-        pairs = _pairs_within(first, group, weight, reward)
+        pairs = _count_pairs(first, group, weight, reward)
         # A trajectory without weight is in no pair, so its reward must not split one.
         _refuse_split_pairs(dataset, row, [name for _, name in keys], group, np.where(weight > 0, reward, np.nan))
         if not pairs.any():
@@ -127,17 +129,17 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
     return TrajectoryTable(first, group, weight, pairs)
 
 
-def _sizes(column: pa.ChunkedArray) -> Int64:
+def _list_lengths(column: pa.ChunkedArray) -> Int64:
     sizes: Int64 = compute.list_value_length(column).to_numpy().astype(np.int64)
     return sizes
 
 
-def _flat(column: pa.ChunkedArray) -> Float64:
+def _list_values(column: pa.ChunkedArray) -> Float64:
     values: Float64 = compute.list_flatten(column).to_numpy()
     return values
 
 
-def _pairs_within(first: Int64, group: Int64, weight: Float64, reward: Float64) -> Int64:
+def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64) -> Int64:
     """Return the number of pairs of dpo within each row, int64 [num_rows]."""
     counts = []
     for start, end in zip(first[:-1].tolist(), first[1:].tolist(), strict=True):
@@ -186,7 +188,7 @@ def step_factors(table: TrajectoryTable, rows: list[int], objective: Objective) 
         return [np.full(len(indices), factor) for indices in members]
     every = np.concatenate(members)
     weight = table.weight[every]
-    # max(1, ...) is for a step whose trajectories all have weight 0: f is then 0 everywhere, without a division by 0.
+    # max(1, ...) avoids a division by 0 in a step whose trajectories all have weight 0; f has no effect there.
     num = max(1, int((weight > 0).sum()))
     if objective.denominator == "token":
         sums = np.full(len(every), weight.sum())

@@ -91,24 +91,24 @@ def load_model(
     return with_attention(loaded, attention, autocast or dtype)
 
 
-def with_attention(loaded: LoadedModel, attention: str, computed: torch.dtype) -> LoadedModel:
+def with_attention(loaded: LoadedModel, attention: str, compute_dtype: torch.dtype) -> LoadedModel:
     """Probe the model and switch it to `attention`; return it with its implementation filled in.
 
     Args:
         loaded: a model under the reference attention. The probe tests the model, not the attention, so it runs the
             slow implementation whose result is not in doubt.
         attention: an implementation, or "auto".
-        computed: dtype in which the model computes.
+        compute_dtype: dtype in which the model computes: that of autocast, or else of the weights.
 
     Raises:
         TreepackError: if the model cannot be trained exactly, or the implementation cannot run it.
     """
     # (query and key, value) head dimensions over all layers; more than one pair if layers differ.
     dims = loaded.compute(lambda: probe(loaded.model, source=loaded.source, device=loaded.device))
-    chosen = resolve(attention, loaded.device, computed, *sorted(dims))
+    chosen = resolve(attention, loaded.device, compute_dtype, *sorted(dims))
     loaded.model.set_attn_implementation(IMPLEMENTATIONS[chosen])
     # Only "auto" may choose per row: a named implementation runs every row, so that a user can compare implementations.
-    varlen = attention == "auto" and takes_chains(loaded.device, computed, *sorted(dims))
+    varlen = attention == "auto" and takes_chains(loaded.device, compute_dtype, *sorted(dims))
     return replace(loaded, attention=chosen, varlen=varlen)
 
 

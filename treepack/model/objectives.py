@@ -65,7 +65,7 @@ ESTIMATORS = ("k1", "k2", "k3")
 # Terms whose values exist at a time in forward and backward: about 10 columns of float64, 10 MB, in rows of any size.
 TERM_CHUNK = 1 << 17
 
-# The usual values come from the papers above.
+# Usual values of each loss; see the papers above.
 _PRESETS: dict[str, dict[str, Any]] = {
     "sft": {},
     "ppo": {"clip_low": 0.2, "clip_high": 0.2, "denominator": "token"},
@@ -127,7 +127,7 @@ class Objective:
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        # A dual_clip below 1 would bound the loss even at ratio 1: negative advantages would never have a gradient.
+        # A dual_clip below 1 would bound the loss at ratio 1 already: negative advantages would start without a gradient.
         minima = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "response_length": 1, "kl": 0, "entropy": 0}
         minima |= {"importance_cap": 0, "beta": 0}
         for name, minimum in minima.items():

@@ -84,7 +84,11 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
 
 
 def _probe_tree(model: Any, ids: Tensor, source: str) -> tuple[Tensor, Tensor, list[AttentionCall]]:
-    """Return hidden states [T, D] and logits [T, V] of the probe tree, and the attention calls of the hidden states."""
+    """Return hidden states [T, D] and logits [T, V] of the probe tree, and the attention calls of the hidden states.
+
+    Raises:
+        TreepackError: if the attention refuses a call, or the calls do not match the layers.
+    """
     # Position of a token = number of its ancestors: [0, 1, 2, 3, 1, 2, 2, 3, 4, 1, 2, 3].
     positions = torch.tensor([len(_path(i)) - 1 for i in range(len(ids))], device=ids.device)
     end = torch.tensor(_PROBE_END, device=ids.device)
