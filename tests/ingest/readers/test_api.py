@@ -145,7 +145,7 @@ def test_a_batch_is_read_with_its_requests(tmp_path: Path) -> None:
     assert outline(found[:1]) == [("a", None, None, [("2 + 3?", 0.0), ("5", 1.0)])]
     assert found[0].content.tools == [TOOL]
     assert found[1:] == [
-        Skipped(f"{answers}:2", "response of a batch whose request is in no file of its folder"),
+        Skipped(f"{answers}:2", "response of a batch without its request in a file of the folder"),
         Skipped(f"{answers}:3", "request that failed"),
         Skipped(f"{requests}:1", "batch request, read with its response"),
     ]
@@ -155,7 +155,7 @@ def test_two_requests_of_one_custom_id_are_refused(tmp_path: Path) -> None:
     asks = [{"custom_id": "a", "body": {"messages": [each]}} for each in (ASK, MORE)]
     write(tmp_path / "requests.jsonl", *asks)
     answers = write(tmp_path / "answers.jsonl", batch_line("a", exchange([], said("5"))["response"]))
-    with pytest.raises(TreepackError, match=r"requests.jsonl:2: repeats the custom_id 'a'; keep one request of it$"):
+    with pytest.raises(TreepackError, match=r"requests.jsonl:2: repeats the custom_id 'a' with another request; keep one of them$"):
         list(read_trajectories([answers]))
 
 
@@ -255,5 +255,5 @@ def test_a_response_without_its_predecessor_is_skipped_and_a_summary_is_noted_on
 def test_half_a_pair_is_refused(reader: Any, asks: str, answers: str) -> None:
     with pytest.raises(TreepackError) as caught:
         read(reader, {"request": {"model": "m"}, "response": {}})
-    expected = f"is no pair of a request with {asks} and a response with {answers}; expected one per record"
+    expected = f"is not a pair of a request with {asks} and a response with {answers}; expected one per record"
     assert str(caught.value) == f"log.jsonl:1: {expected}"

@@ -121,7 +121,7 @@ def test_atif_steps_from_an_image_on_are_left_out() -> None:
     parts = [{"type": "text", "text": "see"}, {"type": "image", "source": {"path": "x.png"}}]
     ((found, content),) = chats(read_atif(told("Q"), agent_step("A"), told(parts), agent_step("B")))
     assert turns(content) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
-    assert found.notes == ("steps from the first with an image or a sound on not used",)
+    assert found.notes == ("steps from the first image or sound to the end not used",)
 
 
 def test_embedded_agents_are_rollouts_of_their_own() -> None:
@@ -129,7 +129,7 @@ def test_embedded_agents_are_rollouts_of_their_own() -> None:
     inner = {"schema_version": "ATIF-v1.7", "trajectory_id": "t", "agent": {"name": "b"}, "steps": steps}
     found = chats(read_atif(told("Q"), agent_step("A"), subagent_trajectories=[inner]))
     assert [(item.trajectory_id, item.metadata["agent"]) for item, _ in found] == [("s", "a"), ("s/t", "b")]
-    with pytest.raises(TreepackError, match=r"subagent_trajectories\[0\] is \{\}; expected a trajectory in ATIF"):
+    with pytest.raises(TreepackError, match=r"subagent_trajectories\[0\] is \{\}; expected a trajectory with schema_version ATIF"):
         read_atif(told("Q"), agent_step("A"), subagent_trajectories=[{}])
 
 
@@ -190,7 +190,7 @@ def test_token_ids_of_a_trial_without_a_trajectory_are_read_from_its_result(tmp_
 def test_prompts_and_completions_of_a_result_must_be_as_many(tmp_path: Path) -> None:
     detail = {"prompt_token_ids": [[1]], "completion_token_ids": [[2], [3]]}
     folder = trial(tmp_path, {"agent_result": {"rollout_details": [detail]}})
-    with pytest.raises(TreepackError, match="rollout_details has not as many prompts as completions; expected one of"):
+    with pytest.raises(TreepackError, match="rollout_details has different numbers of prompts and completions; expected one of"):
         list(read_trajectories([folder]))
 
 

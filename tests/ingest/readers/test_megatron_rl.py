@@ -82,7 +82,7 @@ def test_log_probabilities_that_fit_nowhere_are_refused() -> None:
 def test_rollouts_that_cannot_be_trained_are_skipped() -> None:
     assert items(TURN | {"generation_mask": None}) == [Skipped("r.jsonl:1", "no mask of generated tokens")]
     text = {"trajectory": ["2+2? 4"], "prompt_length": [3], "policy_epoch": [[]]}
-    assert items(text) == [Skipped("r.jsonl:1", "text that does not say where its prompt ends")]
+    assert items(text) == [Skipped("r.jsonl:1", "text without the length of its prompt")]
     empty = TURN | {"trajectory": [], "generation_mask": [], "logprobs": []}
     assert items(empty) == [Skipped("r.jsonl:1", "no call with a response")]
 

@@ -85,7 +85,7 @@ def test_a_request_without_output_is_skipped() -> None:
     [
         (request(1100, 5, [1]), "has 1 hash_ids for 1100 tokens of input; expected one for every 512 or 16 tokens"),
         (request(-1, 5, []), "input_length is -1; expected the number of tokens, at most 16777216"),
-        (request(5, 5, [2**30]), "hash_ids holds 1073741824; number the blocks from 0 to 1073741823"),
+        (request(5, 5, [2**30]), "hash_ids has the id 1073741824; number the blocks from 0 to 1073741823"),
     ],
 )
 def test_what_contradicts_itself_is_refused(value: dict[str, Any], said: str) -> None:
@@ -102,6 +102,6 @@ def test_stats_counts_a_trace_and_build_trie_refuses_it(treepack: Run, tmp_path:
     assert (counted["tokens_flat"], counted["tokens_tree"]) == (2260, 1160)
     refused = treepack("build-trie", path, "--out", tmp_path / "trie")
     assert refused.status == 1
-    assert "trace.jsonl:1: holds the lengths of a request, not its tokens; only treepack stats reads it" in refused.err
+    assert "trace.jsonl:1: has the lengths of a request, not its tokens; only treepack stats reads it" in refused.err
     with pytest.raises(TreepackError, match="only treepack stats reads it"):
         list(read_trajectories([path]))

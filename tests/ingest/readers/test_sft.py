@@ -281,5 +281,5 @@ def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:
     )
     asked = [{"role": "user", "content": "Hi"}]
     assert refusal(ms_swift, {"messages": asked, "rejected_response": "No"}) == (
-        "has a rejected_response and no other; end messages with one of the assistant"
+        "has a rejected_response but no chosen one; end messages with a message of the assistant"
     )

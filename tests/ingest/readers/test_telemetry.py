@@ -308,9 +308,9 @@ def test_what_is_no_call_failed_or_repeats_another_is_skipped() -> None:
         run("6Ze", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {"message": PLAIN}),
     )
     assert skipped(items) == [
-        ("log.jsonl:1", "run of no LLM"),
+        ("log.jsonl:1", "run without an LLM call"),
         ("log.jsonl:2", "LLM run that failed"),
-        ("log.jsonl:4", "run inside of another LLM run"),
+        ("log.jsonl:4", "run inside another LLM run"),
         ("log.jsonl:5", "LLM run without messages"),
         ("log.jsonl:6", "images, audio and video are not read"),
     ]

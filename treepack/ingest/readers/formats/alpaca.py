@@ -1,10 +1,10 @@
-"""Alpaca's records: `{instruction, input, output, history, system}`, and LLaMA-Factory's pairs of them.
+"""Records of Alpaca, `{instruction, input, output, history, system}`, and LLaMA-Factory's pairs of them.
 
     {"instruction": "Add.", "input": "2 and 3", "output": "5"}       user "Add.\n2 and 3", assistant "5"
     {"instruction": "Add.", "chosen": "5", "rejected": "6"}          a pair
-    "history": [["2 + 2?", "4"]]                                     earlier rounds, trained as well
+    "history": [["2 + 2?", "4"]]                                     earlier rounds, which are trained too
 
-`kto_tag` (true or false) is the reward where there is no other.
+If a record has no other reward, `kto_tag` (true or false) is the reward.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import REWARDS, TEXT, Format
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import read_chat, read_pair, rounds
 from treepack.trajectory import Skipped, Trajectory
 
+# The fields that become messages. `tools` and `kto_tag` are read by `sft_messages`, as for every format of chats.
 USED = frozenset({"instruction", "input", "output", "history", "system"})
 PAIR = frozenset({"chosen", "rejected"})
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one conversation of `record`, or the two of a pair.
+    """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
-        TreepackError: the fields are missing or not of the form above.
+        TreepackError: `input` is not text, or the history is not made of rounds.
     """
     value, source = record.value, record.source
-    given = value.get("input")
-    if given is not None and not isinstance(given, str):
-        raise TreepackError(f"{source}: input is not text; expected text or nothing")
-    query = f"{value['instruction']}\n{given}" if given else value["instruction"]
+    details = value.get("input")
+    if details is not None and not isinstance(details, str):
+        raise TreepackError(f"{source}: input is {shown(details)}; expected text or null")
+    # "Add." and "2 and 3" -> "Add.\n2 and 3", as in the template of Alpaca
+    query = f"{value['instruction']}\n{details}" if details else value["instruction"]
     prompt = rounds(value.get("system"), value.get("history"), query, None, source=source)
     if isinstance(value.get("chosen"), str) and isinstance(value.get("rejected"), str):
         chosen, rejected = ([{"role": "assistant", "content": value[name]}] for name in ("chosen", "rejected"))

@@ -1,13 +1,14 @@
-"""ART's logs: a group of trajectories a line, or rows of Parquet, one per trajectory.
+"""Logs of ART: one group of trajectories per line, or one trajectory per row of Parquet.
 
     {"trajectories": [{"messages_and_choices": [message, choice, ..], "tools": [..], "reward": 1.0, "metrics": {..},
                        "metadata": {..}, "additional_histories": [{"messages_and_choices": [..], "tools": [..]}]}]}
     {"group_index": 0, "reward": 1.0, "tools": "json", "metrics": "json", "messages": [
        {"role": "assistant", "content": "..", "tool_calls": "json", "trainable": true}], ..}
 
-A choice, which has a `message` in it, is what the model wrote; messages are what it was given, the assistant's too.
-Where every choice has the token ids of its prompt and its own, these are taken, joined where they continue each other;
-else the messages of each history are a conversation. ART's own logs keep no log-probabilities.
+A choice contains a `message`, which the model wrote. A plain message is a part of the prompt, even if its role is
+assistant. If every choice has the token ids of its prompt and of its response, these ids are read, and calls that
+continue each other are joined. If not, the messages of each history are one conversation. The logs that ART writes
+itself contain no log-probabilities.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
-PREFIX = "token_id:"  # servers can write a token's id in place of its text
+PREFIX = "token_id:"  # vLLM can return "token_id:17" in place of the text of token 17
 HISTORIES = frozenset({"messages_and_choices", "messages", "tools", "additional_histories"})
+# Fields of a group, and fields that are read under another name.
 DROPPED = HISTORIES | {"metrics", "logs", "exchanges", "group_index", "group_metadata", "group_metrics", "group_logs"}
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of a group, `<record>/<place>` in a group of their own, or those of the one that there is.
+    """Read the trajectories of a group, `<record>/<place>`, which form one group; or the single trajectory of `record`.
 
     Raises:
-        TreepackError: histories of another form, or what the readers of tokens and messages refuse.
+        TreepackError: histories of another form, or an error of the readers of tokens and messages.
     """
     value = record.value
     if isinstance(value.get("trajectories"), list):
@@ -45,7 +47,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     named = {"trajectory_id": record.label}
     if value.get("group_index") is not None:
-        named["group_id"] = f"{record.path}/{value['group_index']}"  # groups are counted anew in every file
+        named["group_id"] = f"{record.path}/{value['group_index']}"  # group_index starts at 0 in every file
     yield from _read_trajectory(record, value, named, options)
 
 
@@ -71,32 +73,34 @@ def _read_trajectory(
     yield from read_chats(one, [call for items, tools in histories for call in _chat_calls(items, tools)], options)
 
 
-def _history(held: dict[str, Any], source: str) -> tuple[list[dict[str, Any]], Any]:
-    """The messages and choices of one history, and its tools; messages marked as trainable become choices."""
-    if "messages_and_choices" in held:
-        items = held["messages_and_choices"]
-        return as_objects(items, source=source, name="messages_and_choices"), held.get("tools")
-    found = []
-    for message in as_objects(held.get("messages"), source=source, name="messages"):
+def _history(history: dict[str, Any], source: str) -> tuple[list[dict[str, Any]], Any]:
+    """Return the messages and choices of one history, and its tools. Messages marked as trainable become choices."""
+    if "messages_and_choices" in history:
+        items = history["messages_and_choices"]
+        return as_objects(items, source=source, name="messages_and_choices"), history.get("tools")
+    converted = []
+    for message in as_objects(history.get("messages"), source=source, name="messages"):
         plain = {name: part for name, part in message.items() if name != "trainable"}
         plain["tool_calls"] = _parsed(plain.get("tool_calls"), source)
-        found.append({"message": plain} if message.get("trainable") else plain)
-    return found, held.get("tools")
+        converted.append({"message": plain} if message.get("trainable") else plain)
+    return converted, history.get("tools")
 
 
 def _chat_calls(items: list[dict[str, Any]], tools: Any) -> Iterator[ChatCall]:
     messages = [item.get("message", item) for item in items]
+    # [user, choice, user, choice] -> calls with 1 and 3 messages of prompt
     for place, item in enumerate(items):
         if "message" in item:
             yield ChatCall(messages[:place], messages[place : place + 1], tools)
 
 
 def _token_call(choice: dict[str, Any]) -> TokenCall | None:
-    """The call of a choice by its token ids; None where it has none."""
+    """Return the call of a choice by its token ids, or None if it has none."""
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     entries = content if is_messages(content) else []
     ids = choice.get("token_ids")
+    # ["token_id:5", "token_id:6"] -> [5, 6]
     names = [str(entry.get("token")) for entry in entries]
     if ids is None and names and all(name.startswith(PREFIX) and name[len(PREFIX) :].isdecimal() for name in names):
         ids = [int(name[len(PREFIX) :]) for name in names]
@@ -106,16 +110,19 @@ def _token_call(choice: dict[str, Any]) -> TokenCall | None:
     return TokenCall(prompt, ids, {"rollout_log_probs": [entry.get("logprob") for entry in entries]})
 
 
-def _parsed(held: Any, source: str) -> Any:
-    """`held`, which Parquet has as JSON text."""
-    if not isinstance(held, str):
-        return held
+def _parsed(value: Any, source: str) -> Any:
+    """Parse a value that Parquet stores as JSON text; return any other value unchanged."""
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(held)
+        return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise TreepackError(f"{source}: {shown(held)} is not JSON ({error}); expected what ART writes there") from None
+        raise TreepackError(
+            f"{source}: {shown(value)} is not JSON ({error}); expected a list or an object as JSON text"
+        ) from None
 
 
+# Rows of ART's Parquet logs have `group_index` and `messages`; single trajectories have neither.
 FILLED_LIST = Kind("a list that is not empty", lambda value: isinstance(value, list) and len(value) > 0)
 FORMAT = Format(
     name="art",

@@ -1,4 +1,4 @@
-"""ATIF, the trajectories that Harbor and others write: `agent/trajectory.json` of a trial, versions 1.0 to 1.8.
+"""ATIF, the trajectories of Harbor and other programs: `agent/trajectory.json` of a trial, versions 1.0 to 1.8.
 
     {"schema_version": "ATIF-v1.6", "session_id": "..", "agent": {"name", "version", "model_name", "tool_definitions"},
      "steps": [{"step_id": 1, "source": "user", "message": ".."},
@@ -8,12 +8,14 @@
                 "metrics": {"prompt_token_ids": [..], "completion_token_ids": [..], "logprobs": [..]}}],
      "continued_trajectory_ref": "trajectory.cont-1.json", "subagent_trajectories": [{the same}, ..]}
 
-Where every call has its token ids, they are the rollout, and calls are joined where they continue each other; else the
-steps are a conversation. A step that was copied from another file (`is_copied_context`), or that no model made
-(`llm_call_count` 0), is not trained. Each file is a rollout of its own: a continuation holds what it goes on from, as
-copied steps. A system step with an observation is an event of the harness, not a message; a conversation ends at one
-that comes amid the agent's steps. The trial's `result.json` says the task, the trial and the reward of all files below
-it; it may hold the token ids too, as `agent_result.rollout_details`, which are read where `trajectory.json` has none.
+If every call has token ids, these ids are read, and calls that continue each other are joined. If not, the steps are
+one conversation. A step is not trained if it was copied from another file (`is_copied_context`) or if no model made it
+(`llm_call_count` 0). Each file is a separate rollout, because a continuation contains the steps that it continues as
+copied steps. A system step with an observation is an event of the harness, not a message; a conversation ends at an
+event between two steps of the agent.
+
+The `result.json` of a trial contains the task, the name of the trial and the reward of all files in its folder. It may
+contain token ids as `agent_result.rollout_details`, which are read if `trajectory.json` has none.
 """
 
 from __future__ import annotations
@@ -37,17 +39,18 @@ ROLES = {"system": "system", "user": "user", "agent": "assistant"}
 TOP = frozenset({"schema_version", "trajectory_id", "agent", "steps", "final_metrics"})
 LINKS = frozenset({"continued_trajectory_ref", "subagent_trajectories"})
 MAIN = "trajectory.json"
-ABOVE = ("../result.json", "../../../result.json", "result.json")  # of agent/, of steps/<name>/agent/, of a flat folder
+# The result of a trial, seen from agent/, from steps/<name>/agent/ and from a folder without subfolders.
+ABOVE = ("../result.json", "../../../result.json", "result.json")
 SOME_NOTE = "token ids of some steps only, not used"
-MEDIA_NOTE = "steps from the first with an image or a sound on not used"
-CONTEXT_NOTE = "steps after an event of the harness, a summary say, not used: what their prompt was is not known"
+MEDIA_NOTE = "steps from the first image or sound to the end not used"
+CONTEXT_NOTE = "steps after an event of the harness, such as a summary, not used: their prompt is not known"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of `record`, called `<trial>` or by the session, and those of the agents embedded in it.
+    """Read the trajectories of `record`, named after the trial or the session, and those of embedded agents.
 
     Raises:
-        TreepackError: no trajectory, steps of another kind, token ids that contradict each other, or several rewards.
+        TreepackError: steps of another kind, token ids that contradict each other, or several rewards.
     """
     if has_fields(record.value, [RESULT]):
         yield from _read_result(record, options)
@@ -59,6 +62,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     step = Path(record.path).parent.parent
     is_step = step.parent.name == "steps"
     part = _step_result(result, step.name, record.source) if is_step else result
+    # "trajectory.json" -> "", "trajectory.cont-1.json" -> "cont-1"
     inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
     described = _described(result, part, (step.name if is_step else "", inner), str(path), options)
     main = beside(record, MAIN)
@@ -71,9 +75,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The token ids that a trial kept without a trajectory."""
+    """Read the token ids of a trial that has no trajectory file."""
     result, source = record.value, record.source
     steps = as_objects(result.get("step_results"), source=source, name="step_results")
+    # A trial of one step keeps agent/trajectory.json, a trial of several steps one file per step.
     parts = [("", result, f"agent/{MAIN}")]
     parts += [(str(step.get("step_name")), step, f"steps/{step.get('step_name')}/agent/{MAIN}") for step in steps]
     nothing = True
@@ -87,22 +92,22 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
 
 
 def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The conversations whose token ids the result of a trial, or of a step of it, holds."""
+    """Read the conversations whose token ids are in the result of a trial, or of a step of it."""
     name = record.value["trajectory_id"]
     for number, detail in enumerate(_details(part, record.source)):
-        own = record.value | {"trajectory_id": f"{name}/segment-{number}" if number else name}
-        yield from read_calls(replace(record, value=own), _detail_calls(detail, record.source), options)
+        value = record.value | {"trajectory_id": f"{name}/segment-{number}" if number else name}
+        yield from read_calls(replace(record, value=value), _detail_calls(detail, record.source), options)
 
 
 def _details(part: dict[str, Any], source: str) -> list[dict[str, Any]]:
-    """The token ids of all calls of a trial or a step of it, one object per conversation."""
+    """Return the token ids of all calls of a trial, or of a step of it: one object per conversation."""
     kept = part.get("agent_result")
     details = kept.get("rollout_details") if isinstance(kept, dict) else None
     return as_objects(details, source=source, name="agent_result.rollout_details")
 
 
 def _is_in_details(part: dict[str, Any], log: Path | None, source: str) -> bool:
-    """Whether token ids are to be read from the result, because the main trajectory at `log` lacks them."""
+    """Return whether the token ids are read from the result, because the main trajectory at `log` lacks them."""
     if not any(detail.get("completion_token_ids") for detail in _details(part, source)):
         return False
     trained = [step for step in _steps(log) if _is_trained(step)]
@@ -118,7 +123,9 @@ def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
     prompts, completions = detail.get("prompt_token_ids"), detail.get("completion_token_ids")
     logprobs = detail.get("logprobs")
     if not isinstance(prompts, list) or not isinstance(completions, list) or len(prompts) != len(completions):
-        raise TreepackError(f"{source}: rollout_details has not as many prompts as completions; expected one of each")
+        raise TreepackError(
+            f"{source}: rollout_details has different numbers of prompts and completions; expected one of each per call"
+        )
     if not isinstance(logprobs, list) or len(logprobs) != len(prompts):
         logprobs = [None] * len(prompts)
     calls = zip(prompts, completions, logprobs, strict=True)
@@ -148,9 +155,9 @@ def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) 
     for number, each in enumerate(embedded):
         where = f"{source}: subagent_trajectories[{number}]"
         if not has_fields(each, [TRAJECTORY]):
-            raise TreepackError(f"{where} is {shown(each)}; expected a trajectory in ATIF")
-        own = f"{described['trajectory_id']}/{each.get('trajectory_id') or number}"
-        yield from _read_document(Record(where, record.path, each), trial | {"trajectory_id": own}, options)
+            raise TreepackError(f"{where} is {shown(each)}; expected a trajectory with schema_version ATIF and steps")
+        name = f"{described['trajectory_id']}/{each.get('trajectory_id') or number}"
+        yield from _read_document(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
 
 
 def _is_trained(step: dict[str, Any]) -> bool:
@@ -162,7 +169,7 @@ def _metrics(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_ids(step: dict[str, Any]) -> bool:
-    """Whether the tokens of the step's one call are there; those of several calls cannot be told apart."""
+    """Return whether `step` has the token ids of its one call. Ids of several calls in one step cannot be separated."""
     return step.get("llm_call_count") in (None, 1) and all(
         _metrics(step).get(name) for name in ("prompt_token_ids", "completion_token_ids")
     )
@@ -177,11 +184,12 @@ def _token_call(step: dict[str, Any]) -> TokenCall:
 def _read_steps(
     record: Record, steps: list[dict[str, Any]], tools: Any, some_ids: bool, options: ReadOptions
 ) -> Iterator[Trajectory | Skipped]:
-    """The steps as one conversation, up to the first that holds more than text or that changed what the agent saw."""
+    """Read the steps as one conversation, up to the first step with media or with a change of the context."""
     messages: list[dict[str, Any]] = []
     notes: tuple[str, ...] = (SOME_NOTE,) if some_ids else ()
     for number, step in enumerate(steps):
         if step.get("source") == "system" and step.get("observation"):
+            # An event before the first call or after the last one changes no prompt.
             if any(map(_is_trained, steps[:number])) and any(map(_is_trained, steps[number:])):
                 notes += (CONTEXT_NOTE,)
                 break
@@ -201,10 +209,11 @@ def _read_steps(
 
 
 def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
-    """What a step adds to the conversation."""
+    """Return the messages that a step adds to the conversation."""
+    # A step of the agent with two tool calls -> an assistant message and two tool messages.
     origin = step.get("source")
     if not isinstance(origin, str) or origin not in ROLES:
-        raise TreepackError(f"{source}: has the source {shown(origin)}; expected system, user or agent")
+        raise TreepackError(f"{source}: source is {shown(origin)}; expected system, user or agent")
     message: dict[str, Any] = {"role": ROLES[origin], "content": step.get("message")}
     if origin != "agent":
         return [message] if message["content"] else []
@@ -213,17 +222,17 @@ def _messages(step: dict[str, Any], source: str) -> list[dict[str, Any]]:
     calls = as_objects(step.get("tool_calls"), source=source, name="tool_calls")
     if calls:
         names = {"id": "tool_call_id", "name": "function_name", "arguments": "arguments"}
-        message["tool_calls"] = [{name: call.get(own) for name, own in names.items()} for call in calls]
+        message["tool_calls"] = [{name: call.get(field) for name, field in names.items()} for call in calls]
     if not _is_trained(step):
         message["loss"] = False
     observation = step.get("observation")
     results = observation.get("results") if isinstance(observation, dict) else None
-    found = [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]
-    return [message, *found]
+    answers = [_result(result, calls) for result in as_objects(results, source=source, name="observation.results")]
+    return [message, *answers]
 
 
 def _result(result: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """What came of a call, or of an action that was none."""
+    """Return the message with the result of a call, or with the result of an action that was not a tool call."""
     call = result.get("source_call_id")
     content = result.get("content")
     if call is None:
@@ -238,7 +247,7 @@ def _has_media(message: dict[str, Any]) -> bool:
 
 
 def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
-    """The result of the trial that the file of `record` belongs to, and where it is; nothing where there is none."""
+    """Return the path and the content of the result of the trial that wrote `record`; None and {} if there is none."""
     for path in filter(None, (beside(record, name) for name in ABOVE)):
         try:
             result = read_document(path)
@@ -252,7 +261,7 @@ def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
 def _described(
     result: dict[str, Any], part: dict[str, Any], names: tuple[str, ...], source: str, options: ReadOptions
 ) -> dict[str, Any]:
-    """What the result of a trial says of one of its conversations: names and reward."""
+    """Return the names and the reward that the result of a trial gives to one of its conversations."""
     name = "/".join(each for each in (str(result["trial_name"]), *names) if each)
     return {"trajectory_id": name, "group_id": str(result["task_name"]), "reward": _reward(part, source, options)}
 
@@ -263,7 +272,7 @@ def _step_result(result: dict[str, Any], name: str, source: str) -> dict[str, An
 
 
 def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float | None:
-    """The reward that the verifier gave: the one asked for, the one called `reward`, or the only one."""
+    """Return the reward of the verifier: the one of `reward_key`, the one called `reward`, or the only one."""
     verdict = result.get("verifier_result")
     rewards = verdict.get("rewards") if isinstance(verdict, dict) else None
     if not rewards:

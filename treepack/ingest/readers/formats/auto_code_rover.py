@@ -1,13 +1,13 @@
-"""AutoCodeRover's `conversation_round_<k>.json`: an array of messages, the whole conversation up to round k.
+"""Files `conversation_round_<k>.json` of AutoCodeRover: an array of messages, the whole conversation up to round k.
 
     <task>_2024-04-06_13-51-50/
         conversation_round_0.json        [{"role": "system", "content": ".."}, {"role": "user", "content": ".."}, ..]
-        conversation_round_1.json        the same and what round 0 added, and so on
+        conversation_round_1.json        the same and the result of round 0, and so on
         debug_agent_write_patch_1.json   the last round under another system prompt, and then the patch
 
-The last round holds all before it, which are skipped. In other conversations of the folder what they took over from
-the last round is not trained: it was said under another prompt, and is trained there. Any file that is one array of
-messages is read like this.
+The last round contains all earlier rounds, so these are skipped. Other conversations of the folder repeat messages of
+the last round under another system prompt; they do not train these messages again. Any file that is one array of
+messages is read in this way.
 """
 
 from __future__ import annotations
@@ -26,48 +26,50 @@ from treepack.ingest.readers.messages import normalise_messages
 from treepack.ingest.readers.records import Record, read_records
 from treepack.trajectory import Chat, Skipped, Trajectory
 
+# "conversation_round_12.json.gz" -> 12, and "sympy__sympy-1_2024-04-06_13-51-50" -> "sympy__sympy-1"
 ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
 TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 
 
 def is_message(record: dict[str, Any]) -> bool:
-    """Whether `record` is nothing but a message."""
+    """Return whether `record` is nothing but a message."""
     role, content = record.get("role"), record.get("content")
     return record.keys() <= FIELDS and isinstance(role, str) and "content" in record and isinstance(content, str | None)
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of a file, called after its folder, and after the file too unless that is a round.
+    """Read the one trajectory of a file, named after its folder, and after the file too if it is not a round.
 
-    The group is the folder's name without the time that ends it.
+    The group is the name of the folder without the time at its end.
 
     Raises:
-        TreepackError: what is no message.
+        TreepackError: an element is not a message.
     """
-    found = list(records)
-    path = found[0].path
+    rows = list(records)
+    path = rows[0].path
     record = Record(path, path, {})
-    messages = [each.value for each in found]
+    messages = [row.value for row in rows]
     rounds = _rounds(path)
-    own = ROUND.fullmatch(Path(path).name)
-    later = next((each for number, each in rounds if own is not None and number > int(own[1])), None)
+    this_round = ROUND.fullmatch(Path(path).name)
+    later = next((each for number, each in rounds if this_round is not None and number > int(this_round[1])), None)
     if later is not None and _shared(messages, later) == len(messages):
         yield Skipped(path, f"beginning of {later.name}")
         return
     done = normalise_messages(messages, source=path)
     weights = done.weights
-    if own is None and rounds and messages[0].get("role") == "system":
+    if this_round is None and rounds and messages[0].get("role") == "system":
+        # The system prompts differ, so the comparison starts after them: [S', a, b, patch] and [S, a, b] -> 1 + 2.
         num_shared = 1 + _shared(messages[1:], rounds[-1][1], start=1)
         weights = [0.0] * num_shared + weights[num_shared:]
     folder, stem = folder_and_document(record)
-    name = "/".join(part for part in (folder, "" if own is not None and folder else stem) if part)
+    name = "/".join(part for part in (folder, "" if this_round is not None and folder else stem) if part)
     value = {"trajectory_id": name, "group_id": TIME.sub("", folder) or stem}
     yield describe(Record(path, path, value), Chat(done.messages, weights), used=(), options=options, notes=done.notes)
 
 
 def _rounds(path: str) -> list[tuple[int, Path]]:
-    """The rounds in the folder of the file at `path`, in order."""
+    """Return the number and the path of each round in the folder of the file at `path`, in order."""
     if path == STDIN:
         return []
     named = ((ROUND.fullmatch(each.name), each) for each in Path(path).parent.iterdir())
@@ -75,7 +77,7 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
 
 
 def _shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
-    """How many of `messages` are those of the file at `path` from message `start` on."""
+    """Count the first `messages` that equal those of the file at `path`, whose first `start` messages are ignored."""
     others = islice(read_records(str(path)), start, None)
     pairs = zip(messages, (record.value for record in others), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

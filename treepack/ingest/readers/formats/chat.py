@@ -1,12 +1,12 @@
-"""Conversations in OpenAI's message form: `messages`, or TRL's `prompt` and `completion`.
+"""Conversations in the message form of OpenAI: `messages`, or TRL's `prompt` and `completion`.
 
     {"messages": [...], "tools": [...]}                  every assistant message is trained
-    {"prompt": [...], "completion": [...]}               only those of the completion are
-    {"prompt": "text", "completion": "text"}             the completion is
+    {"prompt": [...], "completion": [...]}               every assistant message of the completion is trained
+    {"prompt": "text", "completion": "text"}             the completion is trained
 
-A message may carry `loss` (ms-swift) or `trainable` (ART, rLLM), booleans, and `weight` (OpenAI) or `loss_scale`
-(ms-swift), numbers >= 0, which multiply; a record may carry `chat_template_kwargs`, variables of the chat template,
-like {"enable_thinking": false}.
+A message may have `loss` (ms-swift) or `trainable` (ART, rLLM), which are booleans, and `weight` (OpenAI) or
+`loss_scale` (ms-swift), which are numbers >= 0; all of them multiply. A record may have `chat_template_kwargs`, the
+variables of the chat template, for example {"enable_thinking": false}.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ USED = frozenset({"messages", "prompt", "completion", "tools", "chat_template_kw
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`.
+    """Read the one trajectory of `record`.
 
     Raises:
-        TreepackError: the fields are missing or not of the form above.
+        TreepackError: a field is missing or has another form.
     """
     value, source = record.value, record.source
+    # Images are placeholders in the text, or parts of a message. No reader of text can train on either.
     talk = [value.get(name) for name in ("messages", "prompt", "completion")]
     if has_media(value) or not all(is_text(each) for each in talk if is_messages(each)):
         yield Skipped(source, MEDIA_REASON)
@@ -65,6 +66,7 @@ def _prompt_and_completion(prompt: Any, completion: Any, source: str) -> Message
         raise TreepackError(
             f"{source}: one of prompt and completion is text; expected both as text or both as messages"
         )
+    # prompt [user], completion [assistant, user, assistant]: weights [0] + [1, 0, 1]
     num_prompt = len(_list(prompt, "prompt", source))
     done = normalise_messages([*prompt, *_list(completion, "completion", source)], source=source)
     weights = [0.0] * num_prompt + done.weights[num_prompt:]

@@ -1,12 +1,12 @@
-"""DARS search trees, `<task>.root`: one file per issue, one trajectory per root-to-leaf path.
+"""Search trees of DARS, `<task>.root`: one file per issue, one trajectory per path from the root to a leaf.
 
     {"root": {"role": "system", "content": "..", "children": [{"role": "user", "content": "..", "children": [
         {"role": "assistant", "content": "..", "action": "ls", "children": [..]},
         {"role": "assistant", "content": "..", "expansion_prompt": "Try another ..", "children": [..]}]}]}}
 
-An alternative was sampled with the search's request for one (`expansion_prompt`) behind the last user message, and no
-later turn sees that request: it is trained in a trajectory of its own, with the prompt that it had, and in the paths
-through it it is only read. Demonstrations and the program's own submissions are not trained.
+For an alternative, the search adds a request (`expansion_prompt`) to the last user message, and no later turn sees this
+request. The alternative is therefore trained in a separate trajectory with the prompt that produced it, and it is
+context only in the paths through it. Demonstrations, and submissions by the program, are not trained.
 """
 
 from __future__ import annotations
@@ -25,38 +25,41 @@ from treepack.trajectory import Skipped, Trajectory
 
 USED = frozenset({"root", "node_count", "iterations", "current_node_id", "node_id_stack"})
 CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of an unfinished `x.root`
-BY_PROGRAM = "Auto-submitting"  # the thought of a submission that no model made
+BY_PROGRAM = "Auto-submitting"  # the thought in a submission by the program, not by the model
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of `record`: `<run>/<task>/leaf-<k>` in depth-first order, and `node-<k>` per alternative.
+    """Read the trajectories of `record`: `<run>/<task>/leaf-<k>` in depth-first order, and `node-<k>` per alternative.
 
     Raises:
-        TreepackError: no tree, or a node that is no message.
+        TreepackError: a node is not a message.
     """
     folder, stem = folder_and_document(record)
     task = stem
+    # "sympy-1.prev" -> "sympy-1"
     for ending in CHECKPOINTS:
         task = task.removesuffix(ending)
     if stem != task and (whole := _finished(record, stem, task)) is not None:
         yield Skipped(record.source, f"checkpoint of {whole}")
         return
     name = task if folder in ("", task) else f"{folder}/{task}"
-    asked: dict[int, list[dict[str, Any]]] = {}
+    alternatives: dict[int, list[dict[str, Any]]] = {}
     for leaf, path in enumerate(leaf_paths(record.value["root"], source=record.source)):
         yield _trajectory(record, [_message(node) for node in path], f"{name}/leaf-{leaf}", task, options)
+        # Several leaves share an alternative, so its identity is the key: it is trained once.
         for depth, node in enumerate(path):
             if _is_alternative(node) and depth > 0:
-                asked.setdefault(id(node), path[: depth + 1])
-    for number, path in enumerate(asked.values()):
-        yield _trajectory(record, _asked(path), f"{name}/node-{number}", task, options)
+                alternatives.setdefault(id(node), path[: depth + 1])
+    for number, path in enumerate(alternatives.values()):
+        yield _trajectory(record, _asking_messages(path), f"{name}/node-{number}", task, options)
 
 
 def _finished(record: Record, stem: str, task: str) -> str | None:
-    """The name of the file that the checkpoint `stem` is a copy of, if it is there."""
+    """Return the name of the file of which the checkpoint `stem` is a copy, or None if that file does not exist."""
+    # "x.prev" -> ["x.root", "x.cur.root"], "x.cur" -> ["x.root"]
     better = [f"{task}.root"] + ([f"{task}.cur.root"] if stem.endswith(".prev") else [])
-    found = next((path for each in better if (path := beside(record, each)) is not None), None)
-    return None if found is None else found.name
+    whole = next((path for each in better if (path := beside(record, each)) is not None), None)
+    return None if whole is None else whole.name
 
 
 def _is_alternative(node: dict[str, Any]) -> bool:
@@ -69,8 +72,8 @@ def _message(node: dict[str, Any]) -> dict[str, Any]:
     return message if trained else message | {"loss": False}
 
 
-def _asked(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation that the alternative at the end of `path` answered; only that answer is trained."""
+def _asking_messages(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the conversation that the alternative at the end of `path` answered; only that answer is trained."""
     *before, node = path
     messages = [_message(each) | {"loss": False} for each in before]
     request = str(node["expansion_prompt"])

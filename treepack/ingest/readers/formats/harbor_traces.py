@@ -1,13 +1,13 @@
-"""Harbor's exported traces: data sets of terminal agents with one row per call, which holds the whole conversation.
+"""Traces that Harbor exports: data sets of terminal agents with one row per call; each row has all messages.
 
     {"conversations": [{"role": "user", "content": ".."}, .., {"role": "assistant", "content": ".."}],
      "task": "hello-world", "trial_name": "hello-world__a1", "episode": "episode-2", "result": "1.0",
      "agent": "terminus-2", "model": "..", "tool_definitions": [..], ..}
 
-The rows of a trial are its calls, in order: the last message of each is what that call wrote, and they are joined where
-they continue each other. Of a trial that was exported with its last call only, every answer is trained. Rows of
-sub-agents have a `trace_source` other than "main". Calls of tools are text in the messages, as are the tools where they
-were embedded.
+The rows of a trial are its calls, in order. The last message of a row is the response of its call, and calls that
+continue each other are joined. If only the last call of a trial was exported, every answer in it is trained. Rows of
+sub-agents have a `trace_source` other than "main". Tool calls are text in the messages, and so are the tools if the
+export embedded them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 FIRST = "episode-0"
 MAIN = "main"
-TOOLS_MARK = "<tools>"
+TOOLS_MARK = "<tools>"  # the first message starts with it if the export embedded the tools
 KNOWN = frozenset(
     """
     conversations conversations_sharegpt task trial_name episode result tool_definitions trace_source run_id date
@@ -37,11 +37,12 @@ KNOWN = frozenset(
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of each trial, `<trial>` or `<trial>/<trace_source>`, in the group of its task.
+    """Read the trajectories of each trial, `<trial>` or `<trial>/<trace_source>`, in the group of its task.
 
     Raises:
-        TreepackError: a row is no call of a trial, or the rows of a trial are not together.
+        TreepackError: the name of a trial is not text, or the rows of a trial are not together.
     """
+    # groupby joins neighbours only: a name that appears again would silently become a second rollout.
     seen: set[str] = set()
     for name, together in groupby(records, _trial):
         rows = list(together)
@@ -63,6 +64,7 @@ def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator
     last = rows[-1]
     value = last.value
     talks = [row.value["conversations"] for row in rows]
+    # An export of last calls has one row, of a later episode, per trial; its earlier answers are in no other row.
     if len(rows) == 1 and value["episode"] != FIRST and value.get("trace_source") in (None, MAIN):
         calls = [_call(value, end) for end, message in enumerate(talks[0], 1) if message.get("role") == "assistant"]
     else:
@@ -70,6 +72,7 @@ def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator
     if not calls:
         yield Skipped(rows[0].source, "no message that the model wrote")
         return
+    # The last row knows the result of the trial.
     described = {
         **without(value, KNOWN),
         "trajectory_id": name,
@@ -80,14 +83,14 @@ def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator
 
 
 def _call(row: dict[str, Any], end: int) -> ChatCall:
-    """The call that wrote the message before `end`."""
+    """Return the call that wrote the message before `end`."""
     messages = row["conversations"][:end]
     embedded = any(str(message.get("content")).startswith(TOOLS_MARK) for message in messages[:1])
     return ChatCall(messages[:-1], messages[-1:], None if embedded else row.get("tool_definitions") or None)
 
 
 def _result(result: Any) -> dict[str, Any]:
-    """The reward, or the name of the error that ended the trial."""
+    """Return the reward, or the name of the error that ended the trial."""
     try:
         return {"reward": float(result)}
     except (TypeError, ValueError):

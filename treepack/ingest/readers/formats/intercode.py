@@ -1,13 +1,13 @@
-"""InterCode's result files: one document per run, one rollout per task in it.
+"""Result files of InterCode: one document per run, one rollout per task in it.
 
     {"0": {"environment": "ic_bash", "dataset": "data/nl2bash_fs_1.json", "task_id": 0, "query": "..",
            "turn_history": {"actions": [..], "observations": [..], "rewards": [..], "thoughts": [..]},
            "summary": {"max_reward": 1.0}}, ..}
     {"meta": {..}, "logs": {the same}}
 
-The query is the user's first message, every action the assistant's, every observation the user's next one. The file
-keeps neither the prompt nor demonstrations, and of what the model wrote only what was parsed: its thought, if the
-policy asked for one, and its action. What the program did in the model's place is left out.
+The query is the first message of the user, every action is a message of the assistant, and every observation is the
+next message of the user. The file contains neither the prompt nor demonstrations. Of the model's text it contains the
+parsed parts only: the thought, if the policy asked for one, and the action. Actions of the program are left out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import conversation, without
 from treepack.trajectory import Skipped, Trajectory
 
-BLOCKED = "blocked"  # stands for a reply that could not be had; it has no observation
-OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought of the program's own submission
+BLOCKED = "blocked"  # the action if the model gave no reply; it has no observation
+OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought in a submission by the program, not by the model
 USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
 
 
 def has_episodes(record: dict[str, Any]) -> bool:
-    """Whether `record` holds episodes with a query and the history of their turns."""
+    """Return whether `record` contains episodes with a query and the history of their turns."""
     episodes = _episodes(record)
     first = next(iter(episodes.values()), None)
     return isinstance(first, dict) and "query" in first and isinstance(first.get("turn_history"), dict)
@@ -43,10 +43,10 @@ def _episodes(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """One trajectory per task, `<file>/<number>`, in the group `<dataset>/<task_id>`.
+    """Read one trajectory per task, `<file>/<number>`, in the group `<dataset>/<task_id>`.
 
     Raises:
-        TreepackError: an episode that is none, or turns that are not lists of text.
+        TreepackError: an episode without a query or a history, or turns that are not lists of text.
     """
     _, stem = folder_and_document(record)
     for number, episode in _episodes(record.value).items():
@@ -67,10 +67,12 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    """Return the messages of an episode: the query, and then the action and the observation of each turn."""
     history = episode["turn_history"]
     actions, observations = (_texts(history, name, source) for name in ("actions", "observations"))
     thoughts = _texts(history, "thoughts", source)
     messages: list[dict[str, Any]] = [{"role": "user", "content": episode.get("query")}]
+    # actions [ls, submit], observations [a.txt] -> query, ls, a.txt, submit
     for turn, action in enumerate(actions):
         thought = thoughts[turn] if turn < len(thoughts) else None
         if thought == OUT_OF_TURNS or (action == BLOCKED and turn >= len(observations)):
@@ -90,6 +92,7 @@ def _texts(history: dict[str, Any], name: str, source: str) -> list[str]:
 
 
 def _group(episode: dict[str, Any], number: str) -> str:
+    # "data/nl2bash_fs_1.json" and 0 -> "nl2bash_fs_1/0"
     dataset, task = episode.get("dataset"), episode.get("task_id")
     name = PurePath(dataset).stem if isinstance(dataset, str) else episode.get("environment") or "intercode"
     return f"{name}/{number if task is None else task}"

@@ -1,12 +1,13 @@
-"""LangSmith's runs: the LLM calls of a trace, one run per record or nested under their root's `child_runs`.
+"""Runs of LangSmith: the LLM calls of a trace, one run per record or nested in the `child_runs` of their root.
 
     {"id": "r", "run_type": "chain", "trace_id": "r", "feedback_stats": {"correct": {"n": 1, "avg": 1.0}}, ..}
     {"id": "a", "run_type": "llm", "trace_id": "r", "dotted_order": "..Zr...Za", "inputs": {"messages": ..}, ..}
     {"runs": [run, ..]}                                                              as queries and webhooks give them
 
-A trace is a rollout, the example that it was run on (`reference_example_id`) its group, the means of its root's
-feedback the reward. Messages are LangChain's, as objects or as constructors with `kwargs`, or those of a provider.
-Runs inside of an LLM run repeat it and are skipped, as are chains, tools and what else is no LLM call.
+A trace is a rollout. Its group is the example that it was run on (`reference_example_id`), and its rewards are the
+means of the feedback on its root. Messages have the form of LangChain, as objects or as constructors with `kwargs`, or
+the form of a provider. Runs inside an LLM run repeat it and are skipped. Chains, tools and other runs without an LLM
+call are skipped too.
 """
 
 from __future__ import annotations
@@ -27,16 +28,29 @@ from treepack.trajectory import Skipped, Trajectory
 
 Message = dict[str, Any]
 ROLES = {
-    **{"human": "user", "ai": "assistant", "system": "system", "tool": "tool", "function": "function"},
-    **{"HumanMessage": "user", "AIMessage": "assistant", "SystemMessage": "system", "ToolMessage": "tool"},
-    **{"HumanMessageChunk": "user", "AIMessageChunk": "assistant", "FunctionMessage": "function"},
+    "human": "user",
+    "ai": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "function",
+    # The classes of messages as constructors, and as pieces of a stream.
+    "HumanMessage": "user",
+    "AIMessage": "assistant",
+    "SystemMessage": "system",
+    "ToolMessage": "tool",
+    "HumanMessageChunk": "user",
+    "AIMessageChunk": "assistant",
+    "FunctionMessage": "function",
 }
-NO_CALL_NOTE = "run of no LLM"
+NO_CALL_NOTE = "run without an LLM call"
 
 
 @dataclass(slots=True)
 class _Trace:
-    """The LLM runs of a trace, the record of the first, and what its runs say of it; what its root says counts most."""
+    """The LLM runs of a trace, the record of its first run, and the facts of its runs.
+
+    A fact of the root takes precedence over a fact of another run.
+    """
 
     record: Record
     runs: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -45,10 +59,10 @@ class _Trace:
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of the traces of one file, by their first run.
+    """Read the trajectories of the traces of one file, in the order of their first runs.
 
     Raises:
-        TreepackError: a record is no run, or messages that are not of the forms above.
+        TreepackError: messages or nested runs that are not of the forms above.
     """
     traces: dict[str, _Trace] = {}
     for record in records:
@@ -70,11 +84,12 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
 
 
 def _nested(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The run of `record` and those below it, each with its trace."""
+    """Yield the run of `record` and all runs below it, each with the name of its trace."""
     value = record.value
     runs = value["runs"] if "run_type" not in value else [value]
     if not is_messages(runs):
         raise TreepackError(f"{record.source}: runs is {shown(runs)}; expected a list of runs")
+    # Reversed, so that pop() gives the runs in the order of the record.
     stack = [(run, str(run.get("trace_id") or run.get("id") or record.label)) for run in reversed(runs)]
     while stack:
         run, trace = stack.pop()
@@ -86,7 +101,7 @@ def _nested(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _scores(run: dict[str, Any], source: str) -> dict[str, Any]:
-    """The means of a run's feedback, as a reward of several scores."""
+    """Return the means of the feedback on a run, as a reward of several scores."""
     stats = run.get("feedback_stats") or {}
     if not isinstance(stats, dict):
         raise TreepackError(f"{source}: feedback_stats is {shown(stats)}; expected an object of them")
@@ -106,18 +121,19 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
         trace.runs, key=lambda item: str(item[1].get("dotted_order") or item[1].get("start_time"))
     ):
         order = str(run.get("dotted_order") or "")
+        # dotted_order "..Zr...Za.." starts with the order of the parent: "Zr.Za" is inside "Zr".
         if outer and order.startswith(outer + "."):
-            yield Skipped(source, "run inside of another LLM run")
+            yield Skipped(source, "run inside another LLM run")
             continue
         outer = order
-        found = list(_calls(run, source))
-        if not found:
+        run_calls = list(_calls(run, source))
+        if not run_calls:
             yield Skipped(source, "LLM run without messages")
             continue
-        if not all(is_text([*call.prompt, *call.response]) for call in found):
+        if not all(is_text([*call.prompt, *call.response]) for call in run_calls):
             yield Skipped(source, MEDIA_REASON)
             continue
-        calls += found
+        calls += run_calls
         metadata = _object(_object(run.get("extra")).get("metadata"))
         if isinstance(model := metadata.get("ls_model_name"), str):
             models[model] = None
@@ -129,7 +145,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
 
 
 def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
-    """One call for each response; a run may hold several prompts, and each may have several."""
+    """Yield one call for each response. A run may have several prompts, and each prompt may have several responses."""
     inputs, outputs = _object(run.get("inputs")), _object(run.get("outputs"))
     params = _object(_object(run.get("extra")).get("invocation_params"))
     tools = inputs.get("tools") or params.get("tools") or params.get("functions") or None
@@ -138,62 +154,66 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
         prompt = messages_of_items(inputs["input"], source=source).messages
         yield ChatCall([*system, *prompt], messages_of_items(outputs["output"], source=source).messages, tools)
         return
-    given = inputs.get("messages")
-    if not isinstance(given, list):
+    messages = inputs.get("messages")
+    if not isinstance(messages, list):
         return
-    prompts = given if all(isinstance(each, list) for each in given) else [given]
+    # [m, m] is one prompt, and [[m, m], [m]] are two.
+    prompts = messages if all(isinstance(each, list) for each in messages) else [messages]
     for prompt, responses in zip(prompts, _responses(outputs, source), strict=False):
-        asked = [each for message in prompt for each in _messages(message, source)]
+        prompt_messages = [each for message in prompt for each in _messages(message, source)]
         if isinstance(inputs.get("system"), str):
-            asked.insert(0, {"role": "system", "content": inputs["system"]})
+            prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
         for response in responses:
             said = _messages(response, source)
-            yield ChatCall(asked, [each | {"role": "assistant"} for each in said], tools)
+            yield ChatCall(prompt_messages, [each | {"role": "assistant"} for each in said], tools)
 
 
 def _responses(outputs: dict[str, Any], source: str) -> list[list[Any]]:
-    """The responses to each prompt."""
-    if isinstance(found := outputs.get("generations"), list):
-        lists = found if all(isinstance(each, list) for each in found) else [found]
+    """Return the responses to each prompt."""
+    if isinstance(entries := outputs.get("generations"), list):
+        lists = entries if all(isinstance(each, list) for each in entries) else [entries]
         return [[_object(each).get("message") or _object(each).get("text") for each in one] for one in lists]
-    if isinstance(found := outputs.get("choices"), list):
-        return [[_object(each).get("message") for each in found]]
+    if isinstance(entries := outputs.get("choices"), list):
+        return [[_object(each).get("message") for each in entries]]
     for name in ("message", "output"):
         if isinstance(outputs.get(name), dict):
             return [[outputs[name]]]
-    if isinstance(found := outputs.get("messages"), list):
-        return [found[-1:]]
+    if isinstance(entries := outputs.get("messages"), list):
+        return [entries[-1:]]
     if "content" in outputs or "tool_calls" in outputs:
         return [[outputs]]
-    raise TreepackError(f"{source}: has the outputs {shown(outputs)}; expected generations, choices or a message")
+    raise TreepackError(f"{source}: outputs is {shown(outputs)}; expected generations, choices or a message")
 
 
 def _messages(message: Any, source: str) -> list[Message]:
-    """A message in chat form; results of tools among its parts are messages of their own."""
+    """Return a message in chat form. The results of tools among its parts become separate messages."""
     if isinstance(message, str):
         return [{"role": "assistant", "content": message}]
     if not isinstance(message, dict):
         raise TreepackError(f"{source}: has the message {shown(message)}; expected an object")
-    held, kind = message, message.get("type")
+    fields, kind = message, message.get("type")
     if isinstance(message.get("kwargs"), dict):
         names = message.get("id")
-        held, kind = message["kwargs"], names[-1] if isinstance(names, list) and names else None
+        fields, kind = message["kwargs"], names[-1] if isinstance(names, list) and names else None
     elif isinstance(message.get("data"), dict):
-        held = message["data"]
+        fields = message["data"]
     role = ROLES.get(kind) if isinstance(kind, str) else None
-    role = role or held.get("role")
+    role = role or fields.get("role")
     if role is None:
         raise TreepackError(f"{source}: has a message of type {quoted(kind)}; expected one of {', '.join(ROLES)}")
-    done = {name: each for name, each in held.items() if name in READ and each is not None} | {"role": role}
-    return _by_parts(_with_calls(done, _object(held.get("additional_kwargs"))))
+    done = {name: each for name, each in fields.items() if name in READ and each is not None} | {"role": role}
+    return _by_parts(_with_calls(done, _object(fields.get("additional_kwargs"))))
 
 
 def _with_calls(message: Message, more: dict[str, Any]) -> Message:
-    """`message` with its calls under the names of chat, and what LangChain keeps of a provider's own fields."""
+    """Return `message` with its calls under the names of chat, and with fields of LangChain's `additional_kwargs`."""
     calls = message.get("tool_calls") or more.get("tool_calls")
     if is_messages(calls):
+        # {"id", "name", "args"} of LangChain -> {"id", "name", "arguments"}
         named = [{"id": call.get("id"), "name": call.get("name"), "arguments": call.get("args")} for call in calls]
-        message["tool_calls"] = [own if "args" in call else call for own, call in zip(named, calls, strict=True)]
+        message["tool_calls"] = [
+            renamed if "args" in call else call for renamed, call in zip(named, calls, strict=True)
+        ]
     elif isinstance(more.get("function_call"), dict):
         message["function_call"] = more["function_call"]
     if isinstance(more.get("reasoning_content"), str):
@@ -202,7 +222,7 @@ def _with_calls(message: Message, more: dict[str, Any]) -> Message:
 
 
 def _by_parts(message: Message) -> list[Message]:
-    """`message` with thinking as reasoning and calls as such, behind the results of tools that it holds."""
+    """Return `message` with thinking as reasoning and calls as tool calls, after the tool results that it contains."""
     parts = message.get("content")
     if not is_messages(parts):
         return [message]

@@ -1,10 +1,10 @@
-"""LLaMA-Factory's own records since its version 1: messages of typed parts, each message with its weight.
+"""Records of LLaMA-Factory since version 1: messages of typed parts, each message with a weight.
 
     {"messages": [{"role": "assistant", "content": [{"type": "text", "value": "4"}], "loss_weight": 1.0}], "tools": ..}
-    {"chosen_messages": [..], "rejected_messages": [..]}      a pair, of which what differs is trained
+    {"chosen_messages": [..], "rejected_messages": [..]}      a pair; the messages that differ are trained
 
-Parts of type `reasoning` and `tool_call` (JSON text) belong to the turn that they are in. Its older data sets are
-`alpaca` and `sharegpt`.
+Parts of type `reasoning` and `tool_call` (JSON text) belong to the turn that contains them. Older data sets of
+LLaMA-Factory are in the formats `alpaca` and `sharegpt`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PAIR = ("chosen_messages", "rejected_messages")
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one conversation of `record`, or the two of a pair.
+    """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
-        TreepackError: the fields are missing or not of the form above.
+        TreepackError: a message whose content is not made of parts, or a call that is not JSON.
     """
     value, source = record.value, record.source
     if all(value.get(name) is not None for name in PAIR):
@@ -38,7 +38,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
-    """`messages` with their parts under the names of chat."""
+    """Return `messages` with their parts under the names of chat."""
     done = []
     for number, message in enumerate(messages, 1):
         where = f"{source}: turn {number}"
@@ -46,6 +46,7 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
         if not is_messages(parts):
             raise TreepackError(f"{where} has the content {shown(parts)}; expected parts with type and value")
         chat: Message = {"role": message.get("role"), "content": []}
+        # [reasoning "a", text "b", tool_call '{..}'] -> reasoning_content "a", content ["b"], tool_calls [{..}]
         for part in parts:
             kind, value = part.get("type"), part.get("value")
             if kind == "tool_call":

@@ -1,12 +1,12 @@
-"""Megatron-RL's rollouts as token ids, alone or in groups: one list per turn, each with its whole prompt.
+"""Rollouts of Megatron-RL as token ids, alone or in groups: one list per turn, with the whole prompt in it.
 
     {"rollouts": [rollout, ..], "batch_id": 0, "uid": null}
     {"trajectory": [[1, 2, 3], [1, 2, 3, 4, 5]], "generation_mask": [[F, F, T], [F, F, F, F, T]],
      "logprobs": [[-0.5], [-0.25]], "reward": 1.0, "env_id": "..", "problem_id": ".."}
 
-Log-probabilities are those of a turn's generated tokens, in order, where that of an end-of-document token may be
-missing; or one less than the turn has tokens, and then the one at place p belongs to token p + 1. Earlier versions keep
-one turn, in flat lists.
+A turn has one log-probability for each generated token, in order; the one of an end-of-document token may be missing.
+Or it has one log-probability fewer than tokens, and then the one at position p belongs to token p + 1. Earlier
+versions have one turn only, in flat lists.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of a group, `<record>/<place>`, or those of the one rollout.
+    """Read the trajectories of a group, `<record>/<place>`, or those of the one rollout.
 
     Raises:
         TreepackError: turns, masks and log-probabilities that contradict each other.
@@ -55,7 +55,7 @@ def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory |
     value, source = record.value, record.source
     turns = _by_turn(value["trajectory"], "trajectory", source)
     if any(isinstance(turn, str) for turn in turns):
-        yield Skipped(source, "text that does not say where its prompt ends")
+        yield Skipped(source, "text without the length of its prompt")
         return
     masks = value.get("generation_mask")
     if masks is None:
@@ -71,10 +71,10 @@ def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory |
         )
     calls: list[TokenCall] = []
     notes: tuple[str, ...] = ()
-    for number, (turn, mask, given) in enumerate(zip(turns, masks, logprobs, strict=True), 1):
-        call, noted = _call(turn, mask, given, f"{source}: turn {number}")
+    for number, (turn, mask, values) in enumerate(zip(turns, masks, logprobs, strict=True), 1):
+        call, call_notes = _call(turn, mask, values, f"{source}: turn {number}")
         calls.append(replace(call, values=call.values | {"advantages": value.get("advantage_override")}))
-        notes = notes or noted
+        notes = notes or call_notes
     rest = without(value, DROPPED)
     if rest.get("group_id") is None:
         rest["group_id"] = rest.pop("problem_id", None)
@@ -82,33 +82,36 @@ def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory |
 
 
 def _by_turn(value: Any, name: str, source: str) -> list[Any]:
-    """One list per turn; a flat list is that of the only turn."""
+    """Return one list per turn; a flat list belongs to the only turn."""
     if not isinstance(value, list):
         raise TreepackError(f"{source}: {name} is {shown(value)}; expected one list per turn")
     nested = all(isinstance(each, list | np.ndarray | str) for each in value)
     return value if nested else [value]
 
 
-def _call(turn: Any, mask: Any, given: Any, where: str) -> tuple[TokenCall, tuple[str, ...]]:
-    """The call of one turn: its prompt ends where generated tokens begin."""
+def _call(turn: Any, mask: Any, logprobs: Any, where: str) -> tuple[TokenCall, tuple[str, ...]]:
+    """Return the call of one turn, whose prompt ends before the first generated token, and the notes on it."""
     if not isinstance(turn, list | np.ndarray) or not isinstance(mask, list | np.ndarray):
         raise TreepackError(f"{where} is {shown(turn)} with the mask {shown(mask)}; expected a list of each")
     flags = mask_values(mask, source=where, name="generation_mask").astype(np.uint8)
     if len(flags) != len(turn):
         raise TreepackError(f"{where} has {len(turn)} tokens and {len(flags)} values of generation_mask; drop one")
+    # flags [0, 0, 1, 0, 1] -> generated [2, 4], and the prompt are the first 2 tokens
     generated = np.flatnonzero(flags)
     start = int(generated[0]) if len(generated) else len(turn)
-    if given is None:
+    if logprobs is None:
         return TokenCall(turn[:start], turn[start:], {"loss_mask": flags[start:]}), ()
-    numbers = number_values(given, source=where, name="logprobs")
+    numbers = number_values(logprobs, source=where, name="logprobs")
     whole: Float64 = np.full(len(turn), np.nan)
     notes: tuple[str, ...] = ()
     fits = [len(generated), len(turn) - 1]
     if len(numbers) == len(generated):
         whole[generated] = numbers
     elif len(numbers) == len(turn) - 1:
+        # One per predicted token: the first token of a sequence is never predicted.
         whole[1:] = numbers
     elif len(numbers) == len(generated) - 1:
+        # The log-probability of the last generated token, an end of document, is missing.
         whole[generated[:-1]] = numbers
         flags[generated[-1]] = 0
         notes = (LAST_NOTE,)
@@ -135,7 +138,7 @@ FORMAT = Format(
     dropped=(
         "policy_epoch, kv_cache_epoch and num_evictions",
         "batch_id and index_in_batch",
-        "rollouts of text (they do not say where a prompt ends)",
+        "rollouts of text (the length of the prompt is not in the record)",
         "a bank's binary files",
     ),
     keeps=EVERYTHING,

@@ -1,14 +1,14 @@
-"""mini-swe-agent's `<task>.traj.json`: the messages of one run of a task.
+"""Files `<task>.traj.json` of mini-swe-agent: the messages of one run of a task.
 
     {"info": {"config": {"model": {"model_name": ".."}}, "exit_status": "Submitted", "mini_version": "2.1.0", ..},
      "messages": [{"role": "system", ..}, {"role": "user", ..}, {"role": "assistant", .., "extra": {..}}, ..,
                   {"role": "exit", ..}],
      "trajectory_format": "mini-swe-agent-1.1"}
 
-A reply that could not be used is not among the messages: it lies in `extra` of the user message that complains of it.
-No later prompt holds it, so that it is trained in a trajectory of its own. Models behind OpenAI's Responses API are
-logged as whole responses, with their items and tools. Where the server added token ids to every response, which lies in
-`extra`, these are used.
+A reply that the agent could not use is not among the messages. It is in `extra` of the user message that complains
+about it. No later prompt contains this reply, so it is trained in a separate trajectory. Calls of OpenAI's Responses
+API are logged as whole responses, with their items and tools. If the server added token ids to every response in
+`extra`, these ids are read.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from treepack.ingest.readers.response_items import messages_of_items
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
-EXIT = "exit"  # the role of a message that no model saw
+EXIT = "exit"  # the role of the last message, which no model read
 BOOKKEEPING = frozenset({"extra", "timestamp", "provider_specific_fields", "thinking_blocks", "annotations", "refusal"})
 UNREADABLE_NOTE = "refused reply in an unknown form not used"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of `record`, called `<run>/<task>`: one, and one more for each reply that was refused.
+    """Read the trajectories of `record`, named `<run>/<task>`: one, and one more for each reply that was refused.
 
     Raises:
-        TreepackError: no messages, or messages of another kind.
+        TreepackError: messages of another kind.
     """
     value = record.value
     notes: dict[str, None] = {}
@@ -46,6 +46,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     tokens: list[TokenCall | None] = []
     history: list[dict[str, Any]] = []
     tools = next((message["tools"] for message in value["messages"] if message.get("tools")), None)
+    # [system, user, assistant, user] -> one call, with 2 messages of prompt
     for message in value["messages"]:
         if message.get("role") == EXIT:
             continue
@@ -67,7 +68,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _token_call(message: dict[str, Any]) -> TokenCall | None:
-    """The call whose response lies in `message`, by its token ids; None where there are none."""
+    """Return the call whose response is in `message`, by its token ids; None if it has none."""
     extra = message.get("extra")
     response = extra.get("response") if isinstance(extra, dict) else None
     if not isinstance(response, dict) or not is_messages(response.get("choices")) or not response["choices"]:
@@ -76,7 +77,7 @@ def _token_call(message: dict[str, Any]) -> TokenCall | None:
 
 
 def _chat_message(message: dict[str, Any], source: str, notes: dict[str, None]) -> dict[str, Any] | None:
-    """`message` in chat form; None for a response that says nothing."""
+    """Return `message` in chat form; None for an empty response."""
     if message.get("object") == "response":
         done = messages_of_items(message.get("output"), source=source)
         notes.update(dict.fromkeys(done.notes))
@@ -90,7 +91,7 @@ def _chat_message(message: dict[str, Any], source: str, notes: dict[str, None]) 
 
 
 def _refused_reply(message: dict[str, Any], source: str, notes: dict[str, None]) -> dict[str, Any] | None:
-    """What the model wrote where `message` complains of it."""
+    """Return the reply that `message` complains about, or None if it does not complain."""
     extra = message.get("extra")
     if not isinstance(extra, dict) or extra.get("interrupt_type") != "FormatError":
         return None
@@ -112,6 +113,7 @@ def _description(record: Record) -> dict[str, Any]:
     value = record.value
     info = value.get("info")
     info = info if isinstance(info, dict) else {}
+    # <run>/<task>/<task>.traj.json and <run>/<task>.traj.json -> run "<run>", task "<task>"
     folder, stem = folder_and_document(record)
     task = str(value.get("instance_id") or stem)
     run = Path(record.path).parent.parent.name if folder == task else folder

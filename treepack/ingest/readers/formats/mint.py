@@ -1,10 +1,10 @@
-"""MINT's `results.jsonl`: one rollout of a task per line.
+"""Files `results.jsonl` of MINT: one rollout of a task per line.
 
     {"state": {"history": [{"role", "content"}, ..], "success": true, "terminate_reason": "task_success", ..},
      "task": {"task_name": "gsm8k", "task_id": 7, "prompt": "..", "reference": ".."}}
 
-The reward is 1 where the task was solved, else 0. `task_id` counts the tasks of one data set, after which the file's
-folder is named; the name in `task` is that of a family of data sets.
+The reward is 1 if the task was solved, and 0 if it was not. `task_id` is the number of a task in one data set, and the
+folder of the file has the name of the data set. The name in `task` is the name of a family of data sets.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from treepack.trajectory import Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`, called `<group>/<file>:<line>`, in the group `<folder>/<task_id>`.
+    """Read the one trajectory of `record`, named `<group>/<file>:<line>`, in the group `<folder>/<task_id>`.
 
     Raises:
-        TreepackError: no history or task, or `success` is no boolean.
+        TreepackError: `success` is not a boolean.
     """
     state, task = record.value["state"], record.value["task"]
+    # gsm8k/results.jsonl and task_id 7 -> group "gsm8k/7"
     folder = folder_and_stem(record)[0] or str(task.get("task_name"))
     group = None if task.get("task_id") is None else f"{folder}/{task['task_id']}"
     success = state.get("success")

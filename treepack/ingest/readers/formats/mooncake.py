@@ -1,13 +1,13 @@
-"""Traces of requests that hold no text, only its length and hashes of its blocks: Mooncake's, and Qwen's of Bailian.
+"""Traces of requests without text, with lengths and hashes of blocks only: Mooncake's, and Qwen's of Bailian.
 
     {"timestamp": 27, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2353]}     blocks of 512 tokens
      46 46 .. 46 | 47 47 .. 47 | 2353 .. 2353 | own own .. own
      512           512           76             52 (trained)
 
-Every id of a block stands for the block and all blocks before it, so that requests share exactly the blocks whose ids
-are equal. Stand-ins for the tokens share just so: a block is its hash id repeated, the output an id that no other
-request of the file has. They are good for counting only. Blocks hold 512 tokens (Mooncake) or 16 (Bailian), told from
-how many there are; the last one may be short, or left out.
+The id of a block identifies the block and all blocks before it, so requests share exactly the blocks with equal ids.
+The tokens made here share in the same way: a block repeats its hash id, and the output repeats an id that no other
+request of the file has. These tokens are for counting only. Blocks have 512 tokens (Mooncake) or 16 (Bailian); the
+number of blocks tells which. The last block may be short, or missing.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from treepack.ingest.readers.records import Record
 from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
 
 BLOCKS = (512, 16)
-FIRST_OWN_ID = 1 << 30  # hash ids are below it, what is of one request only is not
-MAX_LENGTH = 1 << 24
+FIRST_OWN_ID = 1 << 30  # hash ids are below it; the ids of outputs fill the rest of the positive int32 values
+MAX_LENGTH = 1 << 24  # tokens: more than any known context, so a larger length is an error in the file
 USED = frozenset({"input_length", "output_length", "hash_ids"})
 NUMBER = re.compile(r"\d+(?=\]?$)")
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one request of `record`.
+    """Read the one request of `record`.
 
     Raises:
-        TreepackError: `options.shapes` is not set, or lengths and hashes that are none or contradict each other.
+        TreepackError: `options.shapes` is not set, or lengths and hashes that contradict each other.
     """
     value, source = record.value, record.source
     if not options.shapes:
-        raise TreepackError(f"{source}: holds the lengths of a request, not its tokens; only treepack stats reads it")
+        raise TreepackError(f"{source}: has the lengths of a request, not its tokens; only treepack stats reads it")
     num_input, num_output = (_length(value[name], name, source) for name in ("input_length", "output_length"))
     if num_output == 0 or num_input + num_output < 2:
         yield Skipped(source, "request without output")
         return
     hashes = as_token_ids(value["hash_ids"], source=source, name="hash_ids")
     if len(hashes) and hashes.max() >= FIRST_OWN_ID:
-        raise TreepackError(f"{source}: hash_ids holds {hashes.max()}; number the blocks from 0 to {FIRST_OWN_ID - 1}")
+        raise TreepackError(
+            f"{source}: hash_ids has the id {hashes.max()}; number the blocks from 0 to {FIRST_OWN_ID - 1}"
+        )
     size = _block_size(num_input, len(hashes), source)
     tokens = np.full(num_input + num_output, _own_id(record), np.int32)
     blocks = np.repeat(hashes, size)[:num_input]
@@ -62,6 +64,7 @@ def _length(value: Any, name: str, source: str) -> int:
 
 
 def _block_size(num_input: int, num_blocks: int, source: str) -> int:
+    # 1100 tokens in 3 blocks: ceil(1100 / 512) = 3 -> 512. In 2 blocks: floor -> 512, the last block is missing.
     for size in BLOCKS:
         if num_blocks in (-(-num_input // size), num_input // size):
             return size
@@ -72,7 +75,8 @@ def _block_size(num_input: int, num_blocks: int, source: str) -> int:
 
 
 def _own_id(record: Record) -> int:
-    """An id for what only this request has: of two requests of one file never the same."""
+    """Return an id for the output of this request; two requests of one file never have the same id."""
+    # "trace.jsonl:17" -> 17, "trace.json[3]" -> 3
     place = NUMBER.search(record.source[len(record.path) :])
     mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(place[0] if place else 0)
     return FIRST_OWN_ID + mixed % FIRST_OWN_ID

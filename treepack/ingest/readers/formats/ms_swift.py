@@ -1,13 +1,13 @@
-"""ms-swift's records, where they are more than chat: pairs, agents' roles, and rounds of query and response.
+"""Records of ms-swift that are more than chat: pairs, the roles of agents, and rounds of query and response.
 
     {"messages": [..., assistant], "rejected_response": "..."}    a pair; or rejected_messages, a whole conversation
     {"messages": [...], "label": true}                            the label is the reward
     {"query": "3 + 3?", "response": "6", "history": [["2 + 2?", "4"]], "system": "Be brief."}
     {"conversation": [{"human": "2 + 2?", "assistant": "4"}], "system": "Be brief."}
 
-Messages of role `tool_call` hold a call as JSON text; those behind each other, and assistant messages before them, are
-one turn. A rejected response stands in the place of all that follows the last message of the user. Of a pair what
-differs is trained, the messages that both sides begin with are not.
+A message of role `tool_call` contains a call as JSON text. Consecutive calls, and assistant messages before them, are
+one turn. A rejected response replaces all messages after the last message of the user. Of a pair, the messages that
+differ are trained, and the messages that both sides begin with are not.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ USED = frozenset(
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one conversation of `record`, or the two of a pair.
+    """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
-        TreepackError: the fields are missing or not of the form above.
+        TreepackError: a rejected response without a chosen one, or text and calls of another form.
     """
     value, source = record.value, record.source
     messages = _messages(value, source)
@@ -65,7 +65,7 @@ def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
 
 
 def _rejected(value: dict[str, Any], messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
-    """The conversation that was rejected: given whole, or as what follows the last message of the user."""
+    """Return the rejected conversation: the whole one, or the prompt with the rejected response."""
     if (whole := value.get("rejected_messages")) is not None:
         if not is_messages(whole):
             raise TreepackError(f"{source}: rejected_messages is {shown(whole)}; expected a list of messages")
@@ -75,17 +75,21 @@ def _rejected(value: dict[str, Any], messages: list[dict[str, Any]], source: str
     answers = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if not is_messages(answers):
         raise TreepackError(f"{source}: rejected_response is {shown(answer)}; expected text or a list of messages")
+    # roles [user, assistant, user, assistant] -> 2, so the rejected side keeps 3 messages
     last_user = max((place for place, message in enumerate(messages) if message.get("role") == "user"), default=-1)
     if last_user == len(messages) - 1:
-        raise TreepackError(f"{source}: has a rejected_response and no other; end messages with one of the assistant")
+        raise TreepackError(
+            f"{source}: has a rejected_response but no chosen one; end messages with a message of the assistant"
+        )
     return [*messages[: last_user + 1], *answers]
 
 
 def _merged(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
-    """`messages` with one message for each turn, and results under the role `tool`.
+    """Return `messages` with one message for each turn, and with the results of tools under the role `tool`.
 
-    None if a turn has parts of different weights; of calls that follow each other the first one's counts.
+    None if the parts of a turn have different weights; of consecutive calls, the weight of the first is used.
     """
+    # roles [user, assistant, tool_call, tool_call, tool_response] -> [user, assistant with 2 calls, tool]
     done: list[dict[str, Any]] = []
     before = None
     for number, message in enumerate(messages, 1):
@@ -103,7 +107,9 @@ def _merged(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]
         else:
             texts = [each.get("content") or "" for each in (last, part)]
             if not all(isinstance(text, str) for text in texts):
-                raise TreepackError(f"{source}: turn {number} goes on with parts of a list; expected text to join")
+                raise TreepackError(
+                    f"{source}: turn {number} continues a turn, but its content is a list; expected text"
+                )
             calls = [*(last.get("tool_calls") or []), *(part.get("tool_calls") or [])]
             done[-1] = last | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {})
         before = role

@@ -1,12 +1,12 @@
-"""NeMo Gym's rollouts: a request to OpenAI's Responses API and all that came of it, one line per rollout.
+"""Rollouts of NeMo Gym: a request to OpenAI's Responses API and all output after it, one rollout per line.
 
     {"responses_create_params": {"input": [..], "instructions", "tools"}, "response": {"output": [..]}, "reward": 1.0,
      "_ng_task_index": 3, "_ng_rollout_index": 0}                        rollout "3/0" of the group "3"
 
-`output` holds the whole rollout, results of tools and what the user said included. The last item of each turn of the
-model carries, where they were asked for, `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`: the
-call's exact tokens, which are then used instead of the text. Reasoning is kept under `summary`. Where `output` is a
-list of lists (Aviary's transitions), each of them holds all items up to the end of a call and of what came of it.
+`output` is the whole rollout, with the results of tools and the messages of the user. If the run collected them, the
+last item of each turn of the model has `prompt_token_ids`, `generation_token_ids` and `generation_log_probs`. They are
+the exact tokens of the call and are read in place of the text. Reasoning is in `summary`. If `output` is a list of
+lists (the transitions of Aviary), each list contains all items up to the end of a call and its results.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from treepack.trajectory import Skipped, Trajectory
 
 TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
 PROMPT, GENERATION = "prompt_token_ids", "generation_token_ids"
-PLACEHOLDER = [0]  # prompt and generation of an empty message that stands for an output without any
+PLACEHOLDER = [0]  # prompt and generation of the empty message that NeMo Gym adds to an empty output
 USED = frozenset({"responses_create_params", "response", TASK, ROLLOUT, "agent_ref"})
 SOME_NOTE = "token ids of some turns only, not used"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of `record`, one if its calls continue each other; why it has none.
+    """Read the trajectories of `record`: one if its calls continue each other.
 
     Raises:
-        TreepackError: items that are none, or token ids that contradict each other.
+        TreepackError: items of another form, or token ids that contradict each other.
     """
     value, source = record.value, record.source
     response = value.get("response")
@@ -60,7 +60,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """The calls of a rollout by their messages, those that have token ids by these, and whether all do."""
+    """The calls of a rollout by their messages, the calls that have token ids, and whether all calls have them."""
 
     chats: list[ChatCall]
     tokens: list[TokenCall]
@@ -73,23 +73,24 @@ def _is_steps(output: Any) -> bool:
 
 
 def _calls_of_items(value: dict[str, Any], source: str) -> _Calls:
-    """One conversation of all input and output, and a call of token ids for each item that has them."""
+    """Return one conversation of all input and output, and a call by token ids for each item that has them."""
     params, response = value["responses_create_params"], value["response"]
     output = messages_of_items(response["output"], source=f"{source}: output", summaries=True)
     instructions = params.get("instructions") or response.get("instructions")
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
-    given = messages_of_items(params.get("input"), source=f"{source}: input", summaries=True)
+    input_messages = messages_of_items(params.get("input"), source=f"{source}: input", summaries=True)
+    # Items [reasoning, message, function_call, result] are 2 messages; the turn's ids are on its last item.
     pairs = zip(output.messages, output.items, strict=True)
     turns = [items[-1] for message, items in pairs if message["role"] == "assistant"]
-    chat = ChatCall([*system, *given.messages], output.messages, params.get("tools") or None)
+    chat = ChatCall([*system, *input_messages.messages], output.messages, params.get("tools") or None)
     items = [] if isinstance(response["output"], str) else response["output"]
     tokens = [_call(item) for item in items if _has_ids(item)]
-    notes = tuple(dict.fromkeys((*given.notes, *output.notes)))
+    notes = tuple(dict.fromkeys((*input_messages.notes, *output.notes)))
     return _Calls([chat], tokens, all(map(_has_ids, turns)), notes)
 
 
 def _calls_of_steps(value: dict[str, Any], source: str) -> _Calls:
-    """A call for each step: its last turn, asked with what is before it."""
+    """Return one call for each step: its last turn, with everything before it as the prompt."""
     tools = value["responses_create_params"].get("tools") or None
     chats, tokens, notes = [], [], dict[str, None]()
     for items in value["response"]["output"]:
@@ -97,6 +98,7 @@ def _calls_of_steps(value: dict[str, Any], source: str) -> _Calls:
         notes |= dict.fromkeys(step.notes)
         turns = [place for place, message in enumerate(step.messages) if message["role"] == "assistant"]
         if turns:
+            # messages [user, assistant, tool, assistant] -> prompt of 3, response of 1
             chats.append(ChatCall(step.messages[: turns[-1]], step.messages[turns[-1] :], tools))
             tokens += [_call(item) for item in step.items[turns[-1]] if _has_ids(item)]
     return _Calls(chats, tokens, len(tokens) == len(chats), tuple(notes))
@@ -116,19 +118,19 @@ def _is_masked(value: dict[str, Any]) -> bool:
 
 
 def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
-    """What the record says besides its calls, under the names that all formats share."""
+    """Return the fields of the record besides its calls, under the names that all formats share."""
     rest = without(value, USED)
     agent = value.get("agent_ref")
-    found = {"model": response.get("model") or None, "agent": agent.get("name") if isinstance(agent, dict) else None}
+    names = {"model": response.get("model") or None, "agent": agent.get("name") if isinstance(agent, dict) else None}
     task = response.get("group_id") if value.get(TASK) is None else value[TASK]
     if task is None:
-        return found | rest
-    found["group_id"] = task
+        return names | rest
+    names["group_id"] = task
     if value.get(ROLLOUT) is not None:
-        found["trajectory_id"] = f"{task}/{value[ROLLOUT]}"
-    # The task's own ids are those of its data set, which may repeat; they are kept as metadata.
-    own = {name: rest.pop(name) for name in (*IDS, *GROUPS) if isinstance(rest.get(name), str | int)}
-    return found | rest | ({"metadata": own} if own and "metadata" not in rest else {})
+        names["trajectory_id"] = f"{task}/{value[ROLLOUT]}"
+    # The ids of the task come from its data set and may repeat, so they are metadata and do not name the rollout.
+    task_ids = {name: rest.pop(name) for name in (*IDS, *GROUPS) if isinstance(rest.get(name), str | int)}
+    return names | rest | ({"metadata": task_ids} if task_ids and "metadata" not in rest else {})
 
 
 FORMAT = Format(

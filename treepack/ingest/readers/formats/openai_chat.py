@@ -1,11 +1,11 @@
-"""Calls of a chat-completions API, logged as requests and responses (forms in `exchanges`), also of batch jobs.
+"""Calls of a chat-completions API, logged as requests and responses (forms in `exchanges`), also by batch jobs.
 
     request  {"messages": [..], "tools": [..]}                  session "s"  call 1   call 2 ..
-    response {"choices": [{"message": {..}, "logprobs": ..}]}   calls of one session are joined where they continue
+    response {"choices": [{"message": {..}, "logprobs": ..}]}   calls of one session that continue each other are joined
 
-Where a server adds token ids (vLLM: `prompt_token_ids` and `token_ids`, which LiteLLM moves to
-`provider_specific_fields`, or tokens named `token_id:17` in the log-probabilities), these are used instead of the text.
-Several choices of one request are a group.
+A server may add token ids, which are read in place of the text: vLLM adds `prompt_token_ids` and `token_ids`, LiteLLM
+moves them to `provider_specific_fields`, and the tokens of log-probabilities may be named `token_id:17`. Several
+choices of one request are a group.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ LOGPROBS_NOTE = "log-probabilities without token ids not used"
 
 
 def is_exchange(record: dict[str, Any]) -> bool:
-    """Whether `record` is a request with messages, a response with choices, or both."""
+    """Return whether `record` is a request with messages, a response with choices, or both."""
     request, response = request_and_response(record)
+    # A line of a batch's output has no request, and a failed line no choices.
     if "custom_id" in record and not response.get("choices"):
         failed = record.get("error") is not None or response.get("error") is not None
         return failed or is_messages(request.get("messages"))
@@ -39,23 +40,23 @@ def is_exchange(record: dict[str, Any]) -> bool:
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of the calls of one file: those without a session at once, sessions at the end.
+    """Read the trajectories of the calls of one file. Calls without a session come first, sessions at the end.
 
     Raises:
-        TreepackError: a record is no call, or what `calls` refuses.
+        TreepackError: a record is not a call, or an error of `calls`.
     """
     sessions: dict[str, list[Exchange]] = {}
-    for found in read_exchanges(records, asks="messages", answers="choices"):
-        if isinstance(found, Skipped):
-            yield found
-        elif not _is_text(found):
-            yield Skipped(found.record.source, MEDIA_REASON)
-        elif (session := found.session) is not None:
-            sessions.setdefault(session, []).append(found)
+    for exchange in read_exchanges(records, asks="messages", answers="choices"):
+        if isinstance(exchange, Skipped):
+            yield exchange
+        elif not _is_text(exchange):
+            yield Skipped(exchange.record.source, MEDIA_REASON)
+        elif (session := exchange.session) is not None:
+            sessions.setdefault(session, []).append(exchange)
         else:
-            yield from _choices(found, options)
+            yield from _choices(exchange, options)
     for name, exchanges in sessions.items():
-        calls = [call for exchange in exchanges for call in _calls(exchange)]
+        calls = [call for each in exchanges for call in _calls(each)]
         yield from _read(description(exchanges, name), calls, options)
 
 
@@ -72,7 +73,7 @@ class _Choice:
 
 
 def _choices(exchange: Exchange, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Each choice of a call that stands alone is a rollout; several are a group."""
+    """Read each choice of a call without a session as a rollout; several choices are a group."""
     calls = _calls(exchange)
     record = description([exchange], exchange.name)
     if len(calls) == 1:
@@ -93,16 +94,18 @@ def _read(record: Record, calls: Sequence[_Choice], options: ReadOptions) -> Ite
 
 
 def _calls(exchange: Exchange) -> list[_Choice]:
-    """One call for each choice of the response."""
+    """Return one call for each choice of the response."""
     source, request = exchange.record.source, exchange.request
     if not is_messages(exchange.response["choices"]) or not is_messages(request["messages"]):
-        raise TreepackError(f"{source}: has messages or choices that are no objects; expected lists of objects")
+        raise TreepackError(
+            f"{source}: messages or choices are not lists of objects; expected a request and its response"
+        )
     calls = []
     for choice in exchange.response["choices"]:
         message = choice.get("message")
         if not isinstance(message, dict):
-            raise TreepackError(f"{source}: has the choice {shown(choice)}; expected one with a message")
-        said = {"role": "assistant"} | {name: held for name, held in message.items() if name in READ}
+            raise TreepackError(f"{source}: a choice is {shown(choice)}; expected an object with a message")
+        said = {"role": "assistant"} | {name: field for name, field in message.items() if name in READ}
         if said.get("content") is None and isinstance(message.get("refusal"), str):
             said["content"] = message["refusal"]
         chat = ChatCall(request["messages"], [said], request.get("tools") or request.get("functions") or None)
@@ -111,12 +114,12 @@ def _calls(exchange: Exchange) -> list[_Choice]:
 
 
 def token_call(response: dict[str, Any], choice: dict[str, Any]) -> TokenCall | None:
-    """The call of a `choice` of `response` by its token ids; None where the server added none."""
+    """Return the call of a `choice` of `response` by its token ids; None if the server added none."""
     message, extra = (_object(choice.get(name)) for name in ("message", "provider_specific_fields"))
     parts = _parts(choice)
     holders = (response, choice, extra, message)
-    prompt = next((held["prompt_token_ids"] for held in holders if held.get("prompt_token_ids")), None)
-    generated = next((held["token_ids"] for held in (choice, extra) if held.get("token_ids")), None)
+    prompt = next((holder["prompt_token_ids"] for holder in holders if holder.get("prompt_token_ids")), None)
+    generated = next((holder["token_ids"] for holder in (choice, extra) if holder.get("token_ids")), None)
     generated = generated or message.get("generation_token_ids") or _ids_of_names(parts)
     if not prompt or not generated:
         return None
@@ -124,17 +127,18 @@ def token_call(response: dict[str, Any], choice: dict[str, Any]) -> TokenCall | 
     return TokenCall(prompt, generated, {"rollout_log_probs": logprobs})
 
 
-def _object(held: Any) -> dict[str, Any]:
-    return held if isinstance(held, dict) else {}
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _parts(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    """The log-probabilities of the tokens of a choice."""
+    """Return the log-probabilities of the tokens of a choice."""
     parts = _object(choice.get("logprobs")).get("content")
     return parts if is_messages(parts) else []
 
 
 def _ids_of_names(parts: list[dict[str, Any]]) -> list[int]:
+    # ["token_id:5", "token_id:6"] -> [5, 6], and ["token_id:5", "Hi"] -> []
     names = [part.get("token") for part in parts]
     numbers = [name.removeprefix(TOKEN_ID) for name in names if isinstance(name, str) and name.startswith(TOKEN_ID)]
     return [int(number) for number in numbers if number.isdecimal()] if len(numbers) == len(names) else []

@@ -1,8 +1,8 @@
-"""OpenAI's fine-tuning data for preferences: a conversation and two answers to it.
+"""Fine-tuning data of OpenAI for preferences: a conversation and two answers to it.
 
     {"input": {"messages": [..], "tools": [..]}, "preferred_output": [message, ..], "non_preferred_output": [..]}
 
-Its data for supervised fine-tuning is `chat`, with a `weight` of 0 or 1 for each message of the assistant.
+OpenAI's data for supervised fine-tuning is in the format `chat`, with a `weight` of 0 or 1 for each assistant message.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ SIDES = ("preferred_output", "non_preferred_output")
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The two trajectories of a pair.
+    """Read the two trajectories of a pair.
 
     Raises:
-        TreepackError: the fields are missing or not of the form above.
+        TreepackError: messages or tools of another form.
     """
     value = record.value
-    given = value["input"]
-    with_tools = replace(record, value=value | {"tools": given.get("tools") or None})
+    prompt = value["input"]
+    with_tools = replace(record, value=value | {"tools": prompt.get("tools") or None})
     chosen, rejected = (value[side] for side in SIDES)
-    yield from read_pair(with_tools, given["messages"], chosen, rejected, options, used={"input", *SIDES})
+    yield from read_pair(with_tools, prompt["messages"], chosen, rejected, options, used={"input", *SIDES})
 
 
 FORMAT = Format(

@@ -1,12 +1,12 @@
-"""Calls of OpenAI's Responses API, logged with their input (forms in `exchanges`), also of batch jobs.
+"""Calls of OpenAI's Responses API, logged with their input (forms in `exchanges`), also by batch jobs.
 
     {"id": "r1", "input": "Hi", "output": [item, ..]}                                       call 1 of "r1"
     {"id": "r2", "input": [item, ..], "output": [..], "previous_response_id": "r1"}         call 2 of "r1"
 
-A call that names its predecessor, or the conversation that it goes on with, is asked with all of it before its own
-input; its instructions are its own. Of several calls with one predecessor, all but the first begin a rollout of the
-same group, in which what came before is not trained again. Calls that name a session are one rollout as well. Items
-are read by `response_items`: reasoning that is known by its summary only is left out.
+If a call names its predecessor, or the conversation that it continues, all messages up to there are its prompt, before
+its own input; its instructions are not inherited. If several calls have one predecessor, the second and later ones
+start new rollouts in the same group, which do not train the earlier messages again. Calls that name one session are one
+rollout too. `response_items` reads the items; reasoning with a summary only is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Messages = list[dict[str, Any]]
 
 
 def is_exchange(record: dict[str, Any]) -> bool:
-    """Whether `record` is a request with input, a response with output items, or both."""
+    """Return whether `record` is a request with input, a response with output items, or both."""
     request, response = request_and_response(record)
     if "custom_id" in record and not response:
         return "input" in request
@@ -41,7 +41,7 @@ def is_exchange(record: dict[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class _ResponseRollout:
-    """The calls of a rollout so far, and what is said of it; `root` is what it branches off, or itself."""
+    """The calls of a rollout so far and the notes on it. `root` is the rollout that it branches off, or itself."""
 
     root: str
     exchanges: list[Exchange] = field(default_factory=list)
@@ -51,7 +51,7 @@ class _ResponseRollout:
 
 @dataclass(slots=True)
 class _Said:
-    """All messages up to the end of a call, without instructions, and the rollout that they are of."""
+    """All messages up to the end of a call, without instructions, and the name of their rollout."""
 
     rollout: str
     messages: Messages
@@ -59,44 +59,50 @@ class _Said:
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of the calls of one file, rollout by rollout in the order of their first calls.
+    """Read the trajectories of the calls of one file, rollout by rollout in the order of their first calls.
 
     Raises:
-        TreepackError: a record is no call, or items that `response_items` refuses.
+        TreepackError: a record is not a call, or an error of `response_items`.
     """
     rollouts: dict[str, _ResponseRollout] = {}
     said: dict[str, _Said] = {}  # by the ids of responses and conversations
     items: dict[str, Item] = {}
-    for found in read_exchanges(records, asks="input", answers="output"):
-        if isinstance(found, Skipped):
-            yield found
+    for exchange in read_exchanges(records, asks="input", answers="output"):
+        if isinstance(exchange, Skipped):
+            yield exchange
             continue
-        before = _named(found, "previous_response_id")
+        before = _named(exchange, "previous_response_id")
         if before is not None and before not in said:
-            yield Skipped(found.record.source, "response whose previous_response_id is not in the file")
+            yield Skipped(exchange.record.source, "response whose previous_response_id is not in the file")
             continue
-        given = _resolved(found.request["input"], items)
-        if given is None:
-            yield Skipped(found.record.source, "response whose input refers to an item that is not in the file")
+        input_items = _resolved(exchange.request["input"], items)
+        if input_items is None:
+            yield Skipped(exchange.record.source, "response whose input refers to an item that is not in the file")
             continue
-        own, output = (_items(found, "input", given), _items(found, "output", found.response["output"]))
-        if not is_text([*own.messages, *output.messages]):
-            yield Skipped(found.record.source, MEDIA_REASON)
+        asked, output = (
+            _items(exchange, "input", input_items),
+            _items(exchange, "output", exchange.response["output"]),
+        )
+        if not is_text([*asked.messages, *output.messages]):
+            yield Skipped(exchange.record.source, MEDIA_REASON)
             continue
-        conversation = _named(found, "conversation")
+        conversation = _named(exchange, "conversation")
+        # A conversation has no first call: its id is unknown until its first call has been read.
         earlier = said.get(before or conversation or "")
         if earlier is None:
-            name = root = found.session or found.name
+            name = root = exchange.session or exchange.name
+        # r1 <- r2 <- r3 is the rollout "r1"; a second continuation r1 <- r4 starts the rollout "r4" with the root "r1".
         elif earlier.is_continued:
-            name, root = found.name, rollouts[earlier.rollout].root
+            name, root = exchange.name, rollouts[earlier.rollout].root
         else:
             name, root = earlier.rollout, rollouts[earlier.rollout].root
             earlier.is_continued = True
         rollout = rollouts.setdefault(name, _ResponseRollout(root))
-        now = _Said(name, _add(rollout, found, own, output, earlier.messages if earlier else []))
-        for held in filter(is_messages, (given, found.response["output"])):
-            items |= {item["id"]: item for item in held if isinstance(item.get("id"), str)}
-        said |= {known: now for known in (found.response.get("id"), conversation) if isinstance(known, str)}
+        now = _Said(name, _add(rollout, exchange, asked, output, earlier.messages if earlier else []))
+        for item_list in filter(is_messages, (input_items, exchange.response["output"])):
+            items |= {item["id"]: item for item in item_list if isinstance(item.get("id"), str)}
+        said |= {known: now for known in (exchange.response.get("id"), conversation) if isinstance(known, str)}
+    # Only a rollout with branches needs a group; a single one keeps the group of its record.
     branched = {rollout.root for name, rollout in rollouts.items() if rollout.root != name}
     for name, rollout in rollouts.items():
         record = description(rollout.exchanges, name)
@@ -105,12 +111,12 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         yield from with_notes(read_chats(record, rollout.calls, options), tuple(rollout.notes))
 
 
-def _resolved(given: Any, known: dict[str, Item]) -> Any:
-    """`given` with the items that it refers to in their places; None if one of them is not known."""
-    if not is_messages(given):
-        return given
-    items = [known.get(str(item.get("id"))) if item.get("type") == "item_reference" else item for item in given]
-    return None if any(item is None for item in items) else items
+def _resolved(items: Any, known: dict[str, Item]) -> Any:
+    """Return `items` with the items that they refer to in their places; None if one of these is not known."""
+    if not is_messages(items):
+        return items
+    resolved = [known.get(str(item.get("id"))) if item.get("type") == "item_reference" else item for item in items]
+    return None if any(item is None for item in resolved) else resolved
 
 
 def _items(exchange: Exchange, name: str, items: Any) -> ItemMessages:
@@ -118,26 +124,29 @@ def _items(exchange: Exchange, name: str, items: Any) -> ItemMessages:
 
 
 def _add(
-    rollout: _ResponseRollout, exchange: Exchange, own: ItemMessages, output: ItemMessages, earlier: Messages
+    rollout: _ResponseRollout, exchange: Exchange, asked: ItemMessages, output: ItemMessages, earlier: Messages
 ) -> Messages:
-    """Add the call of `exchange`, asked with its `own` input; all messages up to its end, without instructions."""
+    """Add the call of `exchange` to `rollout`, and return all messages up to its end, without instructions.
+
+    `asked` are the messages of its own input, and `earlier` the messages of the calls that it continues.
+    """
     request, response = exchange.request, exchange.response
     instructions = request.get("instructions") or response.get("instructions")
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
-    prompt = [*earlier, *own.messages]
+    prompt = [*earlier, *asked.messages]
     tools = request.get("tools") or response.get("tools") or None
     rollout.exchanges.append(exchange)
     rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools))
-    rollout.notes |= dict.fromkeys((*own.notes, *output.notes))
+    rollout.notes |= dict.fromkeys((*asked.notes, *output.notes))
     return [*prompt, *output.messages]
 
 
 def _named(exchange: Exchange, name: str) -> str | None:
-    """What the response, or else the request, gives as `name`: an id, or an object that has one."""
-    for held in (exchange.response.get(name), exchange.request.get(name)):
-        found = held.get("id") if isinstance(held, dict) else held
-        if isinstance(found, str):
-            return found
+    """Return the field `name` of the response, or of the request: an id, or an object that has one."""
+    for field in (exchange.response.get(name), exchange.request.get(name)):
+        identifier = field.get("id") if isinstance(field, dict) else field
+        if isinstance(identifier, str):
+            return identifier
     return None
 
 
