@@ -124,12 +124,12 @@ class PackedDataset(Dataset[Batch]):
         self.manifest = read_manifest(self._location, PACKED_FORMAT)
         self._process = os.getpid()
         self._files: dict[str, pq.ParquetFile] = {}
-        self._cache: OrderedDict[_RowGroup, pa.Table] = OrderedDict()  # oldest use first
+        self._cache: OrderedDict[_RowGroup, pa.Table] = OrderedDict()  # ordered by last use, oldest first
         self._cached_bytes = 0
         self._groups = self._list_groups()
         # All parts have the columns of the first one: one command writes the directory.
-        present = self._open(self._groups[0].file).schema_arrow.names if self._groups else []
-        self.term_columns = tuple(name for name in TERMS.names if name in present)
+        columns = self._open(self._groups[0].file).schema_arrow.names if self._groups else []
+        self.term_columns = tuple(name for name in TERMS.names if name in columns)
         self._firsts = np.array([group.first for group in self._groups], np.int64)
         index = self._read_scalars()
         self.row_ids = index["row_id"].to_numpy()
@@ -233,6 +233,7 @@ class PackedDataset(Dataset[Batch]):
 
     def max_position(self) -> int:
         """Return the largest position id of any row; reads one column."""
+        # as_py() is None for a row group without tokens
         columns = (table["position_ids"] for table in self.tables(["position_ids"]))
         return max((compute.max(compute.list_flatten(column)).as_py() or 0 for column in columns), default=0)
 
@@ -247,6 +248,7 @@ class PackedDataset(Dataset[Batch]):
     def _list_groups(self) -> list[_RowGroup]:
         groups, first = [], 0
         for entry in self.manifest["files"]:
+            # A hash of a remote part would download all of it.
             if self._location.is_local:
                 check_part(Path(self._location.root), entry)
             else:

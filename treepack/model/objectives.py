@@ -127,7 +127,7 @@ class Objective:
         for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
-        # A dual_clip below 1 would bound the loss at ratio 1 already: negative advantages would start without a gradient.
+        # A dual_clip below 1 would bound the loss at ratio 1 already, without a gradient if the advantage is negative.
         minima = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "response_length": 1, "kl": 0, "entropy": 0}
         minima |= {"importance_cap": 0, "beta": 0}
         for name, minimum in minima.items():
