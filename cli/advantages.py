@@ -1,9 +1,12 @@
-"""`treepack advantages`: rewards to advantages, from groups or from the tree, as a column of a trie."""
+"""`treepack advantages`: rewards to advantages, from groups or from the tree, as a column of a trie.
+
+The computation is `treepack.rl.advantages.estimate`. This file reads options, writes the new trie and prints a summary.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,18 +15,25 @@ from .output import percent, show
 if TYPE_CHECKING:
     from treepack.trajectory import Float64
 
+# A copy of the library's tuple, because a help page must not import numpy; a test compares the two.
 ESTIMATORS = ("grpo", "dr-grpo", "rloo", "reinforce++", "treepo", "treerpo", "tree-grpo", "treerl")
 
 
 def _distribution(values: Float64) -> dict[str, float | str]:
-    """What the advantages are, for a person."""
+    """Summarise the advantages for the printed table."""
     import numpy as np
 
     if len(values) == 0:
         return {}
     low, middle, high = np.quantile(values, [0, 0.5, 1]).tolist()
-    spread = {"mean": float(values.mean()), "standard deviation": float(values.std())}
-    return {**spread, "smallest": low, "median": middle, "largest": high, "zero": percent(float((values == 0).mean()))}
+    return {
+        "mean": float(values.mean()),
+        "standard deviation": float(values.std()),
+        "smallest": low,
+        "median": middle,
+        "largest": high,
+        "zero": percent(float((values == 0).mean())),
+    }
 
 
 @click.command()
@@ -35,8 +45,8 @@ def _distribution(values: Float64) -> dict[str, float | str]:
     metavar="auto|recorded|turn|node|N",
     default="auto",
     show_default=True,
-    help="What the tree's nodes are: recorded token offsets, runs of trained tokens, where the trie branches, or N "
-    "tokens each; auto: recorded where there are any, else node. Within the prompt of a continuation, turn and N cut "
+    help="Start of each node of the tree: recorded token offsets, runs of trained tokens, branches of the trie, or "
+    "every N tokens; auto: recorded if there are any, else node. Within the prompt of a continuation, turn and N cut "
     "as in the rollout that it continues.",
 )
 @click.option(
@@ -44,7 +54,7 @@ def _distribution(values: Float64) -> dict[str, float | str]:
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Tokens after the root within which no segment starts.",
+    help="Number of tokens after the root in which no segment starts.",
 )
 @click.option(
     "--std",
@@ -54,30 +64,48 @@ def _distribution(values: Float64) -> dict[str, float | str]:
     help="grpo, treepo: standard deviation over the group, or over all groups of the training step.",
 )
 @click.option("--size-weighted", is_flag=True, help="treepo: weight subgroups by their size (equation 6).")
-@click.option("--reject-subgroups", is_flag=True, help="treepo: leave out subgroups of equal rewards (equation 7).")
-@click.option("--without-root", is_flag=True, help="treepo: leave out the group itself.")
-@click.option("--per-segment", is_flag=True, help="tree-grpo: compare each segment with those beside it.")
-@click.option("--leaf-scaled", is_flag=True, help="treerl: divide by the root of a segment's number of trajectories.")
+@click.option("--reject-subgroups", is_flag=True, help="treepo: omit subgroups of equal rewards (equation 7).")
+@click.option("--without-root", is_flag=True, help="treepo: omit the group itself.")
+@click.option("--per-segment", is_flag=True, help="tree-grpo: compare each segment with its siblings.")
+@click.option(
+    "--leaf-scaled", is_flag=True, help="treerl: divide by the square root of a segment's number of trajectories."
+)
 @click.option(
     "--reject-equal/--keep-equal",
     default=None,
-    help="Reject groups whose rewards are all equal; default: treepo does, the others give them 0.",
+    help="Reject or keep groups whose rewards are all equal; default: treepo rejects them, the others give them 0.",
 )
 @click.option(
     "--rejected",
     type=click.Choice(["drop", "zero"]),
     default="drop",
     show_default=True,
-    help="Leave trajectories of rejected groups out, or keep them with an advantage of 0.",
+    help="Drop the trajectories of rejected groups, or keep them with an advantage of 0.",
 )
 @click.option("--epsilon", type=float, default=1e-6, show_default=True, help="Added to standard deviations.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
-    """Write advantages into a copy of a trie, from the rewards of its trajectories.
+def advantages(
+    trie: Path,
+    estimator: str,
+    out: Path,
+    segment: str,
+    min_depth: int,
+    std: str,
+    size_weighted: bool,
+    reject_subgroups: bool,
+    without_root: bool,
+    per_segment: bool,
+    leaf_scaled: bool,
+    reject_equal: bool | None,
+    rejected: str,
+    epsilon: float,
+    overwrite: bool,
+) -> None:
+    """Compute advantages from the rewards of a trie's trajectories and write them into a copy of the trie.
 
-    The first four estimators, treepo and tree-grpo give one per trajectory; treerpo, treerl and --per-segment one per
-    trained token. A group with a missing reward, or with a single trajectory to compare, is rejected whole and
-    counted. Pack the result, and train with --loss grpo or its like.
+    The first four estimators, treepo and tree-grpo give one advantage per trajectory. treerpo, treerl and --per-segment
+    give one per trained token. A group with a missing reward, or with a single trajectory to compare, is rejected as a
+    whole and counted. Pack the result, and train with --loss grpo or a similar loss.
     """
     from dataclasses import asdict, replace
 
@@ -89,12 +117,25 @@ def advantages(trie: Path, out: Path, overwrite: bool, **given: Any) -> None:
     from treepack.trie.files import read_trie, write_trie
     from treepack.trie.totals import trie_totals
 
-    options = AdvantageOptions(**given)
+    options = AdvantageOptions(
+        estimator,
+        segment=segment,
+        min_depth=min_depth,
+        std=std,
+        size_weighted=size_weighted,
+        reject_subgroups=reject_subgroups,
+        without_root=without_root,
+        per_segment=per_segment,
+        leaf_scaled=leaf_scaled,
+        reject_equal=reject_equal,
+        rejected=rejected,
+        epsilon=epsilon,
+    )
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
     manifest = read_manifest(trie, schema.TRIE_FORMAT)
     read = read_trie(trie)
     if any(read.trajectories[name].null_count < read.num_trajectories for name in ("advantage", "advantages")):
-        click.echo(f"note: the advantages that {trie} has are replaced", err=True)
+        click.echo(f"note: {trie} has advantages already; they are replaced", err=True)
     estimates = estimate_advantages(read, options)
     written = with_advantages(read, estimates, rejected=options.rejected)
     provenance = replace(

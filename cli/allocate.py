@@ -1,4 +1,7 @@
-"""`treepack allocate`: which prompts to roll out how often, and which prefixes of rollouts to continue."""
+"""`treepack allocate`: the number of rollouts of each prompt, and the prefixes of rollouts to continue.
+
+The computation is `treepack.rl.trace`. This file reads options, writes the tables and prints a summary.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,23 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace an existing 
 
 @click.group()
 def allocate() -> None:
-    """Spend a budget of rollouts where outcomes will differ (TRACE), from predicted chances of success."""
+    """Divide a budget of rollouts among prompts or prefixes whose outcomes will differ (TRACE).
+
+    The decision uses predicted chances of success.
+    """
 
 
 @allocate.command()
 @click.argument("predictions", type=click.Path(path_type=Path))
-@click.option("--budget", type=int, required=True, help="Rollouts of all prompts together.")
-@click.option("--max-rollouts", type=click.IntRange(min=2), help="Most rollouts of one prompt.")
+@click.option("--budget", type=int, required=True, help="Total rollouts of all prompts.")
+@click.option("--max-rollouts", type=click.IntRange(min=2), help="Maximum rollouts of one prompt.")
 @OUT
 @OVERWRITE
 def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, overwrite: bool) -> None:
-    """Write how many rollouts each prompt gets: none, or at least two.
+    """Write the number of rollouts of each prompt: none, or at least two.
 
-    PREDICTIONS is JSON lines or Parquet: group_id and value, the chance that a rollout succeeds, of each prompt. The
-    counts maximise the expected number of prompts whose rollouts both succeed and fail.
+    PREDICTIONS is JSON lines or Parquet with the group_id of each prompt and its value, the chance that a rollout
+    succeeds. The counts maximise the expected number of prompts with both successful and failed rollouts.
     """
     from treepack.rl.trace.expansion import refuse_name, root_table, write_table
     from treepack.rl.trace.predictions import read_predictions
@@ -57,23 +63,23 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     "--predictions", type=click.Path(path_type=Path), required=True, help="JSON lines or Parquet of prefix values."
 )
 @click.option(
-    "--expand", type=click.IntRange(min=1), required=True, help="Continuations of a group for each of its rollouts."
+    "--expand", type=click.IntRange(min=1), required=True, help="Continuations of a group, per rollout of the group."
 )
 @click.option(
     "--segment",
     metavar="turn|recorded|node|N",
     default="turn",
     show_default=True,
-    help="After what a prefix ends, as for treepack advantages.",
+    help="End of a prefix, with the values of treepack advantages.",
 )
 @OUT
 @OVERWRITE
 def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path, overwrite: bool) -> None:
-    """Write which prefixes of the rollouts in TRIE to continue, and how often.
+    """Write the prefixes of the rollouts in TRIE to continue, and the number of continuations of each.
 
-    The predictions name group_id, trajectory_id, turn and value, the chance that a rollout from there on succeeds, for
-    every turn but the last of every rollout. The counts maximise, in each group, the expected number of prefixes from
-    where a continuation ends differently than the rollout did.
+    The predictions contain group_id, trajectory_id, turn and value for every turn but the last of every rollout. The
+    value is the chance that a rollout that continues after this turn succeeds. In each group, the counts maximise the
+    expected number of prefixes with a continuation whose outcome differs from the outcome of the rollout.
     """
     from treepack.files import schema
     from treepack.files.manifest import read_manifest
@@ -90,15 +96,16 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)
     write_table(table, out)
     count = table["num_continuations"].to_numpy()
-    again = table["trajectory_id"].is_null().to_numpy()
+    # Groups without prefixes have a row without a trajectory: further rollouts of the prompt instead.
+    is_prompt = table["trajectory_id"].is_null().to_numpy()
     show(
         {
             "rollouts": read.num_trajectories,
             "prefixes": num_prefixes,
-            "prefixes continued": int((~again).sum()),
-            "continuations": int(count[~again].sum()),
-            "groups without prefixes": int(again.sum()),
-            "further rollouts of their prompts": int(count[again].sum()),
+            "prefixes continued": int((~is_prompt).sum()),
+            "continuations": int(count[~is_prompt].sum()),
+            "groups without prefixes": int(is_prompt.sum()),
+            "further rollouts of their prompts": int(count[is_prompt].sum()),
             "expected prefixes that flip": float(table["utility"].drop_null().to_numpy().sum()),
         }
     )

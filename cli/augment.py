@@ -1,4 +1,8 @@
-"""`treepack augment`: queries that start inside rollouts which succeeded, for a rollout system to go on with."""
+"""`treepack augment`: queries for a rollout system that start inside successful rollouts.
+
+The cut of a rollout is `treepack.rl.pros.augmentation`. This file reads entropies and values from their sources, writes
+the queries with their text and prints a summary.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +25,28 @@ BOUNDARIES = ("token", "turn")
 
 @click.command()
 @click.argument("trie", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL file to write, a query per line.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL file to write, one query per line.")
 @click.option(
     "--packed",
     type=click.Path(path_type=Path),
-    help="Packed directory of this trie that treepack logprobs --entropies wrote: where entropies come from.",
+    help="Packed directory of this trie with entropies, an output of treepack logprobs --entropies.",
 )
 @click.option(
     "--signals",
     metavar="FILE",
-    help="JSONL or Parquet of entropies, values (a critic's) or both per rollout id, as the rollout system recorded "
-    "them; the rollout file itself if it has them.",
+    help="JSONL or Parquet with entropies, a critic's values or both per rollout id, from the rollout system; may be "
+    "the rollout file itself.",
 )
-@click.option("--tokenizer", metavar="NAME_OR_DIR", help="Tokenizer that writes the text of each query too.")
+@click.option("--tokenizer", metavar="NAME_OR_DIR", help="Tokenizer to decode the text of each query.")
 @click.option(
     "--boundary",
     type=click.Choice(BOUNDARIES),
     default="token",
     show_default=True,
-    help="Where to cut: before any trained token, or only where a run of them, a turn, begins.",
+    help="Places to cut: before any trained token, or only at the start of a turn, a run of trained tokens.",
 )
 @click.option(
-    "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a greater reward succeeded."
+    "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 def augment(
@@ -51,14 +55,15 @@ def augment(
     packed: Path | None,
     signals: str | None,
     tokenizer: str | None,
+    boundary: str,
+    success_above: float,
     overwrite: bool,
-    **options: Any,
 ) -> None:
-    """Write the valuable prefix of every rollout that succeeded as a new query.
+    """Write the valuable prefix of every successful rollout as a new query.
 
-    The prefix ends before the token of highest entropy in the middle half of what the rollout generated, among the
-    highest tenth by value where a critic's values are given. Roll out the queries of FILE like any other, passing
-    their fields on: treepack build-trie then trains nothing of the reused tokens, which untrained_prefix counts.
+    The prefix ends before the token of highest entropy in the middle half of the generated tokens. If a critic's values
+    are given, only the highest tenth by value counts. Roll out the queries of the output like any other and copy their
+    fields to the rollouts. treepack build-trie then trains none of the reused tokens, whose number is untrained_prefix.
     """
     import orjson
 
@@ -75,28 +80,32 @@ def augment(
     refuse_output(out, [trie, packed, signals], columns=columns, overwrite=overwrite)
     if packed is None and signals is None:
         raise TreepackError(
-            f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give what "
-            "it writes with --packed, or a file of entropies with --signals"
+            f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give its "
+            "output with --packed, or give a file of entropies with --signals"
         )
     manifest, read = read_manifest(trie, schema.TRIE_FORMAT), read_trie(trie)
-    given = None if signals is None else read_signals(signals, read)
-    entropies, values = _inputs(trie, read, packed, given)
-    found = augmentation.augment(read, entropies, values=values, **options)
-    texts = _texts(found.queries, tokenizer, manifest)
-    same = 0
+    recorded = None if signals is None else read_signals(signals, read)
+    entropies, values = _inputs(trie, read, packed, recorded)
+    result = augmentation.augment(read, entropies, values=values, boundary=boundary, success_above=success_above)
+    texts = _texts(result.queries, tokenizer, manifest)
+    num_exact = 0
     with finished_file(out) as temporary, temporary.open("wb") as file:
-        for query, (text, exact) in zip(found.queries, texts, strict=True):
+        for query, (text, is_exact) in zip(result.queries, texts, strict=True):
             file.write(orjson.dumps(query.record(text)) + b"\n")
-            same += exact
+            num_exact += is_exact
     if tokenizer is None:
         click.echo("note: no --tokenizer, so text is null and queries are token ids only", err=True)
-    if given is not None and given.num_unknown:
-        click.echo(f"note: {given.num_unknown:,} records of {signals} are of rollouts that {trie} lacks", err=True)
-    _show(read, found.counts, found.queries, None if tokenizer is None else same)
+    if recorded is not None and recorded.num_unknown:
+        click.echo(f"note: {recorded.num_unknown:,} records of {signals} name rollouts that {trie} lacks", err=True)
+    _show(read, result.counts, result.queries, None if tokenizer is None else num_exact)
 
 
-def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) -> tuple[PerToken, PerToken | None]:
-    """Entropies and values by trajectory, from wherever they are given."""
+def _inputs(trie: Path, read: Trie, packed: Path | None, recorded: Signals | None) -> tuple[PerToken, PerToken | None]:
+    """Return entropies and values by trajectory, from the packed rows or the recorded signals.
+
+    Raises:
+        TreepackError: both sources have entropies, or the packed rows have none or belong to another trie.
+    """
     from treepack.errors import TreepackError
     from treepack.files import schema
     from treepack.files.directory import MANIFEST
@@ -104,15 +113,15 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) 
     from treepack.pack.files import read_rows
     from treepack.rl.pros.signals import entropies_of_terms
 
-    values = None if given is None else given.values
-    entropies = None if given is None else given.entropies
+    values = None if recorded is None else recorded.values
+    entropies = None if recorded is None else recorded.entropies
     if packed is None:
         return entropies or [None] * read.num_trajectories, values
     if entropies is not None:
         raise TreepackError(f"{packed} and --signals both have entropies; give one of them")
     origin = read_manifest(packed, schema.PACKED_FORMAT).get("trie")
     if origin is not None and origin["sha256"] != file_sha256(trie / MANIFEST):
-        raise TreepackError(f"{packed}: was packed from another trie than {trie}; give that one, or pack this one")
+        raise TreepackError(f"{packed}: was packed from another trie than {trie}; give that trie, or pack this one")
 
     def rows() -> Iterator[Any]:
         for row in progress(read_rows(packed), description="reading"):
@@ -124,7 +133,11 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, given: Signals | None) 
 
 
 def _texts(queries: list[Any], name: str | None, manifest: Manifest) -> Iterator[tuple[str | None, bool]]:
-    """The text of each query, and whether it encodes to the same ids again."""
+    """Yield the text of each query, and True if it encodes to the same ids again.
+
+    Raises:
+        TreepackError: a tokenizer that is not the tokenizer of the trie.
+    """
     from treepack.errors import TreepackError
     from treepack.ingest.tokenization import fingerprint, load_tokenizer
 
@@ -134,22 +147,23 @@ def _texts(queries: list[Any], name: str | None, manifest: Manifest) -> Iterator
     tokenizer = load_tokenizer(name)
     known = manifest.get("tokenizer")
     if known is not None and known["sha256"] != fingerprint(tokenizer)["sha256"]:
-        raise TreepackError(f"{name}: is another tokenizer than {known['name']}, which the trie was made with; give it")
+        raise TreepackError(f"{name}: is another tokenizer than {known['name']}, with which the trie was made; give it")
     if manifest["max_token_id"] >= len(tokenizer):
         raise TreepackError(
-            f"{name}: has {len(tokenizer)} tokens and the trie holds the id {manifest['max_token_id']}; give the "
+            f"{name}: has {len(tokenizer)} tokens and the trie contains the id {manifest['max_token_id']}; give the "
             "tokenizer of the policy"
         )
     for query in queries:
         ids = query.prompt_token_ids.tolist()
+        # Without cleaning up: a space before a comma must survive, or the text would encode to other ids.
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         yield text, tokenizer(text, add_special_tokens=False)["input_ids"] == ids
 
 
-def _show(read: Trie, counts: Counter[str], queries: list[Any], same: int | None) -> None:
+def _show(read: Trie, counts: Counter[str], queries: list[Any], num_exact: int | None) -> None:
     prompt = sum(len(query.prompt_token_ids) for query in queries)
     reused = sum(query.num_reused for query in queries)
-    texts = {} if same is None else {"texts that encode to other ids": len(queries) - same}
+    texts = {} if num_exact is None else {"texts that encode to other ids": len(queries) - num_exact}
     show(
         {
             "trajectories": read.num_trajectories,

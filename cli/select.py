@@ -1,4 +1,8 @@
-"""`treepack select`: which queries to roll out next, from the pass rates of all so far; `select update` keeps these."""
+"""`treepack select`: the queries to roll out next, chosen by pass rate; `select update` maintains the counts.
+
+The state and the choice are `treepack.rl.pros.selection`, the estimate is `treepack.rl.pros.pass_rates`. This file
+reads options and files, and prints a summary.
+"""
 
 from __future__ import annotations
 
@@ -8,82 +12,106 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .option_groups import option_group
 from .output import refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
+    from treepack.rl.pros.pass_rates import Prior, Sampling
     from treepack.rl.pros.selection import State
     from treepack.trie.trie import Trie
 
 
 class _Select(click.Group):
-    """Takes what is no subcommand's name for the arguments of `nearest`: `treepack select STATE --k K`."""
+    """A group that runs `nearest` if the first argument is no subcommand: `treepack select STATE --k K`."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        named = args[0] in self.commands
-        return super().resolve_command(ctx, args if named else ["nearest", *args])
+        is_subcommand = args[0] in self.commands
+        return super().resolve_command(ctx, args if is_subcommand else ["nearest", *args])
+
+
+def _prior(mu: float, tau: float, sigma: float) -> Prior:
+    from treepack.rl.pros.pass_rates import Prior
+
+    return Prior(mu, tau, sigma)
+
+
+def _sampling(sweeps: int, burn_in: int, seed: int, workers: int) -> Sampling:
+    from treepack.rl.pros.pass_rates import Sampling
+
+    return Sampling(sweeps, burn_in, seed, workers)
+
+
+PRIOR_OPTIONS = [
+    click.option("--mu", type=float, default=0.0, show_default=True, help="Mean log-odds of original queries."),
+    click.option("--tau", type=float, default=1.6, show_default=True, help="Standard deviation of these log-odds."),
+    click.option(
+        "--sigma",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Standard deviation of the log-odds of augmented queries around their parent's.",
+    ),
+]
+SAMPLING_OPTIONS = [
+    click.option(
+        "--sweeps", type=click.IntRange(min=1), default=200, show_default=True, help="Sweeps of the Gibbs sampler."
+    ),
+    click.option(
+        "--burn-in", type=click.IntRange(min=0), default=50, show_default=True, help="Sweeps to discard before these."
+    ),
+    # The maximum is that of a 64-bit seed.
+    click.option(
+        "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the sampler."
+    ),
+    click.option(
+        "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Threads; the result is the same."
+    ),
+]
 
 
 @click.group(cls=_Select, context_settings={"ignore_unknown_options": True})
 def select() -> None:
-    """Choose the queries whose pass rate is nearest to 0.5; keep what is known of them.
+    """Choose the queries whose pass rate is nearest to 0.5, and maintain their counts.
 
     \b
     treepack select STATE --k K           short for treepack select nearest STATE --k K
-    treepack select update STATE ...      take in new queries and the rewards of rollouts
+    treepack select update STATE ...      add new queries and the rewards of rollouts
     """
 
 
 @select.command()
 @click.argument("state", type=click.Path(path_type=Path))
-@click.option("--k", type=click.IntRange(min=1), required=True, help="How many queries.")
+@click.option("--k", type=click.IntRange(min=1), required=True, help="Number of queries.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSONL file to write; default: standard output.")
-@click.option("--mu", type=float, default=0.0, show_default=True, help="Mean of the log-odds of original queries.")
-@click.option("--tau", type=float, default=1.6, show_default=True, help="Their standard deviation.")
-@click.option(
-    "--sigma",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Standard deviation of the log-odds of augmented queries around their parent's.",
-)
-@click.option("--sweeps", type=click.IntRange(min=1), default=200, show_default=True, help="Of the Gibbs sampler.")
-@click.option(
-    "--burn-in", type=click.IntRange(min=0), default=50, show_default=True, help="Sweeps before the first that counts."
-)
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of the sampler.")
-@click.option(
-    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Threads; the result is the same."
-)
+@option_group("prior", PRIOR_OPTIONS, _prior)
+@option_group("sampling", SAMPLING_OPTIONS, _sampling)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def nearest(
-    state: Path, k: int, out: Path | None, overwrite: bool, mu: float, tau: float, sigma: float, **sampling: Any
-) -> None:
+def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampling, overwrite: bool) -> None:
     """Estimate the pass rate of every query and write the K nearest to 0.5, nearest first.
 
     Each line has query_id, parent_id (null for an original query), pass_rate, log_odds, deviation (of the log-odds),
-    and tried: the rollouts that the estimate rests on, those forgotten in part counted in part.
+    and tried, the number of rollouts of the estimate, in which forgotten ones count in part.
     """
     import orjson
 
     from treepack.files.directory import finished_file
     from treepack.rl.pros import pass_rates, selection
 
-    prior, how = pass_rates.Prior(mu, tau, sigma), pass_rates.Sampling(**sampling)
     if out is not None:
         refuse_suffix(out)
         refuse_output(out, [state], columns={"query_id", "pass_rate", "log_odds", "tried"}, overwrite=overwrite)
     read = selection.read_state(state)
-    found = pass_rates.estimate(read.parent, read.passed, read.tried, prior=prior, sampling=how)
-    chosen = selection.nearest(found.mean, k, seed=how.seed)
-    rate = found.pass_rate
+    estimate = pass_rates.estimate(read.parent, read.passed, read.tried, prior=prior, sampling=sampling)
+    chosen = selection.nearest(estimate.mean, k, seed=sampling.seed)
+    rate = estimate.pass_rate
     columns = {
         "query_id": read.query_id.take(chosen).to_pylist(),
         "parent_id": read.parent_id.take(chosen).to_pylist(),
         "pass_rate": rate[chosen].tolist(),
-        "log_odds": found.mean[chosen].tolist(),
-        "deviation": found.deviation[chosen].tolist(),
+        "log_odds": estimate.mean[chosen].tolist(),
+        "deviation": estimate.deviation[chosen].tolist(),
         "tried": read.tried[chosen].tolist(),
     }
     lines = [orjson.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
@@ -110,14 +138,14 @@ def nearest(
     "--queries",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="JSONL or Parquet of queries to add: what treepack augment wrote, or a data set with ids. May be repeated.",
+    help="JSONL or Parquet of queries to add: an output of treepack augment, or a data set with ids. May be repeated.",
 )
 @click.option(
     "--rollouts",
     type=click.Path(path_type=Path),
     help="Trie directory of new rollouts; the query of each is its group.",
 )
-@click.option("--add-groups", is_flag=True, help="Add the groups of --rollouts that the state does not know.")
+@click.option("--add-groups", is_flag=True, help="Add the groups of --rollouts that are not in the state.")
 @click.option(
     "--forgetting",
     type=float,
@@ -126,7 +154,7 @@ def nearest(
     help="Factor on all counts before the rollouts of a training step are added; 1 forgets nothing.",
 )
 @click.option(
-    "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a greater reward succeeded."
+    "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
 def update(
     state: Path,
@@ -136,9 +164,9 @@ def update(
     forgetting: float,
     success_above: float,
 ) -> None:
-    """Take new queries and the rewards of new rollouts into STATE, which is made if there is none.
+    """Add new queries and the rewards of new rollouts to STATE. A missing STATE is created.
 
-    Queries stay as they are if they are known. Give the rollouts of each training step once.
+    Queries that are already in the state do not change. Give the rollouts of each training step only once.
     """
     import math
 
@@ -149,29 +177,32 @@ def update(
     if not math.isfinite(success_above):
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
     if not queries and rollouts is None:
-        raise click.UsageError("nothing to take in; give --queries, --rollouts or both")
+        raise click.UsageError("nothing to add; give --queries, --rollouts or both")
     is_new = not state.exists()
     read = selection.empty_state() if is_new else selection.read_state(state)
-    given = [query for path in queries for query in _queries_of(path)]
+    added = [query for path in queries for query in _queries_of(path)]
     trie = None if rollouts is None else read_trie(rollouts)
     groups = [] if trie is None else _groups(trie)
     if add_groups:
-        known = {*read.query_id.to_pylist(), *(name for name, _ in given)}
-        given += [(name, parent) for name, parent in groups if name not in known]
-        parents = {parent for _, parent in given if parent is not None} - known - {name for name, _ in given}
-        given += [(parent, None) for parent in sorted(parents)]
-    read, added = selection.with_queries(read, [name for name, _ in given], [parent for _, parent in given])
+        known = {*read.query_id.to_pylist(), *(name for name, _ in added)}
+        added += [(name, parent) for name, parent in groups if name not in known]
+        # A parent without rollouts in this trie is an original query that nobody has added yet.
+        parents = {parent for _, parent in added if parent is not None} - known - {name for name, _ in added}
+        added += [(parent, None) for parent in sorted(parents)]
+    read, num_added = selection.with_queries(read, [name for name, _ in added], [parent for _, parent in added])
     counts: dict[str, Any] = {}
     if trie is not None:
         names = [name for name, _ in groups]
-        read, counts = _counted(read, trie, f"{rollouts}", names, forgetting=forgetting, success_above=success_above)
+        read, counts = _count_rollouts(
+            read, trie, f"{rollouts}", names, forgetting=forgetting, success_above=success_above
+        )
     selection.write_state(read, state)
     if is_new:
         click.echo(f"note: {state} is new", err=True)
     show(
         {
             "queries": read.num_queries,
-            "queries added": added,
+            "queries added": num_added,
             **counts,
             "queries tried": int((read.tried > 0).sum()),
             "training steps": read.num_updates,
@@ -180,7 +211,11 @@ def update(
 
 
 def _queries_of(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Id and parent of each query in a file: `query_id` or the name of a group, and `parent_group`."""
+    """Yield id and parent of each query in a file: `query_id` or the name of a group, and `parent_group`.
+
+    Raises:
+        TreepackError: an unreadable file, or a record without an id.
+    """
     from treepack.errors import TreepackError
     from treepack.ingest.readers.fields import GROUPS
     from treepack.ingest.readers.records import read_records
@@ -195,19 +230,23 @@ def _queries_of(path: Path) -> Iterator[tuple[str, str | None]]:
 
 
 def _groups(trie: Trie) -> list[tuple[str, str | None]]:
-    """The query of each rollout, the group unless marks name an augmented one, and the parent of that."""
+    """Return query and parent of each rollout: its group without a parent, unless it names an augmented query."""
     from treepack.rl.pros.augmentation import marks_of
 
-    found: list[tuple[str, str | None]] = [(name, None) for name in trie.trajectories["group_id"].to_pylist()]
+    queries: list[tuple[str, str | None]] = [(name, None) for name in trie.trajectories["group_id"].to_pylist()]
     for i, marks in marks_of(trie).items():
-        found[i] = marks.query_id, marks.parent_group
-    return found
+        queries[i] = marks.query_id, marks.parent_group
+    return queries
 
 
-def _counted(
+def _count_rollouts(
     read: State, trie: Trie, path: str, names: list[str], *, forgetting: float, success_above: float
 ) -> tuple[State, dict[str, Any]]:
-    """The state after the rewards of `trie`, whose rollouts are of the queries `names`, and what to print of it."""
+    """Count the rewards of `trie`, whose rollouts belong to the queries `names`. Return the state and a summary.
+
+    Raises:
+        TreepackError: a query that is not in the state, or no rollout with a reward.
+    """
     import numpy as np
     import pyarrow as pa
 
@@ -216,10 +255,10 @@ def _counted(
 
     query = selection.indices_of(read, pa.array(names, pa.string()))
     if (query < 0).any():
-        lacking = names[int((query < 0).argmax())]
+        missing = names[int((query < 0).argmax())]
         raise TreepackError(
-            f"{path}: the state does not know the group {lacking} of its rollouts; add it with --queries, or all that "
-            "are new with --add-groups"
+            f"{path}: the group {missing} of its rollouts is not in the state; add it with --queries, or add all new "
+            "groups with --add-groups"
         )
     reward = trie.trajectories["reward"].to_numpy()
     usable = np.isfinite(reward)
@@ -227,5 +266,6 @@ def _counted(
         raise TreepackError(f"{path}: none of its rollouts has a reward; build the trie from rollouts that do")
     success = reward[usable] > success_above
     read = selection.forget_and_add(read, query[usable], success, step=trie.step_rank[usable], forgetting=forgetting)
+    # A rollout without a reward is no failure: it is counted apart and changes no pass rate.
     counts = {"rollouts": int(usable.sum()), "rollouts successful": int(success.sum())}
     return read, counts | {"rollouts without a reward": int((~usable).sum())}

@@ -1,74 +1,120 @@
-"""`treepack simulate`: what a way to spend rollouts is worth, before any model is run."""
+"""`treepack simulate`: comparison of ways to spend rollouts, before any model is run.
+
+The simulation is `treepack.rl.trace.simulation`. This file reads options and prints a table or JSON.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from .option_groups import option_group
 from .output import show, show_table
 
+if TYPE_CHECKING:
+    from treepack.rl.trace.simulation import Experiment
+    from treepack.rl.trace.worlds import World
+
 HEADER = ("roots", "prefixes", "effective ratio, %", "above uniform", "mixed prompts", "flipped prefixes, %", "cost")
-KNOBS = ("max_turns", "success", "spread", "persistence")
+# Fields of Experiment, in the order of the options and of the JSON report.
+EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed".split()
+# Fields of MarkovWorld; a recorded world has only the last.
+WORLD_FIELDS = "max_turns success spread persistence".split()
+
+
+def _experiment(
+    budget: int,
+    expand: int,
+    candidates: int,
+    selected: int | None,
+    root_noise: float,
+    prefix_noise: float,
+    steps: int,
+    seed: int,
+) -> Experiment:
+    from treepack.rl.trace.simulation import Experiment
+
+    return Experiment(candidates, budget, expand, selected, root_noise, prefix_noise, steps, seed)
+
+
+def _world_fields(
+    max_turns: int | None, success: float | None, spread: float | None, persistence: float | None
+) -> dict[str, float]:
+    """Return only the fields that the user gave, so that the library's defaults apply to the others."""
+    fields = dict(zip(WORLD_FIELDS, (max_turns, success, spread, persistence), strict=True))
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+EXPERIMENT_OPTIONS = [
+    click.option("--budget", type=int, default=1024, show_default=True, help="Rollouts of prompts in a step, M."),
+    click.option("--expand", type=int, default=2, show_default=True, help="Continuations per rollout, N."),
+    click.option("--candidates", type=int, default=512, show_default=True, help="Prompts to choose from in a step."),
+    click.option("--selected", type=int, help="Prompts that uniform allocation rolls out; default: half of them."),
+    click.option(
+        "--root-noise",
+        type=float,
+        default=3.0,
+        show_default=True,
+        help="Noise of the predicted values of prompts: standard deviation of their log-odds.",
+    ),
+    click.option(
+        "--prefix-noise", type=float, default=1.5, show_default=True, help="The same for predicted values of prefixes."
+    ),
+    click.option("--steps", type=int, default=100, show_default=True, help="Simulated training steps."),
+    click.option("--seed", type=int, default=0, show_default=True),
+]
+WORLD_OPTIONS = [
+    click.option("--max-turns", type=int, help="Without TRIE: maximum turns of a rollout.  [default: 5]"),
+    click.option("--success", type=float, help="Without TRIE: mean chance of success.  [default: 0.5]"),
+    click.option(
+        "--spread",
+        type=float,
+        help="Without TRIE: concentration of prompts' chances; below 2 most are easy or hard.  [default: 0.5]",
+    ),
+    click.option(
+        "--persistence",
+        type=float,
+        help="The higher, the less a turn decides; with TRIE, 0 redraws its rollouts.  [default: 4]",
+    ),
+]
 
 
 @click.group()
 def simulate() -> None:
-    """Simulate rollouts, to see what a way to spend them is worth."""
+    """Simulate rollouts to compare ways to spend them."""
 
 
 @simulate.command()
 @click.argument("trie", type=click.Path(path_type=Path), required=False)
-@click.option("--budget", type=int, default=1024, show_default=True, help="Rollouts of prompts in a step, M.")
-@click.option("--expand", type=int, default=2, show_default=True, help="Continuations for each of them, N.")
-@click.option("--candidates", type=int, default=512, show_default=True, help="Prompts to choose from in a step.")
-@click.option("--selected", type=int, help="Prompts that uniform allocation rolls out; default: half of them.")
-@click.option(
-    "--root-noise",
-    type=float,
-    default=3.0,
-    show_default=True,
-    help="Of predicted values of prompts: standard deviation of their log-odds.",
-)
-@click.option("--prefix-noise", type=float, default=1.5, show_default=True, help="The same, of prefixes.")
-@click.option("--steps", type=int, default=100, show_default=True, help="Simulated training steps.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--max-turns", type=int, help="Without TRIE: most turns of a rollout.  [default: 5]")
-@click.option("--success", type=float, help="Without TRIE: mean chance of success.  [default: 0.5]")
-@click.option(
-    "--spread",
-    type=float,
-    help="Without TRIE: concentration of prompts' chances; below 2 most are easy or hard.  [default: 0.5]",
-)
-@click.option(
-    "--persistence", type=float, help="How little a turn decides; with TRIE 0 redraws its rollouts.  [default: 4]"
-)
+@option_group("experiment", EXPERIMENT_OPTIONS, _experiment)
+@option_group("world_fields", WORLD_OPTIONS, _world_fields)
 @click.option(
     "--segment",
     metavar="turn|recorded|node|N",
     default="turn",
     show_default=True,
-    help="With TRIE: after what a prefix ends, as for treepack advantages.",
+    help="With TRIE: end of a prefix, with the values of treepack advantages.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def allocation(trie: Path | None, segment: str, as_json: bool, **options: Any) -> None:
+def allocation(
+    trie: Path | None, experiment: Experiment, world_fields: dict[str, float], segment: str, as_json: bool
+) -> None:
     """Compare uniform and TRACE allocation of rollouts and continuations under one budget.
 
     The effective ratio is the share of the prompts rolled out that had both outcomes. Rollouts come from a Markov model
-    of success, or are drawn from those recorded in TRIE. Intervals are of 95 % over steps.
+    of success, or are drawn from the rollouts of TRIE. Intervals are 95 % intervals over steps.
     """
     import json
 
-    from treepack.rl.trace.simulation import Experiment
     from treepack.rl.trace.simulation import simulate as run
 
-    knobs = {name: value for name in KNOBS if (value := options.pop(name)) is not None}
-    experiment = Experiment(**options)
-    arms, rank_correlation = run(_world(trie, segment, knobs), experiment)
+    arms, rank_correlation = run(_world(trie, segment, world_fields), experiment)
     report = _report(arms)
     if as_json:
-        click.echo(json.dumps({"options": options | knobs, "rank_correlation": rank_correlation, "arms": report}))
+        options = {name: getattr(experiment, name) for name in EXPERIMENT_FIELDS} | world_fields
+        click.echo(json.dumps({"options": options, "rank_correlation": rank_correlation, "arms": report}))
         return
     show(
         {
@@ -81,7 +127,12 @@ def allocation(trie: Path | None, segment: str, as_json: bool, **options: Any) -
     show_table(HEADER, [_line(arm) for arm in report])
 
 
-def _world(trie: Path | None, segment: str, knobs: dict[str, Any]) -> Any:
+def _world(trie: Path | None, segment: str, fields: dict[str, Any]) -> World:
+    """Build the Markov world, or with a trie the world of its recorded rollouts.
+
+    Raises:
+        TreepackError: a field of the Markov model with a trie, or any error of the worlds.
+    """
     from treepack.errors import TreepackError
     from treepack.files import schema
     from treepack.files.manifest import read_manifest
@@ -89,29 +140,35 @@ def _world(trie: Path | None, segment: str, knobs: dict[str, Any]) -> Any:
     from treepack.trie.files import read_trie
 
     if trie is None:
-        return MarkovWorld(**knobs)
-    for name in KNOBS[:-1]:
-        if name in knobs:
+        return MarkovWorld(**fields)
+    for name in WORLD_FIELDS[:-1]:
+        if name in fields:
             raise TreepackError(f"--{name.replace('_', '-')} describes the Markov model; leave it out with a trie")
     read_manifest(trie, schema.TRIE_FORMAT)
-    return recorded_world(read_trie(trie), segment=segment, **knobs)
+    return recorded_world(read_trie(trie), segment=segment, **fields)
 
 
 def _report(arms: list[Any]) -> list[dict[str, Any]]:
-    """Means and half widths of intervals of every measure of every arm; "above_uniform" is the gain in root_ratio."""
+    """Return mean and half width of the interval of every measure of every arm.
+
+    "above_uniform" is the gain of root_ratio over the first arm, which is uniform.
+    """
     from treepack.rl.trace.simulation import MEASURES, interval
 
-    found = []
+    report = []
     for arm in arms:
         measures = {name: interval(getattr(arm, name)) for name in MEASURES}
+        # Arms share the prompts of a step, so the interval of the difference is narrower than their own.
         above = interval(arm.root_ratio - arms[0].root_ratio)
         stages = {"active_roots": arm.active_roots, "active_prefixes": arm.active_prefixes}
-        found.append(stages | measures | {"above_uniform": above})
-    return found
+        report.append(stages | measures | {"above_uniform": above})
+    return report
 
 
 def _line(arm: dict[str, Any]) -> tuple[str, ...]:
-    def shown(name: str, scale: float = 1.0, sign: str = "") -> str:
+    """Format one row of the table, with the columns of `HEADER`."""
+
+    def plus_minus(name: str, scale: float = 1.0, sign: str = "") -> str:
         mean, half = (scale * part for part in arm[name])
         return f"{mean:{sign}.1f} +- {half:.1f}"
 
@@ -119,9 +176,9 @@ def _line(arm: dict[str, Any]) -> tuple[str, ...]:
     return (
         "TRACE" if arm["active_roots"] else "uniform",
         "TRACE" if arm["active_prefixes"] else "uniform",
-        shown("root_ratio", 100),
-        "-" if uniform else shown("above_uniform", 100, "+"),
-        shown("mixed_prompts"),
-        shown("prefix_ratio", 100),
+        plus_minus("root_ratio", 100),
+        "-" if uniform else plus_minus("above_uniform", 100, "+"),
+        plus_minus("mixed_prompts"),
+        plus_minus("prefix_ratio", 100),
         f"{arm['cost'][0]:,.0f}",
     )

@@ -204,7 +204,7 @@ def test_the_command_keeps_counts_and_selects_what_is_neither_easy_nor_hard(tree
     update = ("select", "update", state)
     unknown = treepack(*update, "--rollouts", trie)
     assert unknown.status == 1
-    assert unknown.err.startswith(f"treepack: {trie}: the state does not know the group e")
+    assert unknown.err.startswith(f"treepack: {trie}: the group e")
     assert not state.exists()
     done = treepack(*update, "--queries", added, "--rollouts", trie)
     assert (done.status, done.err) == (0, f"note: {state} is new\n")
@@ -246,9 +246,9 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
     (tmp_path / "bad.jsonl").write_text('{"name": "x"}\n')
     (tmp_path / "there").write_text("")
     calls = [
-        (("select", "update", state), 2, "nothing to take in; give --queries, --rollouts or both"),
+        (("select", "update", state), 2, "nothing to add; give --queries, --rollouts or both"),
         (("select", "update", state, "--queries", tmp_path / "bad.jsonl"), 1, "bad.jsonl:1: has no query_id; expected"),
-        (("select", "update", state, "--rollouts", trie), 1, "does not know the group e"),
+        (("select", "update", state, "--rollouts", trie), 1, "of its rollouts is not in the state; add it"),
         (
             ("select", "update", state, "--rollouts", trie, "--success-above", "nan"),
             1,

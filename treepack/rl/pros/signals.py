@@ -124,5 +124,5 @@ def _numbers_at(numbers: Any, trained: Int64, length: int, record: Record, field
         return selected
     raise TreepackError(
         f"{what} has {len(values)} numbers; expected {len(trained)} (the trained tokens), "
-        f"{rest} (all from the first of them) or {length} (the whole sequence)"
+        f"{rest} (from the first of them) or {length} (the whole sequence)"
     )
