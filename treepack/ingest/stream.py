@@ -1,10 +1,10 @@
-"""Files to usable trajectories: reading, tokenising, and counting what cannot be used, in one process or several.
+"""Read files into usable trajectories, in one process or several, and count the input that cannot be used.
 
     inputs --read_parts--> part --worker--> Trajectory | Skipped, ...     (read)
                            part --worker--> Sequences, counts             (read_columns)
 
-This process finds, hashes, decompresses and cuts up the files; parsing, reading, tokenising and making columns are done
-where the parts go. The result does not depend on the number of workers.
+This process finds, hashes and decompresses the files and cuts them into parts. A worker parses, reads and tokenises a
+part and makes columns of it. The result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Part = Unread | Done
 def read(
     inputs: Sequence[str], options: BuildOptions, *, tokenizer: Any = None, input_hash: InputHash | None = None
 ) -> Iterator[Trajectory | Skipped]:
-    """Tokenised trajectories of `inputs`, in a fixed order, and what is skipped.
+    """Yield the tokenised trajectories of `inputs` in a fixed order, and a `Skipped` for each unusable record.
 
-    `tokenizer` is `options.tokenizer`, where a caller has loaded it already.
+    `tokenizer` is that of `options`, if the caller has loaded it already.
 
     Raises:
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = _parts_and_job(inputs, options, tokenizer, input_hash)
-    for found in in_order(_ReadWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
-        yield from found
+    for trajectories in in_order(_ReadWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
+        yield from trajectories
 
 
 def read_columns(
@@ -47,9 +47,9 @@ def read_columns(
     tokenizer: Any = None,
     input_hash: InputHash | None = None,
 ) -> Iterator[Sequences]:
-    """What `read` gives as columns, in batches; what is skipped, and every note, is added to `counts`.
+    """Yield the trajectories of `read` as columns, in batches; trajectory ids may repeat.
 
-    The ids of the trajectories may repeat.
+    Each reason for skipping a record, and each note, is counted in `counts`.
 
     Raises:
         TreepackError: bad input; text without a tokenizer.
@@ -78,34 +78,34 @@ def _parts_and_job(
 
 
 def _min_parts(job: Job) -> int:
-    """Parts that are worth a process: starting one costs about as much as reading 4 MB of token ids."""
+    """Return the parts that justify a second process: starting one costs as much as reading 4 MB of token ids."""
     return 1 if job.tokenizer else 8
 
 
 class _ReadWork:
-    """Reads and tokenises parts."""
+    """Reads and tokenises parts of files."""
 
     def __init__(self, job: Job) -> None:
         self._tokenise = Tokenisation(job)
 
     def __call__(self, part: Part) -> list[Trajectory | Skipped]:
-        return [found for item in part.trajectories() for found in self._tokenise(item)]
+        return [sample for item in part.trajectories() for sample in self._tokenise(item)]
 
 
 class _ColumnsWork:
-    """Reads and tokenises parts, and makes columns of what is usable."""
+    """Reads and tokenises parts of files, and makes columns of the usable trajectories."""
 
     def __init__(self, job: Job) -> None:
         self._read = _ReadWork(job)
 
     def __call__(self, part: Part) -> tuple[Sequences | None, Counter[str]]:
         counts: Counter[str] = Counter()
-        found = list(usable(self._read(part), counts))
-        return as_columns(found) if found else None, counts
+        trajectories = list(usable(self._read(part), counts))
+        return as_columns(trajectories) if trajectories else None, counts
 
 
 def usable(stream: Iterable[Trajectory | Skipped], counts: Counter[str]) -> Iterator[Trajectory]:
-    """The trajectories of `stream`; what is skipped, and every note, is added to `counts`."""
+    """Yield the trajectories of `stream`; count each reason for skipping, and each note, in `counts`."""
     for item in stream:
         if isinstance(item, Skipped):
             counts[f"skipped: {item.reason}"] += 1

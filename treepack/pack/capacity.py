@@ -16,12 +16,12 @@ from treepack.trie.trie import Trie, trajectories_of
 
 
 def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Counter[str]]:
-    """Drop or truncate trajectories longer than `capacity`; what happened is counted.
+    """Drop or truncate trajectories longer than `capacity`; return the trie that is left, and counts.
 
-    Truncation keeps the first `capacity` tokens; a trajectory that has no trained token left is dropped.
+    Truncation keeps the first `capacity` tokens. A trajectory without a trained token among them is dropped.
 
     Raises:
-        TreepackError: nothing is left, or an unknown choice.
+        TreepackError: no trajectory is left, or `too_long` is unknown.
     """
     if too_long not in TOO_LONG:
         raise TreepackError(f"too_long is {too_long!r}; expected one of {', '.join(TOO_LONG)}")
@@ -48,6 +48,7 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
 def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:
     content = trajectory.content
     assert isinstance(content, Tokens)
+    # Spans [2, 4) and [7, 12) within 9 tokens -> [2, 4) and [7, 9), and the first 2 + 2 values per trained token.
     kept = content.starts < capacity
     if not kept.any():
         return None

@@ -1,10 +1,9 @@
-"""Proof that directories on disk are what they say: hashes, every row invariant, and nothing lost.
+"""Check packed rows: every invariant of each row, the totals, and that no trajectory is lost.
 
-    check_trie       nodes, trajectories and their spans against the definition
     check_row        one row against the definition, from its own columns alone
-    check_packed     all rows; against a trie, that each trajectory comes back exactly once with its loss weights
+    check_packed     all rows; with a trie, also that each trajectory comes back exactly once with its loss weights
 
-Shares no code with what wrote them except the definitions of weights.
+It shares no code with the functions that made the rows, except the definition of loss weights.
 """
 
 from __future__ import annotations
@@ -51,6 +50,8 @@ def check_row(row: Row, *, capacity: int) -> None:
         )
     if not ((row.trajectory_ends >= 0) & (row.trajectory_ends < num)).all():
         raise TreepackError(f"row {row.row_id}: trajectory_ends points outside the row; pack the trie again")
+    # Trajectories that end before each token: ends at 3 and 5 of 6 tokens -> [0, 0, 0, 0, 1, 1, 2]. A subtree has the
+    # difference between its end and its start: token 0 with subtree_end 6 -> 2, token 2 with subtree_end 4 -> 1.
     ends = np.concatenate([[0], np.cumsum(np.bincount(row.trajectory_ends, minlength=num))])
     _expect(row, "scale", row.scale == ends[row.subtree_end] - ends[:-1])
     _expect(row, "scale", row.scale > 0)
@@ -66,9 +67,7 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
         if field.name != "trajectory_rewards" and (values := getattr(terms, field.name)) is not None
     }
     if terms.trajectory_rewards is not None and len(terms.trajectory_rewards) != len(row.trajectory_ids):
-        raise TreepackError(
-            f"row {row.row_id}: trajectory_rewards has not one value per trajectory; pack the trie again"
-        )
+        raise TreepackError(f"row {row.row_id}: trajectory_rewards needs one value per trajectory; pack the trie again")
     inside = (terms.token >= 0) & (terms.token < row.num_tokens)
     known = (terms.trajectory >= 0) & (terms.trajectory < len(row.trajectory_ids))
     if len(sizes) != 1 or not inside.all() or not known.all():
@@ -84,10 +83,11 @@ def _expect(row: Row, column: str, good: np.ndarray) -> None:
 
 
 def _nearest(row: Row) -> Int64:
-    """For each token the nearest one before it whose subtree holds it, -1 if there is none.
+    """Return for each token the nearest token before it whose subtree contains it, -1 if there is none.
 
-    Usually the token just before; else one of that token's own ancestors, as subtrees nest.
+    It is the token just before, or an ancestor of that token, because subtrees nest.
     """
+    # subtree_end [6, 6, 4, 4, 6, 6] -> [-1, 0, 1, 2, 1, 4]: only token 4 starts after a subtree that ended.
     nearest = np.arange(-1, row.num_tokens - 1)
     ends = row.subtree_end
     for j in (np.flatnonzero(ends[:-1] <= np.arange(1, row.num_tokens)) + 1).tolist():
@@ -99,10 +99,11 @@ def _nearest(row: Row) -> Int64:
 
 
 class _RowPaths:
-    """Paths of one row, run by run: a run is a stretch of tokens whose parent is the token before."""
+    """Paths of one row. They consist of runs: consecutive tokens whose parent is the token before."""
 
     def __init__(self, row: Row) -> None:
         self.parent = row.parent
+        # parent [-1, 0, 1, 2, 1, 4] -> runs start at [0, 4]; the path to token 5 is [4, 5] after [0, 1].
         self.starts = np.flatnonzero(row.parent != np.arange(-1, row.num_tokens - 1))
         self.starts = np.union1d(self.starts, [0])
 
@@ -116,10 +117,10 @@ class _RowPaths:
 
 
 def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> Iterator[Row]:
-    """Yield `rows` once each is checked, and raise at the end if they are not all that they should be.
+    """Yield each of `rows` after checking it; at the end, check that none is missing.
 
-    Against `trie`, which must already be cut to the capacity if trajectories were too long, each trajectory must come
-    back exactly once with its tokens, weights and terms. The totals of `manifest` must be those of the rows.
+    The rows must give back each trajectory of `trie` exactly once, with its tokens, weights and terms; trajectories
+    that are too long must already be cut or left out of `trie`. The totals of `manifest` must be those of the rows.
 
     Raises:
         TreepackError: naming the row, trajectory or total.
@@ -144,19 +145,19 @@ def check_packed(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> 
 
 
 def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
-    """Check the totals of a manifest against what its files hold.
+    """Check the totals of a manifest against the totals of its files.
 
     Raises:
         TreepackError: naming the total.
     """
     for name, value in counted.items():
-        said = stored.get(name)
-        if not isinstance(said, int | float) or not math.isclose(said, value, rel_tol=1e-9, abs_tol=1e-12):
-            raise TreepackError(f"the files give {name} = {value}, the manifest says {said}; write it again")
+        recorded = stored.get(name)
+        if not isinstance(recorded, int | float) or not math.isclose(recorded, value, rel_tol=1e-9, abs_tol=1e-12):
+            raise TreepackError(f"the files give {name} = {value}, the manifest says {recorded}; write it again")
 
 
 class _Expected:
-    """What a trie says must be in the rows."""
+    """The trajectories of a trie that the rows have not given back yet."""
 
     def __init__(self, trie: Trie, manifest: Manifest) -> None:
         options = manifest["options"]
@@ -173,7 +174,7 @@ class _Expected:
         self.waiting = set(ids)
         table = trie.trajectories
         per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
-        # Columns that a model wrote (`treepack logprobs`) are not the trie's.
+        # `treepack logprobs` replaces these columns, so they differ from those of the trie.
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
         self.values = {name.removesuffix("s"): list_values(table, name) for name in LOGPROBS if name not in computed}
         self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
@@ -206,22 +207,22 @@ class _Expected:
 
     def _check_values(self, row: Row, terms: RowTerms, order: int, path: Int64, i: int) -> None:
         """Check the terms of the row's trajectory number `order`, which is the trie's `i`, token by token."""
-        where = f"row {row.row_id}: trajectory {row.trajectory_ids[order]}"
+        prefix = f"row {row.row_id}: trajectory {row.trajectory_ids[order]}"
         mine = terms.trajectory == order
         starts, ends, _ = self.spans[i]
         trained = path[np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])]
         if not np.array_equal(terms.token[mine], trained):
-            raise TreepackError(f"{where} has terms that are not its trained tokens; pack the trie again")
+            raise TreepackError(f"{prefix} has terms that are not its trained tokens; pack the trie again")
         reward = None if terms.trajectory_rewards is None else float(terms.trajectory_rewards[order])
         if (None if reward is None or math.isnan(reward) else reward) != self.rewards[i]:
-            raise TreepackError(f"{where} has another reward than in the trie; pack the trie again")
+            raise TreepackError(f"{prefix} has another reward than in the trie; pack the trie again")
         for name, values in self.values.items():
             stored, known = getattr(terms, name), values[i]
             if stored is None and known is None:
                 continue
             expected = np.broadcast_to(np.nan if known is None else known, len(trained))
             if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
-                raise TreepackError(f"{where} has another term_{name} than in the trie; pack the trie again")
+                raise TreepackError(f"{prefix} has another term_{name} than in the trie; pack the trie again")
 
     def finish(self) -> None:
         if self.waiting:
@@ -231,7 +232,7 @@ class _Expected:
 
 
 def _forest_positions(trie: Trie, i: int) -> Int64:
-    """Position in `trie.tokens` of every token of trajectory `i`."""
+    """Return the position in `trie.tokens` of every token of trajectory `i`."""
     pieces, node = [], int(trie.end_node[i])
     while node >= 0:
         pieces.append(np.arange(trie.node_start[node], trie.node_start[node + 1]))

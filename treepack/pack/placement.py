@@ -1,4 +1,10 @@
-"""Where the nodes of a row lie, and the columns that follow from it."""
+"""Place the nodes of a row, and compute the columns that follow from their places.
+
+    nodes [7 8] [1 2] [3 4]      begin   0  2  4  6      the first token of each node, and the end of the row
+                                 end     6  4  6         one past the last token of each subtree
+
+Every column is then a value per node, repeated over the node's tokens, plus the token's index.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +19,13 @@ from treepack.trie.trie import Trie
 
 
 def unordered_tiles(trie: Trie, plan: Plan) -> int:
-    """Partial tiles of all rows if the children in them came as the trie has them, not as `layout.arrange` has them."""
-    layout = RowPlacer(trie)
+    """Return the partial tiles of all rows if children kept the order of the trie, instead of that of `arrange`."""
+    placer = RowPlacer(trie)
     total = 0
     for members in plan.members():
-        nodes = layout.nodes(members)
-        ends = np.concatenate([[0], np.cumsum(layout.lengths[nodes])])
+        nodes = placer.nodes(members)
+        # Nodes of 2, 2 and 2 tokens -> offsets [0, 2, 4, 6]; a subtree that ends before trie node n ends at its offset.
+        ends = np.concatenate([[0], np.cumsum(placer.lengths[nodes])])
         stops = ends[np.searchsorted(nodes, trie.node_end[nodes])]
         total += node_tiles(ends[:-1], stops, int(ends[-1]))[0]
     return total
@@ -26,10 +33,15 @@ def unordered_tiles(trie: Trie, plan: Plan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacedNodes:
-    """The nodes of a row in its order: node i owns the row's tokens `begin[i] .. begin[i + 1] - 1`.
+    """The nodes of a row, in the order of the row; all arrays are int64.
 
-    Its subtree ends at token `end[i]`. `members` are the row's trajectories by where they end, `ends_at` the places of
-    their last nodes, and `source` the position in `trie.tokens` of every row token.
+    Attributes:
+        nodes: index in the trie of each node.
+        begin: [nodes + 1]; node i owns the row's tokens `begin[i] .. begin[i + 1] - 1`.
+        end: one past the last row token of the subtree of each node.
+        members: trajectories of the row, sorted by the place of their last node.
+        ends_at: place in `nodes` of the last node of each member.
+        source: position in `trie.tokens` of each row token.
     """
 
     nodes: Int64
@@ -41,7 +53,7 @@ class PlacedNodes:
 
 
 class RowPlacer:
-    """The columns that follow from the nodes of a row."""
+    """Places the nodes of rows of one trie."""
 
     def __init__(self, trie: Trie) -> None:
         self.trie = trie
@@ -49,50 +61,59 @@ class RowPlacer:
         self.lengths = trie.node_length
 
     def nodes(self, members: Int64) -> Int64:
-        """Nodes on the paths of `members`, depth-first as in the trie."""
-        found: set[int] = set()
+        """Return the nodes on the paths of `members`, in the depth-first order of the trie."""
+        visited: set[int] = set()
         for node in self.trie.end_node[members].tolist():
-            while node >= 0 and node not in found:
-                found.add(node)
+            while node >= 0 and node not in visited:
+                visited.add(node)
                 node = self.parents[node]
-        return np.array(sorted(found), np.int64)
+        return np.array(sorted(visited), np.int64)
 
-    def placed(self, members: Int64) -> PlacedNodes:
+    def place(self, members: Int64) -> PlacedNodes:
+        """Return the nodes of the row that contains the trajectories `members`, in the order of the row."""
         trie, nodes = self.trie, self.nodes(members)
         up = trie.parent[nodes]
         sizes = self.lengths[nodes]
+        # Parents as places in `nodes`: trie nodes [3, 5, 9] with parents [-1, 3, 3] -> [-1, 0, 0].
         begin, end = arrange(sizes, np.where(up < 0, -1, np.searchsorted(nodes, up)))
         order = np.argsort(begin)
+        # The inverse of a permutation: order [0, 2, 1] -> place [0, 2, 1]; order [2, 0, 1] -> place [1, 2, 0].
         place = np.zeros(len(nodes), np.int64)
         place[order] = np.arange(len(nodes))
         ends_at = place[np.searchsorted(nodes, trie.end_node[members])]
         by_end = np.argsort(ends_at, kind="stable")
         nodes, begin, sizes = nodes[order], np.append(begin[order], sizes.sum()), sizes[order]
+        # Row tokens of node i are consecutive in the trie too: node_start 40, begin 2, size 3 -> 38 + [2, 3, 4].
         source = np.repeat(trie.node_start[nodes] - begin[:-1], sizes) + np.arange(begin[-1])
         return PlacedNodes(nodes, begin, end[order], members[by_end], ends_at[by_end], source)
 
-    def columns(self, placed: PlacedNodes) -> dict[str, Int32]:
-        """The columns but the loss weights and the trajectories' names."""
-        trie, begin = self.trie, placed.begin
+    def columns(self, nodes: PlacedNodes) -> dict[str, Int32]:
+        """Return the columns that are int32, all except the loss weights and the names of trajectories."""
+        trie, begin = self.trie, nodes.begin
         sizes = np.diff(begin)
         index = np.arange(begin[-1])
+        # The parent is the token before, except for the first token of a node: [-1, 0, 1, 2, 3, 4] with
+        # begin [0, 2, 4] and last tokens above [-1, 1, 1] -> [-1, 0, 1, 2, 1, 4].
         parent = index - 1
-        parent[begin[:-1]] = self._last_tokens_above(placed)
-        stop = np.searchsorted(begin, placed.end)
-        passing = np.concatenate([[0], np.cumsum(np.bincount(placed.ends_at, minlength=len(sizes)))])
+        parent[begin[:-1]] = self._last_tokens_above(nodes)
+        # A node counts the trajectories that end in its subtree: ends_at [1, 2] -> passing [0, 0, 1, 2] -> the root
+        # passing[3] - passing[0] = 2, the branches 1 each.
+        stop = np.searchsorted(begin, nodes.end)
+        passing = np.concatenate([[0], np.cumsum(np.bincount(nodes.ends_at, minlength=len(sizes)))])
         columns = {
-            "input_ids": trie.tokens[placed.source],
-            "position_ids": np.repeat(trie.depth[placed.nodes] - begin[:-1], sizes) + index,
+            "input_ids": trie.tokens[nodes.source],
+            "position_ids": np.repeat(trie.depth[nodes.nodes] - begin[:-1], sizes) + index,
             "parent": parent,
-            "subtree_end": np.repeat(placed.end, sizes),
+            "subtree_end": np.repeat(nodes.end, sizes),
             "scale": np.repeat(passing[stop] - passing[:-1], sizes),
-            "trajectory_ends": begin[placed.ends_at + 1] - 1,
+            "trajectory_ends": begin[nodes.ends_at + 1] - 1,
         }
         return {name: values.astype(np.int32) for name, values in columns.items()}
 
-    def _last_tokens_above(self, placed: PlacedNodes) -> Int64:
-        """For each node the row's last token of its parent, -1 at a root."""
-        by_id = np.argsort(placed.nodes)
-        up = self.trie.parent[placed.nodes]
-        above = by_id[np.searchsorted(placed.nodes, np.maximum(up, 0), sorter=by_id)]
-        return np.where(up < 0, -1, placed.begin[above + 1] - 1)
+    def _last_tokens_above(self, nodes: PlacedNodes) -> Int64:
+        """Return for each node the last row token of its parent, -1 at a root."""
+        # `nodes` is not sorted, so parents are looked up through its sorted order.
+        by_id = np.argsort(nodes.nodes)
+        up = self.trie.parent[nodes.nodes]
+        above = by_id[np.searchsorted(nodes.nodes, np.maximum(up, 0), sorter=by_id)]
+        return np.where(up < 0, -1, nodes.begin[above + 1] - 1)

@@ -1,4 +1,11 @@
-"""One training row and its counts."""
+"""One training row: its columns and its counts.
+
+    rollout a   7 8 1 2      input_ids     7  8  1  2  3  4
+    rollout b   7 8 3 4      subtree_end   6  6  4  4  6  6     q sees k if k <= q < subtree_end[k]
+                             parent       -1  0  1  2  1  4     token j is predicted from parent[j]
+
+docs/format.md describes every column.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +20,10 @@ from treepack.trajectory import Float32, Float64, Int32
 
 @dataclass(frozen=True, slots=True)
 class RowTerms:
-    """(trajectory, trained token) pairs of a row; one entry per pair in every array, or None where nothing is known.
+    """The (trajectory, trained token) pairs of a row: arrays with one entry per pair, or None if all are unknown.
 
-    `trajectory_rewards` has one entry per trajectory. NaN stands for the missing values of single trajectories.
+    `token` and `trajectory` are indices into the row's tokens and trajectories. `trajectory_rewards` has one entry per
+    trajectory. NaN is a value that one trajectory lacks and others have.
     """
 
     token: Int32
@@ -60,12 +68,12 @@ class Row:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Partial and full tiles of its attention mask; see `layout.py`."""
+        """Partial and full tiles of its attention mask; see `child_order`."""
         return tile_counts(self.subtree_end)
 
 
 def row_counts(row: Row) -> dict[str, int]:
-    """What a row adds to the counts of its directory."""
+    """Return the numbers that a row adds to the counts of its directory."""
     tiles_partial, tiles_full = row.tiles
     return {
         "num_rows": 1,
@@ -79,7 +87,7 @@ def row_counts(row: Row) -> dict[str, int]:
 
 
 def row_totals(counted: Counter[str], *, capacity: int) -> dict[str, float]:
-    """Summed `row_counts` with the ratios that follow: token_ratio N_pack / N_flat, err = 1 - token_ratio, fill."""
+    """Return summed `row_counts` with their ratios: token_ratio = N_pack / N_flat, err = 1 - token_ratio, and fill."""
     ratio = counted["tokens_packed"] / counted["tokens_flat"]
     fill = counted["tokens_packed"] / (counted["num_rows"] * capacity)
     return {**counted, "token_ratio": ratio, "err": 1 - ratio, "fill": fill}

@@ -1,4 +1,10 @@
-"""Loss weights and terms of rows."""
+"""Loss weights and terms of rows.
+
+    loss_weight[j] = sum over the trajectories of the row that train token j of factor * span weight
+
+A term is one (trajectory, trained token) pair; rows have terms if any trajectory of the trie has a reward, an advantage
+or log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +24,16 @@ from treepack.trie.trie import Trie, paths
 
 
 def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
-    """Factor of all loss weights of each trajectory, float64 [num_trajectories].
+    """Return the factor of all loss weights of each trajectory, float64 [num_trajectories].
 
-    With w the trajectory's own weight and s the sum of its span weights over its trained tokens:
+    Let w be the weight of a trajectory and s the sum of its span weights over its trained tokens. The factor is:
 
-        token        w                            every trained token counts alike
-        trajectory   w / s                        every trajectory counts alike
-        group        w / (sum of w s in group)    every (step, group) counts alike
+        token        w                            every trained token has equal weight
+        trajectory   w / s                        every trajectory has equal weight
+        group        w / (sum of w s in group)    every (step, group) has equal weight
 
     Raises:
-        TreepackError: weights so large or small that they overflow.
+        TreepackError: weights that are so large or small that they overflow.
     """
     spans = SpanView.of(trie.trajectories)
     sums = spans.total(spans.weights * spans.sizes)
@@ -53,7 +59,7 @@ def _ratio(a: Float64, b: Float64) -> Float64:
 
 
 def times_trained(trie: Trie) -> Int32:
-    """How many trajectories of the whole trie train each of its tokens, int32 [N_tree]."""
+    """Return how many trajectories of the whole trie train each of its tokens, int32 [N_tree]."""
     counts = np.zeros(trie.tokens_tree, np.int32)
     spans = SpanView.of(trie.trajectories)
     for i, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)):
@@ -63,7 +69,7 @@ def times_trained(trie: Trie) -> Int32:
 
 
 class RowWeights:
-    """Loss weights and terms of rows."""
+    """Computes the loss weights and terms of rows of one trie."""
 
     def __init__(self, trie: Trie, *, normalize: str, semantics: str) -> None:
         self.trie = trie
@@ -76,25 +82,25 @@ class RowWeights:
         self.rewards = rewards.to_numpy() if known else None
         self.has_terms = known or any(values is not None for values in self.values.values())
 
-    def of(self, placed: PlacedNodes) -> tuple[Float64, RowTerms | None]:
-        """`loss_weight` float64 [num_tokens] and the terms of the row's trajectories."""
-        loss_weight = np.zeros(len(placed.source), np.float64)
+    def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
+        """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""
+        loss_weight = np.zeros(len(nodes.source), np.float64)
         tokens: list[Int64] = []
         weights: list[Float64] = []
-        for i, index, weight in self._pairs(placed):
+        for i, index, weight in self._pairs(nodes):
             if self.counts is not None:
-                weight = weight / self.counts[placed.source[index]]
+                weight = weight / self.counts[nodes.source[index]]
             weight = weight * self.factors[i]
             loss_weight[index] += weight
             if self.has_terms:
                 tokens.append(index)
                 weights.append(weight)
-        return loss_weight, self._terms(placed.members, tokens, weights) if self.has_terms else None
+        return loss_weight, self._terms(nodes.members, tokens, weights) if self.has_terms else None
 
-    def _pairs(self, placed: PlacedNodes) -> Iterator[tuple[int, Int64, Float64]]:
-        """Each trajectory with the row indices and span weights of its trained tokens."""
-        to_ends = paths(placed.ends_at, placed.begin, self.trie.depth[placed.nodes])
-        for i, path in zip(placed.members.tolist(), to_ends, strict=True):
+    def _pairs(self, nodes: PlacedNodes) -> Iterator[tuple[int, Int64, Float64]]:
+        """Yield each trajectory with the row indices and span weights of its trained tokens."""
+        to_ends = paths(nodes.ends_at, nodes.begin, self.trie.depth[nodes.nodes])
+        for i, path in zip(nodes.members.tolist(), to_ends, strict=True):
             starts, ends, weights = self.spans[i]
             yield i, path[positions(starts, ends)], np.repeat(weights, ends - starts)
 
@@ -128,7 +134,10 @@ class RowWeights:
 
 
 def _known(trie: Trie, name: str) -> list[NDArray[Any] | None] | None:
-    """Per-trajectory values of a per-token column, a scalar advantage standing for all tokens; None if all missing."""
+    """Return the values of a per-token column by trajectory, None if all are missing.
+
+    A scalar advantage is an array without dimensions, which is broadcast over the trained tokens.
+    """
     table: pa.Table = trie.trajectories
     values = list_values(table, name)
     if name == "advantages":

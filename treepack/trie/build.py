@@ -148,7 +148,7 @@ class NodeArrays:
 
 
 def forest_of(shared: array[int], lengths: array[int]) -> NodeArrays:
-    """Return the nodes of sorted trajectories with `lengths` tokens, of which the first `shared` are shared with the one before.
+    """Return the nodes of sorted trajectories with `lengths` tokens; `shared` of them are shared with the one before.
 
     The path from the root to the current node is kept on a stack. Integers are in arrays, about 100 bytes a trajectory.
     """
