@@ -42,7 +42,7 @@ def forest(count: int, *, length: int = 30) -> list[Trajectory]:
     return [make(f"t{i}", [i, *generator.integers(0, 50, length).tolist()], step=i // 3) for i in range(count)]
 
 
-def same(a: Batch, b: Batch) -> bool:
+def are_equal(a: Batch, b: Batch) -> bool:
     pairs = [(getattr(a, name), getattr(b, name)) for name in a.__dataclass_fields__]
     return all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in pairs)
 
@@ -133,7 +133,7 @@ def test_a_worker_process_may_hold_a_copy(tmp_path: Path) -> None:
     dataset = PackedDataset(packed_directory(tmp_path / "packed", forest(3), capacity=40))
     first = dataset[0]
     copy = pickle.loads(pickle.dumps(dataset))
-    assert same(copy[0], first)
+    assert are_equal(copy[0], first)
 
 
 def test_the_rows_end_where_the_directory_ends(tmp_path: Path) -> None:
@@ -185,13 +185,13 @@ def test_ranks_share_the_rows_of_each_training_step_in_equal_numbers(packed: Pat
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_state_continues_with_exactly_the_remaining_rows(packed: Path, world: int) -> None:
-    def opened(seed: int) -> list[PackedDataset]:
+    def open_ranks(seed: int) -> list[PackedDataset]:
         return [PackedDataset(packed, shuffle=True, seed=seed, rank=rank, world=world) for rank in range(world)]
 
     # Two epochs of each rank; then a state after every number of rows, also at and across the end of an epoch.
-    expected = [[same_rows for _ in range(2) for same_rows in ids(each)] for each in opened(3)]
+    expected = [[same_rows for _ in range(2) for same_rows in ids(each)] for each in open_ranks(3)]
     for cut in range(len(expected[0]) + 1):
-        for before, after, rows in zip(opened(3), opened(0), expected, strict=True):
+        for before, after, rows in zip(open_ranks(3), open_ranks(0), expected, strict=True):
             first = ids(islice(chain(before, before), cut))
             after.load_state_dict(json.loads(json.dumps(before.state_dict())))
             rest = []
@@ -266,7 +266,7 @@ def test_a_data_loader_takes_it_as_it_is(packed: Path, workers: int, context: st
     expected = [dataset[i] for i in range(7)]
     options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context if workers else None}
     batches = list(DataLoader(dataset, batch_size=None, **options))
-    assert all(same(a, b) for a, b in zip(batches, expected, strict=True))
+    assert all(are_equal(a, b) for a, b in zip(batches, expected, strict=True))
     # The loader uses a sampler and __getitem__, so the position of iteration has not moved.
     assert (dataset.epoch, ids(dataset)) == (0, list(range(7)))
 

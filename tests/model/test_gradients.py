@@ -87,7 +87,7 @@ def longest(samples: Sequence[Sample]) -> int:
     return max(len(sample.tokens) for sample in samples)
 
 
-def trained(samples: Sequence[Sample]) -> bool:
+def has_weight(samples: Sequence[Sample]) -> bool:
     return any(any(sample.weights) for sample in samples)
 
 
@@ -97,7 +97,7 @@ def trained(samples: Sequence[Sample]) -> bool:
 def test_packed_gradients_are_the_sum_over_trajectories(
     kind: str, samples: list[Sample], room: int, semantics: str, data: st.DataObject
 ) -> None:
-    assume(trained(samples))
+    assume(has_weight(samples))
     multiple = data.draw(st.sampled_from([1, 16]))
     batches = as_batches(samples, capacity=longest(samples) + room, multiple=multiple, semantics=semantics)
     expected = alone(plain(kind), once(samples) if semantics == "once" else samples)
@@ -109,7 +109,7 @@ def test_packed_gradients_are_the_sum_over_trajectories(
 @given(samples=sample_sets(), room=st.integers(0, 20), ranks=st.integers(1, 2))
 @settings(max_examples=10, derandomize=True, deadline=None)
 def test_no_method_changes_gradients(method: str, samples: list[Sample], room: int, ranks: int) -> None:
-    assume(trained(samples) and len(samples) >= ranks)
+    assume(has_weight(samples) and len(samples) >= ranks)
     size = longest(samples)
     # A path of `size` tokens has size * (size + 1) / 2 pairs and at most `size` terms: every trajectory fits a row.
     pairs, terms = size * (size + 1) // 2 + 5 * room, size + room
@@ -121,7 +121,7 @@ def test_no_method_changes_gradients(method: str, samples: list[Sample], room: i
 @given(samples=sample_sets())
 @settings(max_examples=5, derandomize=True, deadline=None)
 def test_gradient_checkpointing_changes_nothing(kind: str, samples: list[Sample]) -> None:
-    assume(trained(samples))
+    assume(has_weight(samples))
     batches, expected = as_batches(samples, capacity=1000), alone(plain(kind), samples)
     for attention in ATTENTIONS:
         loaded = packed(kind, attention)
@@ -150,7 +150,7 @@ def test_branches_may_start_at_every_offset(offset: int) -> None:
         assert_equal(gradients_of(packed("qwen3", attention), batches), expected)
 
 
-def normalised(samples: Sequence[Sample], groups: Sequence[str], normalize: str) -> list[Sample]:
+def normalise(samples: Sequence[Sample], groups: Sequence[str], normalize: str) -> list[Sample]:
     """Divide every weight by the sum of its trajectory or of its group, or leave it unchanged."""
     sums = [sum(sample.weights) for sample in samples]
     # sums [1, 2, 4] of groups a, b, a -> per_group {a: 5, b: 2}
@@ -166,10 +166,10 @@ def normalised(samples: Sequence[Sample], groups: Sequence[str], normalize: str)
 @given(samples=sample_sets(), data=st.data())
 @settings(max_examples=12, derandomize=True, deadline=None)
 def test_a_step_is_the_mean_of_its_normalisation(normalize: str, samples: list[Sample], data: st.DataObject) -> None:
-    assume(trained(samples))
+    assume(has_weight(samples))
     groups = data.draw(st.lists(st.sampled_from("ab"), min_size=len(samples), max_size=len(samples)))
     batches = as_batches(samples, capacity=longest(samples), groups=groups, normalize=normalize)
-    weighted = normalised(samples, groups, normalize)
+    weighted = normalise(samples, groups, normalize)
     denominator = sum(sum(sample.weights) for sample in weighted)
     assert sum(batch.total_weight for batch in batches) == pytest.approx(denominator, rel=1e-12)
     assert_equal(gradients_of(packed("llama", "reference"), batches), alone(plain("llama"), weighted))
@@ -178,7 +178,7 @@ def test_a_step_is_the_mean_of_its_normalisation(normalize: str, samples: list[S
 @given(samples=sample_sets(), cut=st.integers(1, 6))
 @settings(max_examples=12, derandomize=True, deadline=None)
 def test_any_partition_into_rows_gives_the_same_gradients(samples: list[Sample], cut: int) -> None:
-    assume(trained(samples))
+    assume(has_weight(samples))
     rows = [make_row(part) for part in (samples[:cut], samples[cut:]) if part]
     batches = [make_batch(row, multiple=8) for row in rows]
     assert_equal(gradients_of(packed("gpt2", "reference"), batches), alone(plain("gpt2"), samples))
@@ -210,15 +210,15 @@ def test_two_optimiser_steps_stay_equal(kind: str) -> None:
 # along the row, and labels shifted by one token.
 
 
-def causal(batch: Batch) -> Batch:
+def make_causal(batch: Batch) -> Batch:
     return replace(batch, subtree_end=torch.full_like(batch.subtree_end, len(batch.subtree_end)))
 
 
-def numbered(batch: Batch) -> Batch:
+def number_along_row(batch: Batch) -> Batch:
     return replace(batch, position_ids=torch.arange(len(batch.position_ids)))
 
 
-def shifted(batch: Batch) -> Batch:
+def shift_parents(batch: Batch) -> Batch:
     return replace(batch, parent=(torch.arange(len(batch.parent)) - 1).clamp(min=0))
 
 
@@ -230,6 +230,6 @@ def test_a_wrong_mask_position_or_parent_does_not_pass(kind: str, attention: str
     expected = alone(plain(kind), samples)
     loaded = packed(kind, attention)
     assert_equal(gradients_of(loaded, batches), expected)
-    for damage in (causal, numbered, shifted):
+    for damage in (make_causal, number_along_row, shift_parents):
         result = gradients_of(loaded, [damage(batch) for batch in batches])
         assert worst_error(result[1], expected[1]) > 1e-3, damage.__name__

@@ -20,9 +20,9 @@ from torch import nn
 
 from treepack.attention import IMPLEMENTATIONS, row_multiple
 from treepack.errors import TreepackError
-from treepack.files.manifest import TokenizerEntry
 
 if TYPE_CHECKING:
+    from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without
     from treepack.model.load import LoadedModel
 
 REQUIREMENT = "treepack trains models whose every layer is plain softmax attention"

@@ -247,7 +247,7 @@ def _gather_logprobs(logprobs: Tensor, part: TermTensors) -> tuple[Tensor, Tenso
 
 def _sequence_log_ratios(logprobs: Tensor, terms: TermTensors, num_trajectories: int, chunk: int) -> Tensor:
     """Return the mean over each trajectory's trained tokens of logp - old, float64 [num_trajectories]."""
-    # [0]: sums of logp - old, [1]: numbers of trained tokens; a trajectory may continue in the next chunk
+    # [0] sums of logp - old, [1] numbers of trained tokens; both over all chunks, because a trajectory may span two
     sums = torch.zeros(2, num_trajectories, dtype=torch.float64, device=logprobs.device)
     for part in _slices(terms, chunk):
         current, old = _gather_logprobs(logprobs, part)
@@ -271,7 +271,7 @@ def _term_sums(
     if log_ratios is None:
         ratio = (current - old).exp()
     else:
-        # gspo: the value is s_i, and the gradient that of the token, since current - current.detach() is 0
+        # gspo: current - current.detach() is 0, so the value is s_i, but the gradient goes to the log-probability here.
         ratio = (log_ratios.index_select(0, part.trajectory) + current - current.detach()).exp()
     assert part.advantage is not None
     loss = -_surrogate(ratio, current, part.advantage, objective)
@@ -295,8 +295,8 @@ def _term_sums(
         drift = current - old  # x of old_kl = exp(x) - 1 - x, which is k3
         cap = math.inf if objective.importance_cap is None else objective.importance_cap
         columns = [ratio, low, high, drift.exp() - 1 - drift, kl, entropy, importance.clamp(max=cap), importance > cap]
-        means = torch.stack([(part.weight * column).sum() for column in columns])
-    return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), means
+        sums = torch.stack([(part.weight * column).sum() for column in columns])
+    return (factors.index_select(0, part.trajectory) * part.weight * loss).sum(), sums
 
 
 def _surrogate(ratio: Tensor, current: Tensor, advantage: Tensor, objective: Objective) -> Tensor:
@@ -339,7 +339,7 @@ def _dpo(
     """Return the loss and the sums of `objective_loss` for dpo."""
     assert terms.reward is not None
     num = len(factors)
-    # h of each trajectory / beta, [K]: the shift of its log-probability from the reference policy
+    # h of each trajectory, [K]: the shift of its log-probability from that of the reference policy
     shifts = torch.zeros(num, dtype=torch.float64, device=logprobs.device) + logprobs.sum(dtype=torch.float64) * 0
     trained = torch.zeros(num, dtype=torch.bool, device=logprobs.device)
     for part in _slices(terms, chunk):
