@@ -160,7 +160,7 @@ def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text
 
     if not text:
         return None
-    entry = manifest["tokenizer"]
+    entry = manifest.get("tokenizer")
     name = tokenizer or (entry["name"] if entry else None)
     if not name:
         raise _no_tokenizer(str(directory))

@@ -16,7 +16,7 @@ import pytest
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.written_rollouts import write_rollouts
-from treepack.pack.options import NORMALIZE, SEMANTICS, TOO_LONG
+from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY, NORMALIZE, SEMANTICS, TOO_LONG
 from treepack.pack.plan import problem
 from treepack.pack.plan.planning import FOREST_METHODS, GROUPS, METHODS
 from treepack.pack.plan.problem import EFFORTS
@@ -193,13 +193,12 @@ def test_what_shares_no_token_cannot_count_shared_ones_once(treepack: Run, trie:
 
 def test_choices_are_those_of_the_library() -> None:
     commands = import_module("treepack_cli").commands.commands
-    planning = import_module("treepack_cli.planning")
 
     def choices(command: str, option: str) -> list[str]:
-        (found,) = (p for p in commands[command].params if f"--{option}" in p.opts)
-        return list(found.type.choices)
+        (parameter,) = (p for p in commands[command].params if f"--{option}" in p.opts)
+        return list(parameter.type.choices)
 
-    assert (planning.MOST_TOKENS, planning.MOST_COUNTED) == (problem.MAX_CAPACITY, problem.MAX_BUDGET)
+    assert (MAX_CAPACITY, MAX_BUDGET) == (problem.MAX_CAPACITY, problem.MAX_BUDGET)
     assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS, GROUPS]
     assert choices("stats", "effort") == choices("pack", "effort") == list(EFFORTS)
     assert choices("pack", "too-long") == list(TOO_LONG)

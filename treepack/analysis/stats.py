@@ -106,7 +106,7 @@ def _packed_stats(
 
 def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> dict[str, Any]:
     """Explain why tokens are stored; a tokenizer distinguishes the causes of lost sharing, if there is one."""
-    entry = manifest["tokenizer"] if manifest else None
+    entry = manifest.get("tokenizer") if manifest else None
     name: str = tokenizer or (entry["name"] if entry else "")
 
     def decode(windows: list[list[int]]) -> list[str]:

@@ -86,7 +86,7 @@ def pack_trie(
         options=_recorded(packing, plan_file),
         counts=packing.counts,
         totals=packing.totals,
-        tokenizer=source["tokenizer"],
+        tokenizer=source.get("tokenizer"),
         trie=entry,
     )
     rows = with_progress(packing, progress, "packing", unit="rows", total=len(packing))

@@ -130,7 +130,7 @@ def _read(
 
 def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None) -> tuple[Any, str | None]:
     """Return the tokenizer `name`, or else that of the manifest, or None and its name if it cannot be loaded."""
-    entry = manifest["tokenizer"]
+    entry = manifest.get("tokenizer")
     chosen = name or (entry["name"] if entry else None)
     if not chosen:
         return None, None
