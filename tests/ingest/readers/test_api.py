@@ -255,5 +255,5 @@ def test_a_response_without_its_predecessor_is_skipped_and_a_summary_is_noted_on
 def test_half_a_pair_is_refused(reader: Any, asks: str, answers: str) -> None:
     with pytest.raises(TreepackError) as caught:
         read(reader, {"request": {"model": "m"}, "response": {}})
-    expected = f"is not a pair of a request with {asks} and a response with {answers}; expected one per record"
+    expected = f"is not a pair of a request with {asks} and a response with {answers}; expected one pair per record"
     assert str(caught.value) == f"log.jsonl:1: {expected}"

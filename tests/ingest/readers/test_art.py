@@ -119,7 +119,7 @@ def test_yaml_is_read_where_it_is_named_and_like_the_json_that_holds_the_same(tm
 
 def test_yaml_that_holds_code_or_cannot_be_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("yaml")
-    with pytest.raises(TreepackError, match=r"^r.yaml: not YAML of plain values .*; mend it"):
+    with pytest.raises(TreepackError, match=r"^r.yaml: not YAML of plain values .*; fix it"):
         read_yaml(b"!!python/object/apply:os.getcwd []", "r.yaml")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(TreepackError, match=r"^r.yaml: is YAML; install pyyaml"):

@@ -200,7 +200,7 @@ def test_a_parquet_column_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     column = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
     pq.write_table(pa.table({"id": column}), path)
-    with pytest.raises(TreepackError, match=f"{path}: not a readable .* \\('utf-8' codec.*; write it anew"):
+    with pytest.raises(TreepackError, match=f"{path}: not a readable .* \\('utf-8' codec.*; write the file again"):
         values(str(path))
 
 
@@ -320,26 +320,26 @@ def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (b"", ": holds no record; remove it from the inputs"),
-        (b"\n \n", ": holds no record; remove it from the inputs"),
-        (b"[]", ": holds no record; remove it from the inputs"),
+        (b"", ": contains no record; remove it from the inputs"),
+        (b"\n \n", ": contains no record; remove it from the inputs"),
+        (b"[]", ": contains no record; remove it from the inputs"),
         (
             JSONL + b'{"a": 1 "b": 2}\n',
-            ":3: malformed JSON (Expecting ',' delimiter at column 9); mend or remove the line",
+            ":3: malformed JSON (Expecting ',' delimiter at column 9); fix or remove the line",
         ),
         (
             b'{"a": 1 "b": 2}\n' + JSONL,
-            ":1: malformed JSON (Expecting ',' delimiter at column 9); mend or remove the line",
+            ":1: malformed JSON (Expecting ',' delimiter at column 9); fix or remove the line",
         ),
-        (b'{"a": 1', ":1: malformed JSON (Expecting ',' delimiter at column 8); mend or remove the line"),
-        (b'\n{\n"a": 1\n"b": 2\n}', ":4: malformed JSON (Expecting ',' delimiter at column 1); mend the document"),
-        (JSONL + b"[1]\n", ":3: holds an array; expected a JSON object"),
-        (b'"text"\n', ":1: holds a string; expected a JSON object"),
-        (b'[{"a": 1}, 2]', "[1]: holds a number; expected a JSON object"),
+        (b'{"a": 1', ":1: malformed JSON (Expecting ',' delimiter at column 8); fix or remove the line"),
+        (b'\n{\n"a": 1\n"b": 2\n}', ":4: malformed JSON (Expecting ',' delimiter at column 1); fix the document"),
+        (JSONL + b"[1]\n", ":3: contains an array; expected a JSON object"),
+        (b'"text"\n', ":1: contains a string; expected a JSON object"),
+        (b'[{"a": 1}, 2]', "[1]: contains a number; expected a JSON object"),
         (b"[{}]\n{}\n", ":2: text after a JSON array; put one record on each line or all of them in one array"),
-        (JSONL + b'{"a": "\xff"}\n', ":3: not UTF-8 (byte 0xff); mend or remove the line"),
-        (b'{\n"a": "\xff"}\n', ":2: not UTF-8 (byte 0xff); mend the document"),
-        (JSONL + b'{"a": "\\ud800"}\n', ":3: half of a surrogate pair in a string; mend or remove the line"),
+        (JSONL + b'{"a": "\xff"}\n', ":3: not UTF-8 (byte 0xff); fix or remove the line"),
+        (b'{\n"a": "\xff"}\n', ":2: not UTF-8 (byte 0xff); fix the document"),
+        (JSONL + b'{"a": "\\ud800"}\n', ":3: half of a surrogate pair in a string; fix or remove the line"),
     ],
 )
 def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, data: bytes, expected: str) -> None:

@@ -277,7 +277,7 @@ def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:
     assert refusal(sharegpt, {"conversations": turns}).startswith("turn 2 is from 'narrator'; expected one of system,")
     turns[1] = {"from": "function_call", "value": "add(2)"}
     assert refusal(sharegpt, {"conversations": turns}) == (
-        'turn 2 holds the call "add(2)"; expected JSON with name and arguments'
+        'turn 2 has the call "add(2)"; expected JSON with name and arguments'
     )
     asked = [{"role": "user", "content": "Hi"}]
     assert refusal(ms_swift, {"messages": asked, "rejected_response": "No"}) == (

@@ -298,7 +298,7 @@ def test_a_file_of_arrays_in_a_folder_is_counted_and_refused_where_it_is_named(t
     write(tmp_path / "conversation_round_1.json", "Q", "A")
     (tmp_path / "agent_proxy_1.json").write_text(json.dumps([[{"role": "user", "content": "Q"}]]))
     assert reasons(read_trajectories([tmp_path])) == ["file of no known format"]
-    with pytest.raises(TreepackError, match="holds an array; expected a JSON object"):
+    with pytest.raises(TreepackError, match="contains an array; expected a JSON object"):
         list(read_trajectories([tmp_path / "agent_proxy_1.json"]))
 
 

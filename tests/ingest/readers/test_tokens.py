@@ -274,20 +274,20 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
             "loss_mask has 2 values for 4 tokens; give response_length if it covers the response only",
         ),
         (PAIR | {"response_mask": [1, 1, 1]}, f"response_mask has 3 values; {LENGTHS}"),
-        ({"input_ids": IDS, "mask": [0, 1, 2, 0]}, "mask holds 2; expected 0 and 1"),
-        ({"input_ids": IDS, "mask": [0, 1, -1, 0]}, "mask holds -1; expected 0 and 1"),
-        ({"input_ids": IDS, "mask": [0, 0.5, 1, 0]}, "mask holds values from 0.0 to 1.0; expected 0 and 1"),
+        ({"input_ids": IDS, "mask": [0, 1, 2, 0]}, "mask has the value 2; expected 0 and 1"),
+        ({"input_ids": IDS, "mask": [0, 1, -1, 0]}, "mask has the value -1; expected 0 and 1"),
+        ({"input_ids": IDS, "mask": [0, 0.5, 1, 0]}, "mask has values from 0.0 to 1.0; expected 0 and 1"),
         (
             {"input_ids": IDS, "loss_mask": [0, -0.5, 1, 0]},
-            "loss_mask holds -0.5; expected each value to be 0 or a number in [1e-12, 1e+12]",
+            "loss_mask has the value -0.5; expected each value to be 0 or a number in [1e-12, 1e+12]",
         ),
         (
             {"input_ids": IDS, "loss_mask": [0, 1e-320, 1, 0]},
-            "loss_mask holds 1e-320; expected each value to be 0 or a number in [1e-12, 1e+12]",
+            "loss_mask has the value 1e-320; expected each value to be 0 or a number in [1e-12, 1e+12]",
         ),
         (
             {"input_ids": IDS, "loss_mask": [0, 0.5, 1e31, float("nan")]},
-            "loss_mask holds 1e+31; expected each value to be 0 or a number in [1e-12, 1e+12]",
+            "loss_mask has the value 1e+31; expected each value to be 0 or a number in [1e-12, 1e+12]",
         ),
         ({"input_ids": IDS, "mask": [[0, 1], [1]]}, "mask is not a flat list of 0 and 1; expected one per token"),
         (
@@ -357,7 +357,7 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
         (MASKED | {"logprobs": ["-1", "-2"]}, "logprobs is not a flat list of numbers; expected one per token"),
         (
             MASKED | {"logprobs": [0, 0, 10**400, 1]},
-            "logprobs holds a number that does not fit a float; expected finite numbers",
+            "logprobs has a number that does not fit a float; expected finite numbers",
         ),
         (
             MASKED | {"advantage": 1, "advantages": float("nan")},

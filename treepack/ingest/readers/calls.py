@@ -1,17 +1,17 @@
-"""The LLM calls of one rollout to trajectories: calls that continue each other are one, the others one each.
+"""LLM calls of one rollout to trajectories: calls that continue each other become one, other calls one each.
 
     call 1    prompt P        response a            P a [trained a]
     call 2    prompt P a T    response b      =>    P a T b [trained a and b]      "run-7"
     call 3    prompt Q        response c            Q c [trained c]                "run-7/turn-3"
 
-A call continues a trajectory if its prompt begins with all of it, token by token or message by message; it joins the
-longest one that it continues, wherever that began, so that sub-agents may be interleaved. Each response is trained
-once, in the trajectory of its own call: of two calls that continue the same one, the second is a trajectory of its
-own. A rollout that is one trajectory keeps its name; if it is several, each is named after its first call, and all are
-in one group, that of the first prompt where the record names none.
+A call continues a trajectory if its prompt begins with the whole trajectory, token by token or message by message. If
+it continues several, it joins the longest one, so the calls of sub-agents may be interleaved. Each response is trained
+once, in the trajectory of its call: if two calls continue the same trajectory, the second becomes a trajectory of its
+own. A rollout of one trajectory keeps its name. If there are several, each is named after its first call, and all are
+in one group: the group of the record, or else a group derived from the first prompt.
 
-A reader hands over `Record`s whose value holds only what the rollout says besides its calls, under the names that
-`fields.describe` knows (`trajectory_id, group_id, reward, ...`); what is not known becomes metadata or is noted there.
+A reader passes a `Record` whose value has only the fields of the rollout besides its calls, under the names that
+`fields.describe` reads (`trajectory_id, group_id, reward, ...`). Any other field becomes metadata or a note there.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ EMPTY_NOTE = "call without a response not used"
 class TokenCall:
     """One call by its token ids.
 
-    `values` belong to the response: a `loss_mask` with one value per token (without it all are trained), and numbers,
-    under names that the `tokens` reader knows (`rollout_log_probs, old_log_probs, ref_log_prob, advantages`), with one
-    per token of the response, one per trained token, or one for all. None and empty lists are as if not there.
+    `values` belong to the response: a `loss_mask` with one value per token (without it, all tokens are trained), and
+    numbers under names of the `tokens` reader (`rollout_log_probs, old_log_probs, ref_log_prob, advantages`): one per
+    token of the response, one per trained token, or one for all. None and empty lists count as absent.
     """
 
     prompt: Any
@@ -63,7 +63,7 @@ class TokenCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """One call by its messages, as logged. Of the response the assistant messages are trained, of the prompt none."""
+    """One call by its messages, as logged. The assistant messages of the response are trained, the prompt is not."""
 
     prompt: Sequence[Any]
     response: Sequence[Any]
@@ -73,7 +73,7 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Calls that continue each other: `calls` counts them from 0, `fields` are those of a record of `tokens`."""
+    """Calls that continue each other: `calls` are their numbers from 0, `fields` the fields of a `tokens` record."""
 
     calls: tuple[int, ...]
     fields: dict[str, Any]
@@ -82,7 +82,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class JoinedChat:
-    """Calls that continue each other, as one conversation; `calls` counts them from 0."""
+    """Calls that continue each other, as one conversation; `calls` are their numbers from 0."""
 
     calls: tuple[int, ...]
     content: Chat
@@ -90,40 +90,40 @@ class JoinedChat:
 
 
 def read_calls(record: Record, calls: Sequence[TokenCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of a rollout that is made of `calls`; `record` says what else is known of it.
+    """Yield the trajectories of a rollout with these `calls`; `record` has its other fields.
 
     Raises:
-        TreepackError: ids or values that contradict each other, or what the `tokens` reader refuses.
+        TreepackError: ids or values contradict each other, or the `tokens` reader refuses them.
     """
     joined = join_calls(calls, source=record.source)
-    found = [
+    items = [
         replace(item, notes=item.notes + part.notes) if isinstance(item, Trajectory) else item
         for part in joined
         for item in tokens.read(replace(record, value=record.value | part.fields), options)
     ]
-    yield from _named(record, found, [part.calls for part in joined], num_calls=len(calls))
+    yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
 def read_chats(record: Record, calls: Sequence[ChatCall], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The same for calls that are known by their messages.
+    """Yield the trajectories of a rollout whose `calls` are messages; `record` has its other fields.
 
     Raises:
-        TreepackError: messages or tools that `readers.messages` refuses.
+        TreepackError: `readers.messages` refuses messages or tools.
     """
     joined = join_chats(calls, source=record.source)
-    found = [describe(record, part.content, used=(), options=options, notes=part.notes) for part in joined]
-    yield from _named(record, found, [part.calls for part in joined], num_calls=len(calls))
+    items = [describe(record, part.content, used=(), options=options, notes=part.notes) for part in joined]
+    yield from _with_names(record, items, [part.calls for part in joined], num_calls=len(calls))
 
 
 def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
-    """`calls` joined where they continue each other, by their first call; those without a response are left out.
+    """Join `calls` that continue each other, in the order of their first call; calls without a response are left out.
 
-    `fields` of each are `input_ids`, `loss_mask` and the values that all of its calls have, over the whole sequence.
-    Numbers are NaN where nothing is trained. O(tokens of all prompts) if calls continue each other, else times the
-    number of trajectories.
+    The `fields` of each result are `input_ids`, `loss_mask` and the values that all of its calls have, over the whole
+    sequence. Numbers are NaN at untrained tokens. O(tokens of all prompts) if the calls continue each other; otherwise
+    this times the number of trajectories.
 
     Raises:
-        TreepackError: ids that are none, or values that are not as many as the tokens they belong to.
+        TreepackError: ids are not token ids, or the number of values differs from the number of tokens.
     """
     runs: list[_CallChain] = []
     for number, call in enumerate(calls):
@@ -131,38 +131,41 @@ def join_calls(calls: Sequence[TokenCall], *, source: str) -> list[Joined]:
         prompt, response = _ids(call.prompt, "prompt", where), _ids(call.response, "response", where)
         if len(response) == 0:
             continue
+        # prompt 5 6 7 continues the runs 5 and 5 6 -> it joins 5 6.
         run = max((run for run in runs if run.is_continued_by(prompt)), key=lambda run: len(run.ids), default=None)
         if run is None:
             run = _CallChain()
             runs.append(run)
         run.add(number, np.concatenate([prompt, response]), len(prompt), _values(call, len(response), where))
-    return [run.joined() for run in runs]
+    return [run.join() for run in runs]
 
 
 def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
-    """`calls` joined where the messages of one begin with all of those of another, under the same tools.
+    """Join `calls` if the prompt of one begins with all messages of another, and both have the same tools.
 
     Raises:
-        TreepackError: messages or tools that `readers.messages` refuses.
+        TreepackError: `readers.messages` refuses messages or tools.
     """
     runs: list[JoinedChat] = []
-    logged: list[list[Any]] = []  # the messages of each as they were logged
+    logged: list[list[Any]] = []  # the messages of each run as they were logged, before they were normalised
     for number, call in enumerate(calls):
         if not call.response:
             continue
         where, num_prompt = f"{source}: call {number + 1}", len(call.prompt)
         whole = [*call.prompt, *call.response]
-        # Successive prompts repeat nearly everything, and what is repeated as it was need not be normalised again.
-        same = [place for place, held in enumerate(logged) if held == whole[: min(num_prompt, len(held))]]
-        place = max(same, key=lambda place: len(logged[place]), default=-1)
-        start = len(logged[place]) if same else 0
-        done = normalise_messages(whole[start:], source=where, before=_messages(runs[place]) if same else None)
+        # Successive prompts repeat nearly all messages. A repeated message need not be normalised again, so only the
+        # messages after the longest equal run are: normalising all would be quadratic in the number of turns.
+        equal_runs = [i for i, messages in enumerate(logged) if messages == whole[: min(num_prompt, len(messages))]]
+        longest = max(equal_runs, key=lambda i: len(logged[i]), default=-1)
+        start = len(logged[longest]) if equal_runs else 0
+        done = normalise_messages(whole[start:], source=where, before=_messages(runs[longest]) if equal_runs else None)
         tools = normalise_tools(call.tools, source=where)
         variables = normalise_template_kwargs(call.chat_template_kwargs, source=where)
         weights = [0.0] * num_prompt + done.weights[num_prompt:]
+        # Equal as logged is not enough (the tools may differ), and not needed (null and "" are the same content).
         continued = [
-            place
-            for place, run in enumerate(runs)
+            i
+            for i, run in enumerate(runs)
             if (run.content.tools, run.content.chat_template_kwargs) == (tools, variables)
             and run.content.messages == done.messages[: min(num_prompt, len(run.content.messages))]
         ]
@@ -170,13 +173,14 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
             runs.append(JoinedChat((number,), Chat(done.messages, weights, tools, variables), done.notes))
             logged.append(whole)
             continue
-        place = max(continued, key=lambda place: len(runs[place].content.messages))
-        before = runs[place]
+        longest = max(continued, key=lambda i: len(runs[i].content.messages))
+        before = runs[longest]
+        # Weights 0 1 of the run, 0 0 0 1 of the call -> 0 1 0 1: a prompt must not untrain an earlier response.
         earlier = before.content.message_weights
         content = Chat(done.messages, [*earlier, *weights[len(earlier) :]], tools, variables)
-        notes = tuple(dict.fromkeys((*before.notes, *done.notes)))
-        runs[place] = JoinedChat((*before.calls, number), content, notes)
-        logged[place] = whole
+        notes = tuple(dict.fromkeys((*before.notes, *done.notes)))  # each note once, in order
+        runs[longest] = JoinedChat((*before.calls, number), content, notes)
+        logged[longest] = whole
     return runs
 
 
@@ -185,14 +189,15 @@ def _messages(run: JoinedChat) -> Messages:
 
 
 class _CallChain:
-    """Calls that continue each other, being collected."""
+    """Calls that continue each other, while more calls may join."""
 
     def __init__(self) -> None:
         self.ids: Int32 = np.zeros(0, np.int32)
         self._calls: list[int] = []
-        self._parts: list[tuple[int, dict[str, Float64]]] = []  # where a response begins, and its values
+        self._parts: list[tuple[int, dict[str, Float64]]] = []  # start of each response in `ids`, and its values
 
     def is_continued_by(self, prompt: Int32) -> bool:
+        # The last token is compared first: nearly every prompt that does not continue this chain differs there.
         num = len(self.ids)
         return num <= len(prompt) and self.ids[-1] == prompt[num - 1] and bool((self.ids == prompt[:num]).all())
 
@@ -201,10 +206,11 @@ class _CallChain:
         self._calls.append(number)
         self._parts.append((start, values))
 
-    def joined(self) -> Joined:
+    def join(self) -> Joined:
         names = dict.fromkeys(name for _, values in self._parts for name in values)
         common = [name for name in names if all(name in values for _, values in self._parts)]
         fields: dict[str, Any] = {"input_ids": self.ids}
+        # ids P a T b, responses a at 1 and b at 3 -> loss_mask 0 m 0 m, log-probabilities NaN p NaN p.
         for name in common:
             whole = np.full(len(self.ids), 0.0 if name == MASK else np.nan)
             for start, values in self._parts:
@@ -221,22 +227,23 @@ def _ids(values: Any, name: str, where: str) -> Int32:
 
 
 def _values(call: TokenCall, num_tokens: int, where: str) -> dict[str, Float64]:
-    """The values of `call` over all tokens of its response; numbers given for the trained tokens only are placed."""
-    given = {name: value for name, value in call.values.items() if value is not None and not _is_empty(value)}
+    """Return the values of `call`, each over all tokens of its response, and NaN for untrained tokens without value."""
+    present = {name: value for name, value in call.values.items() if value is not None and not _is_empty(value)}
     mask = np.ones(num_tokens)
-    if MASK in given:
-        if not isinstance(given[MASK], list | np.ndarray):
+    if MASK in present:
+        if not isinstance(present[MASK], list | np.ndarray):
             raise TreepackError(
-                f"{where}: {MASK} is {shown(given[MASK])}; expected one value per token of the response"
+                f"{where}: {MASK} is {shown(present[MASK])}; expected one value per token of the response"
             )
-        mask = mask_values(given.pop(MASK), source=where, name=MASK).astype(np.float64)
+        mask = mask_values(present.pop(MASK), source=where, name=MASK).astype(np.float64)
         if len(mask) != num_tokens:
             raise TreepackError(
                 f"{where}: {MASK} has {len(mask)} values; expected {num_tokens}, one per token of the response"
             )
+    # A list has one number per token of the response or per trained token; its length decides which.
     trained = np.flatnonzero(mask)
     values = {MASK: mask}
-    for name, value in given.items():
+    for name, value in present.items():
         if not isinstance(value, list | np.ndarray):
             values[name] = np.full(num_tokens, as_number(value, source=where, name=name))
             continue
@@ -248,7 +255,7 @@ def _values(call: TokenCall, num_tokens: int, where: str) -> dict[str, Float64]:
             )
         if len(numbers) == num_tokens:
             values[name] = numbers
-        else:
+        else:  # mask 1 0 1, numbers -.5 -.2 -> -.5 NaN -.2
             values[name] = np.full(num_tokens, np.nan)
             values[name][trained] = numbers
     return values
@@ -258,31 +265,32 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, list | np.ndarray) and len(value) == 0
 
 
-def _named(
-    record: Record, found: Sequence[Trajectory | Skipped], calls: Sequence[tuple[int, ...]], *, num_calls: int
+def _with_names(
+    record: Record, items: Sequence[Trajectory | Skipped], calls: Sequence[tuple[int, ...]], *, num_calls: int
 ) -> Iterator[Trajectory | Skipped]:
-    """`found`, each named after its first call if there are several; what is noted of the rollout is noted once."""
-    if not found:
+    """Yield `items`, each named after its first call if there are several; each note of the rollout occurs once."""
+    if not items:
         yield Skipped(record.source, "no call with a response")
         return
-    general: tuple[str, ...] = () if len(found) == 1 else (SPLIT_NOTE,)
+    general: tuple[str, ...] = () if len(items) == 1 else (SPLIT_NOTE,)
     if sum(map(len, calls)) < num_calls:
         general += (EMPTY_NOTE,)
-    group = _group(found)
+    group = _group(items)
     seen: set[str] = set()
-    for item, own in zip(found, calls, strict=True):
+    for item, numbers in zip(items, calls, strict=True):
         if isinstance(item, Skipped):
             yield item
             continue
-        name = item.trajectory_id if len(found) == 1 else f"{item.trajectory_id}/turn-{own[0] + 1}"
+        name = item.trajectory_id if len(items) == 1 else f"{item.trajectory_id}/turn-{numbers[0] + 1}"
         notes = tuple(note for note in item.notes + general if note not in seen)
         seen.update(notes)
         yield replace(item, trajectory_id=name, group_id=item.group_id or group, notes=notes)
 
 
-def _group(found: Sequence[Trajectory | Skipped]) -> str | None:
-    """The group of the parts of a rollout whose record names none: the one that its first prompt stands for."""
-    first = next((item.content for item in found if isinstance(item, Trajectory)), None)
-    if len(found) == 1 or first is None or isinstance(first, Text):
+def _group(items: Sequence[Trajectory | Skipped]) -> str | None:
+    """Return the group for the trajectories of a rollout without a group: it is derived from the first prompt."""
+    # One trajectory gets its group later, from the tokenised prompt; several must share one, although prompts differ.
+    first = next((item.content for item in items if isinstance(item, Trajectory)), None)
+    if len(items) == 1 or first is None or isinstance(first, Text):
         return None
     return derived_group(prompt_tokens(first) if isinstance(first, Tokens) else prompt_messages(first, first.tools))

@@ -5,7 +5,7 @@
     {"custom_id", "response": {"status_code", "body"}, "error"}  a line of a batch's output; its request is a line
     {"custom_id", "method", "url", "body"}                       of the same custom_id in a file of the same folder
 
-What the pair says besides is kept under the names that all formats share. Pairs with the same session are one rollout.
+Other fields of a pair are kept under the names that all formats share. Pairs with the same session are one rollout.
 """
 
 from __future__ import annotations
@@ -24,44 +24,22 @@ from treepack.trajectory import Skipped
 SESSIONS = ("rollout_id", "trajectory_id", "session_id", "conversation_id", "trace_id")
 REQUESTS_NOTE = "batch request, read with its response"
 FAILED_NOTE = "request that failed"
-# What request and response are made of, where both are one object with what is said besides.
+# Fields of requests and responses. If one object contains both, every other field describes the rollout.
 API_FIELDS = frozenset(
-    {
-        *(
-            "messages",
-            "input",
-            "instructions",
-            "prompt",
-            "tools",
-            "tool_choice",
-            "parallel_tool_calls",
-            "max_tool_calls",
-        ),
-        *(
-            "temperature",
-            "top_p",
-            "n",
-            "seed",
-            "stop",
-            "stream",
-            "stream_options",
-            "response_format",
-            "text",
-            "include",
-        ),
-        *("max_tokens", "max_completion_tokens", "max_output_tokens", "logprobs", "top_logprobs", "truncation"),
-        *("reasoning", "reasoning_effort", "store", "user", "service_tier", "background", "prompt_cache_key"),
-        *("safety_identifier", "previous_response_id", "conversation", "object", "created", "created_at"),
-        *("completed_at", "choices", "output", "usage", "system_fingerprint", "status", "error", "billing"),
-        *("incomplete_details", "prompt_token_ids"),
-    }
+    (
+        "messages input instructions prompt tools tool_choice parallel_tool_calls max_tool_calls temperature top_p n "
+        "seed stop stream stream_options response_format text include max_tokens max_completion_tokens "
+        "max_output_tokens logprobs top_logprobs truncation reasoning reasoning_effort store user service_tier "
+        "background prompt_cache_key safety_identifier previous_response_id conversation object created created_at "
+        "completed_at choices output usage system_fingerprint status error billing incomplete_details prompt_token_ids"
+    ).split()
 )
-NOT_KEPT = frozenset({"id", "custom_id", "request", "response", "error", "method", "url", "body"})
+NOT_KEPT = frozenset("id custom_id request response error method url body".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request, its response, and what the record says besides."""
+    """A request, its response, and the other fields of the record (`rest`)."""
 
     record: Record
     request: dict[str, Any]
@@ -70,30 +48,32 @@ class Exchange:
 
     @property
     def session(self) -> str | None:
-        """The session that the exchange is a part of, where the record names one, itself or in a `metadata`."""
-        for held in (self.rest, self.rest.get("metadata"), self.request.get("metadata")):
-            if isinstance(held, dict):
+        """Session of the exchange, from the record, its `metadata` or the metadata of the request; None without one."""
+        for fields in (self.rest, self.rest.get("metadata"), self.request.get("metadata")):
+            if isinstance(fields, dict):
                 for name in SESSIONS:
-                    if isinstance(found := held.get(name), str | int) and not isinstance(found, bool):
-                        return str(found)
+                    # bool is a subclass of int.
+                    if isinstance(session := fields.get(name), str | int) and not isinstance(session, bool):
+                        return str(session)
         return None
 
     @property
     def name(self) -> str:
-        """What the exchange is called where it is a rollout of its own."""
-        given = self.record.value.get("custom_id") or self.response.get("id")
-        return given if isinstance(given, str) else self.record.label
+        """Name of the exchange if it is a rollout of its own."""
+        name = self.record.value.get("custom_id") or self.response.get("id")
+        return name if isinstance(name, str) else self.record.label
 
 
-def body(held: Any) -> dict[str, Any]:
-    """The request or response in `held`, wrapped or not; empty if there is none."""
-    inner = held.get("body") if isinstance(held, dict) else None
-    found = inner if isinstance(inner, dict) else held
-    return found if isinstance(found, dict) else {}
+def body(value: Any) -> dict[str, Any]:
+    """Return the request or response in `value`, wrapped in "body" or not; empty if there is none."""
+    # {"status_code": 200, "body": {"id": ..}} -> {"id": ..}, and {"id": ..} -> {"id": ..}
+    inner = value.get("body") if isinstance(value, dict) else None
+    unwrapped = inner if isinstance(inner, dict) else value
+    return unwrapped if isinstance(unwrapped, dict) else {}
 
 
 def request_and_response(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The two halves of a record; either is empty if it has none."""
+    """Return request and response of a record; a missing one is empty. One object with both comes twice."""
     if isinstance(value.get("request"), dict) or isinstance(value.get("response"), dict):
         return body(value.get("request")), body(value.get("response"))
     if "custom_id" in value:
@@ -102,15 +82,16 @@ def request_and_response(value: dict[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Iterator[Exchange | Skipped]:
-    """The exchanges of a file, whose requests have the field `asks` and whose responses have `answers`.
+    """Yield the exchanges of a file; requests have the field `asks` and responses the field `answers`.
 
     Raises:
-        TreepackError: a record is no exchange.
+        TreepackError: a record is not an exchange.
     """
     requests: dict[str, dict[str, Any]] | None = None
     for record in records:
         value, source = record.value, record.source
         request, response = request_and_response(value)
+        # The input file of a batch in the same folder: its lines are read when their responses come.
         if "custom_id" in value and not response and asks in request:
             yield Skipped(source, REQUESTS_NOTE)
             continue
@@ -118,44 +99,48 @@ def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Ite
             yield Skipped(source, FAILED_NOTE)
             continue
         if "custom_id" in value and not request:
-            if requests is None:
+            if requests is None:  # read once, and only if the file is the output of a batch
                 requests = _batch_requests(record)
             request = requests.get(str(value["custom_id"]), {})
             if not request:
-                yield Skipped(source, "response of a batch whose request is in no file of its folder")
+                yield Skipped(source, "response of a batch without its request in a file of the folder")
                 continue
         if request is value and asks not in value and isinstance(value.get(answers), list):
             yield Skipped(source, f"response without its {asks}")
             continue
         if request.get(asks) is None or not isinstance(response.get(answers), list):
             raise TreepackError(
-                f"{source}: is no pair of a request with {asks} and a response with {answers}; expected one per record"
+                f"{source}: is not a pair of a request with {asks} and a response with {answers}; "
+                "expected one pair per record"
             )
         fields = API_FIELDS | NOT_KEPT if request is value else NOT_KEPT
-        rest = {name: held for name, held in value.items() if name not in fields and held is not None}
+        rest = {name: other for name, other in value.items() if name not in fields and other is not None}
         model = response.get("model") or request.get("model")
         yield Exchange(record, request, response, ({"model": model} if isinstance(model, str) else {}) | rest)
 
 
 def description(exchanges: Sequence[Exchange], name: str) -> Record:
-    """What `exchanges` of one rollout say besides their calls: of fields that several have, the last one counts."""
-    value = {key: held for exchange in exchanges for key, held in exchange.rest.items() if key not in SESSIONS}
+    """Return the fields of one rollout besides its calls; the last of `exchanges` with a field counts."""
+    # The last one, because a reward is usually known only at the end.
+    value = {key: other for exchange in exchanges for key, other in exchange.rest.items() if key not in SESSIONS}
     return replace(exchanges[0].record, value=value | {"rollout_id": name})
 
 
 def _batch_requests(record: Record) -> dict[str, dict[str, Any]]:
-    """The requests in files beside that of `record`, by their `custom_id`."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the requests in the other files of the folder of `record`, by their `custom_id`."""
+    requests: dict[str, dict[str, Any]] = {}
     if record.path == STDIN:
-        return found
+        return requests
     for path in sorted(Path(record.path).parent.glob("*.jsonl*")):
         if str(path) == record.path or not path.is_file():
             continue
         others = read_records(str(path))
         for other in others:
             if not isinstance(other.value.get("body"), dict) or not isinstance(other.value.get("custom_id"), str):
-                break
+                break  # not a file of requests
             name = other.value["custom_id"]
-            if found.setdefault(name, other.value["body"]) != other.value["body"]:
-                raise TreepackError(f"{other.source}: repeats the custom_id {quoted(name)}; keep one request of it")
-    return found
+            if requests.setdefault(name, other.value["body"]) != other.value["body"]:
+                raise TreepackError(
+                    f"{other.source}: repeats the custom_id {quoted(name)} with another request; keep one of them"
+                )
+    return requests

@@ -1,20 +1,20 @@
-"""Files to raw records, in pieces: decompresses and parses them, and hashes their bytes on the way.
+"""Files to raw records, in pieces: decompress and parse files, and hash their bytes on the way.
 
-    file --read_pieces--> Lines | Values | Rows --records()--> Record(source, path, value: dict)
+    file --read_pieces--> Lines | Values | TableRows --records()--> Record(source, path, value: dict)
 
     JSONL            one record per line, split at b"\\n" only       source "rollouts.jsonl:17"      Lines, unparsed
     JSON array       one record per element                         source "rollouts.json[3]"      Values
     JSON document    one record, compact or pretty-printed          source "task.traj"             Values
-    Parquet, Arrow   one record per row                             source "part.parquet[3]"       Rows, Arrow columns
+    Parquet, Arrow   one record per row                             source "part.parquet[3]"       TableRows, columns
     torch.save       one record, or one per element of a list       source "rollouts.pt"           Values
 
-A piece stands alone and is pickled cheaply, so that its records can be made in another process. What a file holds is
-told from its bytes, not from its name: the magic number of gzip, zstd, Parquet, Arrow and torch, and else the first
-non-empty line; but YAML, which a folder's search passes over, is told from its name. Nothing seeks, so standard input
-works like a file. What a record means is left to the readers.
+A piece needs no other piece and is cheap to pickle, so another process can make its records. The bytes of a file decide
+how it is read, not its name: the magic number of gzip, zstd, Parquet, Arrow and torch, or else the first line with
+text. Only YAML is recognised by its name; the search of a folder skips it. No code seeks, so standard input works like
+a file. The readers give the records their meaning.
 
-Memory: one piece, which is one record where that is larger; a JSON array or document, a file of torch, and Parquet that
-is compressed as a file or comes from standard input, is held whole.
+Memory: one piece, which is one record if that is larger. A JSON array or document, a file of torch, and Parquet that is
+compressed as a file or comes from standard input are in memory as a whole.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ from treepack.ingest.readers.yaml_files import read_yaml
 
 COMPRESSION = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-CHUNK = 1 << 20
-# A small file is several pieces too, so that several workers share it; a large one has few that are worth a message.
-FIRST_LINES, LINES = 1 << 16, 1 << 19  # bytes
-VALUES = 16
+CHUNK = 1 << 20  # bytes of one read of a file
+# Bytes of the first piece and of the largest piece of a JSONL file; each piece is twice as large as the last one. Small
+# first pieces let several workers share a small file; large later pieces make the cost of a message negligible.
+FIRST_LINES, LINES = 1 << 16, 1 << 19
+VALUES = 16  # elements of an array in a piece: one is a whole rollout, often of several 100 kB
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One raw record. `source` names it in messages, `path` is the file it comes from (`<stdin>` for `-`)."""
+    """One raw record. `source` names it in messages, and `path` is its file (`<stdin>` for `-`)."""
 
     source: str
     path: str
@@ -64,12 +65,14 @@ class Record:
 
     @property
     def label(self) -> str:
-        """`source` without its folder: what a trajectory that has no id of its own is called."""
+        """`source` without the folder: the name of a trajectory without an id."""
+        # path "logs/r.jsonl", source "logs/r.jsonl:17" -> "r.jsonl:17"
         return Path(self.path).name + self.source[len(self.path) :]
 
 
 def folder_and_stem(record: Record) -> tuple[str, str]:
-    """The folder's name and the file's name without its extensions, plus the record's place in a file of several."""
+    """Return the name of the folder, and the name of the file without extensions plus the record's place in it."""
+    # "runs/a/log.json.gz[3]" -> ("a", "log[3]"); ".v2" of "log.v2.json" is not an extension of ours and stays.
     path = Path(record.path)
     stem = path
     while stem.suffix in EXTENSIONS or stem.suffix in COMPRESSED:
@@ -79,35 +82,43 @@ def folder_and_stem(record: Record) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Whole lines of a JSONL file, as they are stored; the first of them is line `number` of the file at `path`."""
+    """Whole lines of a JSONL file as stored; the first is line `number` of the file `path`."""
 
     path: str
     number: int
     data: bytes
 
     def records(self) -> Iterator[Record]:
-        """The records of the lines that are not blank."""
+        """Yield one record per line that is not blank.
+
+        Raises:
+            TreepackError: a line is not a JSON object.
+        """
         for number, line in enumerate(io.BytesIO(self.data), self.number):
             source = f"{self.path}:{number}"
             try:
-                value = orjson.loads(line)
+                value = orjson.loads(line)  # strict; several times as fast as json, which takes over below
             except orjson.JSONDecodeError:
                 if not line.strip():
                     continue
-                value = parse_leniently(line, path=self.path, line=number, remedy="mend or remove the line")
+                value = parse_leniently(line, path=self.path, line=number, remedy="fix or remove the line")
             yield Record(source, self.path, _as_object(value, source))
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Elements of a JSON array from number `start` on, or a whole document, whose `start` is None."""
+    """Elements of a JSON array from number `start` on, or a whole document, with `start` None."""
 
     path: str
     start: int | None
     values: list[Any]
 
     def records(self) -> Iterator[Record]:
-        """One record per value."""
+        """Yield one record per value.
+
+        Raises:
+            TreepackError: a value is not a JSON object.
+        """
         for offset, value in enumerate(self.values):
             source = self.path if self.start is None else f"{self.path}[{self.start + offset}]"
             yield Record(source, self.path, _as_object(value, source))
@@ -122,7 +133,11 @@ class TableRows:
     batch: pa.RecordBatch
 
     def records(self) -> Iterator[Record]:
-        """One record per row; lists of numbers are numpy arrays."""
+        """Yield one record per row; lists of numbers are numpy arrays.
+
+        Raises:
+            TreepackError: a text is not UTF-8, or Python has no such date.
+        """
         columns = row_values(self.batch, self.path)
         for number, values in enumerate(zip(*columns, strict=True), self.start):
             names = self.batch.schema.names
@@ -133,21 +148,21 @@ Piece = Lines | Values | TableRows
 
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
-    """The records of one file (`<stdin>`: of standard input), in order.
+    """Yield the records of one file (`<stdin>`: of standard input), in order.
 
     Raises:
-        TreepackError: unreadable, truncated, malformed or empty, or a record that is no JSON object.
+        TreepackError: the file is unreadable, truncated, malformed or empty, or a record is not a JSON object.
     """
     for piece in read_pieces(path, input_hash=input_hash):
         yield from piece.records()
 
 
 def read_pieces(path: str, *, input_hash: InputHash | None = None) -> Iterator[Piece]:
-    """The pieces of one file (`<stdin>`: of standard input), in order; the first of them holds a record.
+    """Yield the pieces of one file (`<stdin>`: of standard input), in order; the first piece has a record.
 
     Raises:
-        TreepackError: unreadable, truncated or empty, or not of a kind that pieces are made of; what is wrong inside of
-            a piece its `records` say.
+        TreepackError: the file is unreadable, truncated, empty or of an unknown kind. Errors inside of a piece are
+            raised by its `records`.
     """
     num_pieces = 0
     shown = displayed(path)
@@ -156,19 +171,21 @@ def read_pieces(path: str, *, input_hash: InputHash | None = None) -> Iterator[P
             for piece in _pieces_of(raw, path):
                 num_pieces += 1
                 yield piece
+            # A parser may stop early, for example at the end marker of an Arrow stream.
             raw.drain()
             if input_hash is not None:
                 input_hash.add(shown, raw.sha256.hexdigest())
     except (OSError, EOFError) as error:
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        reason = said.strip().partition("\n")[0]
+        # OSError: "No such file or directory" without the number and the path. EOFError comes from truncated gzip.
+        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = message.strip().partition("\n")[0]
         raise TreepackError(f"{shown}: cannot be read ({reason}); restore the file or its permissions") from error
     if num_pieces == 0:
-        raise TreepackError(f"{shown}: holds no record; remove it from the inputs")
+        raise TreepackError(f"{shown}: contains no record; remove it from the inputs")
 
 
 class _HashingReader(io.RawIOBase):
-    """The bytes of a file, hashed as they pass."""
+    """Read the bytes of a file and hash them on the way."""
 
     def __init__(self, path: str) -> None:
         self.sha256 = hashlib.sha256()
@@ -184,7 +201,7 @@ class _HashingReader(io.RawIOBase):
         return size
 
     def drain(self) -> None:
-        """Read what no parser asked for, so that the hash covers the whole file."""
+        """Read the rest that no parser has read, so that the hash covers the whole file."""
         while self.read(CHUNK):
             pass
 
@@ -195,7 +212,7 @@ class _HashingReader(io.RawIOBase):
 
 
 class _Undrained(io.RawIOBase):
-    """`raw` for a buffer that must not close it when it is collected: its hash is not finished yet."""
+    """A view of `raw` that a buffer may close. A collected BufferedReader closes its file, but `raw` still hashes."""
 
     def __init__(self, raw: _HashingReader) -> None:
         self._raw = raw
@@ -208,6 +225,7 @@ class _Undrained(io.RawIOBase):
 
 
 def _pieces_of(raw: _HashingReader, path: str) -> Iterator[Piece]:
+    # peek(n) returns at least one byte and does not consume it, also on a pipe.
     stream = io.BufferedReader(_Undrained(raw), CHUNK)
     compression = COMPRESSION.get(stream.peek(2)[:2])
     if compression is not None:
@@ -223,7 +241,7 @@ def _pieces_of(raw: _HashingReader, path: str) -> Iterator[Piece]:
         return _json_pieces(stream, displayed(path))
     source: Any = path
     if compression is None and path != STDIN:
-        raw.drain()
+        raw.drain()  # only for the hash: Arrow opens the file again by its path, and reads parts of it
     else:
         source = pa.BufferReader(stream.read())
     batches = parquet_batches if magic == PARQUET_MAGIC else arrow_batches
@@ -231,6 +249,7 @@ def _pieces_of(raw: _HashingReader, path: str) -> Iterator[Piece]:
 
 
 def _json_pieces(stream: Any, path: str) -> Iterator[Piece]:
+    # Skip blank lines and the mark; `first` is then line `number`, and `stream` is after it.
     number, first = 0, b""
     for number, line in enumerate(stream, 1):
         first = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
@@ -250,6 +269,7 @@ def _json_pieces(stream: Any, path: str) -> Iterator[Piece]:
         yield from _pieces_of_value(value, path)
         return
     _as_object(value, f"{path}:{number}")
+    # A read ends in the middle of a line, so the rest of the line is added: pieces are whole lines.
     size, data = FIRST_LINES, first
     while data:
         if not data.endswith(b"\n"):
@@ -266,16 +286,16 @@ class _Document:
 
 
 def _parse_start(first: bytes, stream: Any, *, path: str, number: int) -> Any:
-    """What the first line holds if it is lenient JSON, else the whole rest of the stream as one `_Document`.
+    """Parse the first line leniently, or else the first line and the rest of the stream as one `_Document`.
 
-    If neither can be parsed, the error is that of the line where the next line, or the lack of one, speaks for JSONL.
+    If both fail, the error is about the line if the file looks like JSONL: no second line, or an object on it.
     """
     try:
-        return parse_leniently(first, path=path, line=number, remedy="mend or remove the line")
+        return parse_leniently(first, path=path, line=number, remedy="fix or remove the line")
     except TreepackError as of_line:
         rest = stream.read()
         try:
-            return _Document(parse_leniently(first + rest, path=path, line=number, remedy="mend the document"))
+            return _Document(parse_leniently(first + rest, path=path, line=number, remedy="fix the document"))
         except TreepackError as of_document:
             second = next((line for line in rest.split(b"\n") if line.strip()), None)
             raise (of_line if second is None or _is_object(second) else of_document) from None
@@ -289,17 +309,18 @@ def _is_object(line: bytes) -> bool:
 
 
 def parse_leniently(text: bytes, *, path: str, line: int, remedy: str) -> Any:
-    """`text` by the standard library's parser, which takes NaN and long integers and says where it fails.
+    """Parse `text` with the standard library, which accepts NaN and long integers and reports the place of an error.
 
     Raises:
-        TreepackError: not UTF-8, malformed, nested too deeply, or holding half of a surrogate pair.
+        TreepackError: the text is not UTF-8, malformed, nested too deeply, or has half of a surrogate pair.
     """
     try:
+        # "\ud800" is legal JSON but no legal text: writing it as UTF-8 would fail much later, so it is tried here.
         value = json.loads(text.rstrip(b"\r\n").decode("utf-8"))
         json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
     except UnicodeDecodeError as error:
-        at = line + text.count(b"\n", 0, error.start)
+        at = line + text.count(b"\n", 0, error.start)  # `text` may be a document of many lines
         reason = f"not UTF-8 (byte 0x{text[error.start]:02x})"
     except UnicodeEncodeError:
         at, reason = line, "half of a surrogate pair in a string"
@@ -328,13 +349,13 @@ def _pieces_of_value(value: Any, path: str) -> Iterator[Piece]:
 
 
 class NoObjectError(TreepackError):
-    """A record is no JSON object."""
+    """A record is not a JSON object."""
 
 
 def _as_object(value: Any, source: str) -> dict[str, Any]:
     if type(value) is not dict:
         names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-        raise NoObjectError(f"{source}: holds {names.get(type(value), 'a number')}; expected a JSON object")
+        raise NoObjectError(f"{source}: contains {names.get(type(value), 'a number')}; expected a JSON object")
     return value
 
 

@@ -1,11 +1,12 @@
-"""Items of OpenAI's Responses API to chat messages: a turn of the assistant is spread over several items.
+"""Items of OpenAI's Responses API to chat messages: one turn of the assistant consists of several items.
 
     message user | reasoning, message, function_call, function_call | function_call_output, function_call_output | ...
     user         | assistant {reasoning, content, tool_calls}       | tool, tool                                 | ...
 
-Of a turn the reasoning comes first, then at most one message, then the calls; what is out of this order begins the
-next turn. A turn that says nothing is left out. Hosted tools (a server's web search, say) are named in a note, except
-for an `mcp_call`, which holds both the call and its result. Contents with an image, say, stay parts, for the caller.
+In a turn the reasoning comes first, then at most one message, then the calls. An item out of this order starts the next
+turn. A turn without content is left out. Items of hosted tools (such as the web search of a server) become notes; only
+an `mcp_call` is read, because it contains both the call and its result. Content with an image or another part that is
+not text stays a list of parts, so that the caller can skip it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from treepack.ingest.readers.messages import is_messages
 
 Item = dict[str, Any]
 
-REASONING, TEXT, CALL = range(3)
+REASONING, TEXT, CALL = range(3)  # the places of an item in a turn, in order
 CALLS = ("function_call", "custom_tool_call", "mcp_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 EMPTY_NOTE = "assistant turn without content left out"
-SUMMARY_NOTE = "reasoning that is known by its summary only left out"
+SUMMARY_NOTE = "reasoning with a summary only left out"
 
 
 @dataclass(frozen=True, slots=True)
 class ItemMessages:
-    """Messages in OpenAI's chat form, the items that each is made of, and remarks to be counted."""
+    """Messages in OpenAI's chat form, the items of each message, and remarks to be counted."""
 
     messages: list[dict[str, Any]]
     items: list[list[Item]]
@@ -39,23 +40,23 @@ class ItemMessages:
 
 
 def messages_of_items(items: Any, *, source: str, summaries: bool = False) -> ItemMessages:
-    """The messages of `items`, a list of items or the text of one user message.
+    """Return the messages of `items`, a list of items or the text of one user message.
 
-    `summaries` says that a reasoning item without content holds the reasoning itself under `summary`.
+    With `summaries`, the `summary` of a reasoning item without content is the reasoning itself.
 
     Raises:
-        TreepackError: an item that is none, or without what its type requires.
+        TreepackError: an item is not an object, or lacks a field that its type requires.
     """
     if items is None or isinstance(items, str):
         items = [{"role": "user", "content": items}] if items else []
     if not is_messages(items):
-        raise TreepackError(f"{source}: holds the items {shown(items)}; expected a list of items or text")
+        raise TreepackError(f"{source}: the items are {shown(items)}; expected a list of items or text")
     notes: dict[str, None] = {}
     messages: list[dict[str, Any]] = []
     parts: list[list[Item]] = []
     for group in _turns(_usable(items, notes)):
         if _place(group[0]) is None:
-            message = _given(group[0], source)
+            message = _input_message(group[0], source)
         else:
             message = _turn(group, source, notes, summaries=summaries)
             if not any(message.get(key) for key in ("content", "tool_calls", "reasoning_content")):
@@ -71,7 +72,7 @@ def _kind(item: Item) -> str:
 
 
 def _place(item: Item) -> int | None:
-    """The place of an item in a turn of the assistant; None if it is none of the assistant's."""
+    """Return the place of an item in a turn of the assistant, or None if the assistant has not written it."""
     kind = _kind(item)
     if kind == "reasoning":
         return REASONING
@@ -82,18 +83,20 @@ def _place(item: Item) -> int | None:
 
 def _usable(items: list[Item], notes: dict[str, None]) -> Iterator[Item]:
     for item in items:
-        kind = _kind(item)
+        kind = _kind(item)  # an item without a type is a message, the short form of the API
         if kind not in ("reasoning", "message", *CALLS, *RESULTS):
             notes[f"item of type {quoted(kind)} not used"] = None
             continue
         yield item
+        # A server ran the tool, so the result is in the same item: it becomes an item of its own.
         if kind == "mcp_call":
             result = item.get("output") or item.get("error")
             yield {"type": "function_call_output", "call_id": item.get("id"), "output": result}
 
 
 def _turns(items: Iterator[Item]) -> Iterator[list[Item]]:
-    """`items` in groups, one for each message."""
+    """Split `items` into groups, one for each message."""
+    # reasoning text call call | user | text | text call -> four groups: a second text starts a new turn.
     group: list[Item] = []
     for item in items:
         place, last = _place(item), _place(group[-1]) if group else None
@@ -112,9 +115,11 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
         place = _place(item)
         if place == REASONING:
             content = _text(item.get("content"), source)
+            # The paragraphs of a summary are parts of their own, without newlines between them.
             summary = _text(item.get("summary"), source, between="\n\n")
             if summary and not content and not summaries:
                 notes[SUMMARY_NOTE] = None
+            # A summary is not what the model generated, so it must not be trained as reasoning.
             reasoning.append(content or (summary if summaries else ""))
         elif place == TEXT:
             message["content"] = _content(item.get("content"), source)
@@ -128,6 +133,7 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
 def _call(item: Item, source: str) -> dict[str, Any]:
     if not isinstance(item.get("name"), str):
         raise TreepackError(f"{source}: has the item {shown(item)}; expected a call with a name")
+    # A custom tool takes free text; chat messages need JSON: "ls" -> {"input": "ls"}.
     arguments = item.get("arguments")
     if _kind(item) == "custom_tool_call":
         arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
@@ -135,8 +141,8 @@ def _call(item: Item, source: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": item["name"], "arguments": arguments}}
 
 
-def _given(item: Item, source: str) -> dict[str, Any]:
-    """The message of an item that the assistant has not written."""
+def _input_message(item: Item, source: str) -> dict[str, Any]:
+    """Return the message of an item that the assistant has not written."""
     if _kind(item) == "message":
         return {"role": item.get("role"), "content": _content(item.get("content"), source)}
     output = item.get("output")
@@ -147,7 +153,7 @@ def _given(item: Item, source: str) -> dict[str, Any]:
 
 
 def _content(content: Any, source: str) -> str | list[dict[str, Any]]:
-    """The text of parts, or the parts that are no text if there are any."""
+    """Return the text of `content`, or its parts that are not text if it has such parts."""
     parts = content if isinstance(content, list) else []
     kinds = [part.get("type") for part in parts if isinstance(part, dict)]
     others = [kind for kind in kinds if isinstance(kind, str) and kind not in (*TEXT_PARTS, "refusal")]
@@ -155,7 +161,11 @@ def _content(content: Any, source: str) -> str | list[dict[str, Any]]:
 
 
 def _text(content: Any, source: str, *, between: str = "") -> str:
-    """The text of parts; a refusal is text too."""
+    """Return the text of `content`, joined with `between`; a refusal is text too.
+
+    Raises:
+        TreepackError: a part is not text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -1,10 +1,10 @@
-"""What the data sets of SFT trainers share: rounds of text, tool calls as JSON text, and pairs of answers.
+"""Common parts of data sets for SFT trainers: rounds of text, tool calls as JSON text, and pairs of answers.
 
     ("Be brief.", [["2 + 2?", "4"]], "And 3 + 3?", "6")  --rounds-->  system, user, assistant, user, assistant
     '{"name": "add", "arguments": {"a": 2}}'             --calls_of_text-->  [{"name": "add", "arguments": {"a": 2}}]
     a prompt and two answers to it                       --read_pair-->  "<id>/chosen" of reward 1, "<id>/rejected" of 0
 
-A pair is a group of its own, called after where it was read, so that the pairs that are compared are those of the file.
+Each pair is a group of its own, named after its place in the file, so that only the two answers of a pair are compared.
 """
 
 from __future__ import annotations
@@ -32,27 +32,29 @@ Message = dict[str, Any]
 
 
 def rounds(system: Any, history: Any, query: str, response: str | None, *, source: str) -> list[Message]:
-    """Messages of a system prompt, earlier rounds `[query, response]`, a query, and its response where there is one.
+    """Return the messages of a system prompt, earlier rounds `[query, response]`, a query, and its response if any.
 
     Raises:
-        TreepackError: `system` is no text, or `history` no list of pairs of text.
+        TreepackError: `system` is not text, or `history` is not a list of pairs of text.
     """
     if system is not None and not isinstance(system, str):
         raise TreepackError(f"{source}: system is {shown(system)}; expected text")
+    # An empty system prompt is no message: data sets have the field in every record.
     messages = [{"role": "system", "content": system}] if system else []
     for number, pair in enumerate(_list(history, "history", source)):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise TreepackError(f"{source}: history[{number}] is {shown(pair)}; expected a query and its response")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    # ("S", [["a", "b"]], "q", "r") -> system S, user a, assistant b, user q, assistant r
     messages.append({"role": "user", "content": query})
     return messages if response is None else [*messages, {"role": "assistant", "content": response}]
 
 
 def calls_of_text(text: Any, *, where: str) -> list[dict[str, Any]]:
-    """The tool calls that `text` holds as JSON, one object `{name, arguments}` or a list of them.
+    """Return the tool calls of `text`, which is JSON: one object `{name, arguments}` or a list of them.
 
     Raises:
-        TreepackError: it holds none.
+        TreepackError: it has no call.
     """
     try:
         calls = json.loads(text) if isinstance(text, str) else text
@@ -60,27 +62,27 @@ def calls_of_text(text: Any, *, where: str) -> list[dict[str, Any]]:
         calls = None
     calls = [calls] if isinstance(calls, dict) else calls
     if not is_messages(calls) or not calls or not all(isinstance(call.get("name"), str) for call in calls):
-        raise TreepackError(f"{where} holds the call {shown(text)}; expected JSON with name and arguments")
+        raise TreepackError(f"{where} has the call {shown(text)}; expected JSON with name and arguments")
     return list(calls)
 
 
 def read_chat(
     record: Record, messages: Sequence[Message], options: ReadOptions, *, used: Collection[str]
 ) -> Trajectory | Skipped:
-    """The trajectory of one conversation, in which every assistant message is trained; tools are those of the record.
+    """Return the trajectory of one conversation, with the tools of the record; all assistant messages are trained.
 
-    A boolean `label` or `kto_tag` is the reward, 1 or 0, where the record has no other.
+    A boolean `label` or `kto_tag` is the reward, 1 or 0, if the record has no other reward.
 
     Raises:
-        TreepackError: messages or tools that `readers.messages` refuses.
+        TreepackError: `readers.messages` refuses messages or tools.
     """
     if has_media(record.value) or not is_text(messages):
         return Skipped(record.source, MEDIA_REASON)
     done = normalise_messages(messages, source=record.source)
     content = Chat(done.messages, done.weights, normalise_tools(record.value.get("tools"), source=record.source))
     marks = [name for name in ("label", "kto_tag") if isinstance(record.value.get(name), bool)]
-    found = describe(record, content, used={*used, "tools", *marks}, options=options, notes=done.notes)
-    return replace(found, reward=float(record.value[marks[0]])) if marks and found.reward is None else found
+    item = describe(record, content, used={*used, "tools", *marks}, options=options, notes=done.notes)
+    return replace(item, reward=float(record.value[marks[0]])) if marks and item.reward is None else item
 
 
 def read_pair(
@@ -92,14 +94,15 @@ def read_pair(
     *,
     used: Collection[str],
 ) -> Iterator[Trajectory | Skipped]:
-    """The two trajectories of a pair; what the assistant wrote in `chosen` and `rejected` is trained, not in `prompt`.
+    """Yield the two trajectories of a pair; assistant messages of `chosen` and `rejected` are trained, `prompt` is not.
 
     Raises:
-        TreepackError: messages or tools that `readers.messages` refuses.
+        TreepackError: `readers.messages` refuses messages or tools.
     """
     if has_media(record.value) or not is_text([*prompt, *chosen, *rejected]):
         yield Skipped(record.source, MEDIA_REASON)
         return
+    # Such a pair has no preference, and the two would be one branch of the trie with the rewards 1 and 0.
     if list(chosen) == list(rejected):
         yield Skipped(record.source, "chosen and rejected are the same")
         return
@@ -108,10 +111,10 @@ def read_pair(
         done = normalise_messages([*prompt, *answer], source=f"{record.source}: {side}")
         weights = [0.0] * len(prompt) + done.weights[len(prompt) :]
         content = Chat(done.messages, weights, tools)
-        notes = done.notes if side == "chosen" else ()
-        found = describe(record, content, used={*used, "tools"}, options=options, notes=notes)
-        name = f"{found.trajectory_id}/{side}"
-        yield replace(found, trajectory_id=name, group_id=record.source, reward=reward)
+        notes = done.notes if side == "chosen" else ()  # once per record
+        item = describe(record, content, used={*used, "tools"}, options=options, notes=notes)
+        name = f"{item.trajectory_id}/{side}"
+        yield replace(item, trajectory_id=name, group_id=record.source, reward=reward)
 
 
 def read_whole_pair(
@@ -122,11 +125,12 @@ def read_whole_pair(
     *,
     used: Collection[str],
 ) -> Iterator[Trajectory | Skipped]:
-    """The two trajectories of a pair of conversations; the messages that both begin with are their prompt.
+    """Yield the two trajectories of a pair of conversations; their common first messages are the prompt.
 
     Raises:
-        TreepackError: messages or tools that `readers.messages` refuses.
+        TreepackError: `readers.messages` refuses messages or tools.
     """
+    # chosen U A U B, rejected U A U C -> shared U A U; an answer A in the prompt is not trained.
     both = zip(chosen, rejected, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
     yield from read_pair(record, chosen[:shared], chosen[shared:], rejected[shared:], options, used=used)

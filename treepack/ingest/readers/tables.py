@@ -2,7 +2,7 @@
 
     file --parquet_batches, arrow_batches--> record batches of a bounded size --row_values--> one list per column
 
-Arrow's own format comes as a file or, as Hugging Face's `save_to_disk` writes it, as a stream.
+Arrow's own format is a file or, if `save_to_disk` of Hugging Face wrote it, a stream.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
 
+# First four bytes. An Arrow file starts with ARROW1, a stream with the marker of a message.
 PARQUET_MAGIC, ARROW_FILE_MAGIC, ARROW_STREAM_MAGIC = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
-CHUNK = 1 << 20
+CHUNK = 1 << 20  # bytes of one read
+# Limits of a batch: 256 kB of rows keep a piece cheap to send to a worker, and 1024 rows bound its records in memory.
 ROWS, ROW_BYTES = 1024, 1 << 18
 
 
 def parquet_batches(source: Any, path: str) -> Iterator[pa.RecordBatch]:
-    """The rows of a Parquet file, a path or a buffer.
+    """Yield the rows of a Parquet file, given as a path or a buffer.
 
     Raises:
         TreepackError: the file is damaged; `path` names it.
     """
-    # Without these two a row group, which may be the whole file, is read at once.
+    # Without these two arguments, pyarrow reads a row group at once, which may be the whole file.
     with _readable(path), pq.ParquetFile(source, buffer_size=CHUNK, pre_buffer=False) as file:
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         largest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
@@ -35,19 +37,20 @@ def parquet_batches(source: Any, path: str) -> Iterator[pa.RecordBatch]:
 
 
 def arrow_batches(source: Any, path: str) -> Iterator[pa.RecordBatch]:
-    """The rows of an Arrow file, a path or a buffer, or of an Arrow stream, anything with `read`.
+    """Yield the rows of an Arrow file, given as a path or a buffer, or of an Arrow stream with `read`.
 
     Raises:
         TreepackError: the file is damaged; `path` names it.
     """
     with _readable(path):
         for batch in _stored_batches(source):
+            # A stored batch may be the whole file. A slice copies nothing until it is pickled.
             size = _num_rows(batch.nbytes / max(1, batch.num_rows))
             yield from (batch.slice(start, size) for start in range(0, batch.num_rows, size))
 
 
 def _stored_batches(source: Any) -> Iterator[pa.RecordBatch]:
-    if hasattr(source, "peek"):
+    if hasattr(source, "peek"):  # only the stream of `records`; an Arrow file is a path or a buffer, which can seek
         with pa.ipc.open_stream(source) as stream:
             yield from stream
         return
@@ -57,6 +60,7 @@ def _stored_batches(source: Any) -> Iterator[pa.RecordBatch]:
 
 
 def _num_rows(row_bytes: float) -> int:
+    # Rows of 100 bytes -> 1024 rows, of 1000 bytes -> 262, of 1 MB -> 1.
     return int(max(1, min(ROWS, ROW_BYTES // max(1, row_bytes))))
 
 
@@ -65,16 +69,16 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, ValueError, OverflowError) as error:
-        # Arrow raises ValueError for text that is no UTF-8 and for dates and times that Python cannot hold.
+        # Arrow raises ValueError for text that is not UTF-8, and for dates and times that Python cannot represent.
         reason = str(error).strip().partition("\n")[0]
-        raise TreepackError(f"{path}: not a readable Parquet or Arrow file ({reason}); write it anew") from error
+        raise TreepackError(f"{path}: not a readable Parquet or Arrow file ({reason}); write the file again") from error
 
 
 def row_values(batch: pa.RecordBatch, path: str) -> list[Sequence[Any]]:
-    """The values of each column, one per row; lists of numbers are numpy arrays.
+    """Return the values of each column, one per row; lists of numbers are numpy arrays.
 
     Raises:
-        TreepackError: text that is no UTF-8, or a date that Python cannot hold; `path` names the file.
+        TreepackError: a text is not UTF-8, or Python has no such date; `path` names the file.
     """
     with _readable(path):
         return [_column_values(column) for column in batch.columns]
@@ -87,10 +91,10 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _column_values(column: Any) -> Sequence[Any]:
-    """One Python value per row; a list of numbers or booleans stays one numpy slice, a null inside it is NaN.
+    """Return one Python value per row. A list of numbers or booleans is a numpy slice, with NaN for a null inside it.
 
-    A null field of a struct is left out: Parquet gives all structs of a column the fields of any of them, and a tool
-    call's arguments would else be printed with those of other calls.
+    A null field of a struct is left out. In Parquet, every struct of a column has the fields of all structs, so the
+    arguments of a tool call would otherwise be printed with the names of arguments of other calls.
     """
     kind = column.type
     if pa.types.is_fixed_size_list(kind):
@@ -99,8 +103,9 @@ def _column_values(column: Any) -> Sequence[Any]:
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list or not pa.types.is_primitive(kind.value_type) or pa.types.is_temporal(kind.value_type):
         return [_without_nulls(value) for value in column.to_pylist()]
+    # values 5 6 7, offsets 0 2 3 -> [5 6], [7]. `values` ignores the slice of the batch, but `offsets` respects it.
     values = column.values.to_numpy(zero_copy_only=False)
     bounds = column.offsets.to_pylist()
     valid = column.is_valid().to_pylist()
-    pairs = zip(bounds, bounds[1:], valid, strict=False)
-    return [values[start:end] if known else None for start, end, known in pairs]
+    triples = zip(bounds, bounds[1:], valid, strict=False)
+    return [values[start:end] if is_valid else None for start, end, is_valid in triples]

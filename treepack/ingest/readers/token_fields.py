@@ -1,9 +1,9 @@
-"""Which field of a tokenised record means what, and its values as arrays: the vocabulary of `tokens.py`.
+"""Names of the fields of a tokenised record, and their values as arrays: the vocabulary of `tokens.py`.
 
     {"prompt_ids": [..], "response_ids": [..], "response_mask": [..]}  --sort_fields-->  {kind: {name: values}}
 
-Names of a kind are interchangeable; if a record has several they must agree. The three kinds of log-probability are
-not: the sampler's, the trainer's old ones, and those of the reference model.
+Names of one kind are interchangeable, and if a record has several, their values must agree. Log-probabilities are three
+different kinds: of the sampler, of the trainer before the update (old), and of the reference model.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MASK, LABELS, ATTENTION, PROMPT_MASK = "mask", "labels", "attention", "prompt ma
 POSITIONS, RESPONSE_LENGTH, LENGTHS = "positions", "response length", "lengths"
 ADVANTAGE, RETURN = "advantages", "returns"
 SAMPLING, OLD, REFERENCE = "sampling log-probabilities", "old log-probabilities", "reference log-probabilities"
-IGNORED_LABEL = -100
+IGNORED_LABEL = -100  # of torch's cross_entropy
 
 NAMES: dict[str, tuple[str, ...]] = {
     IDS: ("input_ids", "tokens", "token_ids", "sequences"),
     PROMPT: ("prompt_ids", "prompt_token_ids", "prompts"),
     RESPONSE: ("response_ids", "completion_ids", "completion_token_ids", "responses"),
-    MASK: (
-        *("loss_mask", "loss_masks", "response_mask", "completion_mask", "assistant_masks", "assistant_mask", "mask"),
-        *("generation_mask", "tool_mask", "env_mask"),
+    MASK: tuple(
+        "loss_mask loss_masks response_mask completion_mask assistant_masks assistant_mask mask generation_mask "
+        "tool_mask env_mask".split()
     ),
     LABELS: ("labels",),
     ATTENTION: ("attention_mask",),
@@ -39,24 +39,22 @@ NAMES: dict[str, tuple[str, ...]] = {
     LENGTHS: ("seq_lengths", "seq_lens", "sequence_lengths"),
     ADVANTAGE: ("advantages", "advantage"),
     RETURN: ("returns", "mc_return"),
-    SAMPLING: (
-        *("rollout_log_probs", "rollout_logprobs", "response_logprobs", "completion_logprobs", "inference_logprobs"),
-        *("logprobs", "sampling_per_token_logps"),
+    SAMPLING: tuple(
+        "rollout_log_probs rollout_logprobs response_logprobs completion_logprobs inference_logprobs logprobs "
+        "sampling_per_token_logps".split()
     ),
     OLD: ("old_log_probs", "old_per_token_logps", "action_log_probs"),
-    REFERENCE: (
-        *("ref_log_prob", "ref_logprobs", "reference_logprobs", "ref_per_token_logps", "base_action_log_probs"),
-    ),
+    REFERENCE: tuple("ref_log_prob ref_logprobs reference_logprobs ref_per_token_logps base_action_log_probs".split()),
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 TOKEN_IDS = frozenset({IDS, PROMPT, RESPONSE})
-LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}
+LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}  # an advantage may be one number for all tokens
 
 Fields = dict[str, dict[str, Any]]
 
 
 def sort_fields(record: dict[str, Any]) -> Fields:
-    """The fields of `record` that are known here, by kind and name; text under such a name is somebody else's."""
+    """Return the fields of `record` with a known name, by kind and name; a text with such a name is another field."""
     fields: Fields = {}
     for name, value in record.items():
         kind = KINDS.get(name)
@@ -64,22 +62,24 @@ def sort_fields(record: dict[str, Any]) -> Fields:
             continue
         if kind in LISTS and not isinstance(value, list | np.ndarray):
             continue
+        # "prompts": ["Hi"] and "responses": [{"role": ..}] are texts and messages under the same names.
         if kind in TOKEN_IDS and len(value) > 0 and isinstance(value[0], str | dict):
             continue
         fields.setdefault(kind, {})[name] = value
+    # Returns replace missing advantages; the union keeps ADVANTAGE of `fields` if there is one.
     returns = fields.pop(RETURN, None)
     return fields if returns is None else {ADVANTAGE: returns} | fields
 
 
 def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | Float64:
-    """A mask as uint8 of 0 and 1, or, for a `loss_mask` that holds other numbers, as float64 weights.
+    """Return a mask as uint8 of 0 and 1; a `loss_mask` with other numbers is returned as float64 weights.
 
     Raises:
-        TreepackError: nested, or any other value.
+        TreepackError: the list is nested, or has any other value.
     """
     if type(values) is list:
         try:
-            # bytes() takes 0..255 only and is five times as fast as numpy on a list; it takes booleans too.
+            # bytes() accepts 0..255 and booleans only, and is five times as fast as numpy on a list.
             flags: NDArray[Any] = np.frombuffer(bytes(values), np.uint8)
         except (TypeError, ValueError):
             flags = as_array(values)
@@ -92,26 +92,28 @@ def mask_values(values: Any, *, source: str, name: str) -> NDArray[np.uint8] | F
     low, high = flags.min(), flags.max()
     if flags.dtype.kind == "f" and not np.isin(flags, (0, 1)).all():
         if name != "loss_mask":
-            raise TreepackError(f"{source}: {name} holds values from {low} to {high}; expected 0 and 1")
+            raise TreepackError(f"{source}: {name} has values from {low} to {high}; expected 0 and 1")
         weights = flags.astype(np.float64)
+        # Written as a negation, so that NaN is refused: every comparison with NaN is False.
         bad = weights[(weights != 0) & ~((weights >= MIN_WEIGHT) & (weights <= MAX_WEIGHT))]
         if len(bad):
-            raise TreepackError(f"{source}: {name} holds {bad[0]}; expected each value to be {WEIGHTS}")
+            raise TreepackError(f"{source}: {name} has the value {bad[0]}; expected each value to be {WEIGHTS}")
         return weights
     if low < 0 or high > 1:
-        raise TreepackError(f"{source}: {name} holds {low if low < 0 else high}; expected 0 and 1")
+        raise TreepackError(f"{source}: {name} has the value {low if low < 0 else high}; expected 0 and 1")
     return flags.astype(np.uint8, copy=False)
 
 
 def number_values(values: Any, *, source: str, name: str) -> Float64:
-    """A list of numbers as float64, with NaN for null.
+    """Return a list of numbers as float64, with NaN for null.
 
     Raises:
-        TreepackError: nested, or holding anything but numbers and null.
+        TreepackError: the list is nested, or has a value that is neither a number nor null.
     """
     numbers = as_array(values)
     if len(values) == 0:
         return np.zeros(0, np.float64)
+    # Object arrays: lists with null, and integers beyond 64 bits. Booleans are no numbers, although bool is an int.
     if numbers.dtype.kind == "O" and all(
         value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values
     ):
@@ -119,7 +121,7 @@ def number_values(values: Any, *, source: str, name: str) -> Float64:
             numbers = np.asarray([np.nan if value is None else value for value in values], np.float64)
         except OverflowError:
             raise TreepackError(
-                f"{source}: {name} holds a number that does not fit a float; expected finite numbers"
+                f"{source}: {name} has a number that does not fit a float; expected finite numbers"
             ) from None
     if numbers.ndim != 1 or numbers.dtype.kind not in "iuf":
         raise TreepackError(f"{source}: {name} is not a flat list of numbers; expected one per token")
@@ -127,7 +129,7 @@ def number_values(values: Any, *, source: str, name: str) -> Float64:
 
 
 def as_array(values: Any) -> NDArray[Any]:
-    """`values` as an array of whatever dtype; of two dimensions where they are ragged."""
+    """Return `values` as an array of any dtype; ragged lists become an empty array of two dimensions."""
     try:
         return np.asarray(values)
     except (ValueError, OverflowError):

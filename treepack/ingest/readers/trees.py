@@ -1,4 +1,4 @@
-"""Search trees as logs hold them, nodes inside nodes, to the path of each leaf.
+"""Paths of the leaves of a search tree, which logs store as nodes inside nodes.
 
 {name: "root", children: [{name: "a"}, {name: "b", children: [{name: "c"}, {name: "d"}]}]}
     --leaf_paths-->  root a    root b c    root b d
@@ -13,11 +13,13 @@ from treepack.ingest.readers.fields import as_objects
 
 
 def leaf_paths(root: dict[str, Any], *, source: str) -> Iterator[list[dict[str, Any]]]:
-    """The nodes from `root` to each leaf, in depth-first order. O(sum of the paths' lengths).
+    """Yield the nodes from `root` to each leaf, in depth-first order. O(sum of the lengths of the paths).
 
     Raises:
         TreepackError: `children` of a node is neither null nor a list of objects.
     """
+    # A stack instead of recursion, because a search may be deeper than Python's stack. `path` is cut to the depth of
+    # the next node: root b c, then d at depth 2 -> root b d.
     path: list[dict[str, Any]] = []
     stack = [(root, 0)]
     while stack:
