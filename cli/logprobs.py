@@ -1,13 +1,66 @@
-"""`treepack logprobs`: a model's log-probabilities of every trained token, as a column of packed rows."""
+"""`treepack logprobs`: write log-probabilities of all trained tokens under a model as a column of packed rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
+from .option_groups import option_group
 from .output import progress, show
+
+if TYPE_CHECKING:
+    from treepack.train.logprobs import ScoreOptions
+
+
+def _make_score_options(**options: str | bool | int) -> ScoreOptions:
+    from treepack.train.logprobs import ScoreOptions
+
+    return ScoreOptions(**options)  # type: ignore[arg-type]
+
+
+_score_options = option_group(
+    "options",
+    [
+        click.option(
+            "--column",
+            type=click.Choice(["old", "ref"]),
+            default="old",
+            show_default=True,
+            help="old: the policy before training, the denominator of ratios. ref: the reference of KL and dpo.",
+        ),
+        click.option("--entropies", is_flag=True, help="Also write the entropy of the distribution of each token."),
+        click.option(
+            "--dtype",
+            type=click.Choice(["fp32", "bf16"]),
+            default="fp32",
+            show_default=True,
+            help="bf16 keeps fp32 weights and computes under autocast.",
+        ),
+        click.option(
+            "--attention",
+            type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
+            default="auto",
+            show_default=True,
+            help="As in treepack train.",
+        ),
+        click.option(
+            "--loss-chunk",
+            type=click.IntRange(min=1),
+            default=2048,
+            show_default=True,
+            help="Tokens per chunk of logits; a smaller chunk needs less memory.",
+        ),
+        click.option(
+            "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
+        ),
+        click.option(
+            "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of random weights."
+        ),
+    ],
+    _make_score_options,
+)
 
 
 @click.command()
@@ -19,55 +72,22 @@ from .output import progress, show
     help="Causal LM directory, hub name, or config file (random weights).",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Packed directory to write.")
-@click.option(
-    "--column",
-    type=click.Choice(["old", "ref"]),
-    default="old",
-    show_default=True,
-    help="old: the policy before training, which ratios are taken to. ref: the reference of KL and dpo.",
-)
-@click.option("--entropies", is_flag=True, help="Also write the entropy of each token's distribution.")
-@click.option(
-    "--dtype",
-    type=click.Choice(["fp32", "bf16"]),
-    default="fp32",
-    show_default=True,
-    help="bf16 keeps fp32 weights and computes under autocast.",
-)
-@click.option(
-    "--attention",
-    type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
-    default="auto",
-    show_default=True,
-    help="As in treepack train.",
-)
-@click.option(
-    "--loss-chunk",
-    type=click.IntRange(min=1),
-    default=2048,
-    show_default=True,
-    help="Tokens whose logits exist at a time.",
-)
-@click.option(
-    "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto takes a GPU if there is one."
-)
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of random weights.")
+@_score_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: Any) -> None:
-    """Write a model's log-probabilities of every trained token into a copy of packed rows.
+def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwrite: bool) -> None:
+    """Write the log-probability of every trained token under a model into a copy of packed rows.
 
     A row is one forward pass, so every prefix is computed once. treepack train --loss reads the columns: old for the
-    ratios of grpo and its like, ref for their KL divergence and for dpo.
+    ratios of grpo and similar losses, ref for their KL divergence and for dpo.
     """
     from treepack.files.directory import finished_directory, refuse_existing
     from treepack.pack.files import write_packed
-    from treepack.train.logprobs import ScoreOptions, open_scoring, scored_provenance, scored_rows
+    from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows
     from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack logprobs")
-    chosen = ScoreOptions(**options)
     refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
-    scoring = open_scoring(packed, model, chosen)
+    scoring = open_scoring(packed, model, options)
     for note in scoring.notes:
         click.echo(f"note: {note}", err=True)
     rows = progress(scored_rows(scoring), description="scoring", total=len(scoring.dataset))
@@ -81,7 +101,7 @@ def logprobs(packed: Path, model: str, out: Path, overwrite: bool, **options: An
             "trajectories": totals["num_trajectories"],
             "attention": scoring.loaded.attention,
             "tokens computed": totals["tokens_packed"],
-            "tokens if each trajectory stood alone": totals["tokens_flat"],
-            "written": f"term_{chosen.column}_logprob" + (", term_entropy" if chosen.entropies else ""),
+            "tokens if each trajectory is computed alone": totals["tokens_flat"],
+            "written": f"term_{options.column}_logprob" + (", term_entropy" if options.entropies else ""),
         }
     )

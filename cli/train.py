@@ -1,16 +1,21 @@
-"""`treepack train`: a model trained on packed rows, or the proof that its gradients are right."""
+"""`treepack train`: train a model on packed rows, or verify its gradients."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .objective import objective_options, read_objective
-from .optimiser import optimiser_options
+from .objective import objective_options
+from .optimiser import OptimiserOptions, optimiser_options
 from .output import show
-from .training import run_options, train_model
+from .training import RunOptions, run_options, train_model
+
+if TYPE_CHECKING:
+    from treepack.model.objectives import Objective
+    from treepack.train.options import TrainOptions
 
 
 @click.command()
@@ -33,68 +38,105 @@ from .training import run_options, train_model
     show_default=True,
     help="bf16 keeps fp32 weights and computes under autocast.",
 )
-@click.option("--compile", is_flag=True, help="Fuse what is not attention in every layer by torch.compile.")
+@click.option("--compile", "compiled", is_flag=True, help="Fuse all of a layer except attention by torch.compile.")
 @click.option(
     "--attention",
     type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
     default="auto",
     show_default=True,
     help="reference runs anywhere; flex is FlexAttention, flash its FlashAttention-4 backend, triton treepack's own "
-    "kernel; auto takes the first of triton, flash and flex that can run on a GPU, reference elsewhere.",
+    "kernel; auto is the first of triton, flash and flex that can run on the GPU, else reference.",
 )
 @click.option(
     "--loss-chunk",
     type=click.IntRange(min=1),
     default=2048,
     show_default=True,
-    help="Targets whose logits exist at a time.",
+    help="Targets per chunk of logits; a smaller chunk needs less memory.",
 )
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one.")
 @click.option(
-    "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto takes a GPU if there is one."
-)
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of row order and random weights."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of row order and random weights.",
 )
 @click.option(
     "--verify",
     is_flag=True,
-    help="Do not train: compare the gradients of some rows with those of their trajectories one by one.",
+    help="Do not train; compare the gradients of some rows with the gradients of their trajectories one by one.",
 )
 @click.option(
     "--verify-rows",
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Rows that --verify takes, the shortest first.",
+    help="Number of rows for --verify, the shortest first.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace an existing output, before the first step.")
-def train(packed: str, model: str, out: Path | None, verify: bool, verify_rows: int, **options: Any) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace an existing output before the first step.")
+def train(
+    packed: str,
+    model: str,
+    out: Path | None,
+    objective: Objective,
+    run: RunOptions,
+    steps: int | None,
+    optimiser: OptimiserOptions,
+    dtype: str,
+    compiled: bool,
+    attention: str,
+    loss_chunk: int,
+    device: str,
+    seed: int,
+    verify: bool,
+    verify_rows: int,
+    overwrite: bool,
+) -> None:
     """Train a Hugging Face causal language model on packed rows.
 
     PACKED is a packed directory, on this machine or at a URI that pyarrow or fsspec opens (s3://, gs://, hf://, ...).
-    Writes the model's own format, loadable by from_pretrained, with metrics.jsonl (a line per optimiser step). The loss
-    of a step is one mean over all its rows: with --loss sft normalised as the rows were packed, else as --denominator
-    says. Unless given, the options of the other losses have the values that are usual for each.
+    The output is a model directory for from_pretrained, with metrics.jsonl (a line per optimiser step). The loss of a
+    step is one mean over all its rows. With --loss sft it is normalised as the rows were packed, with other losses as
+    --denominator sets. Options of these losses default to the usual values of each loss.
 
-    A run that was cut off, or stopped by SIGTERM, goes on from its newest checkpoint with --resume. On several GPUs:
-    torchrun --nproc-per-node 8 --no-python treepack train ...
+    With --resume a run that was interrupted, or stopped by SIGTERM, continues from its newest checkpoint. On several
+    GPUs: torchrun --nproc-per-node 8 --no-python treepack train ...
     """
     from treepack.train.options import TrainOptions
 
-    objective = read_objective(options)
-    given = {name: options.pop(name) for name in ("resume", "overwrite", "tensorboard", "plot")}
-    chosen = TrainOptions(**options, objective=objective)
+    options = TrainOptions(
+        steps=steps,
+        **asdict(optimiser),
+        dtype=dtype,
+        compile=compiled,
+        attention=attention,
+        loss_chunk=loss_chunk,
+        device=device,
+        seed=seed,
+        objective=objective,
+        gather_dtype=run.gather_dtype,
+        cpu_offload=run.cpu_offload,
+        checkpoint_every=run.checkpoint_every,
+        keep=run.keep,
+        max_skipped=run.max_skipped,
+    )
     if verify:
-        _verify(packed, model, chosen, verify_rows)
+        _verify(packed, model, options, verify_rows)
     elif out is None:
         raise click.UsageError("Missing option '--out'.")
-    elif given["resume"] and given["overwrite"]:
-        raise click.UsageError("--resume goes on with what --overwrite would remove; give one of them.")
+    elif run.resume and overwrite:
+        raise click.UsageError("--resume continues the run that --overwrite would remove; give one of them.")
     else:
-        train_model(packed, model, chosen, out, **given)
+        train_model(packed, model, options, out, run, overwrite=overwrite)
 
 
-def _verify(packed: str, model: str, options: Any, num_rows: int) -> None:
+def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> None:
+    """Compare packed with one-by-one gradients of the shortest rows, and print the result.
+
+    Raises:
+        TreepackError: they differ by more than the tolerance.
+    """
     from treepack.errors import TreepackError
     from treepack.model.verify import verify_gradients
     from treepack.train.ranks import refuse_ranks

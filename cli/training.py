@@ -1,25 +1,45 @@
-"""Carrying out a training run: its options, its signals, and what is shown of it."""
+"""Execution of a training run: options that do not change its result, signals, progress and the summary."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from .option_groups import option_group
 from .output import show, text
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from treepack.train.loop import StepMetrics
+    from treepack.train.options import TrainOptions
+    from treepack.train.ranks import Ranks
+    from treepack.train.run import TrainingRun
 
 
-def run_options(command: F) -> F:
-    """Add the options that say how a run is carried out, not what it computes."""
-    options = [
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `run_options`; `resume`, `tensorboard` and `plot` are not fields of `train.options.TrainOptions`."""
+
+    resume: bool
+    checkpoint_every: int
+    keep: int
+    max_skipped: int
+    gather_dtype: str
+    cpu_offload: bool
+    tensorboard: bool
+    plot: bool
+
+
+run_options = option_group(
+    "run",
+    [
         click.option(
-            "--resume", is_flag=True, help="Go on from the newest whole checkpoint in --out, if there is one."
+            "--resume", is_flag=True, help="Continue from the newest whole checkpoint in --out, if there is one."
         ),
         click.option(
             "--checkpoint-every",
@@ -33,57 +53,62 @@ def run_options(command: F) -> F:
             type=click.IntRange(min=1),
             default=2,
             show_default=True,
-            help="Checkpoints that stay, the newest.",
+            help="Number of checkpoints to keep, the newest ones.",
         ),
         click.option(
             "--max-skipped",
             type=click.IntRange(min=0),
             default=5,
             show_default=True,
-            help="Steps in a row that may be skipped because their loss or gradient is not finite.",
+            help="Maximum number of consecutive steps that are skipped because their loss or gradient is not finite.",
         ),
         click.option(
             "--gather-dtype",
             type=click.Choice(["fp32", "bf16"]),
             default="fp32",
             show_default=True,
-            help="What weights travel between ranks in; bf16 halves the traffic and rounds all of them, norms too.",
+            help="Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
         ),
         click.option("--cpu-offload", is_flag=True, help="Keep sharded weights and optimiser on the CPU."),
         click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too."),
         click.option("--plot", is_flag=True, help="Draw the curves of metrics.jsonl to metrics.png at the end."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+    ],
+    RunOptions,
+)
 
 
 def train_model(
-    packed: str, model: str, options: Any, out: Path, *, resume: bool, overwrite: bool, tensorboard: bool, plot: bool
+    packed: str, model: str, options: TrainOptions, out: Path, run_options: RunOptions, *, overwrite: bool
 ) -> None:
-    """Train from the first step or the newest checkpoint to the last step or SIGTERM, and show what was done."""
+    """Train until the last step or SIGTERM, from the first step or the newest checkpoint, and print a summary.
+
+    Raises:
+        TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
+    """
     from treepack.train.directory import check_out
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.run import open_run
 
-    check_out(out, inputs=[packed, model], overwrite=overwrite, resume=resume)
-    _require_extras(tensorboard=tensorboard, plot=plot)
+    # What can be refused without the model is refused first: a large model takes minutes to load.
+    check_out(out, inputs=[packed, model], overwrite=overwrite, resume=run_options.resume)
+    _require_extras(run_options)
     ranks = join_ranks(find_device(options.device))
     try:
         run = open_run(packed, model, options, ranks)
         for note in run.notes:
             _note(ranks, note)
-        with _stopped_by_sigterm() as stopped:
-            steps = _run_steps(run, out, stopped, resume=resume, overwrite=overwrite, tensorboard=tensorboard)
+        with _catch_sigterm() as stop:
+            steps = _run_steps(run, out, stop, run_options, overwrite=overwrite)
         if ranks.leads:
-            _show(run, out, steps, plot=plot)
+            _show(run, out, steps, plot=run_options.plot)
     finally:
         leave_ranks()
 
 
 def _run_steps(
-    run: Any, out: Path, stopped: Callable[[], bool], *, resume: bool, overwrite: bool, tensorboard: bool
-) -> list[Any]:
+    run: TrainingRun, out: Path, stop: Callable[[], bool], run_options: RunOptions, *, overwrite: bool
+) -> list[StepMetrics]:
+    """Train with a progress bar, notes and TensorBoard on the first rank; return the metrics of all steps."""
     import sys
 
     from tqdm import tqdm
@@ -91,18 +116,26 @@ def _run_steps(
     from treepack.train.loop import train
     from treepack.train.metrics import TensorBoardLog
 
-    shown = run.ranks.leads and sys.stderr.isatty()
-    found = train(run, out, resume=resume, overwrite=overwrite, stop=stopped, note=lambda each: _note(run.ranks, each))
-    steps: list[Any] = []
+    bar_shown = run.ranks.leads and sys.stderr.isatty()
+    metrics_of_steps = train(
+        run,
+        out,
+        resume=run_options.resume,
+        overwrite=overwrite,
+        stop=stop,
+        note=lambda note: _note(run.ranks, note),
+    )
+    steps: list[StepMetrics] = []
     with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=len(run.schedule), desc="training", unit="step", disable=not shown))
+        bar = stack.enter_context(tqdm(total=len(run.schedule), desc="training", unit="step", disable=not bar_shown))
         board = None
-        for metrics in found:
-            if tensorboard and run.ranks.leads:
+        for metrics in metrics_of_steps:
+            if run_options.tensorboard and run.ranks.leads:
+                # Opened at the first step and not before: `train` may replace `out`, and finds the step to resume from.
                 board = board or stack.enter_context(TensorBoardLog(out / "tensorboard", keep_until=metrics.step - 1))
                 board.write(metrics.as_record())
             steps.append(metrics)
-            bar.update(metrics.step - bar.n)
+            bar.update(metrics.step - bar.n)  # a resumed run starts at its step: bar at 0, step 41 -> 41
             rates = {"tok/s": text(metrics.tokens_per_second), "flat tok/s": text(metrics.tokens_flat_per_second)}
             bar.set_postfix(loss=f"{metrics.loss:.4f}", **rates)
             if metrics.skipped_rows:
@@ -110,26 +143,29 @@ def _run_steps(
     return steps
 
 
-def _require_extras(*, tensorboard: bool, plot: bool) -> None:
-    """Refuse what is not installed before anything is trained or removed."""
+def _require_extras(run_options: RunOptions) -> None:
+    """Refuse options whose package is not installed, before anything is trained or removed.
+
+    Raises:
+        TreepackError: a package is missing.
+    """
     from importlib.util import find_spec
 
     from treepack.errors import TreepackError
 
-    for asked, package in ((tensorboard, "tensorboard"), (plot, "matplotlib")):
-        if asked and find_spec(package) is None:
-            name = "tensorboard" if package == "tensorboard" else "plot"
+    for name, package in (("tensorboard", "tensorboard"), ("plot", "matplotlib")):
+        if getattr(run_options, name) and find_spec(package) is None:
             raise TreepackError(f"--{name} needs {package}, which is not installed; pip install 'treepack[{name}]'")
 
 
-def _note(ranks: Any, note: str) -> None:
+def _note(ranks: Ranks, note: str) -> None:
     if ranks.leads:
         click.echo(f"note: {note}", err=True)
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM has come, which ends the run at the next step instead of at once."""
+def _catch_sigterm() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns true after SIGTERM, so that the run ends after its current step."""
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
@@ -138,7 +174,8 @@ def _stopped_by_sigterm() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _show(run: Any, out: Path, steps: list[Any], *, plot: bool) -> None:
+def _show(run: TrainingRun, out: Path, steps: list[StepMetrics], *, plot: bool) -> None:
+    """Print the summary, and draw the curves if `plot`."""
     from treepack.train.directory import METRICS, is_finished
 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
@@ -151,17 +188,18 @@ def _show(run: Any, out: Path, steps: list[Any], *, plot: bool) -> None:
             "first loss": steps[0].loss,
             "last loss": steps[-1].loss,
             "tokens computed": tokens,
-            "tokens if each trajectory stood alone": flat,
+            "tokens if each trajectory is computed alone": flat,
             "tokens per second": tokens / seconds,
             "flat-equivalent tokens per second": flat / seconds,
             "time spent waiting for rows": f"{sum(metrics.wait_seconds for metrics in steps) / seconds:.1%}",
         }
         skipped = sum(bool(metrics.skipped_rows) for metrics in steps)
         record |= {"skipped steps": skipped} if skipped else {}
+    # Only SIGTERM ends a run early without an error, and only after a step: `steps` has at least one.
     if is_finished(out):
         record["saved"] = str(out)
     else:
-        record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; go on with --resume"
+        record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; continue with --resume"
     if plot and (out / METRICS).exists():
         from treepack.train.plot import draw_curves
 

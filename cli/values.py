@@ -1,44 +1,55 @@
-"""`treepack values`: a predictor of success from prompts and prefixes, fitted on packed rows, and its predictions."""
+"""`treepack values`: fit a predictor of success from prompts and prefixes, and write its predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
-from .optimiser import optimiser_options
+from .optimiser import OptimiserOptions, optimiser_options
+from .option_groups import option_group
 from .output import refuse_output, show
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from treepack.train.predictor.fit import FitStep
 
-RUNNING = (
-    click.option(
-        "--dtype",
-        type=click.Choice(["fp32", "bf16"]),
-        default="fp32",
-        show_default=True,
-        help="bf16 keeps fp32 weights and computes the backbone under autocast.",
-    ),
-    click.option(
-        "--attention",
-        type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
-        default="auto",
-        show_default=True,
-        help="As in treepack train.",
-    ),
-    click.option(
-        "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto takes a GPU if there is one."
-    ),
-    click.option("--overwrite", is_flag=True, help="Replace an existing output."),
+
+@dataclass(frozen=True)
+class ComputeOptions:
+    """Options of both commands about the computation of the backbone."""
+
+    dtype: str
+    attention: str
+    device: str
+
+
+_compute_options = option_group(
+    "compute",
+    [
+        click.option(
+            "--dtype",
+            type=click.Choice(["fp32", "bf16"]),
+            default="fp32",
+            show_default=True,
+            help="bf16 keeps fp32 weights and computes the backbone under autocast.",
+        ),
+        click.option(
+            "--attention",
+            type=click.Choice(["auto", "reference", "flex", "flash", "triton"]),
+            default="auto",
+            show_default=True,
+            help="As in treepack train.",
+        ),
+        click.option(
+            "--device", default="auto", show_default=True, help="cpu, cuda or cuda:N; auto is a GPU if there is one."
+        ),
+    ],
+    ComputeOptions,
 )
-
-
-def _running(command: F) -> F:
-    for option in reversed(RUNNING):
-        command = option(command)
-    return command
+_overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
 
 @click.group()
@@ -52,7 +63,7 @@ def values() -> None:
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
-    help="Backbone: causal LM directory, hub name, or config file (random weights); or an earlier --out, to go on.",
+    help="Backbone: causal LM directory, hub name or config file (random weights); an earlier --out is fitted further.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write the predictor to.")
 @click.option(
@@ -60,34 +71,47 @@ def values() -> None:
     type=click.FloatRange(0, 1),
     default=0.06,
     show_default=True,
-    help="Share of prefixes among what is supervised, all prompts being; those that two or more rollouts share are "
-    "drawn first; 1 takes every prefix.",
+    help="Share of prefixes among the supervised prompts and prefixes; all prompts are supervised, and prefixes shared "
+    "by two or more rollouts are drawn first; 1 is every prefix.",
 )
 @click.option(
     "--segment",
     metavar="turn|recorded|node|N",
     default="turn",
     show_default=True,
-    help="After what a prefix ends, as for treepack advantages.",
+    help="Segment after which a prefix ends, as in treepack advantages.",
 )
 @click.option(
-    "--capacity", type=click.IntRange(min=1), default=8192, show_default=True, help="Most tokens a row may hold."
+    "--capacity", type=click.IntRange(min=1), default=8192, show_default=True, help="Maximum tokens of a row."
 )
-@click.option("--freeze", is_flag=True, help="Fit the head alone; the backbone runs once per row.")
+@click.option("--freeze", is_flag=True, help="Fit only the head; the backbone runs once per row.")
 @optimiser_options(epochs=2, lr=3e-5)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     default=0,
     show_default=True,
-    help="Of the drawn prefixes, row order and random weights.",
+    help="Seed of the drawn prefixes, row order and random weights.",
 )
-@_running
-def fit(trie: Path, model: str, out: Path, overwrite: bool, **options: Any) -> None:
+@_compute_options
+@_overwrite_option
+def fit(
+    trie: Path,
+    model: str,
+    out: Path,
+    prefix_share: float,
+    segment: str,
+    capacity: int,
+    freeze: bool,
+    optimiser: OptimiserOptions,
+    seed: int,
+    compute: ComputeOptions,
+    overwrite: bool,
+) -> None:
     """Fit a prefix value predictor on the rollouts in TRIE, whose rewards are 0 or 1.
 
     A linear head on the hidden state at the end of a prompt or prefix learns the share of successes among the rollouts
-    that go on from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
+    that continue from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
     from treepack.files.directory import refuse_existing
     from treepack.train.options import TrainOptions
@@ -96,13 +120,18 @@ def fit(trie: Path, model: str, out: Path, overwrite: bool, **options: Any) -> N
     from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack values fit")
-    own = {name: options.pop(name) for name in ("capacity", "segment", "prefix_share", "freeze")}
-    chosen = FitOptions(train=TrainOptions(**options), **own)
+    options = FitOptions(
+        train=TrainOptions(**asdict(optimiser), **asdict(compute), seed=seed),
+        capacity=capacity,
+        segment=segment,
+        prefix_share=prefix_share,
+        freeze=freeze,
+    )
     refuse_existing(out, overwrite=overwrite, inputs=[trie, model])
-    run = open_fit(trie, model, chosen)
+    run = open_fit(trie, model, options)
     for note in run.notes:
         click.echo(f"note: {note}", err=True)
-    steps = _with_bar(fit_steps(run, out, overwrite=overwrite), total=len(run.schedule))
+    steps = _run_steps(fit_steps(run, out, overwrite=overwrite), total=len(run.schedule))
     show(
         {
             "prompts": run.num_prompts,
@@ -114,24 +143,25 @@ def fit(trie: Path, model: str, out: Path, overwrite: bool, **options: Any) -> N
             "last loss": steps[-1].loss,
             "loss of the best constant": run.constant_loss,
             "tokens of an epoch": sum(row.row.num_tokens for row in run.rows),
-            "tokens if each prefix stood alone": run.tokens_alone,
+            "tokens if each prefix is computed alone": run.tokens_alone,
             "saved": str(out),
         }
     )
 
 
-def _with_bar(steps: Any, *, total: int) -> list[Any]:
+def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
+    """Carry out all steps with a progress bar on stderr, and return their measurements."""
     import sys
 
     from tqdm import tqdm
 
-    found = []
+    results = []
     with tqdm(total=total, desc="fitting", unit="step", disable=not sys.stderr.isatty()) as bar:
         for step in steps:
-            found.append(step)
+            results.append(step)
             bar.update()
             bar.set_postfix(loss=f"{step.loss:.4f}")
-    return found
+    return results
 
 
 @values.command()
@@ -145,22 +175,21 @@ def _with_bar(steps: Any, *, total: int) -> list[Any]:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, .jsonl or .parquet.")
 @click.option(
-    "--segment", metavar="turn|recorded|node|N", help="After what a prefix ends; by default as it was fitted."
+    "--segment", metavar="turn|recorded|node|N", help="Segment after which a prefix ends; by default that of the fit."
 )
-@click.option("--capacity", type=click.IntRange(min=1), help="Most tokens a row may hold; by default as it was fitted.")
-@_running
+@click.option("--capacity", type=click.IntRange(min=1), help="Maximum tokens of a row; by default that of the fit.")
+@_compute_options
+@_overwrite_option
 def predict(
     trie: Path,
     predictor: Path,
     out: Path,
     segment: str | None,
     capacity: int | None,
-    dtype: str,
-    attention: str,
-    device: str,
+    compute: ComputeOptions,
     overwrite: bool,
 ) -> None:
-    """Write the value of every prompt and prefix in TRIE, as treepack allocate and treepack stats read it.
+    """Write the value of every prompt and prefix in TRIE to a file for treepack allocate and treepack stats.
 
     Rewards are not needed. Prefixes are packed into rows, so each is encoded once.
     """
@@ -171,20 +200,20 @@ def predict(
     refuse_ranks("treepack values predict")
     refuse_name(out)
     refuse_output(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
-    model = value_model.load_values(predictor, dtype=dtype, attention=attention, device=device)
+    model = value_model.load_values(predictor, **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
-    found = value_model.predict(model, trie, segment=segment, capacity=capacity, dtype=dtype)
-    write_table(found.table, out)
-    column = found.table["value"].to_numpy()
+    predictions = value_model.predict(model, trie, segment=segment, capacity=capacity, dtype=compute.dtype)
+    write_table(predictions.table, out)
+    column = predictions.table["value"].to_numpy()
     show(
         {
-            "prompts": found.num_prompts,
-            "prefixes": found.num_prefixes,
-            "lines": found.table.num_rows,
+            "prompts": predictions.num_prompts,
+            "prefixes": predictions.num_prefixes,
+            "lines": predictions.table.num_rows,
             "values": f"{column.min():.4f} to {column.max():.4f}, mean {column.mean():.4f}",
             "attention": model.loaded.attention,
-            "tokens computed": found.tokens_computed,
-            "tokens if each prefix stood alone": found.tokens_alone,
+            "tokens computed": predictions.tokens_computed,
+            "tokens if each prefix is computed alone": predictions.tokens_alone,
         }
     )

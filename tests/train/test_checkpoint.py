@@ -45,17 +45,17 @@ def save(directory: Path, *steps: int, keep: int = 2) -> Path:
     return directory / f"step-{steps[-1]:08d}"
 
 
-def found_in(directory: Path) -> SavedCheckpoint:
+def restore_latest(directory: Path) -> SavedCheckpoint:
     """The latest checkpoint, once it is restored and every weight is seen to be its step."""
-    found, _ = latest(directory)
-    assert found is not None
+    checkpoint, _ = latest(directory)
+    assert checkpoint is not None
     model, optimiser = filled(-1)
-    assert restore(found, model, optimiser) == {"step": found.step}
-    assert all(bool((parameter == found.step).all()) for parameter in model.parameters())
-    return found
+    assert restore(checkpoint, model, optimiser) == {"step": checkpoint.step}
+    assert all(bool((parameter == checkpoint.step).all()) for parameter in model.parameters())
+    return checkpoint
 
 
-def left_over(directory: Path) -> list[str]:
+def leftovers(directory: Path) -> list[str]:
     """Names in `directory` that are no checkpoint's."""
     return [path.name for path in directory.iterdir() if path.name.startswith(".") or "replaced" in path.name]
 
@@ -91,9 +91,9 @@ def test_a_checkpoint_without_optimiser_state_takes_it_from_an_optimiser_that_ha
     save_new(tmp_path, False)
     model, optimiser = tiny()
     update(model, optimiser)
-    found, _ = latest(tmp_path)
-    assert found is not None
-    restore(found, model, optimiser)
+    checkpoint, _ = latest(tmp_path)
+    assert checkpoint is not None
+    restore(checkpoint, model, optimiser)
     assert not optimiser.state
 
 
@@ -151,7 +151,7 @@ def test_save_returns_before_the_disk_does_and_what_changes_then_is_not_saved(
         assert not (tmp_path / f"step-{step:08d}").exists()
         free.set()
         checkpoints.wait()
-        assert found_in(tmp_path).step == step
+        assert restore_latest(tmp_path).step == step
     checkpoints.close()
 
 
@@ -177,8 +177,8 @@ def test_checkpoints_later_than_the_one_written_are_left_alone(tmp_path: Path) -
 def test_a_step_saved_again_takes_the_place_of_the_damaged_one(tmp_path: Path) -> None:
     (save(tmp_path, 1, 2) / ".metadata").unlink()
     save(tmp_path, 2)
-    assert found_in(tmp_path).step == 2
-    assert left_over(tmp_path) == []
+    assert restore_latest(tmp_path).step == 2
+    assert leftovers(tmp_path) == []
 
 
 def _cut(path: Path) -> None:
@@ -212,8 +212,8 @@ def _record(**fields: Any) -> Callable[[Path], None]:
         ("checkpoint.json", Path.unlink, "checkpoint.json is missing"),
         ("checkpoint.json", _cut, "checkpoint.json cannot be read: "),
         ("checkpoint.json", _record(position={"step": 7}), "checkpoint.json was altered"),
-        ("checkpoint.json", _record(format="other"), "checkpoint.json is not of the format treepack-checkpoint"),
-        ("checkpoint.json", _record(version=2), "checkpoint.json has version 2 where this treepack reads version 1"),
+        ("checkpoint.json", _record(format="other"), "checkpoint.json does not have the format treepack-checkpoint"),
+        ("checkpoint.json", _record(version=2), "checkpoint.json has version 2 and this treepack reads version 1"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over_with_a_note(
@@ -224,8 +224,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_note(
     if harm is _cut and name == "checkpoint.json":
         _cut(path)  # the last byte is only the end of the line
     harm(path)
-    found, notes = latest(directory)
-    assert (found_in(directory), found_in(directory).step) == (found, 10)
+    checkpoint, notes = latest(directory)
+    assert (restore_latest(directory), restore_latest(directory).step) == (checkpoint, 10)
     (note,) = notes
     assert note.startswith(f"checkpoints/step-00000020 is damaged ({reason}")
     assert note.endswith("; step-00000010 is used")
@@ -243,42 +243,42 @@ def test_checkpoints_that_are_all_damaged_are_refused_and_not_taken_for_none(tmp
         latest(tmp_path)
 
 
-def _refused(directory: Path, saved: tuple[Any, Any], given: tuple[Any, Any]) -> str:
+def _refusal(directory: Path, saved: tuple[Any, Any], target: tuple[Any, Any]) -> str:
     checkpoints = Checkpoints(directory)
     checkpoints.save(1, *saved, {})
     checkpoints.close()
-    found, _ = latest(directory)
-    assert found is not None
-    before = {name: value.clone() for name, value in given[0].state_dict().items()}
+    checkpoint, _ = latest(directory)
+    assert checkpoint is not None
+    before = {name: value.clone() for name, value in target[0].state_dict().items()}
     with pytest.raises(TreepackError) as refusal:
-        restore(found, *given)
-    assert same(before, dict(given[0].state_dict()))
+        restore(checkpoint, *target)
+    assert same(before, dict(target[0].state_dict()))
     return str(refusal.value)
 
 
 def test_a_model_with_other_parameters_is_refused_by_the_name_of_one(tmp_path: Path) -> None:
     more, fewer = tiny(num_hidden_layers=3), tiny(num_hidden_layers=1)
-    assert "the checkpoint has no model.layers.2." in _refused(tmp_path / "more", tiny(), more)
-    assert "the model has no model.layers.1." in _refused(tmp_path / "fewer", tiny(), fewer)
-    wide = _refused(tmp_path / "wide", tiny(), tiny(intermediate_size=32))
+    assert "the checkpoint has no model.layers.2." in _refusal(tmp_path / "more", tiny(), more)
+    assert "the model has no model.layers.1." in _refusal(tmp_path / "fewer", tiny(), fewer)
+    wide = _refusal(tmp_path / "wide", tiny(), tiny(intermediate_size=32))
     assert "mlp.gate_proj.weight is torch.float32 of shape (24, 16) in the checkpoint and torch.float32 of" in wide
     rounded = tiny()
     rounded[0].bfloat16()
-    assert "torch.bfloat16 of shape" in _refused(tmp_path / "rounded", tiny(), rounded)
+    assert "torch.bfloat16 of shape" in _refusal(tmp_path / "rounded", tiny(), rounded)
 
 
 def test_an_optimiser_that_groups_its_parameters_otherwise_is_refused(tmp_path: Path) -> None:
     model, _ = tiny()
-    assert "holds 2 groups" in _refused(tmp_path / "one", tiny(), (model, torch.optim.AdamW(model.parameters())))
+    assert "contains 2 groups" in _refusal(tmp_path / "one", tiny(), (model, torch.optim.AdamW(model.parameters())))
     first, *others = model.parameters()
     split = torch.optim.AdamW([{"params": [first]}, {"params": others}])
-    assert " is in another group of the optimiser" in _refused(tmp_path / "two", tiny(), (model, split))
+    assert " is in another group of the optimiser" in _refusal(tmp_path / "two", tiny(), (model, split))
 
 
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     model, optimiser = tiny(tied=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    untied = _refused(tmp_path, (model, optimiser), tiny())
+    untied = _refusal(tmp_path, (model, optimiser), tiny())
     assert "has no lm_head.weight" in untied
     saved = FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
     assert "model.model.embed_tokens.weight" in saved
@@ -291,9 +291,9 @@ def test_the_options_of_the_groups_come_back(tmp_path: Path) -> None:
     optimiser.param_groups[1]["lr"] = 0.25
     checkpoints.save(1, model, optimiser, {})
     checkpoints.close()
-    other, found = tiny(), latest(tmp_path)[0]
-    assert found is not None
-    restore(found, *other)
+    other, checkpoint = tiny(), latest(tmp_path)[0]
+    assert checkpoint is not None
+    restore(checkpoint, *other)
     assert [group["lr"] for group in other[1].param_groups] == [1e-2, 0.25]
     snapshot(tmp_path / "a", model, optimiser)
     snapshot(tmp_path / "b", *other)
@@ -318,7 +318,7 @@ def test_a_save_that_failed_is_told_at_the_next_one_and_leaves_nothing(tmp_path:
     checkpoints.save(3, *filled(3), {"step": 3})
     checkpoints.close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000003"]
-    assert found_in(tmp_path / "run").step == 3
+    assert restore_latest(tmp_path / "run").step == 3
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, 5000, 20000])
@@ -327,7 +327,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Pat
     save(run, 1)
     in_processes(1, tmp_path, save_in_little_space, run, num_bytes)
     assert [path.name for path in run.iterdir()] == ["step-00000001"]
-    assert found_in(run).step == 1
+    assert restore_latest(run).step == 1
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -342,11 +342,11 @@ def test_a_run_killed_at_any_change_of_the_disk_has_the_checkpoint_before_or_the
         reached.append(connection.recv())
         process.kill()
         process.join()
-        outcomes.append(found_in(run).step)
-        dead = left_over(run)
+        outcomes.append(restore_latest(run).step)
+        dead = leftovers(run)
         save(run, 4, 5)
-        assert found_in(run).step == 5
-        assert left_over(run) == []
+        assert restore_latest(run).step == 5
+        assert leftovers(run) == []
         if reached[-1] == "done":
             break
         assert dead or outcomes[-1] == 3
@@ -358,25 +358,25 @@ def test_a_run_killed_at_any_change_of_the_disk_has_the_checkpoint_before_or_the
 
 def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
     moments = random.Random(0)
-    inside, begun = 0, 0
+    inside, latest_step = 0, 0
     for _ in range(6):
         process, connection = start(save_forever, tmp_path)
-        target = begun + moments.randrange(2, 5)
-        while begun < target:
-            begun = connection.recv()  # so the step before is finished or being written
+        target = latest_step + moments.randrange(2, 5)
+        while latest_step < target:
+            latest_step = connection.recv()  # so the step before is finished or being written
         time.sleep(moments.uniform(0, 0.06))
         process.kill()
         process.join()
-        inside += bool(left_over(tmp_path))
+        inside += bool(leftovers(tmp_path))
         while connection.poll():
             try:
-                begun = connection.recv()
+                latest_step = connection.recv()
             except EOFError:
                 break
         # `begun` is sent before `save` waits for the step before it, so the one before that is surely whole.
-        step = found_in(tmp_path).step
-        assert begun - 2 <= step <= begun
-        begun = step
+        step = restore_latest(tmp_path).step
+        assert latest_step - 2 <= step <= latest_step
+        latest_step = step
     assert inside > 0
     Checkpoints(tmp_path).close()
-    assert left_over(tmp_path) == []
+    assert leftovers(tmp_path) == []

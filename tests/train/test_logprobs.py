@@ -27,19 +27,19 @@ PACKINGS = [[0] * 10, [i % 2 for i in range(10)], list(range(10))]
 @pytest.mark.parametrize("rows", PACKINGS)
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_every_term_is_scored_as_its_trajectory_alone(tmp_path: Path, kind: str, rows: list[int]) -> None:
-    given = rollouts(kind)
-    path = write_rows(tmp_path / "packed", as_trajectories(given), rows)
+    recorded = rollouts(kind)
+    path = write_rows(tmp_path / "packed", as_trajectories(recorded), rows)
     seen = 0
     for row in read_rows(path):
         assert row.terms is not None
-        found = np.stack(term_scores(packed_model(kind), row, chunk=3))
+        scores = np.stack(term_scores(packed_model(kind), row, chunk=3))
         for i, name in enumerate(row.trajectory_ids):
-            rollout = given[int(name[1:])]
+            rollout = recorded[int(name[1:])]
             with torch.no_grad():
                 alone = [list(values.values()) for values in own_logprobs(plain(kind), rollout)]
-            np.testing.assert_allclose(found[:, row.terms.trajectory == i], np.array(alone), rtol=1e-9)
+            np.testing.assert_allclose(scores[:, row.terms.trajectory == i], np.array(alone), rtol=1e-9)
             seen += 1
-    assert seen == len(given)
+    assert seen == len(recorded)
 
 
 def test_a_model_computes_each_token_of_a_row_once(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_model_computes_each_token_of_a_row_once(tmp_path: Path) -> None:
     (row,) = read_rows(path)
     loaded, seen = packed_model("qwen3"), []
     hook = loaded.model.base_model.register_forward_pre_hook(
-        lambda module, args, given: seen.append(given["input_ids"].numel()), with_kwargs=True
+        lambda module, args, keywords: seen.append(keywords["input_ids"].numel()), with_kwargs=True
     )
     term_scores(loaded, row)
     hook.remove()
@@ -92,8 +92,8 @@ def test_the_command_adds_columns_and_changes_nothing_else(treepack: Command, tm
 
 def test_training_begins_where_its_own_logprobs_say(treepack: Command, tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "tiny.json")
-    given = as_trajectories(rollouts(), without=["old_logprobs", "ref_logprobs"])
-    packed = write_rows(tmp_path / "packed", given, PACKINGS[1])
+    trajectories = as_trajectories(rollouts(), without=["old_logprobs", "ref_logprobs"])
+    packed = write_rows(tmp_path / "packed", trajectories, PACKINGS[1])
     common = ("--model", config, "--device", "cpu")
     for source, column in (("packed", "old"), ("old", "ref")):
         done = treepack("logprobs", tmp_path / source, *common, "--column", column, "--out", tmp_path / column)
@@ -133,10 +133,10 @@ def test_what_is_not_finite_leaves_nothing_behind(
 
 
 def test_rows_without_terms_and_unknown_choices_are_refused(tmp_path: Path) -> None:
-    given = as_trajectories(
+    trajectories = as_trajectories(
         rollouts(), without=["advantages", "old_logprobs", "ref_logprobs", "sampling_logprobs", "reward"]
     )
-    packed = packed_directory(tmp_path / "packed", given, capacity=100)
+    packed = packed_directory(tmp_path / "packed", trajectories, capacity=100)
     with pytest.raises(TreepackError, match="its rows have no terms to write log-probabilities for"):
         open_scoring(packed, tmp_path / "no-such-model", ScoreOptions(device="cpu"))
     with pytest.raises(TreepackError, match="column is 'new'; expected one of old, ref"):

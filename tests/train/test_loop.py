@@ -36,13 +36,13 @@ CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2)
 def rollouts(count: int = 9, *, num_steps: int | None = None) -> list[Trajectory]:
     """Groups of three that share a prompt and part of their answers."""
     generator = np.random.default_rng(0)
-    found = []
+    trajectories = []
     for i in range(count):
         prompt = [i // 3, *range(10, 18)]
         tokens = [*prompt, 5, *generator.integers(20, 24, 8).tolist()]
         step = None if num_steps is None else i * num_steps // count
-        found.append(make(f"t{i}", tokens, spans=[(len(prompt), len(tokens), 1.0 + i % 2)], step=step))
-    return found
+        trajectories.append(make(f"t{i}", tokens, spans=[(len(prompt), len(tokens), 1.0 + i % 2)], step=step))
+    return trajectories
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def loss_alone(model: Any, trajectories: list[Trajectory]) -> float:
         assert isinstance(content, Tokens)
         ids = torch.tensor(content.tokens, dtype=torch.int64)
         nll = cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none")
-        for start, end, own in zip(content.starts, content.ends, content.span_weights, strict=True):
-            total += own * float(nll[start - 1 : end - 1].sum())
-            weight += own * (end - start)
+        for start, end, span_weight in zip(content.starts, content.ends, content.span_weights, strict=True):
+            total += span_weight * float(nll[start - 1 : end - 1].sum())
+            weight += span_weight * (end - start)
     return total / weight
 
 
@@ -121,8 +121,8 @@ def test_accumulation_over_rows_gives_the_gradient_of_one_mean(tmp_path: Path, c
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"loss_chunk": 3}, {"attention": "flex"}])
 def test_what_saves_memory_changes_nothing(packed: Path, config: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     expected = list(train(open_run(packed, config, CPU), tmp_path / "a"))
-    found = list(train(open_run(packed, config, replace(CPU, **changes)), tmp_path / "b"))
-    for ours, theirs in zip(found, expected, strict=True):
+    metrics = list(train(open_run(packed, config, replace(CPU, **changes)), tmp_path / "b"))
+    for ours, theirs in zip(metrics, expected, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
 
@@ -133,9 +133,9 @@ def test_bf16_computes_under_autocast_on_float32_weights(
 ) -> None:
     expected = list(train(open_run(packed, config, replace(CPU, steps=2)), tmp_path / "a"))
     run = open_run(packed, config, replace(CPU, steps=2, dtype="bf16", attention=attention))
-    found = list(train(run, tmp_path / "b"))
+    metrics = list(train(run, tmp_path / "b"))
     assert all(parameter.dtype == torch.float32 for parameter in run.loaded.model.parameters())
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(metrics, expected, strict=True):
         assert ours.loss != theirs.loss
         assert ours.loss == pytest.approx(theirs.loss, rel=2e-2)
 
@@ -182,7 +182,7 @@ def test_the_learning_rate_warms_up_and_ends_at_its_least() -> None:
     assert rates[-1] == pytest.approx(0.1)
 
 
-def poisoned(packed: Path, config: Path, **changes: Any) -> tuple[TrainingRun, set[int]]:
+def poison_run(packed: Path, config: Path, **changes: Any) -> tuple[TrainingRun, set[int]]:
     """A run whose model gives no number for rows that hold the token 2, and these rows (indices)."""
     run = open_run(packed, config, replace(CPU, **changes))
     with torch.no_grad():
@@ -196,7 +196,7 @@ def untied(tmp_path: Path) -> Path:
 
 
 def test_a_step_whose_loss_is_not_finite_is_skipped_with_its_rows(packed: Path, untied: Path, tmp_path: Path) -> None:
-    run, bad = poisoned(packed, untied, rows_per_step=1, epochs=2)
+    run, bad = poison_run(packed, untied, rows_per_step=1, epochs=2)
     assert 0 < len(bad) < len(run.dataset)
     head = run.loaded.model.get_output_embeddings().weight
     before = head.detach().clone()
@@ -222,12 +222,12 @@ def test_a_gradient_that_is_not_finite_skips_the_step_with_all_its_rows(
 def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_rows(
     packed: Path, untied: Path, tmp_path: Path
 ) -> None:
-    run, bad = poisoned(packed, untied, rows_per_step=100, epochs=5, max_skipped=2)
+    run, bad = poison_run(packed, untied, rows_per_step=100, epochs=5, max_skipped=2)
     seen: list[int] = []
     with pytest.raises(TreepackError, match="loss or gradient of 3 steps in a row was not finite") as caught:
         seen.extend(metrics.step for metrics in train(run, tmp_path / "out"))
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
-    named = str(caught.value).split("of rows ")[1].split(";")[0]
+    named = str(caught.value).split("in rows ")[1].split(";")[0]
     assert set(named.split(", ")) == {str(run.dataset.row_ids[row]) for row in bad}
 
 
@@ -259,11 +259,11 @@ def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path,
 def test_generation_settings_are_saved_or_mended_before_training(packed: Path, config: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     open_run(packed, config, CPU).loaded.model.save_pretrained(source)
-    for given in ({"do_sample": True, "temperature": 0.6, "eos_token_id": [3, 7]}, {"temperature": 0.6}):
-        (source / "generation_config.json").write_text(json.dumps(given))
+    for settings in ({"do_sample": True, "temperature": 0.6, "eos_token_id": [3, 7]}, {"temperature": 0.6}):
+        (source / "generation_config.json").write_text(json.dumps(settings))
         list(train(open_run(packed, source, replace(CPU, steps=1)), tmp_path / "out", overwrite=True))
         saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-        assert {name: saved[name] for name in given} == given
+        assert {name: saved[name] for name in settings} == settings
 
 
 def test_an_existing_output_is_replaced_only_when_asked(packed: Path, config: Path, tmp_path: Path) -> None:

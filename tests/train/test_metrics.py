@@ -18,14 +18,14 @@ from treepack.errors import TreepackError
 from treepack.train.metrics import MetricsLog, TensorBoardLog, read_metrics
 
 
-def written(path: Path, *records: dict[str, Any], keep_until: int | None = None) -> Path:
+def write_log(path: Path, *records: dict[str, Any], keep_until: int | None = None) -> Path:
     with MetricsLog(path, keep_until=keep_until) as log:
         for record in records:
             log.write(record)
     return path
 
 
-def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
 
 
@@ -42,7 +42,7 @@ def test_every_line_is_strict_json_with_null_for_what_is_not_finite(tmp_path: Pa
         "rows": [math.inf, 3],
         "norm": np.float32("nan"),
     }
-    path = written(tmp_path / "m.jsonl", record, record | {"step": 2, "loss": 0.1, "norm": np.float64(2.5)})
+    path = write_log(tmp_path / "m.jsonl", record, record | {"step": 2, "loss": 0.1, "norm": np.float64(2.5)})
     first, second = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
     assert first == {"step": 1, "loss": None, "lr": 1e-5, "kl": None, "rows": [None, 3], "norm": None}
     assert second == first | {"step": 2, "loss": 0.1, "norm": 2.5}
@@ -55,7 +55,7 @@ def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path: Path) -> None:
         "for step in (1, 2, 3): log.write({'step': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert python(code, tmp_path / "m.jsonl").returncode == -9
+    assert run_python(code, tmp_path / "m.jsonl").returncode == -9
     assert read_metrics(tmp_path / "m.jsonl") == {"step": [1, 2, 3]}
 
 
@@ -70,10 +70,10 @@ def test_a_full_disk_is_one_sentence_and_a_resumed_run_goes_on(tmp_path: Path) -
         "except TreepackError as error: print(error)"
     )
     path = tmp_path / "m.jsonl"
-    (sentence,) = python(code, path).stdout.splitlines()
-    assert sentence.startswith(f"{path}: cannot be written (File too large); see that its disk")
+    (sentence,) = run_python(code, path).stdout.splitlines()
+    assert sentence.startswith(f"{path}: cannot be written (File too large); check that its disk")
     assert path.read_bytes() == b'{"step":1}\n{"step":2}\n{"step":'
-    assert read_metrics(written(path, {"step": 3}, keep_until=2)) == {"step": [1, 2, 3]}
+    assert read_metrics(write_log(path, {"step": 3}, keep_until=2)) == {"step": [1, 2, 3]}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -98,11 +98,11 @@ def test_a_resumed_run_finds_the_whole_lines_up_to_its_step_byte_for_byte(
 
 
 def test_a_resumed_run_without_a_file_begins_one(tmp_path: Path) -> None:
-    assert read_metrics(written(tmp_path / "m.jsonl", {"step": 5}, keep_until=4)) == {"step": [5]}
+    assert read_metrics(write_log(tmp_path / "m.jsonl", {"step": 5}, keep_until=4)) == {"step": [5]}
 
 
 def test_a_new_run_refuses_a_file_that_is_there(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.jsonl", {"step": 1})
+    path = write_log(tmp_path / "m.jsonl", {"step": 1})
     with pytest.raises(
         TreepackError, match=r"m\.jsonl exists and a new run would add to it; resume that run or choose"
     ):
@@ -111,7 +111,7 @@ def test_a_new_run_refuses_a_file_that_is_there(tmp_path: Path) -> None:
 
 
 def test_columns_are_as_long_as_the_run_with_none_where_a_line_lacks_the_name(tmp_path: Path) -> None:
-    path = written(tmp_path / "m.jsonl", {"step": 1, "loss": 2.5}, {"step": 3, "kl": 0.1, "skipped_rows": [4]})
+    path = write_log(tmp_path / "m.jsonl", {"step": 1, "loss": 2.5}, {"step": 3, "kl": 0.1, "skipped_rows": [4]})
     path.write_bytes(path.read_bytes() + b'{"step":4,"lo')
     assert read_metrics(path) == {"step": [1, 3], "loss": [2.5, None], "kl": [None, 0.1], "skipped_rows": [None, [4]]}
     path.write_bytes(b"")
@@ -125,10 +125,10 @@ def test_columns_are_as_long_as_the_run_with_none_where_a_line_lacks_the_name(tm
         (b"", "malformed JSON"),
         (b'{"step":2,"loss":NaN}', "malformed JSON"),
         (b'{"step":2,"loss":"\xff"}', "malformed JSON"),
-        (b"[2]", "is no JSON object"),
-        (b'{"loss":1.5}', "has no step"),
-        (b'{"step":true}', "has no step"),
-        (b'{"step":1}', "step 1 comes after step 1, so two runs wrote here"),
+        (b"[2]", "not a JSON object"),
+        (b'{"loss":1.5}', "no valid step"),
+        (b'{"step":true}', "no valid step"),
+        (b'{"step":1}', "step 1 comes after step 1, so two runs wrote to this file"),
     ],
 )
 def test_a_damaged_line_is_refused_by_its_number_and_left_alone(tmp_path: Path, line: bytes, problem: str) -> None:
@@ -139,7 +139,7 @@ def test_a_damaged_line_is_refused_by_its_number_and_left_alone(tmp_path: Path, 
         with pytest.raises(TreepackError) as caught:
             use()
         assert str(caught.value).startswith(f"{path}:2: {problem}")
-        assert str(caught.value).endswith("; remove the line, or put the file back from a copy")
+        assert str(caught.value).endswith("; remove the line, or restore the file from a copy")
     assert path.read_bytes() == content
 
 
@@ -183,4 +183,4 @@ def test_importing_brings_neither_torch_nor_a_library_for_pictures() -> None:
         "assert 'treepack.train.plot' in set(sys.modules) - before\n"
         "print({'torch', 'tensorboard', 'matplotlib'} & set(sys.modules))"
     )
-    assert python(code).stdout == "set()\n"
+    assert run_python(code).stdout == "set()\n"

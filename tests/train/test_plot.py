@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 
 from treepack.errors import TreepackError
 from treepack.train.metrics import MetricsLog
-from treepack.train.plot import curves_figure, draw_curves, moving_mean, thinned
+from treepack.train.plot import curves_figure, draw_curves, moving_mean, thin_points
 
 BASE = ["Loss", "Gradient norm", "Learning rate", "Tokens per second"]
 
@@ -34,7 +34,7 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     return {**common, **sums, **speeds, **more}
 
 
-def logged(path: Path, *records: dict[str, Any]) -> Path:
+def write_log(path: Path, *records: dict[str, Any]) -> Path:
     with MetricsLog(path, keep_until=None) as log:
         for each in records:
             log.write(each)
@@ -50,29 +50,29 @@ def points(line: Line2D) -> list[tuple[float, float]]:
 
 
 def test_a_run_has_four_panels_over_the_same_steps_and_each_other_mean_one_more(tmp_path: Path) -> None:
-    plain = panels(curves_figure(logged(tmp_path / "a", *(record(step) for step in (1, 2, 3)))))
+    plain = panels(curves_figure(write_log(tmp_path / "a", *(record(step) for step in (1, 2, 3)))))
     assert list(plain) == BASE
     more = {"old_kl": 0.1, "truncated": 0.2, "mean_turns": 4, "always_nan": math.nan, "note": "x"}
-    found = panels(curves_figure(logged(tmp_path / "b", *(record(step, **more) for step in (1, 2, 3)))))
-    assert list(found) == [*BASE, "KL from the old policy", "Truncated", "Mean turns"]
-    assert len({axes.get_xlim() for axes in found.values()}) == 1
+    rich = panels(curves_figure(write_log(tmp_path / "b", *(record(step, **more) for step in (1, 2, 3)))))
+    assert list(rich) == [*BASE, "KL from the old policy", "Truncated", "Mean turns"]
+    assert len({axes.get_xlim() for axes in rich.values()}) == 1
 
 
 def test_every_finite_value_is_a_point_of_its_line(tmp_path: Path) -> None:
     records = [record(1), record(2, loss=None, skipped_rows=[7, 9]), record(3, lr=4e-5, tokens_per_second=1500.0)]
-    found = panels(curves_figure(logged(tmp_path / "m", *records)))
-    assert points(found["Loss"].lines[0]) == [(1, 2), (3, 2 / 3)]
-    assert points(found["Learning rate"].lines[0]) == [(1, 1e-5), (2, 2e-5), (3, 4e-5)]
-    computed, flat, _ = found["Tokens per second"].lines
+    axes_of = panels(curves_figure(write_log(tmp_path / "m", *records)))
+    assert points(axes_of["Loss"].lines[0]) == [(1, 2), (3, 2 / 3)]
+    assert points(axes_of["Learning rate"].lines[0]) == [(1, 1e-5), (2, 2e-5), (3, 4e-5)]
+    computed, flat, _ = axes_of["Tokens per second"].lines
     assert points(computed) == [(1, 2000), (2, 2000), (3, 1500)]
     assert points(flat) == [(1, 10000), (2, 10000), (3, 10000)]
-    names = {text.get_text(): to_rgba(text.get_color()) for text in found["Tokens per second"].texts}
+    names = {text.get_text(): to_rgba(text.get_color()) for text in axes_of["Tokens per second"].texts}
     assert names == {"computed": to_rgba(computed.get_color()), "flat-equivalent": to_rgba(flat.get_color())}
 
 
 def test_skipped_steps_are_marked_in_every_panel_and_counted(tmp_path: Path) -> None:
     records = [record(step, skipped_rows=[7] if step in (2, 5) else []) for step in range(1, 7)]
-    figure = curves_figure(logged(tmp_path / "m", *records))
+    figure = curves_figure(write_log(tmp_path / "m", *records))
     for axes in panels(figure).values():
         assert points(axes.lines[-1]) == [(2, 1), (5, 1)]
         assert axes.lines[-1].get_transform() == axes.get_xaxis_transform()
@@ -87,7 +87,7 @@ def test_the_gradient_norm_has_a_logarithmic_axis_where_it_spans_decades(
     tmp_path: Path, norms: list[float | None], scale: str
 ) -> None:
     records = [record(step, grad_norm=norm) for step, norm in enumerate(norms, 1)]
-    axes = panels(curves_figure(logged(tmp_path / "m", *records)))["Gradient norm"]
+    axes = panels(curves_figure(write_log(tmp_path / "m", *records)))["Gradient norm"]
     texts = [text.get_text() for text in axes.texts]
     assert axes.get_yscale() == scale
     assert ("before clipping, log scale" in texts) == (scale == "log")
@@ -96,7 +96,7 @@ def test_the_gradient_norm_has_a_logarithmic_axis_where_it_spans_decades(
 
 def test_a_long_run_has_the_mean_of_the_steps_around_each(tmp_path: Path) -> None:
     records = [record(step, loss=float(step % 2), grad_norm=10.0 ** (step % 3)) for step in range(1, 152)]
-    figure = curves_figure(logged(tmp_path / "m", *records))
+    figure = curves_figure(write_log(tmp_path / "m", *records))
     each, mean = panels(figure)["Loss"].lines
     assert [y for _, y in points(each)] == [step % 2 for step in range(1, 152)]
     assert points(mean)[75] == pytest.approx((76, 4 / 7))
@@ -106,23 +106,23 @@ def test_a_long_run_has_the_mean_of_the_steps_around_each(tmp_path: Path) -> Non
 
 
 @given(st.dictionaries(st.integers(1, 60), st.floats(-1e3, 1e3), min_size=1), st.integers(1, 20))
-def test_the_moving_mean_is_that_of_all_values_near(found: dict[int, float], radius: int) -> None:
-    steps = sorted(found)
-    near = [[found[other] for other in steps if abs(other - step) <= radius] for step in steps]
-    mean = moving_mean(np.array(steps, float), np.array([found[step] for step in steps]), radius)
+def test_the_moving_mean_is_that_of_all_values_near(value_of: dict[int, float], radius: int) -> None:
+    steps = sorted(value_of)
+    near = [[value_of[other] for other in steps if abs(other - step) <= radius] for step in steps]
+    mean = moving_mean(np.array(steps, float), np.array([value_of[step] for step in steps]), radius)
     assert mean.tolist() == pytest.approx([sum(values) / len(values) for values in near], abs=1e-9)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=80), st.integers(1, 12))
 def test_thinning_keeps_both_ends_and_the_extremes_of_every_run(values: list[float], bins: int) -> None:
-    numbers, kept = thinned(np.arange(len(values), dtype=float), np.array(values), bins)
-    assert [values[int(number)] for number in numbers] == kept.tolist()
+    numbers, extremes = thin_points(np.arange(len(values), dtype=float), np.array(values), bins)
+    assert [values[int(number)] for number in numbers] == extremes.tolist()
     assert (np.diff(numbers) > 0).all()
     assert numbers[[0, -1]].tolist() == [0, len(values) - 1]
-    assert len(kept) == len(values) <= 2 * bins or len(kept) <= 2 * bins + 2
+    assert len(extremes) == len(values) <= 2 * bins or len(extremes) <= 2 * bins + 2
     for run in np.array_split(np.arange(len(values)), bins) if len(values) % bins == 0 else []:
-        own = [values[i] for i in run]
-        assert {min(own), max(own)} <= {values[int(number)] for number in numbers if run[0] <= number <= run[-1]}
+        part = [values[i] for i in run]
+        assert {min(part), max(part)} <= {values[int(number)] for number in numbers if run[0] <= number <= run[-1]}
 
 
 @pytest.mark.parametrize("count", [1, 3, 500])
@@ -132,7 +132,7 @@ def test_no_title_or_name_covers_another(tmp_path: Path, count: int) -> None:
         record(step, **dict.fromkeys(names, 0.1), grad_norm=1000 / step, skipped_rows=[1] if step == 2 else [])
         for step in range(1, count + 1)
     ]
-    figure = curves_figure(logged(tmp_path / "m", *records))
+    figure = curves_figure(write_log(tmp_path / "m", *records))
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.texts if text.get_text()]
     for axes in panels(figure).values():
@@ -146,15 +146,15 @@ def test_equal_metrics_give_equal_bytes_of_a_png_wherever_they_lie(tmp_path: Pat
     records = [record(1, kl=0.1), record(2, kl=0.3, skipped_rows=[3])]
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        draw_curves(logged(tmp_path / name / "m.jsonl", *records), tmp_path / name / f"{name}.png")
-    found = (tmp_path / "a" / "a.png").read_bytes()
-    assert found.startswith(b"\x89PNG\r\n")
-    assert found == (tmp_path / "b" / "b.png").read_bytes()
+        draw_curves(write_log(tmp_path / name / "m.jsonl", *records), tmp_path / name / f"{name}.png")
+    picture = (tmp_path / "a" / "a.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n")
+    assert picture == (tmp_path / "b" / "b.png").read_bytes()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["a.png", "m.jsonl"]
 
 
 def test_drawing_touches_no_state_that_others_share(tmp_path: Path) -> None:
-    path = logged(tmp_path / "m.jsonl", record(1), record(2))
+    path = write_log(tmp_path / "m.jsonl", record(1), record(2))
     code = (
         "import sys, matplotlib; from pathlib import Path; from treepack.train.plot import draw_curves\n"
         "before = matplotlib.rcParams.copy()\n"
@@ -169,19 +169,19 @@ def test_drawing_touches_no_state_that_others_share(tmp_path: Path) -> None:
 
 def test_what_cannot_be_drawn_is_refused_and_the_older_picture_stays(tmp_path: Path) -> None:
     out = tmp_path / "curves.png"
-    draw_curves(logged(tmp_path / "good", record(1)), out)
+    draw_curves(write_log(tmp_path / "good", record(1)), out)
     before = out.read_bytes()
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "damaged").write_bytes(b'{"step":1}\n{"st\n{"step":3}\n')
-    for name, sentence in (("empty", "holds no step yet"), ("damaged", ":2: malformed"), ("none", "cannot be read")):
+    for name, sentence in (("empty", "contains no step yet"), ("damaged", ":2: malformed"), ("none", "cannot be read")):
         with pytest.raises(TreepackError, match=f"{name}.*{sentence}"):
             draw_curves(tmp_path / name, out)
     assert out.read_bytes() == before
-    with pytest.raises(TreepackError, match=r"curves\.pdf is to hold a PNG picture; choose a name that ends in \.png"):
+    with pytest.raises(TreepackError, match=r"curves\.pdf is not a PNG file; choose a name that ends in \.png"):
         draw_curves(tmp_path / "good", tmp_path / "curves.pdf")
 
 
 def test_without_matplotlib_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(TreepackError, match=r"^curves cannot be drawn \(.*\); pip install 'treepack\[plot\]'$"):
-        draw_curves(logged(tmp_path / "m", record(1)), tmp_path / "m.png")
+        draw_curves(write_log(tmp_path / "m", record(1)), tmp_path / "m.png")

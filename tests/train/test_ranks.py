@@ -24,15 +24,15 @@ from treepack.trajectory import Trajectory
 def rollouts() -> list[Trajectory]:
     """Groups of three that share a prompt, with rewards, advantages and unequal weights."""
     generator = np.random.default_rng(0)
-    found = []
+    trajectories = []
     for i in range(12):
         prompt = [i // 3, *range(10, 12 + 2 * (i // 3))]
         tokens = [*prompt, 5, *generator.integers(20, 24, 4 + i).tolist()]
         spans = [(len(prompt), len(tokens), 1.0 + i % 2)]
-        found.append(
+        trajectories.append(
             make(f"t{i}", tokens, spans=spans, group=f"g{i // 3}", reward=float(i % 3), advantage=float(i % 3 - 1))
         )
-    return found
+    return trajectories
 
 
 @pytest.fixture
@@ -40,17 +40,17 @@ def packed(tmp_path: Path) -> Path:
     return packed_directory(tmp_path / "packed", rollouts(), capacity=40)
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     """Equal losses, norms, counts and means in every step, and equal gradients in the last, to float32's rounding."""
-    assert len(found["records"]) == len(expected["records"]) > 1
-    for ours, theirs in zip(found["records"], expected["records"], strict=True):
+    assert len(result["records"]) == len(expected["records"]) > 1
+    for ours, theirs in zip(result["records"], expected["records"], strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours.keys() - {"seconds", "wait_seconds", "tokens_per_second", "tokens_flat_per_second", "graphs"}:
             assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-6), name
-    assert found["gradients"].keys() == expected["gradients"].keys()
+    assert result["gradients"].keys() == expected["gradients"].keys()
     for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(each["out"]).state_dict() for each in (found, expected))
+        torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(each["out"]).state_dict() for each in (result, expected))
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-3, atol=2e-5)
@@ -69,10 +69,10 @@ def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
         Case("grpo", packed, untied, uneven, "grpo"),
         Case("gspo", packed, tied, uneven, "gspo"),
     ]
-    found, expected = (train_over(size, folder, cases) for size in (2, 0))
+    results, expected = (train_over(size, folder, cases) for size in (2, 0))
     for case in cases:
-        assert_same(found[case.name], expected[case.name])
-    graphs = [record["graphs"] for record in found["compiled"]["records"]]
+        assert_same(results[case.name], expected[case.name])
+    graphs = [record["graphs"] for record in results["compiled"]["records"]]
     assert graphs[0] == expected["compiled"]["records"][0]["graphs"] > 0, "sharding compiles nothing more"
     assert set(graphs) == {graphs[0]}, "rows of other lengths compile nothing more"
 
@@ -88,12 +88,12 @@ def test_weights_are_read_shard_by_shard_and_those_that_transformers_converts_wh
         assert len(list((folder / name).glob("*.safetensors"))) > 1
         (folder / name / "generation_config.json").write_text('{"eos_token_id": [3, 7], "max_new_tokens": 99}')
     cases = [Case(name, packed, folder / name, {"epochs": 2, "seed": 3}) for name in ("qwen3", "gpt2", "qwen3_moe")]
-    found, expected = (train_over(size, folder, cases) for size in (3, 0))
+    results, expected = (train_over(size, folder, cases) for size in (3, 0))
     for case in cases:
-        assert_same(found[case.name], expected[case.name])
-        generation = json.loads((found[case.name]["out"] / "generation_config.json").read_text())
+        assert_same(results[case.name], expected[case.name])
+        generation = json.loads((results[case.name]["out"] / "generation_config.json").read_text())
         assert (generation["eos_token_id"], generation["max_new_tokens"]) == ([3, 7], 99)
-        whole = any("every rank read the whole model" in note for note in found[case.name]["notes"])
+        whole = any("every rank read the whole model" in note for note in results[case.name]["notes"])
         assert whole is (case.name == "qwen3_moe")
 
 
@@ -115,8 +115,8 @@ def test_rows_are_dealt_once_in_equally_many_micro_batches(costs: list[float], s
     assert len(shares) == size
     assert {len(share) for share in shares} == {-(-len(rows) // size)}
     assert sorted(row for share in shares for row in share if row is not None) == rows
-    lasts = [max(costs[row] for row in batch if row is not None) for batch in zip(*shares, strict=True)]
-    assert sum(lasts) == pytest.approx(sum(sorted(costs, reverse=True)[::size]))
+    durations = [max(costs[row] for row in batch if row is not None) for batch in zip(*shares, strict=True)]
+    assert sum(durations) == pytest.approx(sum(sorted(costs, reverse=True)[::size]))
 
 
 def test_the_dearest_row_goes_to_the_rank_with_the_least_so_far() -> None:

@@ -49,8 +49,10 @@ def go(
     run = open_run(packed, config, replace(OPTIONS, **changes))
     steps: list[StepMetrics] = []
     notes: list[str] = []
-    found = train(run, out, resume=True, stop=lambda: until is not None and len(steps) + 1 >= until, note=notes.append)
-    for metrics in found:
+    iterator = train(
+        run, out, resume=True, stop=lambda: until is not None and len(steps) + 1 >= until, note=notes.append
+    )
+    for metrics in iterator:
         steps.append(metrics)
         torch.rand(3)  # whoever trains may draw random numbers
     return steps, notes
@@ -122,7 +124,10 @@ def test_the_count_of_skipped_steps_outlives_the_process(packed: Path, config: P
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
-    [({"lr": 0.5}, "was begun with lr 0.01 and this run has 0.5"), ({"epochs": 4}, "was begun with epochs 3")],
+    [
+        ({"lr": 0.5}, "cannot resume: lr was 0.01 when the run started and is 0.5 now"),
+        ({"epochs": 4}, "epochs was 3 when"),
+    ],
 )
 def test_another_run_is_not_resumed(
     packed: Path, config: Path, tmp_path: Path, changes: dict[str, Any], complaint: str
@@ -147,7 +152,9 @@ def test_an_unfinished_run_is_neither_overwritten_nor_resumed_unasked(
     packed: Path, config: Path, tmp_path: Path
 ) -> None:
     go(packed, config, tmp_path / "out", until=3)
-    with pytest.raises(TreepackError, match="holds a run that is not complete; go on with --resume or replace"):
+    with pytest.raises(
+        TreepackError, match="is not complete; continue it with --resume or replace it with --overwrite"
+    ):
         list(train(open_run(packed, config, OPTIONS), tmp_path / "out"))
     steps = list(train(open_run(packed, config, OPTIONS), tmp_path / "out", overwrite=True))
     assert steps[0].step == 1
@@ -157,7 +164,7 @@ def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, tmp_
     go(packed, config, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     steps, notes = go(packed, config, tmp_path / "out")
-    assert (steps, notes) == ([], [f"{tmp_path / 'out'} is complete: nothing is left to train"])
+    assert (steps, notes) == ([], [f"{tmp_path / 'out'} is complete: no step is left to train"])
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
@@ -170,7 +177,7 @@ def test_a_model_that_could_not_be_written_is_written_by_resume(packed: Path, co
         raise OSError(28, "No space left on device")
 
     run.loaded.model.save_pretrained = full
-    with pytest.raises(TreepackError, match=r"No space left on device.*make room and go on with --resume"):
+    with pytest.raises(TreepackError, match=r"No space left on device.*free disk space and continue with --resume"):
         list(train(run, out))
     assert not is_finished(out)
     assert sorted(path.name for path in out.iterdir()) == ["checkpoints", "metrics.jsonl", "run.json"]
@@ -184,7 +191,7 @@ def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config:
     moved = config.rename(tmp_path / "elsewhere.json")
     go(packed, moved, tmp_path / "out", until=1)
     tiny_config(config, rms_norm_eps=0.5)
-    with pytest.raises(TreepackError, match="was begun with the config_sha256"):
+    with pytest.raises(TreepackError, match="cannot resume: config_sha256 was"):
         go(packed, config, tmp_path / "out")
 
 
@@ -207,13 +214,13 @@ def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, 
     first = Case("first", packed, config, changes, out=parts, until=2)
     second = Case("second", packed, config, changes, out=parts, until=1)
     last = Case("last", packed, config, changes, out=parts)
-    found = []
+    records = []
     for size, case, until in ((0, first, 2), (2, second, 3), (0, last, 6)):
-        found += train_over(size, tmp_path, [case])[case.name]["records"]
-        assert len(found) == until
+        records += train_over(size, tmp_path, [case])[case.name]["records"]
+        assert len(records) == until
     whole = train_over(0, tmp_path, [Case("whole", packed, config, changes)])["whole"]["records"]
-    assert [record["step"] for record in found] == [record["step"] for record in whole]
-    for ours, theirs in zip(found, whole, strict=True):
+    assert [record["step"] for record in records] == [record["step"] for record in whole]
+    for ours, theirs in zip(records, whole, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
 
@@ -221,8 +228,8 @@ def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, 
 def command(packed: Path, config: Path, out: Path) -> list[str]:
     """Enough small steps, each with a checkpoint, that a kill falls into a save as often as not."""
     options = {"--model": config, "--out": out, "--steps": 60, "--lr": 1e-2, "--rows-per-step": 2}
-    given = [str(word) for pair in options.items() for word in pair]
-    return ["train", str(packed), *given, "--device", "cpu", "--checkpoint-every", "1", "--resume"]
+    words = [str(word) for pair in options.items() for word in pair]
+    return ["train", str(packed), *words, "--device", "cpu", "--checkpoint-every", "1", "--resume"]
 
 
 def start(arguments: list[str], folder: Path) -> BaseProcess:
@@ -257,7 +264,7 @@ def test_a_run_killed_at_random_moments_and_stopped_by_sigterm_ends_bit_for_bit(
         assert process.exitcode == (0 if sign == signal.SIGTERM else -sign)
         assert not is_finished(out)
         if sign == signal.SIGTERM:
-            assert "of 60; go on with --resume" in (tmp_path / "stdout").read_text()
+            assert "of 60; continue with --resume" in (tmp_path / "stdout").read_text()
     last = start(command(packed, config, out), tmp_path)
     last.join()
     assert last.exitcode == 0

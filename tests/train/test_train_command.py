@@ -31,9 +31,9 @@ def arguments(tmp_path: Path) -> list[str]:
 def test_curves_and_tensorboard_show_every_step(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = treepack(*arguments, "--plot", "--tensorboard")
-    assert found.status == 0
-    assert "time spent waiting for rows" in found.out
+    done = treepack(*arguments, "--plot", "--tensorboard")
+    assert done.status == 0
+    assert "time spent waiting for rows" in done.out
     assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
     board = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
     board.Reload()
@@ -46,17 +46,17 @@ def test_curves_of_a_complete_run_are_drawn_without_training(
 ) -> None:
     assert treepack(*arguments).status == 0
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
-    found = treepack(*arguments, "--resume", "--plot")
-    assert found.status == 0
-    assert "is complete: nothing is left to train" in found.err
+    done = treepack(*arguments, "--resume", "--plot")
+    assert done.status == 0
+    assert "is complete: no step is left to train" in done.err
     assert (tmp_path / "out" / "metrics.png").exists()
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
 
 def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
-    found = treepack(*arguments, "--resume", "--overwrite")
-    assert found.status == 2
-    assert "give one of them" in found.err
+    done = treepack(*arguments, "--resume", "--overwrite")
+    assert done.status == 2
+    assert "give one of them" in done.err
     assert not (tmp_path / "out").exists()
 
 
@@ -65,9 +65,9 @@ def test_an_unfinished_run_is_named_as_such_before_anything_is_loaded(
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "run.json").write_text('{"format": "treepack-train"}')
-    found = treepack(*arguments)
-    assert (found.status, found.out) == (1, "")
-    assert "holds a run that is not complete; go on with --resume or replace it by --overwrite" in found.err
+    done = treepack(*arguments)
+    assert (done.status, done.out) == (1, "")
+    assert "contains a run that is not complete; continue it with --resume or replace it with --overwrite" in done.err
 
 
 def test_a_job_may_always_be_started_with_resume(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
@@ -79,12 +79,12 @@ def test_rows_are_read_from_any_filesystem(treepack: Run, arguments: list[str], 
     assert treepack(*arguments).status == 0
     expected = (tmp_path / "out" / "model.safetensors").read_bytes()
     arguments[1] = Path(arguments[1]).as_uri()
-    found = treepack(*arguments, "--overwrite")
-    assert found.status == 0, found.err
+    done = treepack(*arguments, "--overwrite")
+    assert done.status == 0, done.err
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
-    found = treepack("train", "nosuch://bucket/packed", *arguments[2:], "--overwrite")
-    assert (found.status, found.out) == (1, "")
-    assert "nosuch" in found.err
+    done = treepack("train", "nosuch://bucket/packed", *arguments[2:], "--overwrite")
+    assert (done.status, done.out) == (1, "")
+    assert "nosuch" in done.err
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
 
 
@@ -94,9 +94,9 @@ def test_two_processes_of_torchrun_write_what_one_process_writes(
     assert treepack(*arguments).status == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    found = subprocess.run([*launch, str(TREEPACK), *arguments, "--overwrite"], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("last loss") == 1
+    done = subprocess.run([*launch, str(TREEPACK), *arguments, "--overwrite"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("last loss") == 1
     over_two = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert over_two == pytest.approx(losses, rel=1e-4)
     assert json.loads((tmp_path / "out" / "train.json").read_text())["num_ranks"] == 2
@@ -106,10 +106,10 @@ def test_what_one_process_does_is_refused_in_several(
     treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    found = treepack(*arguments, "--verify")
-    assert (found.status, found.out) == (1, "")
-    assert "--verify runs in one process; start it without torchrun" in found.err
+    done = treepack(*arguments, "--verify")
+    assert (done.status, done.out) == (1, "")
+    assert "--verify runs in one process; start it without torchrun" in done.err
     packed, model = arguments[1], arguments[3]
-    found = treepack("logprobs", packed, "--model", model, "--out", "scored")
-    assert (found.status, found.out) == (1, "")
-    assert "treepack logprobs runs in one process" in found.err
+    done = treepack("logprobs", packed, "--model", model, "--out", "scored")
+    assert (done.status, done.out) == (1, "")
+    assert "treepack logprobs runs in one process" in done.err

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,7 @@ def config(tmp_path: Path) -> Path:
     return tiny_config(tmp_path / "tiny.json")
 
 
-def trained(packed: Path, config: Path, objective: Objective, **changes: Any) -> tuple[list[StepMetrics], TrainingRun]:
+def train_on(packed: Path, config: Path, objective: Objective, **changes: Any) -> tuple[list[StepMetrics], TrainingRun]:
     run = open_run(packed, config, replace(CPU, objective=objective, **changes))
     return list(train(run, packed.parent / f"out-{packed.name}", overwrite=True)), run
 
@@ -44,28 +45,28 @@ def test_a_step_does_not_depend_on_its_rows_and_is_that_of_trajectories_alone(
     tmp_path: Path, config: Path, name: str
 ) -> None:
     objective = choose_objective(name)
-    found = []
+    results = []
     for i, rows in enumerate([ONE, BY_GROUP] if name == "dpo" else [ONE, BY_GROUP, MIXED]):
         packed = write_rows(tmp_path / str(i), as_trajectories(rollouts()), rows)
-        (metrics,), run = trained(packed, config, objective, epochs=1)
+        (metrics,), run = train_on(packed, config, objective, epochs=1)
         assert metrics.num_rows == len(set(rows))
-        found.append((metrics, run.loaded.model.state_dict()))
+        results.append((metrics, run.loaded.model.state_dict()))
     plain = AutoModelForCausalLM.from_config(open_run(packed, config, CPU).loaded.model.config)
     plain.set_attn_implementation("sdpa")
     plain.load_state_dict(open_run(packed, config, CPU).loaded.model.state_dict())
     expected = step_loss(plain, rollouts(), objective).item()
-    for metrics, weights in found:
+    for metrics, weights in results:
         assert metrics.loss == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        assert metrics.means == pytest.approx(found[0][0].means, rel=1e-4, abs=1e-5)
-        assert metrics.grad_norm == pytest.approx(found[0][0].grad_norm, rel=1e-3)
+        assert metrics.means == pytest.approx(results[0][0].means, rel=1e-4, abs=1e-5)
+        assert metrics.grad_norm == pytest.approx(results[0][0].grad_norm, rel=1e-3)
         for key, weight in weights.items():
-            torch.testing.assert_close(weight, found[0][1][key], rtol=1e-3, atol=2e-4)
+            torch.testing.assert_close(weight, results[0][1][key], rtol=1e-3, atol=2e-4)
 
 
 def test_training_moves_probability_towards_advantages(tmp_path: Path, config: Path) -> None:
     good = [replace(r, advantages=[1.0 if i % 2 else -1.0] * len(r.tokens)) for i, r in enumerate(rollouts())]
     packed = write_rows(tmp_path / "packed", as_trajectories(good, without=["old_logprobs"]), MIXED)
-    metrics, _ = trained(packed, config, choose_objective("cispo"), epochs=12)
+    metrics, _ = train_on(packed, config, choose_objective("cispo"), epochs=12)
     assert metrics[-1].loss < metrics[0].loss - 0.1
 
 
@@ -77,7 +78,7 @@ def test_metrics_hold_the_means_of_the_objective_and_of_sft_none(tmp_path: Path,
         "grpo": {"ratio", "clip_fraction_low", "clip_fraction_high", "old_kl", "entropy"},
     }
     for name, means in kinds.items():
-        trained(packed, config, choose_objective(name))
+        train_on(packed, config, choose_objective(name))
         (line,) = (tmp_path / "out-packed" / "metrics.jsonl").read_text().splitlines()
         assert json.loads(line).keys() == common | means
 
@@ -89,8 +90,8 @@ def test_groups_in_several_rows_and_steps_are_counted_per_step(tmp_path: Path) -
     for rows in ([0, 1, 2, 3], [3, 1], [2]):
         factors = step_factors(table, rows, objective)
         total = sum(
-            float((own * table.weight[table.first[row] : table.first[row + 1]]).sum())
-            for row, own in zip(rows, factors, strict=True)
+            float((row_factors * table.weight[table.first[row] : table.first[row + 1]]).sum())
+            for row, row_factors in zip(rows, factors, strict=True)
         )
         assert total == pytest.approx(1.0, rel=1e-12)
 
@@ -101,9 +102,9 @@ def test_autocast_and_checkpointing_keep_the_objective(
 ) -> None:
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), MIXED)
     objective = choose_objective("grpo", entropy=0.1)
-    expected, _ = trained(packed, config, objective)
-    found, _ = trained(packed, config, objective, dtype=dtype, gradient_checkpointing=checkpointing)
-    assert found[0].loss == pytest.approx(expected[0].loss, rel=5e-2 if dtype == "bf16" else 1e-5)
+    expected, _ = train_on(packed, config, objective)
+    metrics, _ = train_on(packed, config, objective, dtype=dtype, gradient_checkpointing=checkpointing)
+    assert metrics[0].loss == pytest.approx(expected[0].loss, rel=5e-2 if dtype == "bf16" else 1e-5)
 
 
 @pytest.mark.parametrize("name", OVER_TERMS)
@@ -111,14 +112,14 @@ def test_verification_is_of_the_objective(tmp_path: Path, config: Path, name: st
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts()), BY_GROUP)
     run = open_verification(packed, config, replace(CPU, objective=choose_objective(name)))
     rows = run.trainable_rows
-    given: dict[str, Any] = {"objective": run.options.objective, "factors": run.factors(rows)}
+    arguments: dict[str, Any] = {"objective": run.options.objective, "factors": run.factors(rows)}
     batches = [run.dataset[row] for row in rows]
-    report = verify_gradients(run.loaded, batches, **given)
+    report = verify_gradients(run.loaded, batches, **arguments)
     assert report.passed
     assert report.dtype == "float64"
     assert report.worst[1] < 1e-10
     wrong = [replace(b, subtree_end=torch.full_like(b.subtree_end, len(b.subtree_end))) for b in batches]
-    assert not verify_gradients(run.loaded, wrong, **given).passed
+    assert not verify_gradients(run.loaded, wrong, **arguments).passed
 
 
 def test_unsuitable_data_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
@@ -128,9 +129,9 @@ def test_unsuitable_data_is_refused_before_the_model_is_loaded(tmp_path: Path) -
 
 
 def test_rows_without_pairs_are_left_out_of_dpo_and_counted(tmp_path: Path, config: Path) -> None:
-    given = [replace(r, group=f"{r.group}{i // 6}", reward=float(i % 4 > 1)) for i, r in enumerate(rollouts())]
-    lone = replace(given[0], group="lone")
-    packed = write_rows(tmp_path / "packed", as_trajectories([*given, lone]), [*ONE, 1])
+    samples = [replace(r, group=f"{r.group}{i // 6}", reward=float(i % 4 > 1)) for i, r in enumerate(rollouts())]
+    lone = replace(samples[0], group="lone")
+    packed = write_rows(tmp_path / "packed", as_trajectories([*samples, lone]), [*ONE, 1])
     run = open_run(packed, config, replace(CPU, objective=choose_objective("dpo")))
     assert [step.rows for step in run.schedule] == [[0]]
     assert "1 rows without pairs to compare are left out" in run.notes
@@ -159,4 +160,5 @@ def test_the_command_trains_and_verifies(treepack: Command, tmp_path: Path, conf
 def test_the_command_has_the_options_of_the_objective() -> None:
     options = import_module("treepack_cli.objective")
     assert options.LOSSES == PRESETS
-    assert {"loss", *options.OPTIONS} == {field.name for field in fields(Objective)}
+    command = click.command()(options.objective_options(lambda objective: None))
+    assert {parameter.name for parameter in command.params} == {field.name for field in fields(Objective)}

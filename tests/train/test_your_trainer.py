@@ -33,7 +33,7 @@ def programs() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
 
 
-class Recorded:
+class Recorder:
     """What a program did: the rows that it read, and weights and gradients, not yet clipped, of every update."""
 
     def __init__(self) -> None:
@@ -66,25 +66,25 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def record(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+def record(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     """A record of what the programs do."""
-    recorded, read = Recorded(), PackedDataset.__getitem__
+    recorder, read = Recorder(), PackedDataset.__getitem__
 
     def reading(dataset: PackedDataset, index: int) -> Any:
-        recorded.rows.append(index)
+        recorder.rows.append(index)
         return read(dataset, index)
 
     clip = torch.nn.utils.clip_grad_norm_
 
     def clipping(parameters: Any, *arguments: Any, **options: Any) -> Tensor:
         listed = list(parameters)
-        recorded.unclipped = {id(p): p.grad.clone() for p in listed}
+        recorder.unclipped = {id(p): p.grad.clone() for p in listed}
         return clip(listed, *arguments, **options)
 
     monkeypatch.setattr(PackedDataset, "__getitem__", reading)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipping)
-    hook = register_optimizer_step_pre_hook(recorded.update)
-    yield recorded
+    hook = register_optimizer_step_pre_hook(recorder.update)
+    yield recorder
     hook.remove()
 
 
@@ -102,25 +102,25 @@ def policy(model: Any, chosen: Sequence[Rollout]) -> Tensor:
     return step_loss(model, chosen, choose_objective("dapo"))
 
 
-def assert_exact(model: Any, record: Recorded, loss: Callable[[Any, Sequence[Rollout]], Tensor]) -> None:
+def assert_exact(model: Any, record: Recorder, loss: Callable[[Any, Sequence[Rollout]], Tensor]) -> None:
     """Every update's gradient is that of `loss` over its rollouts, each alone, at its weights."""
     for rows, update in record.steps():
-        found = {name: update[id(p)] for name, p in model.named_parameters()}
-        chosen = [own for row, own in zip(ROWS, rollouts(), strict=True) if row in rows]
-        assert_gradient(model.config, found, lambda plain, chosen=chosen: loss(plain, chosen))  # type: ignore[misc]
+        pairs = {name: update[id(p)] for name, p in model.named_parameters()}
+        chosen = [rollout for row, rollout in zip(ROWS, rollouts(), strict=True) if row in rows]
+        assert_gradient(model.config, pairs, lambda plain, chosen=chosen: loss(plain, chosen))  # type: ignore[misc]
 
 
-def assert_gradient(config: Any, found: dict[str, tuple[Tensor, Tensor]], loss: Callable[[Any], Tensor]) -> None:
+def assert_gradient(config: Any, pairs: dict[str, tuple[Tensor, Tensor]], loss: Callable[[Any], Tensor]) -> None:
     """The gradient beside each weight is that of `loss`, computed in float64.
 
     The programs compute in float32: rounding is some 1e-6, and a token counted wrongly some 1e-2.
     """
     plain = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa", dtype=torch.float64)
     keep_norms(plain)
-    plain.load_state_dict({name: weight for name, (weight, _) in found.items()}, strict=False)
+    plain.load_state_dict({name: weight for name, (weight, _) in pairs.items()}, strict=False)
     plain.tie_weights()
     torch.autograd.backward(loss(plain))
-    assert worst_error({name: raw.double().cpu() for name, (_, raw) in found.items()}, gradients(plain)) < 1e-4
+    assert worst_error({name: raw.double().cpu() for name, (_, raw) in pairs.items()}, gradients(plain)) < 1e-4
 
 
 def run(program: str) -> dict[str, Any]:
@@ -133,27 +133,27 @@ def test_there_are_three_programs() -> None:
     assert len(programs()) == 3
 
 
-def test_the_loop_in_pytorch(record: Recorded) -> None:
+def test_the_loop_in_pytorch(record: Recorder) -> None:
     names = run(programs()[0])
     assert len(record.updates) == 4
     assert sorted(record.rows[:6]) == sorted(record.rows[6:]) == list(range(6))
     assert_exact(names["loaded"].model, record, supervised)
 
 
-def test_the_loop_in_pytorch_goes_on_where_it_was_killed(record: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_in_pytorch_goes_on_where_it_was_killed(record: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     program = programs()[0]
     whole = run(program)["loaded"].model.state_dict()
     rows, record.rows[:] = list(record.rows), []
     Path("state.pt").unlink()
     saves, save = [0], torch.save
 
-    def killed(*arguments: Any) -> None:
+    def save_and_die(*arguments: Any) -> None:
         save(*arguments)
         saves[0] += 1
         if saves[0] == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch, "save", killed)
+    monkeypatch.setattr(torch, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
         run(program)
     again = run(program)["loaded"].model.state_dict()
@@ -161,14 +161,14 @@ def test_the_loop_in_pytorch_goes_on_where_it_was_killed(record: Recorded, monke
     assert all(torch.equal(again[name], weight) for name, weight in whole.items())
 
 
-def test_the_trainer_of_transformers(record: Recorded) -> None:
+def test_the_trainer_of_transformers(record: Recorder) -> None:
     pytest.importorskip("accelerate")
     names = run(programs()[1])
     assert len(record.updates) == 2
     assert_exact(names["model"], record, supervised)
 
 
-def test_the_policy_loss_in_trl(record: Recorded) -> None:
+def test_the_policy_loss_in_trl(record: Recorder) -> None:
     pytest.importorskip("trl")
     names = run(programs()[2])
     assert len(record.updates) == 2
@@ -188,17 +188,17 @@ for number in (1, 2):
     exec(compile(Path(f"program{number}.py").read_text(), f"program{number}.py", "exec"), names)
     update = seen.pop()
     assert not seen
-    found = {name: update[id(p)] for name, p in names["trainer"].model.named_parameters()}
-    torch.save(found, f"program{number}-rank{os.environ['RANK']}.pt")
+    pairs = {name: update[id(p)] for name, p in names["trainer"].model.named_parameters()}
+    torch.save(pairs, f"program{number}-rank{os.environ['RANK']}.pt")
 """
 
 
 def test_two_processes_compute_one_step(workplace: Path) -> None:
     pytest.importorskip("trl")
     one_row = "per_device_train_batch_size=1, gradient_accumulation_steps=3, use_cpu=True, max_grad_norm=0.0"
-    given = r"per_device_train_batch_size=\d, gradient_accumulation_steps=\d"
+    settings = r"per_device_train_batch_size=\d, gradient_accumulation_steps=\d"
     for number in (1, 2):
-        program, changed = re.subn(given, one_row, programs()[number])
+        program, changed = re.subn(settings, one_row, programs()[number])
         assert changed == 1
         Path(f"program{number}.py").write_text(program)
     Path("both.py").write_text(BOTH)
@@ -209,5 +209,5 @@ def test_two_processes_compute_one_step(workplace: Path) -> None:
     losses: dict[int, Callable[[Any, Sequence[Rollout]], Tensor]] = {1: supervised, 2: policy}
     for number, loss in losses.items():
         for rank in range(2):
-            found = torch.load(f"program{number}-rank{rank}.pt")
-            assert_gradient(config, found, lambda plain, loss=loss: loss(plain, rollouts()))  # type: ignore[misc]
+            pairs = torch.load(f"program{number}-rank{rank}.pt")
+            assert_gradient(config, pairs, lambda plain, loss=loss: loss(plain, rollouts()))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Checkpoints that a training run can always go on from.
+"""Checkpoints of a training run, from which it continues whatever happened to the process that wrote them.
 
     RUN/checkpoints/
         step-00000010/            whole or absent
@@ -6,24 +6,21 @@
             .metadata             DCP's table of contents
             checkpoint.json       written last: step, ranks, the caller's position; bytes and sha256 of every file
         .step-00000020.partial-*  being written, or left by a process that died; the next run removes it
-        step-00000010.replaced-*  only where a process died while it put a step in the place of the same step
+        step-00000010.replaced-*  left only by a process that died while it replaced a step by the same step
 
     Checkpoints.save --copy to CPU memory--> a thread: write, fsync, hash, checkpoint.json, rename, remove older ones
-    latest --every size and hash--> Found --restore--> model, optimiser, random states; the position
+    latest --check every size and hash--> SavedCheckpoint --restore--> model, optimiser, random states; the position
 
 Under FSDP2 the parameters are DTensors, each rank writes its shards, and any number of ranks can read them; one process
-without torch.distributed writes plain tensors into the same format. All ranks call every function here, and one run
-at a time owns a directory. DCP's files hold pickles: restore only what you trust. The order of the data and the
-learning rate's schedule belong to the caller, who keeps in `position` what they need.
+without torch.distributed writes plain tensors into the same format. All ranks must call every function of this module,
+and only one run at a time may use a directory. DCP's files contain pickles, which can run code: restore only files that
+you trust. The caller stores in `position` everything that the order of the data and the learning rate need.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-import os
-import re
 import secrets
 import shutil
 import warnings
@@ -42,23 +39,26 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from treepack import __version__
 from treepack.errors import TreepackError
 from treepack.files.manifest import file_sha256
+from treepack.train.checkpoint_files import (
+    describe_error,
+    find_damage,
+    has_all_files,
+    list_steps,
+    read_record,
+    step_of,
+    sync_names,
+    write_record,
+)
 from treepack.train.state import load_state, training_state
-
-FORMAT = "treepack-checkpoint"
-VERSION = 1
-RECORD = "checkpoint.json"
-
-_STEP = re.compile(r"step-(\d{8,})(\.replaced-\w+)?")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A whole checkpoint on disk: `step` and `position` as they were given to `save`, by `world_size` ranks."""
+    """A whole checkpoint on disk, written by `world_size` ranks: `step` and `position` are the arguments of `save`."""
 
     path: Path
     step: int
@@ -67,15 +67,15 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
-class _RankFiles:
-    """The processes of the run that `group` joins; this one alone where torch.distributed is not initialised."""
+class _RankGroup:
+    """The ranks of the run and their process group; one rank without a group if torch.distributed is not in use."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     def gather(self, value: T) -> list[T]:
-        """The `value` of every rank, on every rank."""
+        """Return the `value` of every rank, on every rank."""
         gathered = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(gathered, value, group=self.group)
@@ -83,39 +83,41 @@ class _RankFiles:
 
     @property
     def collective(self) -> dict[str, Any]:
-        """How DCP's save and load are told about the ranks."""
+        """The arguments about ranks of DCP's save and load."""
         return {"process_group": self.group, "no_dist": self.size == 1}
 
 
-def _all_ranks(*, own_group: bool = False) -> _RankFiles:
+def _all_ranks(*, new_group: bool = False) -> _RankGroup:
     if not (dist.is_available() and dist.is_initialized()):
-        return _RankFiles(None, 0, 1)
-    group = dist.new_group(backend="gloo") if own_group else None
-    return _RankFiles(group, dist.get_rank(), dist.get_world_size())
+        return _RankGroup(None, 0, 1)
+    group = dist.new_group(backend="gloo") if new_group else None
+    return _RankGroup(group, dist.get_rank(), dist.get_world_size())
 
 
 class Checkpoints:
-    """The checkpoints that a run writes to `directory`, of which the newest `keep` stay.
+    """The checkpoints that a run writes to `directory`, of which the newest `keep` are kept.
 
-    `save` returns once the state is copied to CPU memory, kept for the next copy where there is a GPU; a thread does
-    the rest. What goes wrong there is raised by the next call of any method, on every rank.
+    `save` returns after the state is copied to CPU memory (on a GPU machine the memory is pinned and used again), and a
+    thread writes the copy. An error of this thread is raised by the next call of any method, on every rank.
     """
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        """Make `directory` and remove what a process that died left in it.
+        """Create `directory` and remove unfinished checkpoints that a dead process left in it.
 
         Raises:
-            TreepackError: `keep` is less than 1, or the directory cannot be made.
+            TreepackError: `keep` is less than 1, or the directory cannot be created.
         """
         if keep < 1:
             raise TreepackError(f"keep is {keep}; expected at least 1 checkpoint")
         self._directory = directory
         self._keep = keep
-        # The thread's collectives must not mix with those of training, and the copies they are about are on the CPU.
-        self._ranks = _all_ranks(own_group=True)
-        token, problem = self._ranks.gather(_tidy(directory) if self._ranks.rank == 0 else ("", None))[0]
+        # A group of its own: the collectives of the thread must not mix with the collectives of training, which run at
+        # the same time. gloo, because the copies are on the CPU.
+        self._ranks = _all_ranks(new_group=True)
+        token, problem = self._ranks.gather(_prepare(directory) if self._ranks.rank == 0 else ("", None))[0]
         if problem:
             raise TreepackError(f"{directory}: cannot hold checkpoints ({problem}); choose another directory")
+        # step-00000010 -> .step-00000010.partial-1f2e3d4c and step-00000010.replaced-1f2e3d4c
         self._partial, self._replaced = f".{{}}.partial-{token}", f"{{}}.replaced-{token}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
@@ -124,34 +126,34 @@ class Checkpoints:
         _expect_one_process()
 
     def save(self, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, position: dict[str, Any]) -> None:
-        """Begin to write the checkpoint of `step`, after the one before is finished.
+        """Start to write the checkpoint of `step`, after the previous one is finished.
 
         Args:
-            step: number of updates made, which names the checkpoint; one of the same step is replaced.
+            step: number of updates so far, which names the checkpoint; an existing one of the same step is replaced.
             model: its parameters and persistent buffers are saved, tied ones once.
             optimiser: its state, if it has one yet, and its parameter groups are saved.
-            position: what the caller needs to go on besides, as JSON can hold it; rank 0's is saved.
+            position: JSON values that the caller needs to continue; the values of rank 0 are saved.
 
         Raises:
             TreepackError: the save before this one failed.
         """
         self.wait()
         record = {"step": step, "position": json.loads(json.dumps(position, allow_nan=False))}
-        staged = self._copied(training_state(model, optimiser, rank=self._ranks.rank))
+        staged = self._copy_to_cpu(training_state(model, optimiser, rank=self._ranks.rank))
         self._pending = self._thread.submit(self._write, staged, record)
 
     def wait(self) -> None:
-        """Return when the last save is finished.
+        """Wait until the last save is finished.
 
         Raises:
-            TreepackError: it failed; the checkpoints before it are as they were.
+            TreepackError: it failed; the checkpoints before it are unchanged.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait, and give the thread and the process group back.
+        """Wait, and release the thread and the process group.
 
         Raises:
             TreepackError: as `wait`.
@@ -163,9 +165,10 @@ class Checkpoints:
             if self._ranks.group is not None:
                 dist.destroy_process_group(self._ranks.group)
 
-    def _copied(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy in CPU memory, made when this returns; where there is a GPU, its memory is pinned and used again."""
+    def _copy_to_cpu(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state to CPU memory, complete on return; on a GPU machine the memory is pinned and used again."""
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        # The first update adds tensors of the optimiser, for which the stager's cached memory has no place.
         if self._stager is None or list(tensors) != self._staged:
             self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
             self._staged = list(tensors)
@@ -175,7 +178,11 @@ class Checkpoints:
         }
 
     def _write(self, state: dict[str, Any], record: dict[str, Any]) -> None:
-        """What the thread does; every rank comes to the same end."""
+        """Write the checkpoint; runs in the thread and succeeds or fails on all ranks alike.
+
+        Raises:
+            TreepackError: any rank failed.
+        """
         path = self._directory / f"step-{record['step']:08d}"
         partial = self._directory / self._partial.format(path.name)
         files, problem = [], None
@@ -183,88 +190,89 @@ class Checkpoints:
             try:
                 files = self._write_files(state, partial)
             except (Exception, CheckpointException) as error:
-                problem = _reason(error)
-            everyone = self._ranks.gather((files, problem))
-            problem = next((theirs for _, theirs in everyone if theirs), None)
+                problem = describe_error(error)
+            results = self._ranks.gather((files, problem))
+            problem = next((each for _, each in results if each), None)
             if problem is None and self._ranks.rank == 0:
-                problem = self._finish(partial, path, record, [entry for own, _ in everyone for entry in own])
+                problem = self._finish(partial, path, record, [entry for entries, _ in results for entry in entries])
             problem = self._ranks.gather(problem)[0]
-        except (Exception, CheckpointException) as error:  # a rank that died takes the gathering down
-            problem = _reason(error)
+        except (Exception, CheckpointException) as error:  # the gathering fails if a rank died
+            problem = describe_error(error)
         if problem:
             if self._ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise TreepackError(
-                f"{path}: the checkpoint could not be written ({problem}); see that its disk is there and has space, "
-                "and resume from the checkpoint before it"
+                f"{path}: the checkpoint could not be written ({problem}); check that its disk is mounted and has free "
+                "space, and resume from the checkpoint before it"
             )
 
     def _write_files(self, state: dict[str, Any], partial: Path) -> list[dict[str, Any]]:
-        """DCP's files, synced to disk, and the entries in checkpoint.json of those that this rank wrote."""
+        """Write DCP's files to disk; return the entries in checkpoint.json of the files that this rank wrote."""
         writer = FileSystemWriter(partial, sync_files=True)
         planner = DefaultSavePlanner(flatten_state_dict=False)
         state_dict_saver.save(state, storage_writer=writer, planner=planner, **self._ranks.collective)
-        # Each rank lists and hashes its own, which are in its host's memory; a network disk shows them to others late.
-        own = set(partial.glob(f"__{self._ranks.rank}_*"))
+        # Each rank lists and hashes its files, because they are in the memory of its host and because a network disk
+        # shows them to other hosts late. Rank 0 adds .metadata, which it wrote for all ranks.
+        paths = set(partial.glob(f"__{self._ranks.rank}_*"))
         if self._ranks.rank == 0:
-            own |= {path for path in partial.iterdir() if not path.name.startswith("__")}
-        return [{"name": p.name, "bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(own)]
+            paths |= {path for path in partial.iterdir() if not path.name.startswith("__")}
+        return [{"name": p.name, "bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in sorted(paths)]
 
-    def _finish(self, partial: Path, path: Path, given: dict[str, Any], files: list[dict[str, Any]]) -> str | None:
-        """Make `partial`, whose files are all there, the checkpoint `path`; returns why that failed."""
-        versions = {"treepack": __version__, "torch": torch.__version__, "world_size": self._ranks.size}
-        record = {"format": FORMAT, "version": VERSION, **versions, **given, "files": files}
-        text = json.dumps(record | {"sha256": _digest(record)}, indent=2, allow_nan=False) + "\n"
+    def _finish(self, partial: Path, path: Path, fields: dict[str, Any], files: list[dict[str, Any]]) -> str | None:
+        """Write the record into `partial`, which has all other files, and rename it to `path`; return an error."""
         try:
-            with (partial / RECORD).open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            _sync(partial)
+            write_record(partial, fields, files, world_size=self._ranks.size)
+            # A directory cannot replace another in one step. If the process dies between the two renames, `latest`
+            # uses the one with the suffix .replaced-*.
             if path.exists():
                 path.rename(path.with_name(self._replaced.format(path.name)))
             partial.rename(path)
-            _sync(self._directory)
+            sync_names(self._directory)
         except Exception as error:
-            return _reason(error)
-        with suppress(OSError):  # the new checkpoint is whole; an old one that stays costs space and nothing else
+            return describe_error(error)
+        with suppress(OSError):  # the new checkpoint is whole; an old one that stays only costs space
             self._remove_older(path)
         return None
 
     def _remove_older(self, written: Path) -> None:
-        """Of the checkpoints up to the one just `written`, leave it and the newest that are whole, `keep` in all.
+        """Remove old checkpoints: keep the one just `written` and the newest whole ones before it, `keep` in total.
 
-        Later ones are not of this run, or it would have gone on from them: they are damaged, or somebody else's.
+        Later ones are kept. They do not belong to this run, which would have continued from them: they are damaged, or
+        another run wrote them.
         """
-        kept = 1
-        for path in _candidates(self._directory):
-            if path == written or _step(path) > _step(written):
+        # keep 2, after writing 30: 10, 20, 20.replaced-*, 30, 40 -> 20, 30, 40
+        # the same if 20 is damaged: 10, 20, 20.replaced-*, 30, 40 -> 20.replaced-*, 30, 40
+        num_kept = 1
+        for path in list_steps(self._directory):
+            if path == written or step_of(path) > step_of(written):
                 continue
-            if kept < self._keep and _step(path) < _step(written) and _seems_whole(path):
-                kept += 1
+            if num_kept < self._keep and step_of(path) < step_of(written) and has_all_files(path):
+                num_kept += 1
                 continue
-            hidden = path.with_name(self._partial.format(path.name))  # a process that dies here leaves no half
+            # Renamed first: a process that dies while it deletes must not leave half a checkpoint under a valid name.
+            hidden = path.with_name(self._partial.format(path.name))
             path.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
 
 def latest(directory: Path) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
-    """The newest whole checkpoint in `directory`, and a sentence about each newer one that is not; None if none exists.
+    """Return the newest whole checkpoint in `directory`, or None if it has none, and a note on each newer damaged one.
 
-    Every file's size and hash is compared with checkpoint.json; each rank reads a share of the files.
+    The size and hash of every file are compared with checkpoint.json; each rank reads a part of the files.
 
     Raises:
-        TreepackError: there are checkpoints and none is whole.
+        TreepackError: there are checkpoints and all of them are damaged.
     """
     ranks = _all_ranks()
-    names = ranks.gather([path.name for path in _candidates(directory)] if ranks.rank == 0 else [])[0]
+    names = ranks.gather([path.name for path in list_steps(directory)] if ranks.rank == 0 else [])[0]
     faults: list[str] = []
     for name in names:
         path = directory / name
-        record = ranks.gather(_read_record(path) if ranks.rank == 0 else "")[0]
+        record = ranks.gather(read_record(path) if ranks.rank == 0 else "")[0]
         if isinstance(record, dict):
-            share = (_damage(path, entry, hashed=True) for entry in record["files"][ranks.rank :: ranks.size])
-            damage = next((found for found in ranks.gather(next(filter(None, share), None)) if found), None)
+            # 5 files and 2 ranks: rank 0 checks files 0, 2, 4 and rank 1 files 1, 3.
+            share = (find_damage(path, entry, hashed=True) for entry in record["files"][ranks.rank :: ranks.size])
+            damage = next(filter(None, ranks.gather(next(filter(None, share), None))), None)
             if damage is None:
                 notes = tuple(f"{fault}; {name} is used" for fault in faults)
                 return SavedCheckpoint(path, record["step"], record["world_size"], record["position"]), notes
@@ -272,122 +280,47 @@ def latest(directory: Path) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
         faults.append(f"{directory.name}/{name} is damaged ({record})")
     if faults:
         raise TreepackError(
-            f"{directory}: no checkpoint can be used, as {' and '.join(faults)}; put a copy of one back, or remove "
-            "the directory to start from the beginning"
+            f"{directory}: no checkpoint can be used, because {' and '.join(faults)}; put back a copy of one, or "
+            "remove the directory to start from the first step"
         )
     return None, ()
 
 
-def restore(found: SavedCheckpoint, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-    """Give `model`, `optimiser` and the generators of random numbers the state they had, and return the position.
+def restore(checkpoint: SavedCheckpoint, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load the state of `model`, `optimiser` and the random generators from `checkpoint`, and return its position.
 
-    Tensors are filled in place, sharded as the model is now. The generators of a rank that did not exist then are left
-    alone. Without a state in the checkpoint (no update was made yet) the optimiser has none afterwards.
+    Tensors are filled in place and keep the sharding that the model has now. The generators of a rank that did not
+    exist when the checkpoint was written are unchanged. If the checkpoint has no optimiser state, because it was
+    written before the first update, the optimiser has no state afterwards.
 
     Raises:
-        TreepackError: the parameters are not those of the checkpoint, or it cannot be read.
+        TreepackError: model and checkpoint have different parameters, or the checkpoint cannot be read.
     """
     ranks = _all_ranks()
     _expect_one_process()
     try:
-        load_state(found.path, model, optimiser, rank=ranks.rank, collective=ranks.collective)
+        load_state(checkpoint.path, model, optimiser, rank=ranks.rank, collective=ranks.collective)
     except (OSError, CheckpointException) as error:
         raise TreepackError(
-            f"{found.path}: cannot be read ({_reason(error)}); see that its disk is there, or remove this checkpoint "
-            "to go on from an older one"
+            f"{checkpoint.path}: cannot be read ({describe_error(error)}); check that its disk is mounted, or remove "
+            "this checkpoint to continue from an older one"
         ) from error
-    return found.position
+    return checkpoint.position
 
 
 def _expect_one_process() -> None:
-    """Silence DCP's warning that one process is one process.
-
-    For good, because the thread saves too and `warnings.catch_warnings` is not safe in threads.
-    """
+    """Silence DCP's warning that torch.distributed is not in use, for the rest of the process."""
+    # Not with `warnings.catch_warnings`, which is not safe in threads: the thread saves too.
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
-def _candidates(directory: Path) -> list[Path]:
-    """What may be a checkpoint in `directory`, newest first, one that was being replaced after its successor."""
-    paths = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)] if directory.is_dir() else []
-    return sorted(paths, key=lambda path: (-_step(path), path.name))
-
-
-def _step(path: Path) -> int:
-    found = _STEP.fullmatch(path.name)
-    assert found is not None
-    return int(found[1])
-
-
-def _tidy(directory: Path) -> tuple[str, str | None]:
-    """Make `directory`, remove what dead processes left, and return a name for this one, and what went wrong."""
+def _prepare(directory: Path) -> tuple[str, str | None]:
+    """Create `directory` and remove unfinished checkpoints; return a name for this process, and the error or None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path in directory.glob(".step-*.partial-*"):
             shutil.rmtree(path)
     except OSError as error:
-        return "", _reason(error)
-    # No process id: in a container the dead one often had the same.
+        return "", describe_error(error)
+    # Not the process id: in a container the process that died often had the same.
     return secrets.token_hex(4), None
-
-
-def _read_record(path: Path) -> dict[str, Any] | str:
-    """checkpoint.json of the checkpoint `path`, or what is wrong with it."""
-    try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return f"{RECORD} is missing"
-    except (OSError, ValueError) as error:
-        return f"{RECORD} cannot be read: {_reason(error)}"
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        return f"{RECORD} is not of the format {FORMAT}"
-    if record.get("version") != VERSION:
-        return f"{RECORD} has version {record.get('version')} where this treepack reads version {VERSION}"
-    digest = record.pop("sha256", None)
-    if digest != _digest(record) or record["step"] != _step(path):
-        return f"{RECORD} was altered"
-    return record
-
-
-def _damage(path: Path, entry: dict[str, Any], *, hashed: bool) -> str | None:
-    """What is wrong with the file of `path` that `entry` of checkpoint.json is about; None if nothing."""
-    file, name = path / entry["name"], entry["name"]
-    try:
-        size = file.stat().st_size
-        if size != entry["bytes"]:
-            return f"{name} is truncated" if size < entry["bytes"] else f"{name} is longer than it was"
-        return f"{name} was altered" if hashed and file_sha256(file) != entry["sha256"] else None
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except (OSError, TreepackError) as error:
-        return f"{name} cannot be read: {_reason(error)}"
-
-
-def _seems_whole(path: Path) -> bool:
-    record = _read_record(path)
-    return isinstance(record, dict) and not any(_damage(path, entry, hashed=False) for entry in record["files"])
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(directory: Path) -> None:
-    """Have the names in `directory` on disk, as fsync has the bytes of a file."""
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-def _reason(error: BaseException) -> str:
-    """In a few words what went wrong: the disk's error where there is one beneath, DCP's and torch's otherwise."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    beneath: BaseException | None = error
-    while beneath is not None:  # torch's own writer fails again when it closes a file that could not be written
-        if isinstance(beneath, OSError) and beneath.strerror:
-            return beneath.strerror
-        beneath = beneath.__cause__ or beneath.__context__
-    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'without a message'}"

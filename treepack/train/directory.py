@@ -1,9 +1,9 @@
 """The directory of a training run, from its first step to the finished model.
 
-out/run.json         written first: what the run computes, so that only the same run is resumed
-out/metrics.jsonl    a line per optimiser step
-out/checkpoints/     see `checkpoint`
-out/...              weights, config and tokenizer, once training is complete
+out/run.json         written first: data, model and options, so that only the same run can be resumed
+out/metrics.jsonl    a line per optimiser step; see `train.metrics`
+out/checkpoints/     see `train.checkpoint`
+out/...              weights, config and tokenizer, after training is complete
 out/train.json       written last: options, inputs, notes; a directory without it is unfinished
 """
 
@@ -27,28 +27,31 @@ FORMAT = "treepack-train"
 VERSION = 2
 FINISHED = "train.json"
 _COMPARED = ("format", "version", "packed_sha256", "config_sha256")
+# Entries of a model's configuration that depend on where and by which version it was saved, not on its architecture.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
 METRICS = "metrics.jsonl"
 
 
 def check_out(out: Path, *, inputs: Iterable[str | Path], overwrite: bool, resume: bool) -> None:
-    """Refuse an `out` that a run with these `inputs` may not have, before anything is loaded.
+    """Refuse an `out` that a run with these `inputs` must not write to; to be called before anything is loaded.
 
     Raises:
-        TreepackError: it holds an unfinished run, a finished one, something else, or an input.
+        TreepackError: `out` contains an unfinished run, a finished run, other files, or an input.
     """
     if resume and (out / RUN).exists():
         return
     if not overwrite and (out / RUN).exists() and not is_finished(out):
-        raise TreepackError(f"{out} holds a run that is not complete; go on with --resume or replace it by --overwrite")
+        raise TreepackError(
+            f"{out} contains a run that is not complete; continue it with --resume or replace it with --overwrite"
+        )
     refuse_existing(out, overwrite=overwrite, inputs=inputs)
 
 
 def begin(run: TrainingRun, out: Path, *, overwrite: bool, resume: bool) -> None:
-    """Make `out` the directory of `run`: new, or with `resume` the one that an equal run has left.
+    """Create the directory `out` of `run`, or with `resume` check that an existing one belongs to an equal run.
 
     Raises:
-        TreepackError: `out` is in the way, or was left by a run that computes something else.
+        TreepackError: `out` exists and may not be replaced, or was written by a run that computes something else.
     """
     check_out(out, inputs=[run.dataset.path, run.loaded.source], overwrite=overwrite, resume=resume)
     if resume and (out / RUN).exists():
@@ -56,14 +59,16 @@ def begin(run: TrainingRun, out: Path, *, overwrite: bool, resume: bool) -> None
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
-        _empty(out)
+        _remove_contents(out)
         _write(out / RUN, {**_identity(run), "treepack": __version__})
     except OSError as error:
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
 
 
-def _empty(out: Path) -> None:
-    """Remove what is in `out`, which may be a mount or a link: first what says it is complete, last that it is ours."""
+def _remove_contents(out: Path) -> None:
+    """Remove all files in `out`, but not `out` itself, which may be a mount or a link."""
+    # If this process dies halfway, the rest must count as an unfinished run that --overwrite may remove: so the mark
+    # of a finished run goes first, and run.json, by which the directory is recognised, goes last.
     (out / FINISHED).unlink(missing_ok=True)
     for path in sorted(out.iterdir(), key=lambda path: path.name == RUN):
         if path.is_dir() and not path.is_symlink():
@@ -73,17 +78,17 @@ def _empty(out: Path) -> None:
 
 
 def is_finished(out: Path) -> bool:
-    """Whether the model in `out` is complete."""
+    """Return true if the model in `out` is complete."""
     return (out / FINISHED).exists()
 
 
 def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
-    """Write the model in its own format, and last `train.json`; an earlier attempt that was cut off is replaced.
+    """Write the model in its own format, and `train.json` last; the files of an interrupted attempt are replaced.
 
     Args:
         run: the trained run.
         out: its directory.
-        weights: the model's tensors where they are not in the model itself.
+        weights: the full tensors of a sharded model; None if the model itself contains them.
 
     Raises:
         TreepackError: the disk fails.
@@ -109,18 +114,18 @@ def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
         if run.tokenizer is not None:
             run.tokenizer.save_pretrained(temporary)
         for path in sorted(temporary.iterdir()):
-            path.replace(out / path.name)
+            path.replace(out / path.name)  # within one file system, so that each file is whole or absent
         temporary.rmdir()
         _write(out / FINISHED, record)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise TreepackError(
-            f"{out}: the model cannot be written ({first_line(error)}); make room and go on with --resume"
+            f"{out}: the model cannot be written ({first_line(error)}); free disk space and continue with --resume"
         ) from error
 
 
 def _identity(run: TrainingRun) -> dict[str, Any]:
-    """What makes two runs compute the same, but for the weights that they begin with."""
+    """Return the entries that are equal if two runs compute the same, except for the weights that they start from."""
     parts = [entry["sha256"] for entry in run.dataset.manifest["files"]]
     config = {name: value for name, value in run.loaded.model.config.to_dict().items() if name not in _INCIDENTAL}
     return {
@@ -139,25 +144,27 @@ def _sha256(text: str) -> str:
 
 
 def _check_same(run: TrainingRun, out: Path) -> None:
-    path, expected = out / RUN, _identity(run)
+    """Refuse to resume in `out` a run that differs from the one that started there.
+
+    Raises:
+        TreepackError: run.json is damaged, or data, configuration or options differ.
+    """
+    path, now = out / RUN, _identity(run)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        options = found["options"]
-        differing = [name for name in _COMPARED if found[name] != expected[name]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TreepackError(f"{path}: is damaged ({error}); remove {out} and begin again") from error
-    # A round trip through JSON, as the stored one has made.
-    ours = json.loads(json.dumps(expected["options"]))
-    for name in differing:
-        raise TreepackError(
-            f"{out}: was begun with the {name} {found[name]!r} and this run has {expected[name]!r}; resume with what "
-            "it was begun with"
-        )
-    for name in sorted({*ours, *options}):
-        if ours.get(name) != options.get(name):
+        before = json.loads(path.read_text(encoding="utf-8"))
+        old_options = before["options"]
+        # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
+        new_options = json.loads(json.dumps(now["options"]))
+        pairs = [(name, before[name], now[name]) for name in _COMPARED]
+        names = sorted({*old_options, *new_options})
+        pairs += [(name, old_options.get(name), new_options.get(name)) for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove {out} and start again") from error
+    for name, old, new in pairs:
+        if old != new:
             raise TreepackError(
-                f"{out}: was begun with {name} {options.get(name)!r} and this run has {ours.get(name)!r}; resume with "
-                "what it was begun with"
+                f"{out}: cannot resume: {name} was {old!r} when the run started and is {new!r} now; restore it, or "
+                "start a new --out"
             )
 
 

@@ -99,7 +99,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         loaded,
         capacity=dataset.manifest["capacity"],
         max_token_id=dataset.manifest["max_token_id"],
-        tokenizer=dataset.manifest["tokenizer"],
+        tokenizer=dataset.manifest.get("tokenizer"),
         max_position=positions,
     )
     name = f"term_{options.column}_logprob"
@@ -136,7 +136,7 @@ def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[F
     assert terms is not None, "checked when the data was opened"
     if len(terms.tokens) == 0:
         return np.zeros(0), np.zeros(0)
-    # One value per distinct token, and `index` repeats it for the terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2].
+    # One value per trained token, which `index` repeats for its terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2]
     scores = row_logprobs(loaded, prepare_batch(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)
     logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
     return logprobs, entropies

@@ -1,15 +1,16 @@
 """A minimal trainer: packed rows in, a directory that from_pretrained loads out.
 
-    run.open_run(packed, model, options) -> Run     everything that can be refused is refused there
-    for metrics in train(run, out): ...             one StepMetrics per optimiser step
+    run.open_run(packed, model, options) -> TrainingRun     unsuitable data, models and options are refused here
+    for metrics in train(run, out): ...                     one StepMetrics per optimiser step
 
-The loss of an optimiser step is the sum over its rows of weight * nll, divided by the sum of all their weights: one
-global mean, whatever the rows, the ranks that compute them and the order they are accumulated in; `objectives` has the
-losses of reinforcement learning and preferences, which hold to the same. Rows are shuffled by seed and epoch; rows of a
-training step (the `step` column) stay together and in order, and an optimiser step never mixes two of them.
+The loss of an optimiser step is the sum over its rows of weight * nll, divided by the sum of all their weights. It is
+one global mean: it does not depend on how trajectories are packed into rows, on the ranks that compute the rows, or on
+the order of accumulation. The losses of reinforcement learning and preferences are in `model.objectives` and follow
+the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together, these
+steps keep their order, and an optimiser step never mixes two of them.
 
-A step whose loss or gradient is not finite changes nothing and is counted. What a run leaves behind and how it goes on
-is in `run_directory` and `checkpoint`. The library prints nothing: notes are in `Run.notes`.
+A step whose loss or gradient is not finite changes no weights and is counted. `train.directory` defines the files of a
+run and `train.checkpoint` saves and restores its state. The library prints nothing: notes are in `TrainingRun.notes`.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimiser step over all ranks.
+    """Measurements of one optimiser step over all ranks.
 
-    `tokens` are computed, `tokens_flat` those of its trajectories one by one; `means` are of its objective; `seconds`
-    are this rank's, of which it waited `wait_seconds` for rows. A step with `skipped_rows` changed no weights: the loss
-    of these rows (row_id) is not finite, or, where the step has a loss, the gradient of all of them.
+    `tokens` counts the tokens that were computed, and `tokens_flat` the tokens of the same trajectories computed one by
+    one. `means` are the means of the objective. `seconds` is the time of this rank, and `wait_seconds` the part of it
+    in which the rank waited for rows. A step with `skipped_rows` (row_id) changed no weights: if `loss` is NaN, the
+    losses of these rows are not finite; if `loss` is finite, the gradient of the step is not.
     """
 
     step: int
@@ -66,7 +68,7 @@ class StepMetrics:
     means: dict[str, float] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Any]:
-        """The line of metrics.jsonl: all fields and means side by side."""
+        """Return the object of one line of metrics.jsonl: the fields, with `means` replaced by its entries."""
         record = asdict(self)
         means = record.pop("means")
         return {**record, **means}
@@ -81,55 +83,58 @@ def train(
     stop: Callable[[], bool] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Iterator[StepMetrics]:
-    """Train, yielding after every optimiser step; the model in `out` is complete when all steps are done.
+    """Train, yielding after every optimiser step; the model in `out` is complete after the last step.
 
-    Every rank of the run must call it and take all that it yields, which is the same on each.
+    Every rank of the run must call this function and consume the whole iterator, which yields the same on every rank.
 
     Args:
         run: from `open_run`.
-        out: the directory of the run; see `run_directory`.
-        overwrite: replace `out` if it is there.
-        resume: go on from the newest whole checkpoint in `out`; begins anew where there is none.
-        stop: asked after every step; where it says yes on any rank, a checkpoint is written and the iterator ends.
-        note: told where the run goes on and which checkpoints are damaged.
+        out: the directory of the run; see `train.directory`.
+        overwrite: replace an existing `out`.
+        resume: continue from the newest whole checkpoint in `out`, or start from the first step if it has none.
+        stop: called after every step; if it returns true on any rank, a checkpoint is written and the iterator ends.
+        note: called with a sentence about the step from which the run continues and about each damaged checkpoint.
 
     Raises:
-        TreepackError: `out` is in the way, too many steps were skipped, memory does not suffice, or the disk fails.
+        TreepackError: `out` exists, too many steps were skipped, memory is too small, or the disk fails.
     """
     out, ranks = Path(out), run.ranks
     ranks.lead(lambda: begin(run, out, overwrite=overwrite, resume=resume))
-    tell = note or (lambda _: None)
+    note = note or (lambda _: None)
     if is_finished(out):
-        tell(f"{out} is complete: nothing is left to train")
+        note(f"{out} is complete: no step is left to train")
     else:
-        yield from _steps(run, out, stop or (lambda: False), tell)
+        yield from _steps(run, out, stop or (lambda: False), note)
 
 
 def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable[[str], None]) -> Iterator[StepMetrics]:
     options, ranks, model = run.options, run.ranks, run.loaded.model
     optimiser = make_optimiser(run)
-    done, skipped = _position(run, out, optimiser, note)
+    done, skipped = _restore_position(run, out, optimiser, note)
     model.train()
     with (
-        _closing(Checkpoints(out / CHECKPOINTS, keep=options.keep)) as checkpoints,
-        closing(Prefetch(run.dataset, _own_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
+        _close_after(Checkpoints(out / CHECKPOINTS, keep=options.keep)) as checkpoints,
+        closing(Prefetch(run.dataset, _rank_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
         MetricsLog(out / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
     ):
         while done < len(run.schedule):
             metrics = train_step(run, optimiser, done, rows)
             done += 1
+            # Only consecutive skips count: one bad row per epoch is tolerable, a diverged model skips every step.
             skipped = skipped + 1 if metrics.skipped_rows else 0
             if log is not None:
                 log.write(metrics.as_record())
             if skipped > options.max_skipped:
                 raise TreepackError(
-                    f"{out}: the loss or gradient of {skipped} steps in a row was not finite, the last of rows "
-                    f"{_listed(metrics.skipped_rows)}; inspect these rows, or begin again with a lower --lr"
+                    f"{out}: the loss or gradient of {skipped} steps in a row was not finite, the last in rows "
+                    f"{_join_ids(metrics.skipped_rows)}; inspect these rows, or start again with a lower --lr"
                 )
             stopped, last = ranks.any(stop()), done == len(run.schedule)
             position = {"step": done, "skipped": skipped}
-            if last and options.checkpoint_every:  # the disk may have no room for the model, or the process no time
-                with _telling(note):
+            if last and options.checkpoint_every:
+                # Writing the model can fail (full disk, time limit of the job). With this checkpoint --resume writes
+                # it again without training. If the checkpoint fails instead, the model is still worth writing.
+                with _note_errors(note):
                     checkpoints.save(done, model, optimiser, position)
                     checkpoints.wait()
             elif stopped or (options.checkpoint_every and done % options.checkpoint_every == 0):
@@ -137,13 +142,14 @@ def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable
             yield metrics
             if stopped and not last:
                 return
+    # All ranks take part in the gathering of the shards; only the first rank writes.
     weights = whole_state(run.loaded) if ranks.grouped else None
     ranks.lead(lambda: finish(run, out, weights))
 
 
 @contextmanager
-def _closing(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
-    """Close in the end; a checkpoint that failed does not hide what ended the run."""
+def _close_after(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
+    """Close `checkpoints` at the end; the error of a failed save does not hide an error that ended the run."""
     try:
         yield checkpoints
     except BaseException:
@@ -154,55 +160,56 @@ def _closing(checkpoints: Checkpoints) -> Iterator[Checkpoints]:
 
 
 @contextmanager
-def _telling(note: Callable[[str], None]) -> Iterator[None]:
-    """Say what failed and go on: the model is about to be written."""
+def _note_errors(note: Callable[[str], None]) -> Iterator[None]:
+    """Pass an error to `note` instead of raising it."""
     try:
         yield
     except TreepackError as error:
         note(str(error))
 
 
-def _position(
+def _restore_position(
     run: TrainingRun, out: Path, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
 ) -> tuple[int, int]:
-    """Steps done and steps skipped of late, with model and optimiser as they were then."""
-    found, notes = latest(out / CHECKPOINTS)
+    """Restore model and optimiser from the newest checkpoint; return steps done and consecutive steps skipped."""
+    checkpoint, notes = latest(out / CHECKPOINTS)
     for each in notes:
         note(each)
-    if found is None:
+    if checkpoint is None:
         return 0, 0
-    position = restore(found, run.loaded.model, optimiser)
+    position = restore(checkpoint, run.loaded.model, optimiser)
     note(f"resumed after step {position['step']} of {len(run.schedule)}")
     return position["step"], position["skipped"]
 
 
-def _own_rows(run: TrainingRun, first: int) -> Iterator[int | None]:
-    """The rows that this rank computes from optimiser step `first` on; see `steps.deal`."""
+def _rank_rows(run: TrainingRun, first: int) -> Iterator[int | None]:
+    """Yield the rows that this rank computes, starting at optimiser step `first`; see `schedule.deal`."""
     costs = run.costs()
     for step in run.schedule[first:]:
         yield from deal(step.rows, costs, run.ranks.size)[run.ranks.rank]
 
 
 def make_optimiser(run: TrainingRun) -> torch.optim.AdamW:
-    """AdamW over all parameters; biases and norms, which have one dimension, do not decay."""
+    """Return AdamW over all parameters, without weight decay for parameters of one dimension (biases and norms)."""
     options, parameters = run.options, list(run.loaded.model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    kept = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]  # torch refuses a group without parameters
     fused = run.loaded.device.type == "cuda" and not options.cpu_offload
-    return torch.optim.AdamW(kept, lr=options.lr, betas=options.betas, fused=fused)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
 
 
 def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, rows: Prefetch) -> StepMetrics:
-    """Optimiser step `number`, counted from 0, from the rows that come next."""
-    began, waited = time.perf_counter(), rows.waited
+    """Carry out optimiser step `number`, counted from 0, with the next rows of `rows`."""
+    start, waited = time.perf_counter(), rows.waited
     step = run.schedule[number]
     lr = learning_rate(run.options, number, len(run.schedule))
     for group in optimiser.param_groups:
         group["lr"] = lr
     optimiser.zero_grad(set_to_none=True)
+    # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
     denominator = float(run.dataset.total_weight[step.rows].sum())
     report = _Report(run, step.rows)
     factors = dict(zip(step.rows, run.factors(step.rows), strict=True))
@@ -211,16 +218,17 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         with _memory_errors(batch):
             _accumulate(run, batch, row, denominator, factors, report)
     losses, tokens_flat, sums = report.over_ranks()
+    # Losses are the same on every rank here, so all ranks agree to skip and none waits in `_clip` for another.
     bad = [row for row, loss in zip(step.rows, losses, strict=True) if not math.isfinite(loss)]
     norm = math.nan if bad else _clip(run)
     if math.isfinite(norm):
         with _memory_errors():
             optimiser.step()
     else:
-        bad = bad or step.rows
+        bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
     tokens = int(run.dataset.num_tokens[step.rows].sum())
     weight = sums.pop("weight", 1.0)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     return StepMetrics(
         step=number + 1,
         epoch=step.epoch,
@@ -241,11 +249,12 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
 
 
 class _Report:
-    """What the ranks tell each other about a step: the loss of every row, and the sums that means are made from."""
+    """The numbers of a step that are summed over ranks: the loss of every row, and the numerators of the means."""
 
     def __init__(self, run: TrainingRun, rows: list[int]) -> None:
         self.ranks, self.device, self.names = run.ranks, run.loaded.device, sum_names(run.options.objective)
-        self.places = {row: place for place, row in enumerate(rows)}
+        self.places = {row: place for place, row in enumerate(rows)}  # rows [7, 2, 5] -> {7: 0, 2: 1, 5: 2}
+        # Each rank fills the entries of its own rows and leaves 0 elsewhere, so the sum over ranks has every loss.
         self.losses = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self.tokens_flat = 0
@@ -257,8 +266,9 @@ class _Report:
             self.sums += torch.stack([sums[name] for name in self.names])
 
     def over_ranks(self) -> tuple[list[float], int, dict[str, float]]:
-        """Losses, tokens_flat and sums of the step; waits for the GPU."""
+        """Return losses, tokens_flat and sums of the step over all ranks; waits for the GPU."""
         flat = self.losses.new_tensor([self.tokens_flat])
+        # One collective and one copy to the CPU for all numbers: [losses of the rows | sums of the means | tokens_flat]
         *values, tokens = self.ranks.sum(torch.cat([self.losses, self.sums, flat])).tolist()
         losses, sums = values[: len(self.losses)], values[len(self.losses) :]
         return losses, int(tokens), dict(zip(self.names, sums, strict=True))
@@ -272,33 +282,35 @@ def _accumulate(
     factors: dict[int, Tensor | None],
     report: _Report,
 ) -> None:
-    """Forward and backward of one micro-batch; `row` is None for one of padding, which every layer still computes."""
+    """Run forward and backward of one micro-batch; `row` is None for padding, which every layer still computes."""
     loaded, chunk = run.loaded, run.options.loss_chunk
     batch = prepare_batch(loaded, batch)
-    own = None if row is None else factors[row]
+    term_factors = None if row is None else factors[row]
 
     def part() -> tuple[Tensor, dict[str, Tensor]]:
-        if own is None:
+        if term_factors is None:
             return row_loss(loaded, batch, chunk=chunk) / denominator, {}
-        return row_objective(loaded, batch, own.to(loaded.device), run.options.objective, chunk=chunk)
+        return row_objective(loaded, batch, term_factors.to(loaded.device), run.options.objective, chunk=chunk)
 
     with torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
         loss, sums = loaded.compute(part)
+    # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
     torch.autograd.backward(loss)
     if row is not None:
         report.add(row, batch, loss, sums)
 
 
 def _clip(run: TrainingRun) -> float:
-    """Norm of the gradient over all ranks; gradients are scaled down to the limit, if there is one."""
+    """Scale gradients down to the limit, if there is one, and return their norm over all ranks before that."""
     limit = run.options.clip or math.inf
     norm: Any = torch.nn.utils.clip_grad_norm_(run.loaded.model.parameters(), limit)
+    # Under FSDP2 the norm is a DTensor that holds only this rank's part until `full_tensor` adds the others.
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 @contextmanager
 def _memory_errors(batch: Batch | None = None) -> Iterator[None]:
-    """Turn a lack of memory into one sentence: in the forward and backward of a row, or without one in the update."""
+    """Turn a lack of memory into a TreepackError about the row `batch`, or about the update if it is None."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -307,6 +319,7 @@ def _memory_errors(batch: Batch | None = None) -> Iterator[None]:
                 "out of memory in the update of the weights; train on more GPUs, or under torchrun with --cpu-offload"
             ) from error
         terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
+        # The suggested capacity is half the tokens, rounded down to a multiple of 128: 5000 tokens -> 2432.
         raise TreepackError(
             f"out of memory in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}; pack with "
             f"--capacity {max(128, batch.num_tokens // 256 * 128)}, or train with --gradient-checkpointing, "
@@ -314,5 +327,5 @@ def _memory_errors(batch: Batch | None = None) -> Iterator[None]:
         ) from error
 
 
-def _listed(ids: list[int]) -> str:
+def _join_ids(ids: list[int]) -> str:
     return ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

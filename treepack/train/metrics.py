@@ -1,14 +1,14 @@
-"""What each optimiser step measured, as a file that outlives the process that writes it.
+"""The metrics of each optimiser step, in a file that survives a crash of the process that writes it.
 
     records --MetricsLog--> metrics.jsonl --read_metrics--> columns
        '----TensorBoardLog--> events of TensorBoard
 
     {"step":1,"epoch":0,"loss":2.31,"lr":1e-05,"skipped_rows":[]}       one line per step, steps ascending
-    {"step":2,"epoch":0,"loss":null,"lr":1e-05,"skipped_rows":[7]}      null: there was no finite number
-    {"step":3,"epo                                                      a process died here
+    {"step":2,"epoch":0,"loss":null,"lr":1e-05,"skipped_rows":[7]}      null: the number was not finite
+    {"step":3,"epo                                                      the process died here
 
-A line reaches the system before `write` returns. What stands after the last line end and is no record is a line that
-was not finished; it does not count, and a resumed run removes it.
+A line is passed to the operating system before `write` returns. If the text after the last line end is not a record, it
+is an unfinished line: readers ignore it, and a resumed run removes it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from treepack.files.directory import finished_file
 
 
 class MetricsLog:
-    """Appends one line per optimiser step to a metrics file, of which one process at a time is the writer."""
+    """A metrics file to which one process at a time appends one line per optimiser step."""
 
     def __init__(self, path: Path, *, keep_until: int | None) -> None:
-        """Open the file, which a crash while it is opened leaves as it was.
+        """Open the file; a crash during this leaves it unchanged.
 
         Args:
             path: the metrics file; its directory exists.
-            keep_until: None for a new run. For one resumed after this step, lines of later steps are dropped and those
-                up to it stay byte for byte; where the file is missing, it is begun.
+            keep_until: None for a new run. For a run resumed after this step: lines of later steps are removed, earlier
+                lines stay byte for byte, and a missing file is created.
 
         Raises:
             TreepackError: a new run's file exists, a resumed run's file is damaged, or the disk fails.
@@ -45,32 +45,32 @@ class MetricsLog:
         if keep_until is None and path.exists():
             raise TreepackError(f"{path} exists and a new run would add to it; resume that run or choose another --out")
         if keep_until is not None and path.exists():
-            _drop_after(path, keep_until)
-        with _naming(path):
+            _remove_lines_after(path, keep_until)
+        with _disk_errors(path):
             self._file = path.open("ab")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line; numbers that are not finite become null.
 
         Args:
-            record: JSON or numpy values under their names, among them an integer `step` above that of the line before.
+            record: JSON or numpy values by name, among them an integer `step` larger than that of the previous line.
 
         Raises:
             TreepackError: the disk fails.
         """
         assert isinstance(record.get("step"), int), "a record without a step cannot be dropped when a run is resumed"
         line = orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-        with _naming(self._path):
+        with _disk_errors(self._path):
             self._file.write(line)
-            self._file.flush()
+            self._file.flush()  # survives a killed process; fsync, against a power cut, would cost time in every step
 
     def close(self) -> None:
-        """Give the file back.
+        """Close the file.
 
         Raises:
             TreepackError: the disk fails.
         """
-        with _naming(self._path):
+        with _disk_errors(self._path):
             self._file.close()
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class TensorBoardLog:
     """The numbers of each optimiser step as scalars `train/NAME` for TensorBoard."""
 
     def __init__(self, directory: Path, *, keep_until: int | None) -> None:
-        """Open a file of events in `directory`; TensorBoard hides what older files there hold after `keep_until`.
+        """Open an event file in `directory`; TensorBoard hides the steps after `keep_until` of older files there.
 
         Raises:
             TreepackError: TensorBoard is not installed, or the disk fails.
@@ -96,7 +96,7 @@ class TensorBoardLog:
         except ImportError as error:
             raise TreepackError(f"TensorBoard cannot be used ({error}); pip install 'treepack[tensorboard]'") from error
         self._directory = directory
-        with _naming(directory):
+        with _disk_errors(directory):
             self._writer = SummaryWriter(directory, purge_step=None if keep_until is None else keep_until + 1)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -105,19 +105,19 @@ class TensorBoardLog:
         Raises:
             TreepackError: the disk fails.
         """
-        with _naming(self._directory):
+        with _disk_errors(self._directory):
             for name, value in record.items():
                 if name != "step" and is_number(value):
                     self._writer.add_scalar(f"train/{name}", value, record["step"])
             self._writer.flush()
 
     def close(self) -> None:
-        """Give the file back.
+        """Close the file.
 
         Raises:
             TreepackError: the disk fails.
         """
-        with _naming(self._directory):
+        with _disk_errors(self._directory):
             self._writer.close()
 
     def __enter__(self) -> Self:
@@ -130,30 +130,39 @@ class TensorBoardLog:
 
 
 def read_metrics(path: Path) -> dict[str, list[Any]]:
-    """The columns of a metrics file, which may still be written: one entry per step, None where a line lacks the name.
+    """Return the columns of a metrics file, which a run may still be writing to: one entry per step, None if missing.
 
     Raises:
         TreepackError: the file cannot be read, or a line is damaged.
     """
     records = [record for _, record in _lines(path)]
+    # Names in the order in which they first occur: {"step", "loss"}, {"step", "kl"} -> step, loss, kl
     names = dict.fromkeys(name for record in records for name in record)
     return {name: [record.get(name) for record in records] for name in names}
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number, and not a truth value."""
+    """Return true if `value` is a finite number; a boolean is not a number."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
-def _drop_after(path: Path, keep_until: int) -> None:
-    """Leave only the lines of steps up to `keep_until`."""
-    kept = b"".join(line + b"\n" for line, record in _lines(path) if record["step"] <= keep_until)
+def _remove_lines_after(path: Path, keep_until: int) -> None:
+    """Remove the lines of steps after `keep_until`.
+
+    Raises:
+        TreepackError: a line is damaged, or the disk fails.
+    """
+    lines = b"".join(line + b"\n" for line, record in _lines(path) if record["step"] <= keep_until)
     with finished_file(path) as temporary:
-        temporary.write_bytes(kept)
+        temporary.write_bytes(lines)
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line, without its end, and the record on it."""
+    """Yield each line without its end, and its record.
+
+    Raises:
+        TreepackError: the file cannot be read, or a line is damaged.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -162,38 +171,40 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         ) from error
     last = 0
     for number, line in enumerate(lines, 1):
-        record, problem = _record(line)
+        record, problem = _parse(line)
+        # b"{...}\n{...}\n" splits into two lines and b"", the end of a whole file; otherwise the last part is a line
+        # that the process did not finish.
         if problem and number == len(lines):
-            return  # nothing, or a line that was not finished
+            return
         if not problem and record["step"] <= last:
-            problem = f"step {record['step']} comes after step {last}, so two runs wrote here"
+            problem = f"step {record['step']} comes after step {last}, so two runs wrote to this file"
         if problem:
-            raise TreepackError(f"{path}:{number}: {problem}; remove the line, or put the file back from a copy")
+            raise TreepackError(f"{path}:{number}: {problem}; remove the line, or restore the file from a copy")
         last = record["step"]
         yield line, record
 
 
-def _record(line: bytes) -> tuple[dict[str, Any], str]:
-    """The record on a line, and what is wrong with it."""
+def _parse(line: bytes) -> tuple[dict[str, Any], str]:
+    """Return the record of a line, and its fault or an empty text."""
     try:
-        found = orjson.loads(line)
+        record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         return {}, f"malformed JSON ({error})"
-    if not isinstance(found, dict):
-        return {}, "is no JSON object"
-    step = found.get("step")
+    if not isinstance(record, dict):
+        return {}, "not a JSON object"
+    step = record.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
-        return {}, "has no step, which is an integer of at least 1"
-    return found, ""
+        return {}, "no valid step, which is an integer of at least 1"
+    return record, ""
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turn a failure of the disk into a sentence about `path`."""
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into a TreepackError about `path`."""
     try:
         yield
     except OSError as error:
         raise TreepackError(
-            f"{path}: cannot be written ({error.strerror or error}); see that its disk is there and has space, "
-            "and resume the run"
+            f"{path}: cannot be written ({error.strerror or error}); check that its disk is mounted and has free "
+            "space, and resume the run"
         ) from error

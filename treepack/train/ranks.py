@@ -1,9 +1,9 @@
 """The processes of one run, one per GPU, as torchrun starts them; or one process alone.
 
-    torchrun --nproc-per-node 8 --no-python treepack train ...     join_ranks() in each of them
+    torchrun --nproc-per-node 8 --no-python treepack train ...     each process calls join_ranks()
 
-Ranks compute different rows of a step and meet in sums: `Ranks.sum` has the same value on all of them. Tensors on the
-CPU travel through gloo, those on GPUs through NCCL.
+Ranks compute different rows of a step, and `Ranks.sum` returns the same value on all of them. Tensors on the CPU are
+summed by gloo, tensors on GPUs by NCCL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from treepack.errors import TreepackError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the `size` processes of the run; alone, there is no process group."""
+    """The place of this process among the `size` processes of the run; `grouped` if there is a process group."""
 
     rank: int = 0
     size: int = 1
@@ -29,11 +29,11 @@ class Ranks:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes what is written once."""
+        """True for the one process that writes files and prints."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum of the `values` of all ranks, which have equal shapes; the same bits on every rank."""
+        """Return the sum of the `values` of all ranks, which have equal shapes; the same bits on every rank."""
         if not self.grouped:
             return values
         total = values.clone()
@@ -41,14 +41,15 @@ class Ranks:
         return total
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank; waits for all, on the CPU, where a rank may write files for long."""
+        """Return true if `flag` is true on any rank; waits for all ranks."""
+        # A tensor on the CPU, which gloo sums, because rank 0 may write files for a long time before it gets here.
         return bool(self.sum(torch.tensor([int(flag)])).item())
 
     def lead(self, function: Callable[[], None]) -> None:
-        """Have the first rank alone call `function`, and all others wait for it.
+        """Call `function` on the first rank only, while all other ranks wait for it.
 
         Raises:
-            TreepackError: what `function` raised; on other ranks, that it did.
+            TreepackError: on the first rank the error of `function`, on other ranks a reference to it.
         """
         problem: TreepackError | None = None
         if self.leads:
@@ -56,19 +57,23 @@ class Ranks:
                 function()
             except TreepackError as error:
                 problem = error
+        # The error is raised after the ranks have met: if the first rank left now, the others would wait for ever.
         failed = self.any(problem is not None)
         if problem is not None:
             raise problem
         if failed:
-            raise TreepackError(f"rank {self.rank} stops because rank 0 did, which says why")
+            raise TreepackError(f"rank {self.rank} stops because rank 0 stopped; see the error of rank 0")
 
 
 def join_ranks(device: torch.device) -> Ranks:
-    """This process's place among those that torchrun started, whose group it joins if nobody has; alone otherwise.
+    """Join the processes that torchrun started, unless this process already has, and return its place among them.
+
+    Without torchrun the process is alone.
 
     Raises:
         TreepackError: the other processes cannot be reached.
     """
+    # torchrun, and other launchers that torch's env:// method supports, set both.
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not distributed.is_available() or not (distributed.is_initialized() or launched):
         return Ranks()
@@ -80,18 +85,18 @@ def join_ranks(device: torch.device) -> Ranks:
             distributed.init_process_group(backend)
         except (ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
-            raise TreepackError(f"the processes of this run cannot meet ({reason}); start them by torchrun") from error
+            raise TreepackError(f"the ranks of this run cannot connect ({reason}); start them with torchrun") from error
     return Ranks(distributed.get_rank(), distributed.get_world_size(), grouped=True)
 
 
-def refuse_ranks(what: str) -> None:
-    """Refuse to do in each of several processes `what` one process does.
+def refuse_ranks(command: str) -> None:
+    """Refuse to run `command`, which runs in one process, in several.
 
     Raises:
-        TreepackError: torchrun started more than one.
+        TreepackError: torchrun started more than one process.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise TreepackError(f"{what} runs in one process; start it without torchrun")
+        raise TreepackError(f"{command} runs in one process; start it without torchrun")
 
 
 def leave_ranks() -> None:
@@ -101,20 +106,21 @@ def leave_ranks() -> None:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a GPU if there is one, under torchrun the one of this process.
+    """Return the device of that name; "auto" is a GPU if there is one, and under torchrun the GPU of this process.
 
     Raises:
-        TreepackError: if it is neither a CPU nor a GPU that torch sees.
+        TreepackError: the name is not that of the CPU or of a GPU that torch sees.
     """
+    # With 8 GPUs and LOCAL_RANK 3: auto -> cuda:3, cuda -> cuda:3, cuda:5 -> cuda:5. Without LOCAL_RANK: auto -> cuda.
     count = torch.cuda.device_count()
     local = os.environ.get("LOCAL_RANK")
     if name == "auto" or (name == "cuda" and local is not None):
         if count == 0 and name == "auto":
             return torch.device("cpu")
         name = "cuda" if local is None else f"cuda:{local}"
-    known = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", name)
-    if known is None:
+    match = re.fullmatch(r"cpu|cuda(?::([0-9]{1,4}))?", name)
+    if match is None:
         raise TreepackError(f"device is {name!r}; expected cpu, cuda or cuda:N")
-    if name != "cpu" and int(known[1] or 0) >= count:
-        raise TreepackError(f"device is {name!r} and torch sees {count} GPUs; expected one of those, or cpu")
+    if name != "cpu" and int(match[1] or 0) >= count:
+        raise TreepackError(f"device is {name!r} and torch sees {count} GPUs; expected one of these GPUs, or cpu")
     return torch.device(name)

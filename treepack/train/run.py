@@ -133,7 +133,7 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
         loaded,
         capacity=dataset.manifest["capacity"],
         max_token_id=dataset.manifest["max_token_id"],
-        tokenizer=dataset.manifest["tokenizer"],
+        tokenizer=dataset.manifest.get("tokenizer"),
         max_position=positions,
     )
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))

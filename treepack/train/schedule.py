@@ -1,15 +1,16 @@
-"""Which rows each optimiser step takes, at which learning rate, and which rank computes which of them.
+"""The schedule of a run: the rows of every optimiser step, its learning rate, and the rows of each rank.
 
     dataset, options --plan_steps--> [OptimiserStep, ...]      known in full before the first row is loaded
-    rows of a step, costs --deal--> a list of rows per rank    equally many micro-batches on every rank
+    rows of a step, costs --deal--> a list of rows per rank    the same number of micro-batches on every rank
 
     4 ranks, rows by cost      micro-batch 0   1   2
-      9 9 8 7 | 5 5 4 4 | 2     rank 0     9   4   2      a micro-batch lasts as long as its dearest row, so rows of
-                                rank 1     9   4   .      like cost run side by side: 9 + 5 + 2, the least there is;
-                                rank 2     8   5   .      who had the least so far gets the dearest of the next
-                                rank 3     7   5   .      . is a row of padding, for ranks meet in every layer
+      9 9 8 7 | 5 5 4 4 | 2     rank 0     9   4   .      A micro-batch takes as long as its most expensive row, so
+                                rank 1     9   4   .      rows of similar cost run side by side: 9 + 5 + 2, the minimum.
+                                rank 2     8   5   .      The rank with the smallest sum so far gets the most expensive
+                                rank 3     7   5   2      row of the next micro-batch. A "." is a row of padding, which
+                                                          is needed because the ranks communicate in every layer.
 
-A run is a function of its options and data alone: resumed at step n, it goes on with the rows of step n.
+A run is a function of its options and data alone: resumed at step n, it continues with the rows of step n.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class OptimiserStep:
 def plan_steps(
     dataset: PackedDataset, options: TrainOptions, table: TrajectoryTable | None = None
 ) -> list[OptimiserStep]:
-    """The rows of every optimiser step of the run; rows that give no loss are left out.
+    """Plan the rows of every optimiser step of the run; rows that do not contribute to the loss are left out.
 
     Raises:
         TreepackError: if no row has weight.
@@ -46,36 +47,41 @@ def plan_steps(
     trained = trainable_rows(dataset, table)
     if len(trained) == 0:
         raise TreepackError(f"{dataset.path}: no row has a trained token; nothing to train on")
-    found: list[OptimiserStep] = []
+    schedule: list[OptimiserStep] = []
     epoch, size = 0, options.rows_per_step
-    while len(found) < options.steps if options.steps else epoch < options.epochs:
+    while len(schedule) < options.steps if options.steps else epoch < options.epochs:
         for part in epoch_order(dataset.steps, trained, seed=options.seed, epoch=epoch):
+            # A part is one training step of the rollouts. size 2: [4, 0, 2] -> [4, 0], [2], and the next part starts
+            # another optimiser step.
             order = part.tolist()
-            found += [OptimiserStep(epoch, order[i : i + size]) for i in range(0, len(order), size)]
+            schedule += [OptimiserStep(epoch, order[i : i + size]) for i in range(0, len(order), size)]
         epoch += 1
-    return found[: options.steps]
+    return schedule[: options.steps]
 
 
 def learning_rate(options: TrainOptions, step: int, num_steps: int) -> float:
-    """Linear warm-up to `lr`, then a cosine to `lr * min_lr_ratio` at the last step; `step` counts from 0."""
+    """Return the rate of `step`, from 0: linear warm-up to `lr`, then a cosine to `lr * min_lr_ratio` at the end."""
+    # warmup_steps 2, min_lr_ratio 0 and 5 steps: lr * (0.5, 1, 1, 0.5, 0). Step 0 has no rate of 0, which would train
+    # nothing.
     if step < options.warmup_steps:
         return options.lr * (step + 1) / options.warmup_steps
     progress = (step - options.warmup_steps) / max(1, num_steps - 1 - options.warmup_steps)
-    least = options.min_lr_ratio
-    return options.lr * (least + (1 - least) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+    ratio = options.min_lr_ratio
+    return options.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
 def deal(rows: Sequence[int], costs: Float64, size: int) -> list[list[int | None]]:
-    """The micro-batches of each of `size` ranks: one row each, None for a row of padding.
+    """Deal the rows of an optimiser step to `size` ranks: the micro-batches of each rank, None for a row of padding.
 
     Args:
-        rows: of one optimiser step.
+        rows: indices into the dataset, in any order.
         costs: float64, of every row of the dataset, in any unit of time.
         size: number of ranks.
 
     Returns:
-        as many entries for one rank as for another, the dearest row first: what does not fit in memory fails at once.
+        one list per rank, all of the same length, most expensive row first: a row too long for memory fails at once.
     """
+    # Rows 0 to 4 of costs [4, 9, 5, 2, 7] on 2 ranks: order [1, 4, 2, 0, 3] -> shares [1, 0, None], [4, 2, 3].
     order = sorted(rows, key=lambda row: -costs[row])
     shares: list[list[int | None]] = [[] for _ in range(size)]
     loads = [0.0] * size

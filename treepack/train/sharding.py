@@ -1,17 +1,17 @@
-"""A model whose weights, gradients and optimiser are shared out over the ranks of a run (FSDP2).
+"""A model whose weights, gradients and optimiser are sharded over the ranks of a run (FSDP2).
 
-    source, ranks --load_sharded--> LoadedModel, its `root` a module that gathers weights as they are needed
+    source, ranks --load_sharded--> LoadedModel, its `root` a module that gathers weights when they are needed
 
     root            embeddings, final norm, output layer: gathered for a whole row, forward and backward
-      layer 0       each layer's weights are gathered before it runs and dropped after
+      layer 0       the weights of each layer are gathered before it runs and dropped after it
       layer 1 ...
 
-`root(function)` runs `function` inside the forward of the root module, so that the loss, which reads the output layer
-in chunks, finds it whole: `LoadedModel.compute`. Gradients are summed over ranks, never averaged, in float32: each rank
-divides its rows by the denominator of the whole step.
+`root(function)` runs `function` inside the forward of the root module (see `LoadedModel.compute`). The loss needs this,
+because it reads the output layer in chunks and the layer must be whole. Gradients are summed over ranks in float32 and
+never averaged: each rank divides the loss of its rows by the denominator of the whole step.
 
-Weights are read shard by shard from safetensors: no rank holds the model. Where transformers renames or merges weights
-as it loads them, each rank loads the model on the CPU and keeps its shard, and a note says so.
+Weights are read shard by shard from safetensors, so that no rank holds the whole model. If transformers renames or
+merges weights when it loads them, each rank loads the whole model on the CPU and keeps its shard, and a note is made.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from treepack.model.load import (
 )
 from treepack.train.options import TrainOptions
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 class _Root(nn.Module):
-    """The module that FSDP takes for the whole model; its forward is whatever is computed with the model."""
+    """The root module for FSDP; its forward calls any function that computes with the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,24 +53,28 @@ class _Root(nn.Module):
 
 
 def load_sharded(source: str | Path, options: TrainOptions, device: torch.device) -> LoadedModel:
-    """Load a causal language model over the ranks of the process group, with its layers as `options` ask.
+    """Load a causal language model, sharded over the ranks of the process group.
 
     Args:
-        source: as in `model.load_model`; a config file gives every rank the same random weights, whole, and then its
-            shard.
-        options: attention, dtype, gather_dtype, cpu_offload, checkpointing, compilation and seed are read.
-        device: where this rank computes.
+        source: as in `model.load.load_model`. From a config file every rank makes the same random weights, whole, and
+            keeps its shard.
+        options: attention, dtype, gather_dtype, cpu_offload, gradient_checkpointing, compile and seed are used.
+        device: the device on which this rank computes.
 
     Raises:
-        TreepackError: as `model.load_model`, and for layers that FSDP cannot find.
+        TreepackError: as `model.load.load_model`, and if the model has no layers that can be found.
     """
     config, notes = read_config(source, options.attention)
     files = None if str(source).endswith(".json") else weight_files(source)
     with translate_load_errors(source), hide_progress_bars():
-        model = _empty(source, config) if files else build_model(source, config, torch.float32, options.seed)
-    readable = files is not None and set(_stored(model)) <= set(files)
+        if files:
+            model = _build_without_memory(source, config)
+        else:
+            model = build_model(source, config, torch.float32, options.seed)
+    # Names in the files that differ from the names in the model mean that transformers renames or merges weights.
+    readable = files is not None and set(_stored_tensors(model)) <= set(files)
     if files is not None and not readable:
-        notes = (*notes, "transformers converts these weights as it loads them: every rank read the whole model once")
+        notes = (*notes, "transformers converts these weights when it loads them: every rank read the whole model once")
         with translate_load_errors(source), hide_progress_bars():
             model = build_model(source, config, torch.float32, options.seed)
     model.eval()
@@ -80,30 +84,37 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     if readable:
         assert files is not None
         _fill(model, files, torch.device("cpu") if options.cpu_offload else device, source)
-    for module in model.modules():  # computed with where the rank computes, even if the weights wait on the CPU
+    for module in model.modules():  # FSDP moves only parameters: with --cpu-offload buffers would stay on the CPU
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
     loaded = LoadedModel(model, str(source), "reference", notes, device=device, root=root)
     loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
-    # Last, for what a compiler learns from the probe's few tokens does not hold for rows.
+    # After the probe in `with_attention`: compiled for its few tokens, the layers would be compiled again for rows.
     adapt_layers(model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
-    root.reshard()  # a forward without a backward leaves the root whole, and an optimiser would take what is whole
+    # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
+    # gathered parameters in place of the shards.
+    root.reshard()
     return loaded
 
 
-def _empty(source: str | Path, config: Any) -> Any:
-    """The model without memory for its weights, with the settings of generation that are beside them."""
+def _build_without_memory(source: str | Path, config: Any) -> Any:
+    """Return the model on the meta device, without memory for its weights, with its generation settings."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     settings = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": torch.float32}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **settings)
-    with suppress(OSError):  # there are none
+    with suppress(OSError):  # the source has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(str(source))
     return model
 
 
 def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
+    """Shard each layer, and the rest of the model as the root; return the root module.
+
+    Raises:
+        TreepackError: the layers are not found.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -117,20 +128,20 @@ def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     layers = find_layers(model)
     if not layers:
-        raise TreepackError(f"{type(model).__name__} has no layers to share out over ranks; train it in one process")
+        raise TreepackError(f"{type(model).__name__} has no layers to shard over ranks; train it in one process")
     for layer in layers:
         fully_shard(layer, **settings)
     root = _Root(model)
     fully_shard(root, **settings)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            module.set_gradient_divide_factor(1.0)  # FSDP's default divides by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return root
 
 
 def weight_files(source: str | Path) -> dict[str, Path] | None:
-    """The safetensors file of every tensor, or None if the weights are stored otherwise."""
+    """Return the safetensors file of every tensor by its name, or None if the weights are in another format."""
     from safetensors import safe_open
     from transformers.utils import cached_file
 
@@ -140,14 +151,16 @@ def weight_files(source: str | Path) -> dict[str, Path] | None:
             path = cached_file(str(source), name, **quiet)
         return None if path is None else Path(path)
 
-    single = find(_SINGLE)  # first, as transformers does: an index may be left from weights that were there before
-    index = find(_INDEX) if single is None else None
+    # The single file first, like transformers: the index may be left over from earlier weights in the same directory.
+    single = find(_SINGLE_FILE)
+    index = find(_INDEX_FILE) if single is None else None
     if index is not None:
+        # weight_map: {"model.norm.weight": "model-00002-of-00002.safetensors", ...}
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: find(name) for name in sorted(set(names.values()))}
         missing = [name for name, path in paths.items() if path is None]
         if missing:
-            raise TreepackError(f"{source}: {missing[0]} is missing; fetch the whole checkpoint")
+            raise TreepackError(f"{source}: {missing[0]} is missing; download the whole checkpoint")
         return {name: path for name, file in names.items() if (path := paths[file]) is not None}
     if single is None:
         return None
@@ -155,8 +168,8 @@ def weight_files(source: str | Path) -> dict[str, Path] | None:
         return dict.fromkeys(file.keys(), single)
 
 
-def _stored(model: Any) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of `model` holds: parameters and persistent buffers, tied ones once."""
+def _stored_tensors(model: Any) -> dict[str, Tensor]:
+    """Return the tensors that a checkpoint of `model` contains: parameters and persistent buffers, tied ones once."""
     named: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -168,7 +181,11 @@ def _stored(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(model: Any, files: dict[str, Path], device: torch.device, source: str | Path) -> None:
-    """Give the sharded model on the meta device its memory, and this rank's part of the weights."""
+    """Allocate the memory of a sharded model on the meta device, and read this rank's part of the weights.
+
+    Raises:
+        TreepackError: a file cannot be read, or a tensor has another shape than in the configuration.
+    """
     from safetensors import safe_open
     from torch.distributed.tensor import DTensor
 
@@ -177,41 +194,48 @@ def _fill(model: Any, files: dict[str, Path], device: torch.device, source: str 
     for tensor in (*model.parameters(), *model.buffers()):
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point():
-            local.fill_(torch.nan)  # what is forgotten below must not pass the probe
-    stored = _stored(model)
+            local.fill_(torch.nan)  # a tensor that is forgotten below must not pass the probe
+    stored = _stored_tensors(model)
     by_file: dict[Path, list[str]] = {}
     for name in stored:
         by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
         with translate_load_errors(source), safe_open(path, "pt") as file:
             for name in names:
-                _read(file.get_slice(name), stored[name], f"{source}: {name}")
-    # Buffers that no checkpoint holds, such as rotary frequencies: transformers computes them where weights are there.
+                _read_part(file.get_slice(name), stored[name], f"{source}: {name}")
+    # Buffers that no checkpoint contains, such as rotary frequencies, are computed by `initialize_weights`. The flag
+    # keeps it from overwriting the weights that were just read.
     for tensor in stored.values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     model.initialize_weights()
 
 
-def _read(stored: Any, tensor: Tensor, where: str) -> None:
-    """Copy this rank's rows of a tensor on disk."""
+def _read_part(stored: Any, tensor: Tensor, label: str) -> None:
+    """Copy this rank's rows of a tensor on disk into `tensor`; `label` names it in an error.
+
+    Raises:
+        TreepackError: the shapes differ.
+    """
     from torch.distributed.tensor import DTensor
 
     if list(stored.get_shape()) != list(tensor.shape):
         raise TreepackError(
-            f"{where} is {stored.get_shape()} in its weights and {list(tensor.shape)} by its configuration; expected a "
-            "whole checkpoint"
+            f"{label} has the shape {stored.get_shape()} in the weights and {list(tensor.shape)} by the configuration; "
+            "download the whole checkpoint"
         )
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[:] if tensor.ndim else stored[...])
         return
     local = tensor.to_local()
-    if len(local):  # FSDP cuts dimension 0 into equal parts, the last ones smaller or empty
+    # FSDP cuts dimension 0 into parts of ceil(rows / ranks), the last ones smaller or empty:
+    # 5 rows on 4 ranks -> [0, 2), [2, 4), [4, 5), empty
+    if len(local):
         first = -(-len(tensor) // tensor.device_mesh.size()) * tensor.device_mesh.get_local_rank()
         local.copy_(stored[first : first + len(local)])
 
 
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:
-    """The model's tensors in full, on the CPU of rank 0; empty on the others. Every rank must call it."""
+    """Return the whole tensors of the model on the CPU of rank 0, and {} on the other ranks; all ranks must call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

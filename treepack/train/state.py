@@ -1,14 +1,14 @@
-"""All that an update of a training run depends on besides its data, as one flat dict, and back.
+"""The state of a training run, without its data, as one flat dict: everything on which the next update depends.
 
     model, optimiser, generators --training_state--> dict --(torch.distributed.checkpoint, DCP)--> load_state
 
-    model.NAME            a parameter or persistent buffer, a DTensor where FSDP2 shards it; tied ones once
+    model.NAME            a parameter or persistent buffer, a DTensor if FSDP2 shards it; tied ones once
     optimiser.NAME.KEY    the optimiser's state of the parameter NAME; absent before its first update
     optimiser             its parameter groups: options and names
     random.RANK           states of Python's, numpy's and torch's generators on that rank
 
-DCP's own get_state_dict is not used: it makes an update with an optimiser that has no state yet, which leaves its count
-of updates at 1, and saves tied weights twice. The files belong to `checkpoint`.
+DCP's own get_state_dict is not used. It makes an update with an optimiser that has no state yet, which leaves its count
+of updates at 1, and it saves tied weights twice. `train.checkpoint` decides when to save, and checks the files.
 """
 
 from __future__ import annotations
@@ -29,52 +29,57 @@ from treepack.errors import TreepackError
 
 
 def training_state(model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int) -> dict[str, Any]:
-    """The state as it is: its tensors are the model's and the optimiser's own, not copies."""
+    """Return the state; its tensors share memory with the tensors of the model and the optimiser."""
     tensors = _model_tensors(model)
-    order = _order(tensors, optimiser)
-    found = optimiser.state_dict()
-    groups = [group | {"params": [order[number] for number in group["params"]]} for group in found["param_groups"]]
+    order = _parameter_order(tensors, optimiser)
+    saved = optimiser.state_dict()
+    # An optimiser numbers its parameters over all groups. A checkpoint has their names, so that an error can name the
+    # parameter: {"lr": 0.1, "params": [0, 1]} -> {"lr": 0.1, "params": ["embed.weight", "head.weight"]}
+    groups = [group | {"params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
     state = {
         f"optimiser.{order[number]}.{key}": value
-        for number, values in found["state"].items()
+        for number, values in saved["state"].items()
         for key, value in values.items()
     }
-    own = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
-    return own | state | {"optimiser": groups, f"random.{rank}": _random_states()}
+    model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    return model_state | state | {"optimiser": groups, f"random.{rank}": _random_states()}
 
 
 def load_state(
     path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int, collective: dict[str, Any]
 ) -> None:
-    """Load the state that DCP's files in `path` hold, whatever the number of ranks that wrote it.
+    """Load the state from DCP's files in `path`, which any number of ranks may have written.
 
     Args:
         path: directory of DCP's files.
-        model: parameters and buffers are filled in place.
-        optimiser: gets the state and the options of its groups; none where none was saved.
-        rank: this process, whose generators are set if it existed then.
+        model: its parameters and buffers are filled in place.
+        optimiser: gets the saved state, or none if none was saved, and the saved options of its groups.
+        rank: this process; its random generators are set if the files contain their states.
         collective: arguments of DCP's load about the ranks.
 
     Raises:
-        TreepackError: parameters, or their groups, are not those that were saved.
+        TreepackError: the parameters or their groups differ from the saved ones.
         OSError, CheckpointException: the files cannot be read.
     """
     tensors = _model_tensors(model)
-    order = _order(tensors, optimiser)
+    order = _parameter_order(tensors, optimiser)
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     _check_tensors(path, tensors, saved)
+    # Two loads: groups and generators first, so that a model or optimiser that does not fit is refused before any
+    # tensor is overwritten.
     objects: dict[str, Any] = dict.fromkeys({"optimiser", f"random.{rank}"} & saved.keys())
     _load(path, objects, collective)
     options = _options_of_groups(path, order, optimiser, objects["optimiser"])
 
-    own = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+    model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
     number_of = {name: number for number, name in enumerate(order)}
+    # Buffers of the right shape and sharding, which DCP fills.
     state = {
-        key: _like(tensors[name], entry)
+        key: _state_buffer(tensors[name], entry)
         for key, entry in saved.items()
         if key.startswith("optimiser.") and (name := _state_key(key)[0]) in number_of
     }
-    loaded = own | state
+    loaded = model_state | state
     _load(path, loaded, collective)
     by_number: dict[int, dict[str, Any]] = {}
     for key in state:
@@ -91,9 +96,10 @@ def _load(path: Path, state: dict[str, Any], collective: dict[str, Any]) -> None
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers themselves, tied ones under the first of their names."""
+    """Return parameters and persistent buffers (not copies), tied ones under the first of their names."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
+    # Without keep_vars, state_dict makes new tensors, and tied weights would have two identities.
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) not in seen:
             seen.add(id(value))
@@ -101,19 +107,24 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _order(tensors: dict[str, Tensor], optimiser: torch.optim.Optimizer) -> list[str]:
-    """Names of the optimiser's parameters, in the order in which its state_dict numbers them."""
+def _parameter_order(tensors: dict[str, Tensor], optimiser: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the optimiser's parameters, in the order in which its state_dict numbers them."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     return [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
 
 
 def _state_key(key: str) -> tuple[str, str]:
+    # "optimiser.model.norm.weight.exp_avg" -> "model.norm.weight", "exp_avg"
     name, _, part = key.removeprefix("optimiser.").rpartition(".")
     return name, part
 
 
-def _like(parameter: Tensor, entry: Any) -> Tensor | None:
-    """Where a piece of a parameter's state is loaded to: sharded like it, or whole on the CPU if of another shape."""
+def _state_buffer(parameter: Tensor, entry: Any) -> Tensor | None:
+    """Return a tensor to load a part of a parameter's optimiser state into; None if the part is not a tensor.
+
+    A part with the shape of the parameter, such as exp_avg, is sharded like it. Others, such as step, are whole and on
+    the CPU.
+    """
     if not isinstance(entry, TensorStorageMetadata):
         return None
     if entry.size == parameter.shape:
@@ -122,38 +133,47 @@ def _like(parameter: Tensor, entry: Any) -> Tensor | None:
 
 
 def _check_tensors(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    there = {key.removeprefix("model."): entry for key, entry in saved.items() if key.startswith("model.")}
-    for name in [*tensors, *there]:
-        if name not in there or name not in tensors:
-            lacking = "the checkpoint" if name not in there else "the model"
+    """Refuse a model whose tensors differ from the saved ones.
+
+    Raises:
+        TreepackError: a name, shape or dtype differs.
+    """
+    entries = {key.removeprefix("model."): entry for key, entry in saved.items() if key.startswith("model.")}
+    for name in [*tensors, *entries]:
+        if name not in entries or name not in tensors:
+            lacking = "the checkpoint" if name not in entries else "the model"
             raise TreepackError(f"{path}: {lacking} has no {name}; resume with the model that was trained")
-        ours, entry = tensors[name], there[name]
-        if (ours.shape, ours.dtype) != (entry.size, entry.properties.dtype):
+        tensor, entry = tensors[name], entries[name]
+        if (tensor.shape, tensor.dtype) != (entry.size, entry.properties.dtype):
             raise TreepackError(
                 f"{path}: {name} is {entry.properties.dtype} of shape {tuple(entry.size)} in the checkpoint and "
-                f"{ours.dtype} of shape {tuple(ours.shape)} in the model; resume with the model that was trained"
+                f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model; resume with the model that was trained"
             )
 
 
 def _options_of_groups(
     path: Path, order: list[str], optimiser: torch.optim.Optimizer, saved: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The saved groups with this optimiser's numbers for their parameters; they must hold the same parameters."""
+    """Return the saved groups, with the names of their parameters replaced by the numbers of this optimiser.
+
+    Raises:
+        TreepackError: a group of this optimiser contains other parameters than the saved group.
+    """
     if len(optimiser.param_groups) != len(saved):
         raise TreepackError(
-            f"{path}: holds {len(saved)} groups of parameters and the optimiser has {len(optimiser.param_groups)}; "
+            f"{path}: contains {len(saved)} groups of parameters and the optimiser has {len(optimiser.param_groups)}; "
             "resume with the options of the run"
         )
     options, first = [], 0
-    for group, theirs in zip(optimiser.param_groups, saved, strict=True):
-        numbers = range(first, first + len(group["params"]))
+    for group, saved_group in zip(optimiser.param_groups, saved, strict=True):
+        numbers = range(first, first + len(group["params"]))  # groups of 3 and 2 parameters: 0 1 2, then 3 4
         first = numbers.stop
-        differing = sorted({order[number] for number in numbers} ^ set(theirs["params"]))
+        differing = sorted({order[number] for number in numbers} ^ set(saved_group["params"]))
         if differing:
             raise TreepackError(
                 f"{path}: {differing[0]} is in another group of the optimiser; resume with the options of the run"
             )
-        options.append(theirs | {"params": list(numbers)})
+        options.append(saved_group | {"params": list(numbers)})
     return options
 
 

@@ -32,23 +32,23 @@ def samples(*, seed: int = 0, count: int = 14) -> list[Rollout]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCABULARY, 2 + group).tolist() for group in range(3)]
     prompts[1][:2] = prompts[0]  # groups share what they begin with
-    found: list[Rollout] = []
+    rollouts: list[Rollout] = []
     for i in range(count):
         group = i % 3
-        known = [one for one in found if one.group == f"g{group}"]
+        earlier = [one for one in rollouts if one.group == f"g{group}"]
         tokens, cuts = list(prompts[group]), [len(prompts[group])]
-        if known and i % 4:
-            base = known[int(rng.integers(len(known)))]
-            taken = int(rng.integers(1, len(base.cuts) + 1))
-            cuts = base.cuts[:taken]
+        if earlier and i % 4:
+            base = earlier[int(rng.integers(len(earlier)))]
+            num_turns = int(rng.integers(1, len(base.cuts) + 1))
+            cuts = base.cuts[:num_turns]
             tokens = base.tokens[: cuts[-1]]
         for _ in range(int(rng.integers(1, 4))):
             tokens += rng.integers(0, VOCABULARY, int(rng.integers(2, 5))).tolist()
             if len(tokens) < 14 and rng.random() < 0.8:
                 cuts.append(len(tokens))
                 tokens += rng.integers(0, VOCABULARY, 1).tolist()
-        found.append(Rollout(tokens[:16], [c for c in cuts if c < 15], f"g{group}", -1, float(rng.random() < 0.5)))
-    return found
+        rollouts.append(Rollout(tokens[:16], [c for c in cuts if c < 15], f"g{group}", -1, float(rng.random() < 0.5)))
+    return rollouts
 
 
 def as_trie(rollouts: Sequence[Rollout], *, share: str = "all") -> Trie:
@@ -67,7 +67,7 @@ def nodes_of(rollouts: Sequence[Rollout]) -> dict[tuple[str, Prefix, tuple[int, 
         for turn, _ in enumerate(path):
             stop = one.cuts[turn]
             rewards[one.group, tuple(one.tokens[:stop]), tuple(one.cuts[:turn])].append(one.reward)
-    return {key: sum(found) / len(found) for key, found in rewards.items()}
+    return {key: sum(values) / len(values) for key, values in rewards.items()}
 
 
 def alone(model: Any, head: nn.Linear, prefix: Prefix) -> Tensor:
@@ -84,10 +84,10 @@ def random_head() -> nn.Linear:
     return head
 
 
-def prepared(rollouts: Sequence[Rollout]) -> tuple[Trie, Prefixes, np.ndarray[Any, Any]]:
+def prepare(rollouts: Sequence[Rollout]) -> tuple[Trie, Prefixes, np.ndarray[Any, Any]]:
     trie = as_trie(rollouts)
-    found = anchors(trie)
-    return trie, anchor_prefixes(trie, found), recursive_targets(found.tree, binary_rewards(trie))[0]
+    ends = anchors(trie)
+    return trie, anchor_prefixes(trie, ends), recursive_targets(ends.tree, binary_rewards(trie))[0]
 
 
 def tokens_at(row: AnchorRow, at: int) -> Prefix:
@@ -103,12 +103,12 @@ def tokens_at(row: AnchorRow, at: int) -> Prefix:
 @pytest.mark.parametrize("seed", range(4))
 def test_every_prompt_and_prefix_ends_in_one_row_and_nothing_lies_behind(capacity: int, seed: int) -> None:
     rollouts = samples(seed=seed)
-    _, prefixes, target = prepared(rollouts)
+    _, prefixes, target = prepare(rollouts)
     rows = anchor_rows(prefixes, np.arange(len(prefixes.owner)), capacity=capacity)
-    found = [(int(n), tokens_at(row, int(t))) for row in rows for n, t in zip(row.node, row.token, strict=True)]
-    assert sorted(node for node, _ in found) == list(range(len(prefixes.owner)))
+    ends = [(int(n), tokens_at(row, int(t))) for row in rows for n, t in zip(row.node, row.token, strict=True)]
+    assert sorted(node for node, _ in ends) == list(range(len(prefixes.owner)))
     expected = sorted((prefix, value) for (_, prefix, _), value in nodes_of(rollouts).items())
-    shown = sorted((prefix, float(target[node])) for node, prefix in found)
+    shown = sorted((prefix, float(target[node])) for node, prefix in ends)
     assert [prefix for prefix, _ in shown] == [prefix for prefix, _ in expected]
     assert [value for _, value in shown] == pytest.approx([value for _, value in expected])
     assert len(expected) > 10
@@ -124,26 +124,26 @@ def test_every_prompt_and_prefix_ends_in_one_row_and_nothing_lies_behind(capacit
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_loss_and_gradients_are_those_of_every_prefix_encoded_alone(kind: str, capacity: int) -> None:
     rollouts = samples()
-    _, prefixes, target = prepared(rollouts)
+    _, prefixes, target = prepare(rollouts)
     rows = anchor_rows(prefixes, np.arange(len(prefixes.owner)), capacity=capacity)
     loaded, head = packed_model(kind), random_head()
     loaded.model.zero_grad()
     loss = accumulate(head, rows, target, lambda row: end_states(loaded, row))
-    found = gradients(loaded.model) | gradients(head)
+    result = gradients(loaded.model) | gradients(head)
 
     twin, twin_head = tiny_model(kind), random_head()
     expected = [(prefix, value) for (_, prefix, _), value in nodes_of(rollouts).items()]
     errors = torch.stack([(alone(twin, twin_head, prefix) - value).square() for prefix, value in expected])
     torch.autograd.backward(errors.mean())
     assert loss == pytest.approx(float(errors.mean().detach()), rel=1e-12)
-    assert worst_error(found, gradients(twin) | gradients(twin_head)) < 1e-9
-    assert found["weight"].norm() > 1e-3
+    assert worst_error(result, gradients(twin) | gradients(twin_head)) < 1e-9
+    assert result["weight"].norm() > 1e-3
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_predictions_are_those_of_every_prefix_alone(capacity: int) -> None:
     rollouts = samples(seed=1)
-    _, prefixes, _ = prepared(rollouts)
+    _, prefixes, _ = prepare(rollouts)
     size = len(prefixes.owner)
     rows = anchor_rows(prefixes, np.arange(size), capacity=capacity)
     values = node_values(ValueModel(packed_model("qwen3"), random_head()), rows, num_inner=size)
@@ -155,7 +155,7 @@ def test_predictions_are_those_of_every_prefix_alone(capacity: int) -> None:
 
 
 def test_all_prompts_and_the_asked_share_of_prefixes_are_drawn() -> None:
-    _, prefixes, _ = prepared(samples(count=40))
+    _, prefixes, _ = prepare(samples(count=40))
     size, groups = len(prefixes.owner), prefixes.num_groups
     assert draw_nodes(prefixes, prefix_share=0, seed=0).tolist() == list(range(groups))
     assert draw_nodes(prefixes, prefix_share=1, seed=0).tolist() == list(range(size))
@@ -166,7 +166,7 @@ def test_all_prompts_and_the_asked_share_of_prefixes_are_drawn() -> None:
 
 
 def test_prefixes_that_several_rollouts_share_are_drawn_before_others() -> None:
-    _, prefixes, _ = prepared(samples(count=40))
+    _, prefixes, _ = prepare(samples(count=40))
     groups, passing = prefixes.num_groups, prefixes.num_trajectories
     shared, alone = (
         (groups + np.flatnonzero(where)).tolist() for where in (passing[groups:] > 1, passing[groups:] < 2)

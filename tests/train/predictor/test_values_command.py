@@ -28,7 +28,7 @@ from treepack.trie.files import read_trie
 def rollout_records(groups: range, *, seed: int = 0) -> list[dict[str, Any]]:
     """Rollouts of two turns whose chance of success is a token of the prompt over 9, all else being noise."""
     rng = np.random.default_rng([seed, groups.start])
-    found = []
+    records = []
     for group in groups:
         prompt = [1, *rng.integers(10, 20, 3).tolist(), 20 + group % 10, 2]
         for trial in range(4):
@@ -37,16 +37,16 @@ def rollout_records(groups: range, *, seed: int = 0) -> list[dict[str, Any]]:
             mask = [*[0] * len(prompt), 1, 1, 1, 0, 1, 1, 1]
             success = int(rng.random() < (group % 10) / 9)
             name = f"task-{group:03}"
-            found.append(
+            records.append(
                 {"id": f"{name}/{trial}", "group_id": name, "reward": success, "input_ids": ids, "loss_mask": mask}
             )
-    return found
+    return records
 
 
 def write_trie(treepack: Command, path: Path, records: list[dict[str, Any]]) -> Path:
-    given = path.with_suffix(".jsonl")
-    given.write_text("".join(json.dumps(record) + "\n" for record in records))
-    done = treepack("build-trie", given, "--out", path)
+    file = path.with_suffix(".jsonl")
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    done = treepack("build-trie", file, "--out", path)
     assert (done.status, done.err) == (0, "")
     return path
 
@@ -80,8 +80,8 @@ def test_fitting_ranks_prompts_that_were_held_out_and_serves_allocate_and_stats(
     assert done.json["spearman"]["root"]["rho"] > 0.5  # type: ignore[index]
     roots = treepack("allocate", "roots", file, "--budget", 80, "--out", tmp_path / "roots.jsonl")
     assert (roots.status, roots.err) == (0, "")
-    given = ("--predictions", file, "--expand", 1, "--out", tmp_path / "prefixes.jsonl")
-    assert treepack("allocate", "prefixes", unseen, *given).status == 0
+    allocate_options = ("--predictions", file, "--expand", 1, "--out", tmp_path / "prefixes.jsonl")
+    assert treepack("allocate", "prefixes", unseen, *allocate_options).status == 0
 
 
 def small_fit(treepack: Command, tmp_path: Path, *options: object) -> tuple[Path, Path]:
@@ -95,12 +95,12 @@ def small_fit(treepack: Command, tmp_path: Path, *options: object) -> tuple[Path
 
 
 def test_the_same_fit_has_the_same_bytes(treepack: Command, tmp_path: Path) -> None:
-    held = []
+    contents = []
     for options in ((), ("--overwrite",)):
         _, out = small_fit(treepack, tmp_path, *options)
-        held.append({path.name: path.read_bytes() for path in out.iterdir() if path.name != "metrics.jsonl"})
-    assert held[0] == held[1]
-    assert {"head.safetensors", "model.safetensors", "values.json"} < held[0].keys()
+        contents.append({path.name: path.read_bytes() for path in out.iterdir() if path.name != "metrics.jsonl"})
+    assert contents[0] == contents[1]
+    assert {"head.safetensors", "model.safetensors", "values.json"} < contents[0].keys()
 
 
 def test_a_frozen_backbone_stays_and_runs_once_per_row(treepack: Command, tmp_path: Path) -> None:
@@ -120,19 +120,19 @@ def test_a_fit_goes_on_with_the_head_of_an_earlier_one(treepack: Command, tmp_pa
     trie, out = small_fit(treepack, tmp_path, "--epochs", 8)
     again = tmp_path / "again"
     done = treepack("values", "fit", trie, "--model", out, "--out", again, *FAST)
-    assert (done.status, done.err) == (0, f"note: goes on with the head of {out} too\n")
+    assert (done.status, done.err) == (0, f"note: the head of {out} is used and fitted further\n")
     first = read_metrics(again / "metrics.jsonl")["loss"][0]
     assert first == pytest.approx(_loss(out, trie), rel=1e-4)
     assert first < read_metrics(out / "metrics.jsonl")["loss"][0]
 
 
 def _loss(values: Path, trie: Path) -> float:
-    read = read_trie(trie)
-    found = anchors(read)
-    prefixes = anchor_prefixes(read, found)
+    trie_value = read_trie(trie)
+    ends = anchors(trie_value)
+    prefixes = anchor_prefixes(trie_value, ends)
     nodes = draw_nodes(prefixes, prefix_share=FitOptions().prefix_share, seed=0)
     rows = anchor_rows(prefixes, nodes, capacity=128)
-    target = recursive_targets(found.tree, binary_rewards(read))[0]
+    target = recursive_targets(ends.tree, binary_rewards(trie_value))[0]
     value = node_values(load_values(values, device="cpu"), rows, num_inner=len(prefixes.owner))
     return float(np.square(value[nodes] - target[nodes]).mean())
 
@@ -157,8 +157,8 @@ def test_what_cannot_be_fitted_is_one_sentence_and_leaves_nothing(treepack: Comm
         (records, config, ("--segment", "recorded"), "no trajectory has 'segments' in its metadata"),
         (records, tmp_path / "nowhere.json", (), "nowhere.json: transformers cannot load it"),
     ]
-    for number, (held, model, options, message) in enumerate(cases):
-        trie, place = write_trie(treepack, tmp_path / f"trie{number}", held), tmp_path / f"place{number}"
+    for number, (rollouts, model, options, message) in enumerate(cases):
+        trie, place = write_trie(treepack, tmp_path / f"trie{number}", rollouts), tmp_path / f"place{number}"
         place.mkdir()
         every = ("--prefix-share", 1, *FAST, *options)
         done = treepack("values", "fit", trie, "--model", model, "--out", place / "values", *every)
@@ -199,11 +199,11 @@ def test_what_cannot_be_predicted_is_one_sentence_and_leaves_nothing(treepack: C
         (trie, out, "v.csv", (), "its name must end in .jsonl or .parquet, which selects the format"),
         (trie, out, "v.jsonl", ("--capacity", 3), "tokens and rows hold 3; give --capacity 10 or more"),
         (trie, altered, "v.jsonl", (), "head.safetensors: was altered since it was written"),
-        (trie, trie, "v.jsonl", (), "values.json: cannot be read (No such file or directory); expected what treepack"),
+        (trie, trie, "v.jsonl", (), "values.json: cannot be read (No such file or directory); expected a directory"),
     ]
-    for given, values, name, options, message in cases:
+    for directory, values, name, options, message in cases:
         done = treepack(
-            "values", "predict", given, "--values", values, "--out", place / name, "--device", "cpu", *options
+            "values", "predict", directory, "--values", values, "--out", place / name, "--device", "cpu", *options
         )
         assert (done.status, done.out) == (1, ""), message
         assert message in done.err

@@ -1,1 +1,1 @@
-"""A predictor of success for prefixes: a backbone with a scalar head, fitted and run on packed rows."""
+"""A predictor of success from prefixes of rollouts: a backbone with a scalar head, fitted and run on packed rows."""

@@ -1,11 +1,12 @@
-"""The prefix value predictor is fitted: how likely is success from a prompt, or from a prefix of a rollout?
+"""Fitting of the prefix value predictor, which predicts success from a prompt or from a prefix of a rollout.
 
-    trie, model, options --open_fit--> Fit     everything that can be refused is refused here
-    Fit --fit--> out/                          one FitStep per optimiser step; the directory whole or absent
+    trie, model, options --open_fit--> Fit     unsuitable data, models and options are refused here
+    Fit --fit--> out/                          one FitStep per optimiser step; the directory is whole or absent
 
 TRACE (arXiv 2606.11119), section 4.3: the target of a prefix is the share of successes among the rollouts below it
-(eq. 18), the loss the mean squared error (eq. 19) over all prompts and a share of the prefixes (appendix E.6). Rows
-come from `value_rows`: a token is computed once for all prefixes that it is in. What is fitted is in `value_model`.
+(eq. 18). The loss is the mean squared error (eq. 19) over all prompts and a share of the prefixes (appendix E.6).
+`predictor.rows` makes the rows, in which a token is computed once for all prefixes that contain it. `predictor.model`
+defines the model.
 """
 
 from __future__ import annotations
@@ -46,21 +47,20 @@ from treepack.train.schedule import OptimiserStep, learning_rate
 from treepack.trajectory import Float64
 from treepack.trie.files import read_trie
 
-USED = frozenset(
-    {
-        *("epochs", "rows_per_step", "lr", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "clip"),
-        *("dtype", "gradient_checkpointing", "attention", "device", "seed"),
-    }
+# The options of `treepack train` that a fit uses.
+SHARED_OPTIONS = frozenset(
+    "epochs rows_per_step lr min_lr_ratio warmup_steps weight_decay betas clip "
+    "dtype gradient_checkpointing attention device seed".split()
 )
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """How to fit; see the command line for the same names.
+    """Options of a fit, with the names of the command line.
 
-    `train` holds what `treepack train` has too, of which the options in `USED` are used. The defaults of lr and
-    epochs and of `prefix_share`, the share of prefixes among what is supervised, are TRACE's (appendix E.6). `freeze`
-    leaves the backbone as it is and fits the head alone.
+    `train` has the options that `treepack train` has too, of which only `SHARED_OPTIONS` are used. `prefix_share` is
+    the share of prefixes among the supervised prompts and prefixes. The defaults of `prefix_share`, lr and epochs are
+    from TRACE (appendix E.6). `freeze` leaves the backbone unchanged and fits only the head.
     """
 
     train: TrainOptions = field(default_factory=lambda: TrainOptions(lr=3e-5, epochs=2))
@@ -70,7 +70,11 @@ class FitOptions:
     freeze: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
+        """Refuse invalid values.
+
+        Raises:
+            TreepackError: with the name of the option.
+        """
         if self.capacity < 1:
             raise TreepackError(f"capacity is {self.capacity}; expected at least 1")
         if not 0 <= self.prefix_share <= 1:
@@ -79,7 +83,10 @@ class FitOptions:
 
 @dataclass(frozen=True)
 class Fit:
-    """A checked run: what is supervised, by node of the segment tree, and the rows of every optimiser step."""
+    """A checked fit: model, options, the supervised rows, and the rows of every optimiser step.
+
+    `target` is float64 [num_inner], by node of the segment tree.
+    """
 
     model: ValueModel
     options: FitOptions
@@ -93,18 +100,18 @@ class Fit:
 
     @property
     def num_anchors(self) -> int:
-        """Prompts and prefixes that are supervised."""
+        """The number of supervised prompts and prefixes."""
         return sum(len(row.node) for row in self.rows)
 
     @property
     def constant_loss(self) -> float:
-        """The loss of one value for all, the mean: what a predictor that tells nothing apart can reach."""
+        """The loss of the best constant, which is the mean: the minimum for a predictor that ignores its input."""
         return float(self.target[np.concatenate([row.node for row in self.rows])].var())
 
 
 @dataclass(frozen=True)
 class FitStep:
-    """One optimiser step: `loss` is the mean squared error over its `num_anchors`, before the update."""
+    """Measurements of one optimiser step; `loss` is the mean squared error of its `num_anchors` before the update."""
 
     step: int
     epoch: int
@@ -118,38 +125,39 @@ class FitStep:
 
 
 def squared_error(head: nn.Linear, states: Tensor, target: Float64) -> Tensor:
-    """Sum of squared differences between the values of `states` [n, D] and `target` [n], a float64 scalar: eq. 19."""
-    wanted = torch.from_numpy(target).to(states.device)
-    return (state_values(head, states).double() - wanted).square().sum()
+    """Return the sum of squared differences between the values of `states` [n, D] and `target` [n]: float64, eq. 19."""
+    targets = torch.from_numpy(target).to(states.device)
+    return (state_values(head, states).double() - targets).square().sum()
 
 
 def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
-    """Read the trie, draw and pack what is supervised, load the model, and refuse what does not fit together.
+    """Read the trie, draw and pack prompts and prefixes, load the model, and check that they fit together.
 
     Raises:
-        TreepackError: rewards other than 0 and 1, a prefix beyond the capacity, a missing device, a damaged trie, or a
-            model that does not suit.
+        TreepackError: a reward is not 0 or 1, a prefix is longer than the capacity, the device is missing, the trie is
+            damaged, or the model does not fit the data.
     """
     directory, train = Path(trie), options.train
     device, manifest = find_device(train.device), read_manifest(directory, schema.TRIE_FORMAT)
-    read = read_trie(directory)
-    reward = binary_rewards(read)
-    found = anchors(read, segment=options.segment)
-    prefixes = anchor_prefixes(read, found)
+    rollouts = read_trie(directory)
+    reward = binary_rewards(rollouts)
+    ends = anchors(rollouts, segment=options.segment)
+    prefixes = anchor_prefixes(rollouts, ends)
     nodes = draw_nodes(prefixes, prefix_share=options.prefix_share, seed=train.seed)
     rows = anchor_rows(prefixes, nodes, capacity=options.capacity)
-    given = start_values(model, train.dtype, train.attention, device, train.seed)
-    loaded = given.loaded
-    check_rows(given, rows, manifest.get("tokenizer"), directory)
+    predictor = start_values(model, train.dtype, train.attention, device, train.seed)
+    loaded = predictor.loaded
+    check_rows(predictor, rows, manifest.get("tokenizer"), directory)
+    # A frozen backbone runs without gradients, so nothing has to be computed again.
     adapt_layers(loaded.model, checkpointing=train.gradient_checkpointing and not options.freeze, compiled=False)
-    notes = (*loaded.notes, *((f"goes on with the head of {model} too",) if given.record else ()))
+    notes = (*loaded.notes, *((f"the head of {model} is used and fitted further",) if predictor.record else ()))
     if np.ptp(reward) == 0:
-        notes = (*notes, f"every rollout has the reward {reward[0]:g}, so there is nothing to tell apart")
+        notes = (*notes, f"every rollout has the reward {reward[0]:g}, so the predictor can learn only this constant")
     return Fit(
-        model=given,
+        model=predictor,
         options=options,
         rows=rows,
-        target=recursive_targets(found.tree, reward)[0],
+        target=recursive_targets(ends.tree, reward)[0],
         schedule=_schedule(len(rows), train),
         num_prompts=prefixes.num_groups,
         tokens_alone=tokens_alone(prefixes, nodes),
@@ -159,27 +167,28 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
 
 
 def _schedule(num_rows: int, train: TrainOptions) -> list[OptimiserStep]:
-    found: list[OptimiserStep] = []
+    """Return the rows of every optimiser step, in a new order in each epoch."""
+    schedule: list[OptimiserStep] = []
     for epoch in range(train.epochs):
+        # No training steps, so the epoch has one part.
         (part,) = epoch_order([None] * num_rows, range(num_rows), seed=train.seed, epoch=epoch)
         order = part.tolist()
-        found += [
+        schedule += [
             OptimiserStep(epoch, order[i : i + train.rows_per_step]) for i in range(0, num_rows, train.rows_per_step)
         ]
-    return found
+    return schedule
 
 
 def fit(run: Fit, out: str | Path, *, overwrite: bool = False) -> Iterator[FitStep]:
-    """Fit, yielding after every optimiser step; `out` appears when all steps have been taken.
+    """Fit, yielding after every optimiser step; `out` appears after the last step.
 
     Raises:
-        TreepackError: `out` is in the way, a loss or gradient is not finite, memory does not suffice, or the disk
-            fails.
+        TreepackError: `out` exists, a loss or gradient is not finite, memory is too small, or the disk fails.
     """
     loaded, parameters = run.model.loaded, list(run.model.head.parameters())
     if not run.options.freeze:
         parameters = [*loaded.model.base_model.parameters(), *parameters]
-        loaded.model.train()  # for checkpointing; every dropout is 0
+        loaded.model.train()  # only for checkpointing, which transformers does in this mode; all dropouts are 0
     optimiser = _optimiser(parameters, run.options.train)
     states_of = _frozen_states(run) if run.options.freeze else lambda row: end_states(loaded, row, dtype=_dtype(run))
     with finished_directory(Path(out), overwrite=overwrite) as temporary:
@@ -193,10 +202,11 @@ def fit(run: Fit, out: str | Path, *, overwrite: bool = False) -> Iterator[FitSt
 
 
 def _entries(run: Fit) -> dict[str, Any]:
-    own = {name: getattr(run.options, name) for name in ("capacity", "segment", "prefix_share", "freeze")}
-    shared = {name: value for name, value in run.options.train.as_record().items() if name in USED}
+    """Return the entries of values.json about the fit."""
+    fit_options = {name: getattr(run.options, name) for name in ("capacity", "segment", "prefix_share", "freeze")}
+    shared = {name: value for name, value in run.options.train.as_record().items() if name in SHARED_OPTIONS}
     counts = {"num_prompts": run.num_prompts, "num_anchors": run.num_anchors}
-    return {"model": run.model.loaded.source, **run.origin, "options": own | shared, **counts}
+    return {"model": run.model.loaded.source, **run.origin, "options": fit_options | shared, **counts}
 
 
 def _dtype(run: Fit) -> str:
@@ -204,20 +214,20 @@ def _dtype(run: Fit) -> str:
 
 
 def _frozen_states(run: Fit) -> Callable[[AnchorRow], Tensor]:
-    """`end_states` of a backbone that does not change: each row is computed once."""
-    kept: dict[int, Tensor] = {}
+    """Return `end_states` with a cache, which computes each row once, for use with a frozen backbone."""
+    states: dict[int, Tensor] = {}  # by row_id; [n, D] each, only the ends of prefixes, so all rows fit in memory
 
     def states_of(row: AnchorRow) -> Tensor:
-        if row.row.row_id not in kept:
+        if row.row.row_id not in states:
             with torch.no_grad():
-                kept[row.row.row_id] = end_states(run.model.loaded, row, dtype=_dtype(run))
-        return kept[row.row.row_id]
+                states[row.row.row_id] = end_states(run.model.loaded, row, dtype=_dtype(run))
+        return states[row.row.row_id]
 
     return states_of
 
 
 def _optimiser(parameters: Sequence[nn.Parameter], train: TrainOptions) -> torch.optim.AdamW:
-    """AdamW; biases and norms, which have one dimension, do not decay."""
+    """Return AdamW without weight decay for parameters of one dimension (biases and norms)."""
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -228,8 +238,12 @@ def _optimiser(parameters: Sequence[nn.Parameter], train: TrainOptions) -> torch
 def _fit_step(
     run: Fit, optimiser: torch.optim.Optimizer, number: int, states_of: Callable[[AnchorRow], Tensor]
 ) -> FitStep:
-    """Optimiser step `number`, counted from 0."""
-    began, step, train = time.perf_counter(), run.schedule[number], run.options.train
+    """Carry out optimiser step `number`, counted from 0.
+
+    Raises:
+        TreepackError: the loss or gradient is not finite, or memory is too small.
+    """
+    start, step, train = time.perf_counter(), run.schedule[number], run.options.train
     rows = [run.rows[i] for i in step.rows]
     lr = learning_rate(train, number, len(run.schedule))
     for group in optimiser.param_groups:
@@ -240,11 +254,11 @@ def _fit_step(
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, train.clip or math.inf))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TreepackError(
-            f"the loss or gradient of step {number + 1} is not finite; lower --lr, or see whether the model computes "
+            f"the loss or gradient of step {number + 1} is not finite; lower --lr, or check that the model computes "
             "finite hidden states"
         )
     optimiser.step()
-    computed = [] if run.options.freeze and step.epoch else rows
+    computed = [] if run.options.freeze and step.epoch else rows  # a frozen backbone runs only in the first epoch
     return FitStep(
         step=number + 1,
         epoch=step.epoch,
@@ -254,16 +268,25 @@ def _fit_step(
         num_rows=len(rows),
         num_anchors=sum(len(row.node) for row in rows),
         tokens=sum(row.row.num_tokens for row in computed),
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - start,
     )
 
 
 def accumulate(
     head: nn.Linear, rows: Sequence[AnchorRow], target: Float64, states_of: Callable[[AnchorRow], Tensor]
 ) -> float:
-    """Mean squared error over all prefixes of `rows`, one mean whatever the rows are; its gradients are added up.
+    """Return the mean squared error over all prefixes of `rows`, and add its gradients to the parameters.
 
-    `target` float64 [num_inner] is by node, `states_of` gives the hidden states of a row as `end_states` does.
+    It is one mean over prefixes, so it does not depend on how prefixes are distributed over rows.
+
+    Args:
+        head: the head of the predictor.
+        rows: rows of one optimiser step.
+        target: float64 [num_inner], by node.
+        states_of: a function that returns the hidden states of a row, like `end_states`.
+
+    Raises:
+        TreepackError: memory is too small for a row.
     """
     denominator = sum(len(row.node) for row in rows)
     losses = []

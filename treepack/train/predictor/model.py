@@ -1,16 +1,16 @@
-"""The prefix value predictor as it is used: a backbone with a scalar head, on disk and on rows of prefixes.
+"""The prefix value predictor: a backbone with a scalar head, its files, and its values on rows of prefixes.
 
     out/ --load_values--> ValueModel
     ValueModel, AnchorRow --end_states--> [n, D] --state_values--> [n]      values in 0 .. 1
-    ValueModel, trie --predict--> a table of predictions, as `rl.predictions` reads them
+    ValueModel, trie --predict--> a table of predictions, in the format of `rl.trace.predictions`
 
-    out/config.json, model.safetensors   the backbone, as transformers saves it; its output layer is left as it was
+    out/config.json, model.safetensors   the backbone, as transformers saves it; its output layer is not trained
     out/head.safetensors                 weight [1, D], bias [1]
     out/metrics.jsonl                    a line per optimiser step
     out/values.json                      written last: format, options, tokenizer, hash of every file
 
 V(h) = sigmoid(w . s + b), TRACE (arXiv 2606.11119) eq. 17: s is the hidden state of a causal language model, after its
-final norm, at the last token of the prefix h. Fitting is in `values`, rows are made in `value_rows`.
+final norm, at the last token of the prefix h. `predictor.fit` fits the predictor, `predictor.rows` makes its rows.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RECORD, HEAD, METRICS = "values.json", "head.safetensors", "metrics.jsonl"
 class ValueModel:
     """A backbone and its head, a linear layer from hidden states [n, D] to logits [n, 1] in the dtype of the weights.
 
-    `record` is what values.json says, empty before it is written.
+    `record` is the content of values.json; it is empty if the predictor was not read from a directory.
     """
 
     loaded: LoadedModel
@@ -61,9 +61,9 @@ class ValueModel:
 
 
 def new_head(loaded: LoadedModel) -> nn.Linear:
-    """A head that gives every prefix the value 0.5, in the dtype and on the device of the model's weights."""
-    # Zeros, for a random direction would rank prefixes before any was seen; the first update gives the head one, and
-    # from the second on gradients reach the backbone.
+    """Return a head that gives every prefix the value 0.5, in the dtype and on the device of the model's weights."""
+    # Zeros, because a random direction would rank prefixes before any of them was seen. The first update gives the head
+    # a direction, and from the second update on gradients reach the backbone.
     weight = loaded.model.get_input_embeddings().weight
     size = loaded.model.config.get_text_config().hidden_size
     head = nn.Linear(size, 1, device=weight.device, dtype=weight.dtype)
@@ -73,16 +73,17 @@ def new_head(loaded: LoadedModel) -> nn.Linear:
 
 
 def end_states(loaded: LoadedModel, row: AnchorRow, *, dtype: str = "fp32") -> Tensor:
-    """Hidden states [n, D] at the ends of the prefixes of a row, each token of which is computed once."""
+    """Return the hidden states [n, D] at the ends of the prefixes of a row; each token of the row is computed once."""
     batch = prepare_batch(loaded, make_batch(row.row, multiple=row_multiple(loaded.attention)))
     with torch.autocast(loaded.device.type, torch.bfloat16, enabled=dtype == "bf16"):
         states = loaded.compute(lambda: hidden_states(loaded, batch))
+    # states [padded length, D]; padding is at the end, so the row's own indices are valid
     return states[torch.from_numpy(row.token).to(loaded.device)]
 
 
 @contextmanager
 def memory_errors(row: AnchorRow) -> Iterator[None]:
-    """Turn memory that does not suffice for `row` into a TreepackError that says what to do."""
+    """Turn a lack of memory for `row` into a TreepackError that suggests options."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -93,22 +94,22 @@ def memory_errors(row: AnchorRow) -> Iterator[None]:
 
 
 def state_values(head: nn.Linear, states: Tensor) -> Tensor:
-    """Values [n] in 0 .. 1 of hidden states [n, D]: equation 17, in the dtype of the head."""
+    """Return the values [n] in 0 .. 1 of hidden states [n, D], in the dtype of the head: equation 17."""
     values: Tensor = torch.sigmoid(head(states.to(head.weight.dtype)))[:, 0]
     return values
 
 
 def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: TokenizerEntry | None, trie: Path) -> None:
-    """Refuse rows of `trie` that the model has no exact answer for, and those of another `tokenizer` than its data's.
+    """Refuse rows of `trie` that the model cannot compute exactly, and another `tokenizer` than that of the fit.
 
     Raises:
-        TreepackError: as `model.check_fits`, and for the tokenizer.
+        TreepackError: as `model.compatibility.check_fits`, and if the tokenizers differ.
     """
-    made_by = model.record.get("tokenizer")
-    if made_by is not None and tokenizer is not None and made_by["sha256"] != tokenizer["sha256"]:
+    fit_tokenizer = model.record.get("tokenizer")
+    if fit_tokenizer is not None and tokenizer is not None and fit_tokenizer["sha256"] != tokenizer["sha256"]:
         raise TreepackError(
             f"{trie}: was tokenised by {tokenizer['name']} and the predictor was fitted on tokens of "
-            f"{made_by['name']}; build the trie with that tokenizer"
+            f"{fit_tokenizer['name']}; build the trie with that tokenizer"
         )
     check_fits(
         model.loaded,
@@ -120,7 +121,7 @@ def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: Tokenize
 
 
 def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> None:
-    """Write backbone and head into `directory`, and last the record: `entries` with format, versions and hashes."""
+    """Write backbone and head into `directory`, and the record last: `entries` with format, versions and hashes."""
     from safetensors.torch import save_file
 
     with hide_progress_bars():
@@ -133,10 +134,10 @@ def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> 
 
 
 def start_values(source: str | Path, dtype: str, attention: str, device: torch.device, seed: int) -> ValueModel:
-    """What a fit begins with: a predictor that was fitted before, or a causal language model under a new head.
+    """Load the model from which a fit starts: an earlier predictor, or a causal language model with a new head.
 
     Raises:
-        TreepackError: as `model.load_model` and `load_values`.
+        TreepackError: as `model.load.load_model` and `load_values`.
     """
     if (Path(source) / RECORD).exists():
         return load_values(source, dtype=dtype, attention=attention, device=str(device))
@@ -148,10 +149,10 @@ def start_values(source: str | Path, dtype: str, attention: str, device: torch.d
 def load_values(
     directory: str | Path, *, dtype: str = "fp32", attention: str = "auto", device: str = "auto"
 ) -> ValueModel:
-    """The predictor that `values.fit` wrote, with float32 weights; the options as in `options.TrainOptions`.
+    """Load a predictor that `predictor.fit` wrote, with float32 weights; options as in `train.options.TrainOptions`.
 
     Raises:
-        TreepackError: there is none, or a file of it is missing or was altered.
+        TreepackError: `directory` has no predictor, or one of its files is missing or was altered.
     """
     from safetensors.torch import load_file
 
@@ -161,35 +162,36 @@ def load_values(
         check_part(path, entry)
     lower = torch.bfloat16 if dtype == "bf16" else None
     loaded = load_model(path, attention=attention, autocast=lower, device=find_device(device))
-    head, found = new_head(loaded), load_file(path / HEAD)
-    if {name: value.shape for name, value in found.items()} != {n: v.shape for n, v in _tensors(head).items()}:
-        raise TreepackError(f"{path / HEAD}: does not fit the model beside it; fit the predictor again")
-    head.load_state_dict(found)
+    head, tensors = new_head(loaded), load_file(path / HEAD)
+    if {name: value.shape for name, value in tensors.items()} != {n: v.shape for n, v in _tensors(head).items()}:
+        raise TreepackError(f"{path / HEAD}: does not fit the model in the same directory; fit the predictor again")
+    head.load_state_dict(tensors)
     return ValueModel(loaded, head, record)
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """What values.json says.
+    """Return the content of values.json.
 
     Raises:
-        TreepackError: missing, damaged, or of another format or version.
+        TreepackError: the file is missing or damaged, or has another format or version.
     """
     path = directory / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        found = record["format"], record["version"]
+        version = record["format"], record["version"]
+        # Every entry that is used later is read here once, so that a record without it is refused in one place.
         entries = [(entry["name"], entry["bytes"], entry["sha256"]) for entry in record["files"]]
         tokenizer = record["tokenizer"] is None or str(record["tokenizer"]["sha256"])
         options = str(record["options"]["segment"]), int(record["options"]["capacity"])
         complete = bool(tokenizer and all(options) and HEAD in {name for name, *_ in entries})
     except OSError as error:
         raise TreepackError(
-            f"{path}: cannot be read ({error.strerror}); expected what treepack values fit wrote"
+            f"{path}: cannot be read ({error.strerror}); expected a directory that treepack values fit wrote"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); fit the predictor again") from error
-    if found != (FORMAT, VERSION):
-        raise TreepackError(f"{path}: holds {found[0]} version {found[1]}; expected {FORMAT} version {VERSION}")
+    if version != (FORMAT, VERSION):
+        raise TreepackError(f"{path}: holds {version[0]} version {version[1]}; expected {FORMAT} version {VERSION}")
     if not complete:
         raise TreepackError(f"{path}: is damaged (an entry is missing); fit the predictor again")
     return dict(record)
@@ -201,24 +203,28 @@ def _tensors(head: nn.Linear) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int, dtype: str = "fp32") -> Float64:
-    """The value of every node whose prefix ends in one of `rows`, float64 [num_inner]; NaN for the others.
+    """Return the value of every node whose prefix ends in one of `rows`, float64 [num_inner]; NaN for other nodes.
 
     Raises:
-        TreepackError: a value is not finite, or memory does not suffice.
+        TreepackError: a value is not finite, or memory is too small.
     """
     values = np.full(num_inner, np.nan)
     for row in rows:
         with memory_errors(row):
-            found = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
-        if not np.isfinite(found).all():
+            row_values = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
+        if not np.isfinite(row_values).all():
             raise TreepackError(f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit it again")
-        values[row.node] = found
+        values[row.node] = row_values
     return values
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """`table` has a row per prompt and per occurrence of a prefix; the rest is what it took."""
+class PredictedValues:
+    """A `table` with a row per prompt and per occurrence of a prefix, and counts of the work.
+
+    `tokens_computed` is the number of tokens in the packed rows, and `tokens_alone` the number if each prefix were
+    encoded alone.
+    """
 
     table: pa.Table
     num_prompts: int
@@ -229,19 +235,22 @@ class Predicted:
 
 def predict(
     model: ValueModel, trie: str | Path, *, segment: str | None = None, capacity: int | None = None, dtype: str = "fp32"
-) -> Predicted:
-    """Values of all prompts and prefixes of a trie directory; `segment` and `capacity` are those of the fit by default.
+) -> PredictedValues:
+    """Predict the values of all prompts and prefixes of a trie directory.
+
+    `segment` and `capacity` default to the options of the fit.
 
     Raises:
-        TreepackError: a trie of another tokenizer, of several training steps of one group, or one that the model or the
-            capacity does not fit.
+        TreepackError: the trie has another tokenizer or several training steps of one group, a prefix is longer than
+            the capacity, or the model does not fit the data.
     """
     directory = Path(trie)
-    manifest, read = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
-    found = anchors(read, segment=segment or model.record["options"]["segment"])
-    prefixes = anchor_prefixes(read, found)
-    nodes = np.arange(found.tree.num_inner)
-    names = group_ids(read, found)
+    manifest, rollouts = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
+    ends = anchors(rollouts, segment=segment or model.record["options"]["segment"])
+    prefixes = anchor_prefixes(rollouts, ends)
+    nodes = np.arange(ends.tree.num_inner)
+    names = group_ids(rollouts, ends)
+    # A group_id in two training steps is two groups of the trie, and a file of predictions has one value for it.
     if len(set(names)) < len(names):
         raise TreepackError(
             f"{directory}: predictions hold one value per group_id and the trie has several training steps of one; "
@@ -250,24 +259,29 @@ def predict(
     rows = anchor_rows(prefixes, nodes, capacity=capacity or model.record["options"]["capacity"])
     check_rows(model, rows, manifest.get("tokenizer"), directory)
     values = node_values(model, rows, num_inner=len(nodes), dtype=dtype)
-    return Predicted(
-        table=prediction_table(read, found, values),
-        num_prompts=found.tree.num_groups,
-        num_prefixes=len(nodes) - found.tree.num_groups,
+    return PredictedValues(
+        table=prediction_table(rollouts, ends, values),
+        num_prompts=ends.tree.num_groups,
+        num_prefixes=len(nodes) - ends.tree.num_groups,
         tokens_computed=sum(row.row.num_tokens for row in rows),
         tokens_alone=tokens_alone(prefixes, nodes),
     )
 
 
-def prediction_table(trie: Trie, found: Anchors, values: Float64) -> pa.Table:
-    """group_id, trajectory_id, turn and value: each prompt, then each prefix in trie order; `values` are by node."""
-    names, num_groups = group_ids(trie, found), found.tree.num_groups
-    prefixes = trie.trajectories.take(pa.array(found.trajectory))
+def prediction_table(trie: Trie, ends: Anchors, values: Float64) -> pa.Table:
+    """Return a table of group_id, trajectory_id, turn and value: each prompt, then each prefix in trie order.
+
+    `values` is float64 [num_inner], by node.
+    """
+    # Two rollouts a and b of group q that share turn 1:
+    #   group_id q q q, trajectory_id null a b, turn null 1 1, value .5 .7 .7
+    names, num_groups = group_ids(trie, ends), ends.tree.num_groups
+    prefixes = trie.trajectories.take(pa.array(ends.trajectory))
     return pa.table(
         {
             "group_id": pa.array(names + prefixes["group_id"].to_pylist(), pa.string()),
             "trajectory_id": pa.array([None] * num_groups + prefixes["trajectory_id"].to_pylist(), pa.string()),
-            "turn": pa.array([None] * num_groups + found.turn.tolist(), pa.int64()),
-            "value": np.concatenate([values[:num_groups], values[found.node]]),
+            "turn": pa.array([None] * num_groups + ends.turn.tolist(), pa.int64()),
+            "value": np.concatenate([values[:num_groups], values[ends.node]]),
         }
     )
