@@ -1,4 +1,4 @@
-"""The forecast: every figure is what counting really made samples and really packed rows gives."""
+"""The forecast: every figure equals a count over actual samples and actual packed rows."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ DEVICE = forecast.Device("made", 1e12)
 
 
 def one_per_turn(trajectory: Trajectory) -> list[Trajectory]:
-    """The samples of a trajectory's turns, made one by one."""
+    """Return the samples of a trajectory's turns, made one by one."""
     content = trajectory.content
     assert isinstance(content, Tokens)
-    made: list[Trajectory] = []
+    samples: list[Trajectory] = []
     first = 0
     for i, end in enumerate(content.ends.tolist()):
         if i + 1 < len(content.ends) and content.starts[i + 1] == end:
-            continue
-        own = slice(first, i + 1)
-        turn = Tokens(content.tokens[:end], content.starts[own], content.ends[own], content.span_weights[own])
-        made.append(replace(trajectory, trajectory_id=f"{trajectory.trajectory_id}/{i}", content=turn))
+            continue  # spans that touch are one turn
+        spans = slice(first, i + 1)
+        turn = Tokens(content.tokens[:end], content.starts[spans], content.ends[spans], content.span_weights[spans])
+        samples.append(replace(trajectory, trajectory_id=f"{trajectory.trajectory_id}/{i}", content=turn))
         first = i + 1
-    return made
+    return samples
 
 
-def cut_behind(trajectory: Trajectory, end: int) -> Trajectory:
+def cut_after(trajectory: Trajectory, end: int) -> Trajectory:
     content = trajectory.content
     assert isinstance(content, Tokens)
     kept = content.ends <= end
@@ -67,44 +67,45 @@ def length(trajectory: Trajectory) -> int:
     return len(trajectory.content.tokens)
 
 
-def counted(rows: list[Row]) -> FlopCount:
-    """Tokens, score pairs and targets of rows, by the definition of each."""
+def work_of(rows: list[Row]) -> FlopCount:
+    """Return tokens, score pairs and targets of rows, by the definition of each."""
     work = FlopCount(0, 0, 0)
     for row in rows:
+        # Query q sees the tokens k <= q whose subtree ends after q.
         seen = [int(np.sum((np.arange(row.num_tokens) <= q) & (row.subtree_end > q))) for q in range(row.num_tokens)]
         work += FlopCount(row.num_tokens, sum(seen), int((row.loss_weight > 0).sum()))
     return work
 
 
 def one_by_one(trie: Trie) -> FlopCount:
-    """The work of the trajectories in rows that share nothing."""
+    """Return the work of the trajectories in rows that share nothing."""
     plan = plan_rows(trie, capacity=1000, method="sequence")
-    return counted(list(pack_rows(build_trie(trajectories_of(trie), share="none"), plan)))
+    return work_of(list(pack_rows(build_trie(trajectories_of(trie), share="none"), plan)))
 
 
-@given(given_ones=strategies.trajectories(), limit=st.integers(1, 12))
-def test_a_trie_cut_to_its_turns_is_that_of_trajectories_cut_there(given_ones: list[Trajectory], limit: int) -> None:
-    trie = build_trie(given_ones)
+@given(rollouts=strategies.trajectories(), limit=st.integers(1, 12))
+def test_a_trie_cut_to_its_turns_is_that_of_trajectories_cut_there(rollouts: list[Trajectory], limit: int) -> None:
+    trie = build_trie(rollouts)
     turns = turns_of(trie).within(limit)
-    lengths = {t.trajectory_id: max(map(length, one_per_turn(t)), default=0) for t in given_ones}
-    short = {t.trajectory_id: [length(each) for each in one_per_turn(t) if length(each) <= limit] for t in given_ones}
+    lengths = {t.trajectory_id: max(map(length, one_per_turn(t)), default=0) for t in rollouts}
+    short = {t.trajectory_id: [length(each) for each in one_per_turn(t) if length(each) <= limit] for t in rollouts}
     assume(any(short.values()))
-    expected = build_trie([cut_behind(t, max(short[t.trajectory_id])) for t in given_ones if short[t.trajectory_id]])
+    expected = build_trie([cut_after(t, max(short[t.trajectory_id])) for t in rollouts if short[t.trajectory_id]])
     cut = cut_to_turns(trie, turns)
     for name in ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(expected, name), err_msg=name)
     spans = [sorted((t.trajectory_id, str(t.content)) for t in trajectories_of(each)) for each in (cut, expected)]
-    whole = max(lengths.values()) <= limit and all(length(t) == lengths[t.trajectory_id] for t in given_ones)
+    whole = max(lengths.values()) <= limit and all(length(t) == lengths[t.trajectory_id] for t in rollouts)
     assert (cut is trie) == whole
     if not whole:
         assert spans[0] == spans[1]
 
 
-@given(given_ones=strategies.trajectories(steps=False), limit=st.integers(4, 12))
-def test_turns_are_forecast_as_if_each_were_made(given_ones: list[Trajectory], limit: int) -> None:
-    trie = build_trie(given_ones)
+@given(rollouts=strategies.trajectories(steps=False), limit=st.integers(4, 12))
+def test_turns_are_forecast_as_if_each_were_made(rollouts: list[Trajectory], limit: int) -> None:
+    trie = build_trie(rollouts)
     turns = turns_of(trie).within(limit)
-    made = [turn for t in given_ones for turn in one_per_turn(t) if length(turn) <= limit]
+    made = [turn for t in rollouts for turn in one_per_turn(t) if length(turn) <= limit]
     assume(made)
     real, cut = build_trie(made), cut_to_turns(trie, turns)
     assert turns_work(cut, turns) == flat_work(real)
@@ -112,30 +113,30 @@ def test_turns_are_forecast_as_if_each_were_made(given_ones: list[Trajectory], l
 
 
 @given(strategies.trajectories(steps=False))
-def test_trajectories_one_by_one_are_rows_that_share_nothing(given_ones: list[Trajectory]) -> None:
-    trie = build_trie(given_ones)
+def test_trajectories_one_by_one_are_rows_that_share_nothing(rollouts: list[Trajectory]) -> None:
+    trie = build_trie(rollouts)
     assert flat_work(trie) == one_by_one(trie)
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
-def test_plans_and_packed_rows_have_the_work_that_rows_hold(given_ones: list[Trajectory], capacity: int) -> None:
-    trie = build_trie(given_ones)
+@given(rollouts=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_plans_and_packed_rows_have_the_counted_work(rollouts: list[Trajectory], capacity: int) -> None:
+    trie = build_trie(rollouts)
     (planned,) = plan_capacities(trie, [capacity], method="contiguous", too_long="error")
     rows = list(pack_rows(trie, planned.plan))
     lines = forecast_lines(trie, [planned], method="contiguous")
-    assert (lines[1].capacity, lines[1].packed) == (capacity, counted(rows))
+    assert (lines[1].capacity, lines[1].packed) == (capacity, work_of(rows))
     counter = RowCounter()
     assert list(counter.over(rows)) == rows
     totals = trie_totals(trie)
     of_rows = counter.line(capacity, totals)
-    assert of_rows.packed == counted(rows)
+    assert of_rows.packed == work_of(rows)
     weights = trie.trajectories["weight"].to_numpy()
     targets = totals["tokens_trained"] if (weights > 0).all() else of_rows.flat.targets
     assert of_rows.flat == replace(flat_work(trie), targets=targets)
 
 
 def turns_of_chats(num: int = 3) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Conversations of one prompt whose last token is trained, and a sample for each of their turns."""
+    """Return conversations of one prompt whose last token is trained, and a sample for each of their turns."""
     chats = [
         make(f"t{i}", [1, 2, 3, 10 + i, 4, 20 + i, 21], spans=[(3, 4, 1.0), (5, 7, 1.0)], group=f"g{i}")
         for i in range(num)
@@ -145,16 +146,17 @@ def turns_of_chats(num: int = 3) -> tuple[list[Trajectory], list[Trajectory]]:
 
 def test_both_ways_come_from_either() -> None:
     chats, turns = turns_of_chats()
-    found = []
-    for given_ones in (chats, turns):
-        trie = build_trie(given_ones)
+    lines = []
+    for rollouts in (chats, turns):
+        trie = build_trie(rollouts)
         planned = list(plan_capacities(trie, [8, 64], method="contiguous", too_long="error"))
-        found.append(forecast_lines(trie, planned, method="contiguous"))
-    assert [line.samples for line in found[0]] == ["trajectories"] * 3 + ["turns"] * 3
-    assert found[0][:3] == found[1][3:]
-    assert found[0][3:] == found[1][:3]
-    assert found[0][0].flat == FlopCount(21, 3 * 28, 9)
-    assert found[0][3].flat == FlopCount(33, 3 * (28 + 10), 9)
+        lines.append(forecast_lines(trie, planned, method="contiguous"))
+    assert [line.samples for line in lines[0]] == ["trajectories"] * 3 + ["turns"] * 3
+    assert lines[0][:3] == lines[1][3:]
+    assert lines[0][3:] == lines[1][:3]
+    # Three chats of 7 tokens: 7 * 8 / 2 = 28 pairs, 3 trained. By turns, samples of 4 tokens (10 pairs) come on top.
+    assert lines[0][0].flat == FlopCount(21, 3 * 28, 9)
+    assert lines[0][3].flat == FlopCount(33, 3 * (28 + 10), 9)
 
 
 def test_turns_that_fit_are_kept_of_trajectories_that_do_not() -> None:
@@ -166,14 +168,17 @@ def test_turns_that_fit_are_kept_of_trajectories_that_do_not() -> None:
     assert (lines["turns"].num_left_out, lines["turns"].flat.tokens) == (3, 3 * 4 + 2)
 
 
-def test_whole_trajectories_are_derived_from_turns_only_where_all_of_these_fit() -> None:
+def test_whole_trajectories_are_derived_from_turns_only_if_all_turns_fit() -> None:
     _, turns = turns_of_chats()
     trie = build_trie(turns)
     planned = list(plan_capacities(trie, [5, 7], method="contiguous", too_long="drop"))
     lines = forecast_lines(trie, planned, method="contiguous")
     assert [(line.samples, line.capacity) for line in lines] == [
-        *(("turns", capacity) for capacity in (None, 5, 7)),
-        *(("trajectories", capacity) for capacity in (None, 7)),
+        ("turns", None),
+        ("turns", 5),
+        ("turns", 7),
+        ("trajectories", None),
+        ("trajectories", 7),
     ]
 
 
@@ -183,7 +188,7 @@ def test_single_turns_that_share_a_prompt_have_one_line() -> None:
     assert line == Line("trajectories", None, FlopCount(12, 24, 4), FlopCount(6, 3 + 12, 4))
 
 
-def test_samples_that_no_other_continues_train_what_is_trained_on_their_path() -> None:
+def test_samples_that_no_other_continues_train_the_trained_tokens_of_their_path() -> None:
     _, turns = turns_of_chats(1)
     trie = build_trie(turns)
     assert whole_work(trie, trained_of(trie)) == FlopCount(7, 28, 3)
@@ -191,22 +196,22 @@ def test_samples_that_no_other_continues_train_what_is_trained_on_their_path() -
 
 def test_the_report_follows_from_the_lines() -> None:
     flat, packed = FlopCount(1000, 9000, 100), FlopCount(200, 3000, 90)
-    found = forecast.report([Line("turns", 64, flat, packed, 2)], SHAPE, DEVICE)
-    (line,) = found["lines"]
+    result = forecast.report([Line("turns", 64, flat, packed, 2)], SHAPE, DEVICE)
+    (line,) = result["lines"]
     assert line["flops_flat"] == 6 * (7 * 1000 + 11 * 100 + 3 * 9000) == operations(SHAPE, flat)
     assert line["speedup"] == pytest.approx(operations(SHAPE, flat) / operations(SHAPE, packed))
     assert (line["sharing"], line["num_left_out"], line["capacity"]) == (0.8, 2, 64)
-    assert line["hours"] * 3600 * DEVICE.rate * found["mfu"] == pytest.approx(operations(SHAPE, packed))
-    assert json.loads(json.dumps(found)) == found
+    assert line["hours"] * 3600 * DEVICE.rate * result["mfu"] == pytest.approx(operations(SHAPE, packed))
+    assert json.loads(json.dumps(result)) == result
 
 
 def line_of(samples: str, saved: float, capacity: int | None = None, left_out: int = 0) -> Line:
-    """A line of no attention and no output, whose speed-up is 1 / (1 - saved)."""
+    """Return a line without attention and output layer, whose speed-up is 1 / (1 - saved)."""
     return Line(samples, capacity, FlopCount(1000, 0, 0), FlopCount(round(1000 * (1 - saved)), 0, 0), left_out)
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "verdict"),
     [
         ([line_of("rows", 0.8)], "tree training pays: 5.0x"),
         ([line_of("rows", 0.03)], "tree training does not pay: sharing is 3 %"),
@@ -226,10 +231,10 @@ def line_of(samples: str, saved: float, capacity: int | None = None, left_out: i
         ([line_of("turns", 0.8, 32, left_out=9), line_of("turns", 0.5, 64)], "tree training pays: 2.0x"),
     ],
 )
-def test_the_verdict_is_one_plain_line(lines: list[Line], said: str) -> None:
-    found = forecast.report(lines, SHAPE, DEVICE)
-    assert found["verdict"] == said
-    assert found["pays"] == ("not pay" not in said)
+def test_the_verdict_is_one_plain_line(lines: list[Line], verdict: str) -> None:
+    result = forecast.report(lines, SHAPE, DEVICE)
+    assert result["verdict"] == verdict
+    assert result["pays"] == ("not pay" not in verdict)
 
 
 def test_devices_have_names_or_rates() -> None:
@@ -251,30 +256,31 @@ def test_usual_capacities_hold_every_trajectory() -> None:
 
 @pytest.fixture
 def chats(treepack: Run, tmp_path: Path) -> Callable[..., Path]:
-    """Builds a trie of the sample conversations with some options and gives its directory."""
+    """Return a function that builds a trie of the sample conversations and returns its directory."""
 
     def build(expand: str) -> Path:
         out = tmp_path / expand
-        given = (SAMPLES / "chat.jsonl", "--tokenizer", SAMPLES / "tokenizer", "--expand", expand)
-        assert treepack("build-trie", *given, "--out", out).status == 0
+        arguments = (SAMPLES / "chat.jsonl", "--tokenizer", SAMPLES / "tokenizer", "--expand", expand)
+        assert treepack("build-trie", *arguments, "--out", out).status == 0
         return out
 
     return build
 
 
 def forecast_of(treepack: Run, *arguments: str | Path | float) -> dict[str, Any]:
-    """The forecast of `treepack stats`."""
-    found = treepack("stats", *arguments, "--json").json["forecast"]
-    assert isinstance(found, dict)
-    return found
+    """Return the forecast of `treepack stats`."""
+    report = treepack("stats", *arguments, "--json").json["forecast"]
+    assert isinstance(report, dict)
+    return report
 
 
 def test_turns_of_whole_conversations_are_forecast_as_their_expansion(
     treepack: Run, chats: Callable[..., Path]
 ) -> None:
-    found = [forecast_of(treepack, chats(expand)) for expand in ("trajectory", "turns")]
-    lines = [{(line["samples"], line["capacity"]): line for line in each["lines"]} for each in found]
+    reports = [forecast_of(treepack, chats(expand)) for expand in ("trajectory", "turns")]
+    lines = [{(line["samples"], line["capacity"]): line for line in report["lines"]} for report in reports]
     assert lines[0].keys() == lines[1].keys()
+    # 2 %: an expansion cuts off the tokens after the last turn, and the plans differ a little.
     for key in lines[0]:
         assert lines[0][key]["speedup"] == pytest.approx(lines[1][key]["speedup"], rel=0.02), key
     assert lines[0]["turns", None] == lines[1]["turns", None]
@@ -287,8 +293,8 @@ def test_stats_ends_with_a_forecast_and_a_verdict(treepack: Run, chats: Callable
     options = ("--model", "llama-3.1-8b", "--device", "100")
     before = forecast_of(treepack, trie, "--capacity", 4096, *options)
     after = forecast_of(treepack, packed, *options)
-    foretold = next(line for line in before["lines"] if (line["samples"], line["capacity"]) == ("turns", 4096))
-    assert after["lines"] == [foretold | {"samples": "rows"}]
+    predicted = next(line for line in before["lines"] if (line["samples"], line["capacity"]) == ("turns", 4096))
+    assert after["lines"] == [predicted | {"samples": "rows"}]
     assert (after["model"], after["flops_per_second"]) == ("llama-3.1-8b", 1e14)
     assert after["device"] is None
 

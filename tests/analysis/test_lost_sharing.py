@@ -1,4 +1,4 @@
-"""Why tokens of a trie are there, and what lost sharing costs: damage put into shared prefixes is named and priced."""
+"""Reasons for the tokens of a trie, and lost sharing: damage to shared prefixes gets its cause and its cost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.byte_tokenizer import PLAIN, STRIPPING, save
 from support.command_line import Run
 from support.paths import ROOT
 from support.strategies import make, trajectories
-from treepack.analysis.lost_sharing import explain, laid_down
+from treepack.analysis.lost_sharing import added_tokens, explain
 from treepack.analysis.text_differences import classify
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Tokens, Trajectory
@@ -22,7 +22,7 @@ from treepack.trie.build import build_trie
 CAUSE = {"prompt": "prompt differs", "history": "history differs"}
 
 
-def explained(*made: Trajectory, **options: Any) -> dict[str, Any]:
+def report_of(*made: Trajectory, **options: Any) -> dict[str, Any]:
     return explain(build_trie(made), **options)
 
 
@@ -45,19 +45,19 @@ def test_the_order_of_trajectories_changes_nothing(made: list[Trajectory]) -> No
 
 
 @given(trajectories(steps=False))
-def test_each_trajectory_adds_what_none_before_it_has(made: list[Trajectory]) -> None:
+def test_each_trajectory_adds_the_tokens_that_no_earlier_one_has(made: list[Trajectory]) -> None:
     trie = build_trie(made)
     names = trie.trajectories["trajectory_id"].to_pylist()
     groups = trie.trajectories["group_id"].to_pylist()
-    found = laid_down(trie)
+    added = added_tokens(trie)
     by_name = {each.trajectory_id: each.content for each in made}
     before: list[list[int]] = []
     for i in sorted(range(len(names)), key=lambda i: (groups[i], names[i])):
         content = by_name[names[i]]
         assert isinstance(content, Tokens)
         tokens = content.tokens.tolist()
-        shared = max((common(tokens, other) for other in before), default=0)
-        assert found.start[i] == shared
+        shared = max((common(tokens, other) for other in before), default=0)  # the slow twin compares with all
+        assert added.start[i] == shared
         before.append(tokens)
 
 
@@ -65,37 +65,44 @@ def common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_a_prompt_that_differs_costs_what_is_laid_down_again_and_once_for_all_that_have_it() -> None:
-    """Prompt of six tokens; b and c have another third token, so four tokens are laid down again, by b alone."""
-    report = explained(
+def test_a_prompt_that_differs_costs_the_tokens_added_again_and_once_for_all_that_have_it() -> None:
+    """Prompt of six tokens; b and c have another third token, so four tokens are added again, by b alone."""
+    report = report_of(
         make("a", [1, 2, 3, 4, 5, 6, 10], spans=[(6, 7, 1.0)]),
         make("b", [1, 2, 9, 4, 5, 6, 11], spans=[(6, 7, 1.0)]),
         make("c", [1, 2, 9, 4, 5, 6, 12], spans=[(6, 7, 1.0)]),
     )
     assert report["laid_down"] == {
-        **{"first": 7, "sampling": 1, "environment": 0, "next call": 0, "longer prompt": 0},
-        **{"behind": 1, "lost": 4},
+        "first": 7,
+        "sampling": 1,
+        "environment": 0,
+        "next call": 0,
+        "longer prompt": 0,
+        "behind": 1,
+        "lost": 4,
     }
     (cause,) = report["lost"]
     assert cause == {
-        **{"cause": CAUSE["prompt"], "tokens": 4, "num_partings": 1},
+        "cause": CAUSE["prompt"],
+        "tokens": 4,
+        "num_partings": 1,
         "example": {"trajectory_id": "b", "other": "a", "position": 2},
     }
 
 
-def test_a_call_that_goes_on_with_the_call_before_loses_nothing_and_one_that_rewrites_it_does() -> None:
+def test_a_call_that_continues_the_call_before_loses_nothing_and_one_that_rewrites_it_does() -> None:
     prompt = [1, 2, 3]
     first = make("r/turn-0", [*prompt, 4, 5], spans=[(3, 5, 1.0)])
     second = make("r/turn-1", [*prompt, 4, 5, 6, 7], spans=[(6, 7, 1.0)])
     shortened = make("r/turn-2", [*prompt, 9, 6, 7, 8], spans=[(6, 7, 1.0)])
-    report = explained(first, second, shortened)
+    report = report_of(first, second, shortened)
     assert report["laid_down"]["next call"] == 2
     assert tokens_lost(report) == {CAUSE["history"]: 3}
     assert report["lost"][0]["example"] == {"trajectory_id": "r/turn-2", "other": "r/turn-1", "position": 3}
 
 
 def test_rollouts_that_part_where_they_were_sampled_or_answered_have_lost_nothing() -> None:
-    report = explained(
+    report = report_of(
         make("a", [1, 2, 3, 4, 5, 6], spans=[(2, 3, 1.0), (5, 6, 1.0)]),
         make("b", [1, 2, 8, 4, 5, 6], spans=[(2, 3, 1.0), (5, 6, 1.0)]),
         make("c", [1, 2, 3, 9, 5, 6], spans=[(2, 3, 1.0), (5, 6, 1.0)]),
@@ -105,8 +112,8 @@ def test_rollouts_that_part_where_they_were_sampled_or_answered_have_lost_nothin
     assert report["lost"] == []
 
 
-def test_a_prompt_that_goes_on_where_another_ends_has_lost_nothing() -> None:
-    report = explained(
+def test_a_prompt_that_continues_after_the_end_of_another_has_lost_nothing() -> None:
+    report = report_of(
         make("a", [1, 2, 3, 4], spans=[(2, 4, 1.0)]), make("b", [1, 2, 7, 7, 5], spans=[(4, 5, 1.0)], group="g")
     )
     assert report["laid_down"]["longer prompt"] == 3
@@ -114,7 +121,7 @@ def test_a_prompt_that_goes_on_where_another_ends_has_lost_nothing() -> None:
 
 
 def test_trajectories_of_different_groups_are_not_compared() -> None:
-    report = explained(make("a", [1, 2, 3], spans=[(2, 3, 1.0)]), make("b", [1, 5, 3], spans=[(2, 3, 1.0)], group="h"))
+    report = report_of(make("a", [1, 2, 3], spans=[(2, 3, 1.0)]), make("b", [1, 5, 3], spans=[(2, 3, 1.0)], group="h"))
     assert report["lost"] == []
     assert report["num_alone"] == 2
 
@@ -124,7 +131,7 @@ TODAY, HELPER = "\u4eca\u5929\u662f", "\u6709\u7528\u7684\u52a9\u624b"
 
 
 @pytest.mark.parametrize(
-    ("expected", "found", "is_call", "cause"),
+    ("expected", "actual", "is_call", "cause"),
     [
         ("You help. Do it.", "You help. Do it.", False, "retokenisation"),
         ("You help. Do it.", "You help.\n\nDo it. ", False, "whitespace"),
@@ -138,8 +145,10 @@ TODAY, HELPER = "\u4eca\u5929\u662f", "\u6709\u7528\u7684\u52a9\u624b"
         (f"{TODAY}2025\u5e743\u67081\u65e5", f"{TODAY}2025\u5e743\u67082\u65e5", False, "random ids"),
         ("id 3F2504E0-4F89-11D3-9A0C-0305E82C3301", "id 9F2504E0-4F89-11D3-9A0C-0305E82C3301", False, "random ids"),
         ("id call_aBcDeFgHiJ", "id call_zYxWvUtSrQ", False, "random ids"),
+        # run_tests looks like an id of a run, but it has no digit and no capital.
         ("Call run_tests and stop behind it.", "Call run_quickly and stop behind it.", False, "prompt edit"),
         (f"\u4e00\u4e2a{HELPER}", f"\u4e00\u4f4d{HELPER}", False, "prompt edit"),
+        # The templates of gpt-oss, DeepSeek and Mistral drop reasoning from earlier turns, each with its own tags.
         (f"{GPT_OSS}analysis<|message|>Hm.<|end|>{GPT_OSS}final<|message|>Yes.<|return|>",
          f"{GPT_OSS}final<|message|>Yes.<|end|><|start|>user", True, "template"),
         ("Assistant<think>Hm.</think>Yes.", "Assistant</think>Yes. User", True, "template"),
@@ -147,24 +156,27 @@ TODAY, HELPER = "\u4eca\u5929\u662f", "\u6709\u7528\u7684\u52a9\u624b"
         ("You helps people with their trains.", "You help people with their trains.", False, "prompt edit"),
         ("I am cross about my late train to Kiel.", "Hello there, I want two seats please.", False, "other prompt"),
         ("tool: a b c d e f g", "tool: (3 lines left out)", True, "rewritten history"),
+        # More text is an edit of a prompt, but a call may continue: then only the ids of the common text differ.
         ("You help. Do it.", "You help. Do it. And more.", False, "prompt edit"),
         ("You help. Do it.", "You help. Do it. And more.", True, "retokenisation"),
     ],
 )  # fmt: skip
-def test_a_difference_is_named_by_what_alone_tells_the_texts_apart(
-    expected: str, found: str, is_call: bool, cause: str
-) -> None:
-    assert classify(expected, found, is_call=is_call, whole=(True, True)).cause == cause
+def test_a_cause_is_named_if_it_is_the_only_difference(expected: str, actual: str, is_call: bool, cause: str) -> None:
+    assert classify(expected, actual, is_call=is_call, whole=(True, True)).cause == cause
 
 
 def test_a_difference_shows_the_words_on_both_sides() -> None:
-    found = classify(
+    difference = classify(
         "code that is not idented well", "code that is not indented well", is_call=False, whole=(True,) * 2
     )
-    assert (found.before, found.expected, found.found) == ("code that is not ", "idented well", "indented well")
+    assert (difference.before, difference.expected, difference.actual) == (
+        "code that is not ",
+        "idented well",
+        "indented well",
+    )
 
 
-def test_what_stands_before_a_cut_proves_nothing() -> None:
+def test_characters_before_a_cut_are_ignored() -> None:
     text = "word " * 40
     cut = classify(f"call_1111111 {text}abc", f"call_2222222 {text}ab", is_call=False, whole=(False, False))
     assert cut.cause == "random ids"
@@ -197,7 +209,7 @@ def causes_of(folder: Path, *chats: Trajectory, template: str = "plain", expand:
     return tokens_lost(explain(build_trie(done), tokenizer.batch_decode))
 
 
-def test_text_tells_what_was_done_to_a_prompt(folder: Path) -> None:
+def test_the_text_of_a_prompt_gives_the_cause(folder: Path) -> None:
     assert causes_of(folder, chat("a"), chat("b", reply="No.")) == {}
     assert list(causes_of(folder, chat("a"), chat("b", system="You  help."))) == ["whitespace"]
     assert list(causes_of(folder, chat("a", system="Id call_12ab34."), chat("b", system="Id call_77cd12."))) == [
@@ -206,11 +218,11 @@ def test_text_tells_what_was_done_to_a_prompt(folder: Path) -> None:
     assert list(causes_of(folder, chat("a"), chat("b", system="You helps."))) == ["prompt edit"]
 
 
-def test_a_template_that_drops_reasoning_costs_what_the_next_turn_lays_down_again(folder: Path) -> None:
+def test_a_template_that_drops_reasoning_costs_the_tokens_that_the_next_turn_adds_again(folder: Path) -> None:
     assert causes_of(folder, chat("a"), expand="turns") == {}
-    found = causes_of(folder, chat("a"), template="stripping", expand="turns")
-    assert list(found) == ["template"]
-    assert found["template"] > len("First.")
+    causes = causes_of(folder, chat("a"), template="stripping", expand="turns")
+    assert list(causes) == ["template"]
+    assert causes["template"] > len("First.")
     assert list(causes_of(folder, chat("a"), template="stripping")) == ["template"]
 
 
@@ -222,6 +234,7 @@ def test_other_ids_of_the_same_text_are_retokenisation(folder: Path) -> None:
     made = [make(name, [*ids, 5], spans=[(len(ids), len(ids) + 1, 1.0)]) for name, ids in (("a", whole), ("b", apart))]
     report = explain(build_trie(made), tokenizer.batch_decode)
     assert list(tokens_lost(report)) == ["retokenisation"]
+    # All tokens from the first different id on are lost; argmin finds the first False.
     assert report["laid_down"]["lost"] == len(apart) - np.argmin(np.array(whole[:6]) == np.array(apart[:6]))
 
 
@@ -234,7 +247,7 @@ def test_partings_beyond_the_most_are_counted_as_not_read(folder: Path) -> None:
     assert "not read" in tokens_lost(report)
 
 
-def test_stats_prints_the_causes_and_escapes_what_rollouts_say(folder: Path, tmp_path: Path, treepack: Run) -> None:
+def test_stats_prints_the_causes_and_escapes_the_text_of_rollouts(folder: Path, tmp_path: Path, treepack: Run) -> None:
     import json
 
     path = tmp_path / "r.jsonl"
@@ -251,11 +264,11 @@ def test_stats_prints_the_causes_and_escapes_what_rollouts_say(folder: Path, tmp
     assert "prompt edit" in done.out
     assert '"\\u001b[31mhelps.' in done.out
     assert "\x1b" not in done.out
-    found = treepack("stats", str(path), "--tokenizer", str(folder / "plain"), "--json").json
-    assert sum(found["sharing"]["laid_down"].values()) == found["tokens_tree"]  # type: ignore[index]
+    report = treepack("stats", str(path), "--tokenizer", str(folder / "plain"), "--json").json
+    assert sum(report["sharing"]["laid_down"].values()) == report["tokens_tree"]  # type: ignore[index]
 
 
-def test_the_page_on_sharing_shows_what_the_command_prints(treepack: Run) -> None:
+def test_the_page_on_sharing_quotes_the_output_of_the_command(treepack: Run) -> None:
     root = ROOT
     block = (root / "docs" / "sharing.md").read_text().split("```")[1]
     command, *shown = [line for line in block.splitlines()[1:] if line != "..."]

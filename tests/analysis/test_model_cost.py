@@ -1,4 +1,4 @@
-"""What models multiply: against torch's own count of tiny models, and against the sizes that are published."""
+"""Costs of models: against torch's own count for tiny models, and against the published sizes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "deepseek_v3": {
-        **{**SIZES, **EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
-        **{"kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5},
+        **SIZES,
+        **EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 12,
+        "q_lora_rank": 10,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6,
+        "v_head_dim": 5,
     },
 }
+# Fields that only deepseek_v3 has.
 del CONFIGS["qwen3_moe"]["first_k_dense_replace"], CONFIGS["qwen3_moe"]["n_shared_experts"]
-BILLIONS = {  # as published; of the mixture of experts, those that are active
+BILLIONS = {  # as published; for the mixture of experts, the active ones
     "qwen3-0.6b": 0.60,
     "qwen3-1.7b": 1.72,
     "qwen3-4b": 4.02,
@@ -55,7 +65,7 @@ BILLIONS = {  # as published; of the mixture of experts, those that are active
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_forward_operations_are_those_that_torch_counts(model_type: str) -> None:
+def test_forward_operations_equal_the_count_of_torch(model_type: str) -> None:
     torch = pytest.importorskip("torch")
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,24 +78,26 @@ def test_forward_operations_are_those_that_torch_counts(model_type: str) -> None
     with counter, torch.no_grad():
         model(torch.arange(length)[None])
     shape = shape_of({**fields, "model_type": model_type}, name=model_type)
-    every_pair = FlopCount(
-        tokens=length, pairs=length * length, targets=length
-    )  # eager attention scores all, then masks
+    # Eager attention computes the scores of all pairs and masks them afterwards, so there are length squared of them.
+    every_pair = FlopCount(tokens=length, pairs=length * length, targets=length)
+    # torch counted the forward pass alone, a third of the operations.
     assert counter.get_total_flops() == operations(shape, every_pair) / 3
 
 
 def test_every_preset_has_its_published_size() -> None:
-    found = {}
+    sizes = {}
     for name, config in PRESETS.items():
         shape = read_shape(name)
-        found[name] = (shape.weights + shape.output * (1 if config["tie_word_embeddings"] else 2)) / 1e9
-    assert found == pytest.approx(BILLIONS, rel=0.01)
+        # Tied embeddings are the weights of the output layer; others are as many again.
+        sizes[name] = (shape.weights + shape.output * (1 if config["tie_word_embeddings"] else 2)) / 1e9
+    assert sizes == pytest.approx(BILLIONS, rel=0.01)
 
 
 def test_a_model_is_a_preset_a_hub_name_a_file_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PRESETS["qwen3-8b"]))
-    found = [read_shape(name) for name in ("Qwen/Qwen3-8B-Base", str(tmp_path), str(tmp_path / "config.json"))]
-    assert [(shape.weights, shape.output, shape.scores) for shape in found] == [
+    shapes = [read_shape(name) for name in ("Qwen/Qwen3-8B-Base", str(tmp_path), str(tmp_path / "config.json"))]
+    # 80 heads of 128: 32 each for q and o, 8 each for k and v. Scores: 32 heads, 128 for q k and 128 for p v.
+    assert [(shape.weights, shape.output, shape.scores) for shape in shapes] == [
         (36 * 4096 * (80 * 128 + 3 * 12_288), 4096 * 151_936, 36 * 32 * 256)
     ] * 3
 
@@ -96,7 +108,7 @@ def test_a_model_with_vision_is_its_language_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({}, "m: has no num_hidden_layers"),
         ({**SIZES, "hidden_size": "wide"}, "m: has 'wide' hidden_size"),
@@ -112,8 +124,8 @@ def test_a_model_with_vision_is_its_language_model() -> None:
         ({"text_config": [1]}, "m: has no num_hidden_layers"),
     ],
 )
-def test_what_is_no_config_of_softmax_attention_is_refused(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(TreepackError, match=said):
+def test_a_config_without_softmax_attention_is_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(TreepackError, match=message):
         shape_of(config, name="m")
 
 

@@ -1,4 +1,4 @@
-"""What a report counts, says and writes: against slow twins, and as files."""
+"""Reports: their numbers against slow twins, their sentences, and their files."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def page_of(trie: Trie) -> str:
 
 
 def block(page: str, name: str) -> bytes:
-    found = re.search(rf'<script type="text/plain" id="data-{name}">([^<]*)</script>', page)
-    assert found, name
-    return gzip.decompress(base64.b64decode(found[1]))
+    match = re.search(rf'<script type="text/plain" id="data-{name}">([^<]*)</script>', page)
+    assert match, name
+    return gzip.decompress(base64.b64decode(match[1]))
 
 
 @given(trajectories(), SHARES)
@@ -74,10 +74,11 @@ def test_a_group_has_the_tokens_of_the_trie_of_its_own_rollouts(made: list[Traje
     members: dict[tuple[int | None, str], list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories_of(trie):
         members[trajectory.step, str(trajectory.group_id)].append(trajectory)
+    # The slow twin builds a trie of each group; within one group, "group" shares as much as "all".
     alone = sorted(
-        (len(own), t.tokens_flat, t.tokens_tree)
-        for own in members.values()
-        for t in [build_trie(own, share="none" if share == "none" else "all")]
+        (len(rollouts), t.tokens_flat, t.tokens_tree)
+        for rollouts in members.values()
+        for t in [build_trie(rollouts, share="none" if share == "none" else "all")]
     )
     parts = groups_of(trie)
     assert sorted(zip(parts.sizes.tolist(), parts.flat.tolist(), parts.tree.tolist(), strict=True)) == alone
@@ -88,8 +89,8 @@ def test_trees_have_all_tokens_of_the_trie(made: list[Trajectory], share: str) -
     trie = build_trie(made, share=share)
     parts = trees_of(trie)
     assert len(parts.names) == trie.num_trees
-    own = np.bincount(trie.tree_id, weights=trie.node_length, minlength=trie.num_trees)
-    assert parts.tree.tolist() == own.tolist()
+    tokens = np.bincount(trie.tree_id, weights=trie.node_length, minlength=trie.num_trees)
+    assert parts.tree.tolist() == tokens.tolist()
 
 
 @given(trajectories(), st.data())
@@ -99,6 +100,7 @@ def test_the_reward_of_a_node_is_the_mean_over_the_rollouts_through_it(
     trie = build_trie(made)
     rewards = np.array([data.draw(st.sampled_from([np.nan, 0.0, 0.5, 1.0])) for _ in range(trie.num_trajectories)])
     through: dict[int, list[float]] = defaultdict(list)
+    # node_start [0, 3, 5], token 4 -> search gives 2 -> node 1
     for reward, path in zip(rewards.tolist(), paths(trie.end_node, trie.node_start, trie.depth), strict=True):
         for node in np.unique(np.searchsorted(trie.node_start, path, side="right") - 1).tolist():
             through[node] += [] if np.isnan(reward) else [reward]
@@ -128,38 +130,39 @@ def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
     assert sum(bar["count"] for bar in bars) == len(values)
     assert edges[0] <= min(values)
     assert max(values) < edges[-1]
+    # 24 are the aim; a width of 1, 2 or 5 times a power of ten and the rounded start give a few more or less.
     assert len(bars) <= 30
 
 
 @given(trajectories(), st.integers(0, 60))
-def test_nodes_keep_their_first_tokens_all_alike_and_no_more_than_the_limit(made: list[Trajectory], limit: int) -> None:
+def test_nodes_keep_equally_many_first_tokens_within_the_limit(made: list[Trajectory], limit: int) -> None:
     trie = build_trie(made)
-    found = texts.node_texts(trie, texts.ids_as_text, limit=limit)
-    nodes = [node for chunk in found.chunks for node in json.loads(chunk)]
+    result = texts.node_texts(trie, texts.ids_as_text, limit=limit)
+    nodes = [node for chunk in result.chunks for node in json.loads(chunk)]
     assert len(nodes) == trie.num_nodes
-    kept = max(trie.node_length) if found.kept is None else found.kept
+    kept = max(trie.node_length) if result.kept is None else result.kept
     for u, pieces in enumerate(nodes):
-        own = trie.tokens[trie.node_start[u] : trie.node_start[u + 1]]
-        assert "".join(pieces).split() == [str(token) for token in own[:kept]]
+        tokens = trie.tokens[trie.node_start[u] : trie.node_start[u + 1]]
+        assert "".join(pieces).split() == [str(token) for token in tokens[:kept]]
     shown = int(np.minimum(trie.node_length, kept).sum())
-    assert shown <= limit or found.kept is None
-    assert found.tokens_left_out == trie.tokens_tree - shown
-    assert (found.kept is None) == (found.tokens_left_out == 0)
+    assert shown <= limit or result.kept is None
+    assert result.tokens_left_out == trie.tokens_tree - shown
+    assert (result.kept is None) == (result.tokens_left_out == 0)
 
 
-def test_what_any_rollout_trains_is_marked() -> None:
+def test_tokens_that_any_rollout_trains_are_marked() -> None:
     trie = build_trie([make("a", [1, 2, 3, 4], spans=[(2, 3, 1.0)]), make("b", [1, 2, 3, 5], spans=[(3, 4, 1.0)])])
     (chunk,) = texts.node_texts(trie, texts.ids_as_text, limit=100).chunks
     assert json.loads(chunk) == [["1 2 ", "3 "], ["4 "], ["", "5 "]]
 
 
-def test_many_nodes_are_cut_into_chunks_that_say_where_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_nodes_are_cut_into_chunks_with_known_first_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "CHUNK_CHARACTERS", 40)
     trie = build_trie([make(f"t{i}", [1, i, i, i, i]) for i in range(2, 30)])
-    found = texts.node_texts(trie, texts.ids_as_text, limit=10**6)
-    sizes = [len(json.loads(chunk)) for chunk in found.chunks]
+    result = texts.node_texts(trie, texts.ids_as_text, limit=10**6)
+    sizes = [len(json.loads(chunk)) for chunk in result.chunks]
     assert len(sizes) > 5
-    assert np.cumsum([0, *sizes]).tolist() == [*found.first_node, trie.num_nodes]
+    assert np.cumsum([0, *sizes]).tolist() == [*result.first_node, trie.num_nodes]
 
 
 def test_text_that_is_decoded_in_parts_keeps_its_spaces() -> None:
@@ -167,37 +170,37 @@ def test_text_that_is_decoded_in_parts_keeps_its_spaces() -> None:
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
-    assert backend.decode([2, 3]) == "the cat"
+    assert backend.decode([2, 3]) == "the cat"  # the decoder drops the first space
     decode = texts.decoder_of(PreTrainedTokenizerFast(tokenizer_object=backend))
     assert decode([[2], [3, 4], []]) == [" the", " cats", ""]
 
 
 def test_a_path_reads_as_the_text_that_was_encoded() -> None:
     tokenizer = load_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
-    said = "<|im_start|>user\nA caf\u00e9 costs 3 \u20ac.<|im_end|>\n"
-    ids = tokenizer.encode(said, add_special_tokens=False)
-    assert "".join(texts.decoder_of(tokenizer)([ids[:5], ids[5:]])) == said
+    text = "<|im_start|>user\nA caf\u00e9 costs 3 \u20ac.<|im_end|>\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert "".join(texts.decoder_of(tokenizer)([ids[:5], ids[5:]])) == text
 
 
 @given(trajectories(steps=False))
-def test_a_trie_built_from_rows_is_the_trie_that_they_lay_out(made: list[Trajectory]) -> None:
+def test_a_trie_built_from_rows_is_the_trie_they_were_packed_from(made: list[Trajectory]) -> None:
     trie = build_trie(made)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=10)))
-    found = trie_of_rows(rows)
-    assert np.array_equal(found.tokens, trie.tokens)
-    assert np.array_equal(found.end_node, trie.end_node)
-    assert sorted(found.trajectories["group_id"].to_pylist()) == sorted(trie.trajectories["group_id"].to_pylist())
+    rebuilt = trie_of_rows(rows)
+    assert np.array_equal(rebuilt.tokens, trie.tokens)
+    assert np.array_equal(rebuilt.end_node, trie.end_node)
+    assert sorted(rebuilt.trajectories["group_id"].to_pylist()) == sorted(trie.trajectories["group_id"].to_pylist())
 
 
 def test_rows_with_terms_give_back_rewards_and_what_each_rollout_trains() -> None:
     trie = build_trie(rollouts())
-    found = trie_of_rows(pack_rows(trie, plan_rows(trie, capacity=8)))
-    assert rewards_of(found).tolist() == rewards_of(trie).tolist()
+    rebuilt = trie_of_rows(pack_rows(trie, plan_rows(trie, capacity=8)))
+    assert rewards_of(rebuilt).tolist() == rewards_of(trie).tolist()
 
     def spans(one: Trie) -> list[list[tuple[int, int]]]:
-        return [[(s["start"], s["end"]) for s in own] for own in one.trajectories["trained"].to_pylist()]
+        return [[(s["start"], s["end"]) for s in row] for row in one.trajectories["trained"].to_pylist()]
 
-    assert spans(found) == spans(trie)
+    assert spans(rebuilt) == spans(trie)
 
 
 @given(trajectories())
@@ -214,7 +217,7 @@ def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_leaf(made:
 
 
 @pytest.mark.parametrize(
-    ("por", "said"),
+    ("por", "sentence"),
     [
         (0.0, "No token is a repeat."),
         (0.01, "Hardly any token is a repeat."),
@@ -225,8 +228,8 @@ def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_leaf(made:
         (0.9999, "99 of 100 tokens are repeats."),
     ],
 )
-def test_the_headline_says_the_share_of_repeats(por: float, said: str) -> None:
-    assert headline(por) == said
+def test_the_headline_is_the_share_of_repeats(por: float, sentence: str) -> None:
+    assert headline(por) == sentence
 
 
 def test_the_summary_has_the_numbers_of_the_rollouts() -> None:
@@ -251,6 +254,7 @@ def test_the_explorer_gets_the_trie_and_the_groups_as_they_are() -> None:
 
 
 def test_a_page_loads_nothing_and_has_no_markup_of_a_rollout() -> None:
+    # The group and the counts contain it, too. Only the escaped copies may be on the page.
     nasty = '</script><script>alert(1)</script><img src="x" onerror="alert(2)">'
     trie = build_trie([make(nasty, [1, 2, 3], group=nasty), make("b", [1, 2], group=nasty)])
     subject = Subject(nasty, trie, counts={nasty: 1})
@@ -281,7 +285,7 @@ def test_equal_input_gives_equal_bytes_in_whatever_order_it_comes(tmp_path: Path
         assert (tmp_path / "x-png" / name).read_bytes() == (tmp_path / "y-png" / name).read_bytes(), name
 
 
-def test_a_packed_directory_is_shown_with_its_rows_and_with_its_trie_or_one_built_anew(
+def test_a_packed_directory_is_shown_with_its_rows_and_with_its_trie_or_a_rebuilt_one(
     tmp_path: Path, treepack: Run
 ) -> None:
     treepack("build-trie", ROOT / "sample_data" / "tokens.jsonl", "--out", tmp_path / "trie")
@@ -289,41 +293,41 @@ def test_a_packed_directory_is_shown_with_its_rows_and_with_its_trie_or_one_buil
     manifest = json.loads((tmp_path / "packed" / "manifest.json").read_text())
     err = f"{100 * manifest['totals']['err']:.1f}\N{NO-BREAK SPACE}% are saved (ERR)"
     pages = []
-    for name in ("found", "rebuilt"):
+    for name in ("original", "rebuilt"):
         done = treepack("report", tmp_path / "packed", "--no-text", "--out", tmp_path / f"{name}.html")
         assert done.status == 0, done.err
         pages.append((tmp_path / f"{name}.html").read_text())
-        if name == "found":
+        if name == "original":
             (tmp_path / "trie").rename(tmp_path / "elsewhere")
     assert [err in page for page in pages] == [True, True]
-    assert ["built anew from the rows" in page for page in pages] == [False, True]
+    assert ["rebuilt from the rows" in page for page in pages] == [False, True]
     assert block(pages[0], "forest-size") == block(pages[1], "forest-size")
     assert block(pages[0], "rollout-reward") == block(pages[1], "rollout-reward")
 
 
-def test_text_is_there_only_if_wanted_and_what_is_left_out_is_said(tmp_path: Path, treepack: Run) -> None:
+def test_text_is_optional_and_left_out_tokens_are_counted(tmp_path: Path, treepack: Run) -> None:
     source, pages = tmp_path / "in.jsonl", {}
     source.write_text("".join((ROOT / "sample_data" / "chat.jsonl").open().readlines()[:3]))
     wanted: dict[str, list[object]] = {"all": [], "none": ["--no-text"], "some": ["--text-limit", 2000]}
     for name, options in wanted.items():
-        given = (source, "--tokenizer", ROOT / "sample_data" / "tokenizer", *options)
-        done = treepack("report", *given, "--out", tmp_path / f"{name}.html")
+        arguments = (source, "--tokenizer", ROOT / "sample_data" / "tokenizer", *options)
+        done = treepack("report", *arguments, "--out", tmp_path / f"{name}.html")
         assert done.status == 0, done.err
         pages[name] = (tmp_path / f"{name}.html").read_text()
     assert "You are the desk agent" in block(pages["all"], "text-0").decode()
     assert "data-text-" not in pages["none"]
-    assert "This page holds no text (--no-text)." in pages["none"]
-    said = re.search(r"Of each node the page holds the first (\d+) tokens: ([\d,]+) are left out", pages["some"])
-    assert said
-    assert int(said[1]) > 0
+    assert "This page contains no text (--no-text)." in pages["none"]
+    note = re.search(r"The page contains the first (\d+) tokens of each node: [\d,]+ are left out", pages["some"])
+    assert note
+    assert int(note[1]) > 0
     assert "are left out" not in pages["all"]
 
 
-def test_token_ids_stand_for_text_where_no_tokenizer_is_known(tmp_path: Path, treepack: Run) -> None:
+def test_token_ids_replace_text_if_no_tokenizer_is_known(tmp_path: Path, treepack: Run) -> None:
     done = treepack("report", ROOT / "sample_data" / "tokens.jsonl", "--out", tmp_path / "page.html")
-    assert "token ids, for no tokenizer is at hand" in done.out
+    assert "token ids, because there is no tokenizer" in done.out
     page = (tmp_path / "page.html").read_text()
-    assert "Token ids stand for text" in page
+    assert "The page shows token ids, not text" in page
     assert re.fullmatch(r"[\d ]+", "".join(json.loads(block(page, "text-0"))[0]))
 
 
@@ -340,7 +344,7 @@ def test_another_tokenizer_than_that_of_the_directory_is_refused(tmp_path: Path,
     assert "is another tokenizer than gone, which" in done.err
 
 
-def test_outputs_in_the_way_are_refused_and_only_reports_are_replaced(tmp_path: Path, treepack: Run) -> None:
+def test_existing_outputs_are_refused_and_only_reports_are_replaced(tmp_path: Path, treepack: Run) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes((ROOT / "sample_data" / "tokens.jsonl").read_bytes()[:12_000].rpartition(b"\n")[0])
     out = tmp_path / "page.html"
@@ -368,7 +372,7 @@ def test_without_the_extra_one_sentence_names_it(
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_capacity_leaves_out_and_counts_what_is_longer() -> None:
+def test_a_capacity_leaves_out_and_counts_longer_rollouts() -> None:
     figures = measure(Subject("made", build_trie(rollouts())), SHAPE, capacities=[5, 8])
     assert [(point["capacity"], point["num_too_long"]) for point in figures.capacities] == [(5, 1), (8, 0)]
     with pytest.raises(TreepackError, match="no trajectory fits"):

@@ -33,12 +33,12 @@ SYSTEM = "You repair bicycles. Every price is in euro, every answer is short, an
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    with chromium(tmp_path_factory.mktemp("profile")) as found:
-        yield found
+    with chromium(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
 
 
-def said(ask: str, *answers: str, name: str, group: str, reward: float) -> Trajectory:
-    """A rollout of text: the system prompt, a question and answers, of which the answers are trained."""
+def talk_of(ask: str, *answers: str, name: str, group: str, reward: float) -> Trajectory:
+    """Return a rollout of text: the system prompt, a question, and answers; the answers are trained."""
     tokenizer = load_tokenizer(str(TOKENIZER))
     ids, spans = tokenizer.encode(SYSTEM + ask, add_special_tokens=False), []
     for answer in answers:
@@ -52,17 +52,19 @@ def trie_of_talk() -> Trie:
     ask = "My brake squeaks, what is to be done about it, and what will it cost me in the end? "
     return build_trie(
         [
-            said(ask, "Clean the rim first of all.", "Then sand the pads.", name="b-0", group="brake", reward=1),
-            said(ask, "Clean the rim first of all.", "Buy new pads for 12 euro.", name="b-1", group="brake", reward=0),
-            said(ask, "Ride slower.", name="b-2", group="brake", reward=0),
-            said("Hello? ", HOSTILE, name=HOSTILE, group="hostile", reward=0.5),
-            said("Hello there! ", "Good day to you.", name="h-1", group="hostile", reward=0.5),
+            talk_of(ask, "Clean the rim first of all.", "Then sand the pads.", name="b-0", group="brake", reward=1),
+            talk_of(
+                ask, "Clean the rim first of all.", "Buy new pads for 12 euro.", name="b-1", group="brake", reward=0
+            ),
+            talk_of(ask, "Ride slower.", name="b-2", group="brake", reward=0),
+            talk_of("Hello? ", HOSTILE, name=HOSTILE, group="hostile", reward=0.5),
+            talk_of("Hello there! ", "Good day to you.", name="h-1", group="hostile", reward=0.5),
         ]
     )
 
 
-def written(path: Path, trie: Trie, *, decoded: bool = True, limit: int = 10**6) -> str:
-    """The URL of a page on `trie`."""
+def page_url(path: Path, trie: Trie, *, decoded: bool = True, limit: int = 10**6) -> str:
+    """Write a page of `trie` and return its URL."""
     tokenizer = load_tokenizer(str(TOKENIZER))
     subject = Subject("made", trie)
     texts = node_texts(trie, decoder_of(tokenizer) if decoded else ids_as_text, limit=limit)
@@ -74,17 +76,17 @@ def written(path: Path, trie: Trie, *, decoded: bool = True, limit: int = 10**6)
 
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return written(tmp_path_factory.mktemp("talk") / "page.html", trie_of_talk())
+    return page_url(tmp_path_factory.mktemp("talk") / "page.html", trie_of_talk())
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One group of 600 rollouts that branch at once."""
     made = [make(f"run-{i}", [1] * 40 + [2 + i] * 30, group="all", reward=float(i % 2)) for i in range(600)]
-    return written(tmp_path_factory.mktemp("wide") / "page.html", build_trie(made), decoded=False)
+    return page_url(tmp_path_factory.mktemp("wide") / "page.html", build_trie(made), decoded=False)
 
 
-def opened(driver: WebDriver, url: str, *, width: int = 1300, dark: bool = False) -> WebDriver:
+def visit(driver: WebDriver, url: str, *, width: int = 1300, dark: bool = False) -> WebDriver:
     look(driver, width=width, dark=dark)
     driver.get(url)
     wait(driver, "document.documentElement.dataset.charts")
@@ -92,9 +94,9 @@ def opened(driver: WebDriver, url: str, *, width: int = 1300, dark: bool = False
 
 
 def items(driver: WebDriver) -> list[str]:
-    """What the blocks of the tree are called for who cannot see them."""
-    found = driver.find_elements(By.CSS_SELECTOR, "[role=treeitem]")
-    return [str(item.get_attribute("aria-label")) for item in found]
+    """Return the labels of the tree's blocks for screen readers."""
+    blocks = driver.find_elements(By.CSS_SELECTOR, "[role=treeitem]")
+    return [str(block.get_attribute("aria-label")) for block in blocks]
 
 
 def press(driver: WebDriver, *keys: str) -> None:
@@ -102,20 +104,20 @@ def press(driver: WebDriver, *keys: str) -> None:
         ActionChains(driver).send_keys(key).perform()
 
 
-def focused(driver: WebDriver) -> str:
-    found = driver.switch_to.active_element
-    return str(found.get_attribute("aria-label") or found.get_attribute("outerHTML"))[:300]
+def focus(driver: WebDriver) -> str:
+    element = driver.switch_to.active_element
+    return str(element.get_attribute("aria-label") or element.get_attribute("outerHTML"))[:300]
 
 
 def text_of(driver: WebDriver, rollout: str) -> str:
-    """The text panel, once it says that this rollout ends in its node."""
+    """Wait until the text panel names this rollout and is complete, and return its text."""
     wait(driver, f"document.getElementById('text-ends').textContent.includes({rollout!r})")
     wait(driver, "document.getElementById('text-body').dataset.ready === 'true'")
     return str(driver.execute_script("return document.getElementById('text-body').textContent"))
 
 
 def test_all_charts_are_drawn_and_the_console_stays_empty(driver: WebDriver, talk: str) -> None:
-    opened(driver, talk)
+    visit(driver, talk)
     charts = driver.find_elements(By.CSS_SELECTOR, ".chart")
     assert len(charts) == 7
     for chart in charts:
@@ -123,17 +125,18 @@ def test_all_charts_are_drawn_and_the_console_stays_empty(driver: WebDriver, tal
         boxes = [
             driver.execute_script("const b = arguments[0].getBBox(); return [b.width, b.height]", m) for m in marks
         ]
+        # A mark of one pixel would be a chart without data.
         assert any(width > 1 and height > 1 for width, height in boxes), chart.get_attribute("id")
     assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
     assert driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
 def test_a_group_opens_as_the_tree_of_its_own_rollouts(driver: WebDriver, talk: str) -> None:
-    opened(driver, talk)
+    visit(driver, talk)
     names = [row.text for row in driver.find_elements(By.CSS_SELECTOR, "#rows th")]
     assert names == ["brake", "hostile"]
     facts = driver.find_element(By.ID, "part-facts").text
-    tokens = sum(int(found[1]) for label in items(driver) if (found := re.match(r"(\d+) tokens?", label)))
+    tokens = sum(int(match[1]) for label in items(driver) if (match := re.match(r"(\d+) tokens?", label)))
     assert f"{tokens} shared once" in facts
     assert "3 rollouts" in items(driver)[0]
     assert "mean reward 0.333" in items(driver)[0]
@@ -141,7 +144,7 @@ def test_a_group_opens_as_the_tree_of_its_own_rollouts(driver: WebDriver, talk: 
 
 
 def test_a_click_shows_the_text_of_a_node_with_its_trained_parts_marked(driver: WebDriver, talk: str) -> None:
-    opened(driver, talk)
+    visit(driver, talk)
     leaf = driver.find_element(By.CSS_SELECTOR, ".item[aria-label*='b-2']")
     leaf.find_element(By.TAG_NAME, "rect").click()
     assert text_of(driver, "b-2").endswith("Ride slower. I see. ")
@@ -154,7 +157,7 @@ def test_a_click_shows_the_text_of_a_node_with_its_trained_parts_marked(driver: 
 
 
 def test_text_that_looks_like_markup_is_shown_and_never_run(driver: WebDriver, talk: str) -> None:
-    opened(driver, talk)
+    visit(driver, talk)
     driver.find_elements(By.CSS_SELECTOR, "#rows .open")[1].click()
     search = driver.find_element(By.ID, "search")
     search.send_keys("window.broken")
@@ -165,35 +168,36 @@ def test_text_that_looks_like_markup_is_shown_and_never_run(driver: WebDriver, t
 
 
 def test_the_keyboard_walks_the_tree_and_opens_texts(driver: WebDriver, talk: str) -> None:
-    opened(driver, talk)
+    visit(driver, talk)
+    # The control before the tree in the order of the tabulator is disabled until a reader zooms.
     driver.execute_script(
         "document.getElementById('zoom-out').disabled = false; document.getElementById('zoom-out').focus()"
     )
     press(driver, Keys.TAB)
-    assert "from 0 on" in focused(driver)
+    assert "from 0 on" in focus(driver)
     press(driver, Keys.ARROW_RIGHT)
-    first = focused(driver)
+    first = focus(driver)
     assert "2 rollouts" in first
     press(driver, Keys.ARROW_DOWN)
-    assert "b-2" in focused(driver)
+    assert "b-2" in focus(driver)
     press(driver, Keys.ENTER)
     assert "Ride slower." in text_of(driver, "b-2")
-    assert "b-2" in focused(driver)
+    assert "b-2" in focus(driver)
     press(driver, Keys.ARROW_UP, Keys.ARROW_RIGHT)
-    assert re.search(r"b-[01]", focused(driver))
+    assert re.search(r"b-[01]", focus(driver))
     press(driver, Keys.ARROW_LEFT)
-    assert focused(driver) == first
+    assert focus(driver) == first
     press(driver, "z")
     assert len(items(driver)) == 3
     press(driver, Keys.ESCAPE)
     assert len(items(driver)) == 5
-    assert focused(driver) == first
+    assert focus(driver) == first
     press(driver, Keys.HOME)
-    assert "from 0 on" in focused(driver)
+    assert "from 0 on" in focus(driver)
 
 
 def test_every_control_can_be_reached_with_the_tabulator_and_has_a_name(driver: WebDriver, talk: str) -> None:
-    opened(driver, talk)
+    visit(driver, talk)
     nameless = driver.execute_script(
         "return [...document.querySelectorAll('button, select, input, a, [role=region], [role=tree]')].filter((e) =>"
         " !e.textContent.trim() && !e.ariaLabel && !e.labels?.length && !e.getAttribute('aria-labelledby'))"
@@ -209,13 +213,15 @@ def test_every_control_can_be_reached_with_the_tabulator_and_has_a_name(driver: 
     for _ in range(wanted + 3):
         press(driver, Keys.TAB)
         seen.add(driver.execute_script("return document.activeElement.outerHTML.slice(0, 200)"))
+    # Elements with equal first 200 characters count once, so a few are missing from the set.
     assert len(seen) > 0.8 * wanted > 20
 
 
 def test_a_wide_tree_is_drawn_in_part_and_opened_on_demand(driver: WebDriver, wide: str) -> None:
-    opened(driver, wide)
+    visit(driver, wide)
     labels = items(driver)
     assert 20 < len(labels) < 400
+    # The labels are the root, some branches and one stub for the others.
     assert labels[-1] == f"{600 - (len(labels) - 2)} more branches, Enter opens them"
     stub = driver.find_element(By.CSS_SELECTOR, ".stub")
     driver.execute_script("arguments[0].focus()", stub)
@@ -225,22 +231,22 @@ def test_a_wide_tree_is_drawn_in_part_and_opened_on_demand(driver: WebDriver, wi
     search.send_keys("run-599")
     driver.find_element(By.CSS_SELECTOR, "#hits button").click()
     assert text_of(driver, "run-599").startswith("601 601 ")
-    assert "run-599" in focused(driver)
+    assert "run-599" in focus(driver)
 
 
 def test_a_tree_of_thousands_of_turns_is_opened_at_any_of_them(driver: WebDriver, tmp_path: Path) -> None:
     ids = [1, *(2 + i % 700 for i in range(4000))]
     made = [make(f"turn-{i}", ids[: i + 2], spans=[(i + 1, i + 2, 1.0)], group="long") for i in range(4000)]
-    opened(driver, written(tmp_path / "page.html", build_trie(made), decoded=False))
+    visit(driver, page_url(tmp_path / "page.html", build_trie(made), decoded=False))
     driver.find_element(By.ID, "search").send_keys("turn-3210", Keys.ENTER)
     assert text_of(driver, "turn-3210").strip() == str(2 + 3210 % 700)
     assert "turn-3210" in driver.find_element(By.ID, "text-ends").text
-    assert "from 3,211 on" in focused(driver)
+    assert "from 3,211 on" in focus(driver)
     assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
 
 
 def test_the_list_is_sorted_by_any_column_and_searched(driver: WebDriver, talk: str) -> None:
-    opened(driver, talk)
+    visit(driver, talk)
 
     def names() -> list[str]:
         return [row.text for row in driver.find_elements(By.CSS_SELECTOR, "#rows th")]
@@ -263,7 +269,7 @@ def test_the_list_is_sorted_by_any_column_and_searched(driver: WebDriver, talk: 
 
 @pytest.mark.parametrize("width", [320, 390, 800, 1800])
 def test_nothing_is_wider_than_the_window(driver: WebDriver, talk: str, width: int) -> None:
-    opened(driver, talk, width=width)
+    visit(driver, talk, width=width)
     assert driver.execute_script("return document.documentElement.scrollWidth") <= width
     right = driver.execute_script(
         "return Math.max(...[...document.querySelectorAll('svg.marks, #tree, h1, .card')]"
@@ -273,17 +279,17 @@ def test_nothing_is_wider_than_the_window(driver: WebDriver, talk: str, width: i
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of an rgb() colour, as WCAG 2 defines it."""
+    """Return the relative luminance of an rgb() colour, as WCAG 2 defines it."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_text_stands_out_in_the_colours_of_the_system_and_those_of_the_button(
+def test_text_has_contrast_in_the_colours_of_the_system_and_of_the_button(
     driver: WebDriver, talk: str, dark: bool
 ) -> None:
-    opened(driver, talk, dark=dark)
+    visit(driver, talk, dark=dark)
     backgrounds = []
     for _ in range(2):
         style: Any = driver.execute_script(
@@ -295,15 +301,15 @@ def test_text_stands_out_in_the_colours_of_the_system_and_those_of_the_button(
         backgrounds.append(shades["page"])
         for ground, ink in itertools.product(("page", "card"), ("text", "muted", "accent")):
             low, high = sorted([shades[ground], shades[ink]])
-            assert (high + 0.05) / (low + 0.05) >= 4.5, (ground, ink, style)
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (ground, ink, style)  # level AA of WCAG 2 for text
         driver.find_element(By.ID, "theme").click()
     assert (backgrounds[0] < 0.1) == dark
     assert (backgrounds[1] < 0.1) != dark
 
 
-def test_what_the_page_does_not_hold_is_said_where_it_is_missing(driver: WebDriver, tmp_path: Path) -> None:
-    opened(driver, written(tmp_path / "page.html", trie_of_talk(), limit=40))
+def test_left_out_tokens_are_counted_in_the_hint_and_in_the_text(driver: WebDriver, tmp_path: Path) -> None:
+    visit(driver, page_url(tmp_path / "page.html", trie_of_talk(), limit=40))
     hint = driver.find_element(By.CSS_SELECTOR, ".hint").text
-    assert re.search(r"the first \d+ tokens: \d+ are left out \(--text-limit\)", hint)
+    assert re.search(r"the first \d+ tokens of each node: \d+ are left out \(--text-limit\)", hint)
     wait(driver, "document.querySelector('#text-body .gap')")
     assert re.search(r"\[\d+ tokens left out\]", driver.find_element(By.CSS_SELECTOR, "#text-body .gap").text)

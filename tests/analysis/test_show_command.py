@@ -137,7 +137,7 @@ def test_text_of_a_directory_takes_the_tokenizer_it_was_made_with(treepack: Run,
     manifest = json.loads((trie / "manifest.json").read_text())
     manifest["tokenizer"]["name"] = str(tmp_path / "moved")
     (trie / "manifest.json").write_text(json.dumps(manifest))
-    assert "is not there; give it with --tokenizer" in treepack("show", trie, "--text").err
+    assert "cannot be loaded; give it with --tokenizer" in treepack("show", trie, "--text").err
     assert treepack("show", trie, "--text", "--tokenizer", TOKENIZER).status == 0
 
 

@@ -1,1 +1,1 @@
-"""What a trie or a packed directory says: statistics, forecasts, causes of lost sharing, drawings and a report."""
+"""Analyses of a trie or a packed directory: statistics, forecasts, causes of lost sharing, drawings and a report."""

@@ -150,7 +150,7 @@ def _num_trained(trie: Trie) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Trained spans cut into pieces at the ends of nodes: trajectory `owner` trains [start, stop) of its path in `node`."""
+    """Trained spans cut into pieces at the ends of nodes: `owner` trains [start, stop) of its path, all in `node`."""
 
     owner: Int64
     node: Int64
@@ -168,9 +168,7 @@ class Trained:
         key = row_of[self.owner] * (int(self.node.max(initial=0)) + 1) + self.node
         order = np.lexsort([self.start, key])
         group = np.cumsum(np.diff(key[order], prepend=-1) > 0)
-        base = group * (
-            int(self.stop.max(initial=0)) + 1
-        )  # separates the groups, so that one running maximum serves all
+        base = group * (int(self.stop.max(initial=0)) + 1)  # separates the groups under one running maximum
         reached = np.maximum.accumulate(base + self.stop[order])
         before = np.concatenate([[0], reached[:-1]])
         new = np.zeros(len(order), np.int64)
@@ -286,7 +284,7 @@ def report(lines: Iterable[Line], shape: ModelShape, device: Device) -> dict[str
 
 
 def _decisive(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one line for each way to cut samples: the fastest of those that leave out the smallest number.
+    """Return one line for each way to cut samples: the fastest one that leaves out the smallest number of samples.
 
     A line with a capacity precedes one without.
     """

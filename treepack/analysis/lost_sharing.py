@@ -1,23 +1,23 @@
-"""Why rollouts share less than they should: every token of a trie laid down for a reason, and what lost sharing cost.
+"""Reasons for every token of a trie, and the causes and the cost of lost sharing.
 
-    Trie --laid_down--> which tokens each trajectory adds, and how many of them it should have shared
-         --explain----> tokens by reason, the causes of lost sharing with an example of each
+    Trie --added_tokens--> the tokens that each trajectory adds, and the number of them that it should have shared
+         --explain-------> tokens by reason, and the causes of lost sharing with an example of each
 
-Lay the trajectories down one after another, each adding the nodes that none before it passes: what they add sums up to
-N_tree. The order is that of expectation, by group, rollout and call, so that what a trajectory should continue comes
-before it:
+Add the trajectories to an empty trie one after another. Each adds the tokens that no earlier one has, so the added
+tokens sum up to N_tree. The order is by group, rollout and call, so the trajectory that another one should continue
+comes before it:
 
-    first call of the group's first rollout    adds all it has
-    first call of another rollout              should share its prompt with that one
-    later call of a rollout                    should begin with the call before it: its prompt and what it generated
+    first call of the group's first rollout    adds all its tokens
+    first call of another rollout              should share its prompt with that first rollout
+    later call of a rollout                    should begin with the prompt and the answer of the call before it
 
     group's first     P P P P a a a
-    another rollout   P P p p b b b        adds  p p b b b: p p are lost, for they were to be shared, b b b are its own
+    another rollout   P P p p b b b        adds  p p b b b: p p are lost, because its prompt should have been shared
     its next call     P P p p b b b o c    adds  o c: nothing is lost
 
-Calls are told by the names `<rollout>/turn-<k>` and `<rollout>/part-<k>`. A trajectory whose prompt goes on where that
-of the other ends has lost nothing. Why tokens were lost is read from the texts on both sides of the parting
-(`differences`), so it needs the tokenizer.
+The names `<rollout>/turn-<k>` and `<rollout>/part-<k>` mark the calls of a rollout. A trajectory whose prompt continues
+after the end of the other prompt has lost nothing. The cause of a loss is read from the texts on both sides of the
+parting (`text_differences`), so it needs the tokenizer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 CALL = re.compile(r"(?P<rollout>.*)/(?:turn|part)-(?P<number>\d+)(?:@.*)?", re.DOTALL)
-MOST = 10_000
+MAX_PARTINGS = 10_000  # partings whose text is read, the costliest ones: at 5 ms each, less than a minute
+# Tokens of text before and after a parting. The context completes a word, an id or a tag that the parting cuts; the
+# window is wide enough to see that the texts agree again after an id, and narrow enough to read thousands of them.
 CONTEXT, WINDOW = 48, 160
 UNREAD = {False: "prompt differs", True: "history differs"}
 
@@ -44,12 +46,13 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class LaidDown:
-    """What each trajectory of a trie adds when they are laid down in the order of expectation; all [num_trajectories].
+class AddedTokens:
+    """Tokens that each trajectory adds to the trie of the trajectories before it; all arrays are [num_trajectories].
 
-    Trajectory i adds the tokens from `start` on, int64, of which `lost`, int64, should have been shared with trajectory
-    `expected`, int64, -1 for the first of a group. Both have `common` tokens in common, int64, counted where something
-    is lost and else 0. `is_call`: it should have continued the call before it, bool.
+    Trajectory i adds its tokens from number `start` (int64) to its end. `lost` (int64) of them should have been shared
+    with trajectory `expected` (int64), which is -1 for the first trajectory of a group. `common` (int64) counts the
+    tokens that both have in common if something is lost, else it is 0. `is_call` (bool): the trajectory should have
+    continued the call before it.
     """
 
     start: Int64
@@ -59,12 +62,17 @@ class LaidDown:
     is_call: NDArray[np.bool_]
 
 
-def laid_down(trie: Trie) -> LaidDown:
-    """What each trajectory adds, and what of it should have been shared. O(num_nodes) besides sorting names."""
+def added_tokens(trie: Trie) -> AddedTokens:
+    """Return the tokens that each trajectory adds, and the number of them that it should have shared.
+
+    O(num_nodes), and the time to sort the names.
+    """
     expected, is_call, rank = _expectations(trie)
     start = _starts(trie, rank)
     begin, end = _trained_range(trie)
     known = expected >= 0
+    # Tokens that should be shared: a prompt, and of a call at most the prompt and the answer of the call before it.
+    # expected [-1, 0, 1], is_call [0, 0, 1], begin [4, 4, 8], end [7, 7, 9] -> should [0, 4, 7], as in the header
     should = np.where(known, np.minimum(begin, np.where(is_call, end[expected], begin)), 0)
     lost, common = np.zeros_like(start), np.zeros_like(start)
     parent, ends, path_length = trie.parent.tolist(), trie.end_node.tolist(), trie.path_length
@@ -72,19 +80,20 @@ def laid_down(trie: Trie) -> LaidDown:
         other = int(expected[i])
         meet = _meeting(parent, ends[i], ends[other])
         shared = 0 if meet < 0 else int(path_length[meet])
+        # If all of the other prompt or history is shared, this one only continues it, and nothing is lost.
         if shared < (end if is_call[i] else begin)[other]:
             lost[i], common[i] = should[i] - start[i], shared
-    return LaidDown(start, lost, expected, common, is_call)
+    return AddedTokens(start, lost, expected, common, is_call)
 
 
 def _expectations(trie: Trie) -> tuple[Int64, NDArray[np.bool_], Int64]:
-    """The trajectory that each one should share with, whether as the call before, and its place in the order."""
+    """Return the trajectory that each one should share with, whether it is the call before, and the rank of each."""
     names: list[str] = trie.trajectories["trajectory_id"].to_pylist()
     groups: list[str] = trie.trajectories["group_id"].to_pylist()
     keys = []
     for name, group, step in zip(names, groups, trie.step_rank.tolist(), strict=True):
-        found = CALL.fullmatch(name)
-        rollout, number = (found["rollout"], int(found["number"])) if found else (name, 0)
+        match = CALL.fullmatch(name)  # "task/turn-3@x" -> rollout "task", number 3
+        rollout, number = (match["rollout"], int(match["number"])) if match else (name, 0)
         keys.append((step, group, rollout, number, name))
     order = sorted(range(len(keys)), key=keys.__getitem__)
     expected, is_call = np.full(len(keys), -1), np.zeros(len(keys), bool)
@@ -92,7 +101,7 @@ def _expectations(trie: Trie) -> tuple[Int64, NDArray[np.bool_], Int64]:
     rank[order] = np.arange(len(order))
     first = before = order[0]
     for i in order[1:]:
-        if keys[i][:2] != keys[first][:2]:
+        if keys[i][:2] != keys[first][:2]:  # another step or group
             first = i
         elif keys[i][:3] == keys[before][:3]:
             expected[i], is_call[i] = before, True
@@ -103,118 +112,129 @@ def _expectations(trie: Trie) -> tuple[Int64, NDArray[np.bool_], Int64]:
 
 
 def _starts(trie: Trie, rank: Int64) -> Int64:
-    """The first token that each trajectory adds; its length if it adds none."""
+    """Return the first token that each trajectory adds; its length if it adds none."""
     parent = trie.parent.tolist()
-    found = np.full(trie.num_nodes, len(rank))
-    np.minimum.at(found, trie.end_node, rank)
-    first: list[int] = found.tolist()
+    # The trajectory of the lowest rank through a node adds its tokens. Ranks start at the ends and move up to parents.
+    lowest = np.full(trie.num_nodes, len(rank))
+    np.minimum.at(lowest, trie.end_node, rank)
+    first: list[int] = lowest.tolist()
     for node in range(len(parent) - 1, 0, -1):
         above = parent[node]
         if above >= 0 and first[node] < first[above]:
             first[above] = first[node]
-    holder = np.empty(len(rank), np.int64)
-    holder[rank] = np.arange(len(rank))
+    by_rank = np.empty(len(rank), np.int64)
+    by_rank[rank] = np.arange(len(rank))  # inverse: rank [2, 0, 1] -> trajectories [1, 2, 0]
     start = trie.lengths.copy()
-    np.minimum.at(start, holder[first], trie.depth)
+    np.minimum.at(start, by_rank[first], trie.depth)
     return start
 
 
 def _trained_range(trie: Trie) -> tuple[Int64, Int64]:
-    """First trained token of each trajectory and one past its last; its length and 0 where it has none."""
+    """Return first trained token of each trajectory and one past its last; its length and 0 if none is trained."""
     spans = SpanView.of(trie.trajectories)
     begin, end = trie.lengths.copy(), np.zeros(trie.num_trajectories, np.int64)
     some = np.flatnonzero(np.diff(spans.offsets))
+    # offsets [0, 2, 2, 3]: trajectories 0 and 2 have spans 0-1 and 2; their first spans are 0, 2, their last 1, 2
     begin[some] = spans.starts[spans.offsets[some]]
     end[some] = spans.ends[spans.offsets[some + 1] - 1]
     return begin, end
 
 
 def _meeting(parent: list[int], a: int, b: int) -> int:
-    """The last node that the paths to `a` and `b` share, -1 if none: a parent comes before its children."""
+    """Return the last node that the paths to `a` and `b` share, -1 if they share none."""
+    # Parents come before their children, so the node with the larger index is never above the other one.
     while a != b:
         a, b = (parent[a], b) if a > b else (a, parent[b])
     return a
 
 
-def explain(trie: Trie, decode: Decode | None = None, *, most: int = MOST) -> dict[str, Any]:
-    """Why each token of `trie` was laid down, as plain values ready for JSON.
+def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
+    """Return the reasons for all tokens of `trie` and the causes of lost sharing, as plain values ready for JSON.
 
-    `laid_down` maps a reason to tokens: "first" of a group; own "sampling"; "environment", another observation after
-    the same actions; the "next call" of a rollout; a "longer prompt"; what comes "behind" a loss; and "lost", whose
-    causes are listed under `lost`, the dearest first, each with its tokens, partings and an example. The reasons sum up
-    to N_tree. `decode` takes lists of token ids to texts; without it causes are not told apart. Of the partings the
-    `most` dearest are read.
+    `laid_down` maps a reason to a number of tokens, in total N_tree: "first" of a group; "sampling", another answer;
+    "environment", another observation after the same actions; the "next call" of a rollout; a "longer prompt"; tokens
+    "behind" a loss, which come after it; and "lost". `lost` lists the causes of the latter, the costliest first,
+    each with its tokens, its number of partings and an example.
+
+    Args:
+        trie: the trie.
+        decode: converts lists of token ids to texts; without it, a cause only names prompt or history.
+        most: maximum number of partings whose texts are read, the costliest ones.
     """
-    found = laid_down(trie)
-    added = trie.lengths - found.start
-    base = found.expected < 0
-    reason = np.where(found.is_call, "next call", _own_reason(trie, found.start))
+    tokens = added_tokens(trie)
+    added = trie.lengths - tokens.start
+    base = tokens.expected < 0
+    reason = np.where(tokens.is_call, "next call", _reasons(trie, tokens.start))
     parts = {
-        name: int(added[~base & (found.lost == 0) & (reason == name)].sum())
+        name: int(added[~base & (tokens.lost == 0) & (reason == name)].sum())
         for name in ("sampling", "environment", "next call", "longer prompt")
     }
-    lost = int(found.lost.sum())
-    behind = int((added - found.lost)[found.lost > 0].sum())
+    lost = int(tokens.lost.sum())
+    behind = int((added - tokens.lost)[tokens.lost > 0].sum())
     alone = _num_alone(trie)
     return {
         "laid_down": {"first": int(added[base].sum()), **parts, "behind": behind, "lost": lost},
-        "lost": _causes(trie, found, decode, most=most) if lost else [],
+        "lost": _causes(trie, tokens, decode, most=most) if lost else [],
         "num_alone": alone,
     }
 
 
-def _own_reason(trie: Trie, start: Int64) -> NDArray[np.str_]:
-    """Why each trajectory leaves the others where it does, told by what its first own token is."""
+def _reasons(trie: Trie, start: Int64) -> NDArray[np.str_]:
+    """Return the reason why each trajectory leaves the others at token `start`: the kind of that token."""
     spans = SpanView.of(trie.trajectories)
     begin, _ = _trained_range(trie)
     owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    # One search for all trajectories: (owner, token) becomes the sorted key owner * reach + token.
+    # reach 10, spans 2-4 and 6-8 of 0 and 3-5 of 1 -> keys [2, 6, 13]; start [7, 2] -> keys [7, 12] -> at [1, 1]
     reach = int(trie.lengths.max()) + 1
     at = np.searchsorted(owner * reach + spans.starts, np.arange(trie.num_trajectories) * reach + start, "right") - 1
+    # Trajectory 0 starts in its span 1, so it sampled another token. Span 1 is not one of trajectory 1: no span there.
     trained = (at >= 0) & (owner[at] == np.arange(trie.num_trajectories)) & (start < spans.ends[at])
     return np.where(trained, "sampling", np.where(start < begin, "longer prompt", "environment"))
 
 
 def _num_alone(trie: Trie) -> int:
-    """Trajectories that are the only one of their group, so that nothing can be said of their prompts."""
+    """Return the number of trajectories that are alone in their group, whose prompts are compared with none."""
     groups = np.array(trie.trajectories["group_id"].to_pylist())
     _, code, count = np.unique(groups, return_inverse=True, return_counts=True)
     return int((count[code] == 1).sum())
 
 
-def _causes(trie: Trie, found: LaidDown, decode: Decode | None, *, most: int) -> list[dict[str, Any]]:
-    """The causes of what was lost, the dearest first."""
-    partings = np.flatnonzero(found.lost)
-    partings = partings[np.argsort(-found.lost[partings], kind="stable")]
+def _causes(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: int) -> list[dict[str, Any]]:
+    """Return the causes of lost sharing, the costliest first."""
+    partings = np.flatnonzero(tokens.lost)
+    partings = partings[np.argsort(-tokens.lost[partings], kind="stable")]
     ids: list[str] = trie.trajectories["trajectory_id"].to_pylist()
     causes: dict[str, dict[str, Any]] = {}
-    differences = _read(trie, found, partings[:most].tolist(), decode)
+    differences = _differences(trie, tokens, partings[:most].tolist(), decode)
     for place, i in enumerate(partings.tolist()):
         difference = differences[place] if place < len(differences) else None
-        cause = UNREAD[bool(found.is_call[i])] if decode is None else "not read"
+        cause = UNREAD[bool(tokens.is_call[i])] if decode is None else "not read"
         cause = difference.cause if difference else cause
         entry = causes.setdefault(cause, {"cause": cause, "tokens": 0, "num_partings": 0})
-        entry["tokens"] += int(found.lost[i])
+        entry["tokens"] += int(tokens.lost[i])
         entry["num_partings"] += 1
         if "example" not in entry:
             entry["example"] = {
                 "trajectory_id": ids[i],
-                "other": ids[int(found.expected[i])],
-                "position": int(found.common[i]),
+                "other": ids[int(tokens.expected[i])],
+                "position": int(tokens.common[i]),
                 **(difference.texts if difference else {}),
             }
     return sorted(causes.values(), key=lambda entry: (-entry["tokens"], entry["cause"]))
 
 
-def _read(trie: Trie, found: LaidDown, partings: list[int], decode: Decode | None) -> list[Difference]:
-    """The difference at each of `partings`, in order; none without `decode`."""
+def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: Decode | None) -> list[Difference]:
+    """Return the difference at each of `partings`, in order; none without `decode`."""
     if decode is None or not partings:
         return []
     begin, end = _trained_range(trie)
     windows: list[list[int]] = []
     whole: list[bool] = []
     for i in partings:
-        other, at = int(found.expected[i]), int(found.common[i])
-        for which, limit in ((other, (end if found.is_call[i] else begin)[other]), (i, begin[i])):
+        other, at = int(tokens.expected[i]), int(tokens.common[i])
+        # Two windows a parting: the other trajectory up to where it should be shared, and the prompt of this one.
+        for which, limit in ((other, (end if tokens.is_call[i] else begin)[other]), (i, begin[i])):
             stop = min(int(limit), at + WINDOW)
             windows.append(_path_tokens(trie, int(trie.end_node[which]), max(0, at - CONTEXT), stop))
             whole.append(stop == limit)
@@ -223,7 +243,7 @@ def _read(trie: Trie, found: LaidDown, partings: list[int], decode: Decode | Non
         classify(
             texts[2 * k],
             texts[2 * k + 1],
-            is_call=bool(found.is_call[i]),
+            is_call=bool(tokens.is_call[i]),
             whole=(whole[2 * k], whole[2 * k + 1]),
         )
         for k, i in enumerate(partings)
@@ -231,11 +251,12 @@ def _read(trie: Trie, found: LaidDown, partings: list[int], decode: Decode | Non
 
 
 def _path_tokens(trie: Trie, node: int, start: int, stop: int) -> list[int]:
-    """Tokens [start, stop) of the path that ends with `node`."""
+    """Return the tokens [start, stop) of the path that ends with `node`."""
     parts: list[list[int]] = []
     while node >= 0:
         first, depth = int(trie.node_start[node]), int(trie.depth[node])
         length = int(trie.node_start[node + 1]) - first
+        # A node with tokens 5-8 of the path, start 6, stop 20 -> tokens 1-3 of the node
         a, b = max(start - depth, 0), min(stop - depth, length)
         if a < b:
             parts.append(trie.tokens[first + a : first + b].tolist())

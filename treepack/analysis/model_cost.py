@@ -1,11 +1,11 @@
-"""What a model multiplies for each token, each score pair and each target: floating-point operations, without a model.
+"""Multiplications of a model for each token, score pair and target, so floating-point operations, without the model.
 
     preset | config.json | folder --read_shape--> ModelShape
-    ModelShape, Work(tokens, pairs, targets) --operations--> floating-point operations of forward and backward
+    ModelShape, FlopCount(tokens, pairs, targets) --operations--> floating-point operations of forward and backward
 
-A product with a weight is 2 operations forward and 4 backward. Nothing recomputed counts, nor do norms, rotations,
-softmax and embedding look-ups, which are no products. The output layer runs over the trained targets alone, as
-`loss.weighted_nll` runs it. Experts count as far as they are active.
+A product with a weight is 2 operations forward and 4 backward. Recomputation does not count, nor do norms, rotations,
+softmax and embedding look-ups, which are no matrix products. The output layer runs over the trained targets only, as in
+`loss.weighted_nll`. Only the active experts count.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _QWEN2: Config = {"vocab_size": 152064, "model_type": "qwen2"}
 _LLAMA3: Config = {"vocab_size": 128256, "num_key_value_heads": 8, "model_type": "llama"}
 
 
+# The public config.json of each model has these fields.
 def _sizes(layers: int, hidden: int, intermediate: int, heads: int) -> Config:
     return {
         "num_hidden_layers": layers,
@@ -56,26 +57,26 @@ PRESETS: dict[str, Config] = {
     "llama-3.1-8b": {**_LLAMA3, **_sizes(32, 4096, 14336, 32), "tie_word_embeddings": False},
     "llama-3.1-70b": {**_LLAMA3, **_sizes(80, 8192, 28672, 64), "tie_word_embeddings": False},
 }
-"""What the public config.json of these models says of their shapes."""
 
+# "meta-llama-3.1-8b-instruct" and "qwen3-8b-base" -> groups 2 "llama-3.1-8b" and "qwen3-8b"
 _VARIANT = re.compile(r"^(meta-)?(.*?)(-(base|instruct|thinking))?(-\d{4})?$")
 _SOFTMAX = ("full_attention", "sliding_attention", "attention")
+# Fields of models with layers other than softmax attention, for models that do not list their layers in `layer_types`.
 _OTHER_LAYERS = (
-    *("mamba_d_state", "ssm_state_size", "state_size", "hybrid_override_pattern"),
-    *("linear_num_key_heads", "linear_attn_config", "attn_layer_period"),
-)
-"""Fields of models with layers that are no softmax attention, of which those without `layer_types` do not list them."""
-_TWO_MATRICES = frozenset(("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "nemotron", "falcon", "bloom"))
-"""Model types whose feed-forward layers have no gate: two matrices, not three."""
+    "mamba_d_state ssm_state_size state_size hybrid_override_pattern "
+    "linear_num_key_heads linear_attn_config attn_layer_period"
+).split()
+# Model types whose feed-forward layers have no gate, so two matrices instead of three.
+_TWO_MATRICES = frozenset("gpt2 gpt_neox gptj opt phi starcoder2 nemotron falcon bloom".split())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Multiplications of one forward pass.
 
-    weights: by each token, of the linear layers but the output layer, active experts only.
-    output: by each target, of the output layer.
-    scores: by each score pair, of queries with keys and of probabilities with values, over all heads and layers.
+    weights: for each token, in the linear layers except the output layer, active experts only.
+    output: for each target, in the output layer.
+    scores: for each score pair, of queries with keys and of probabilities with values, over all heads and layers.
     """
 
     name: str
@@ -86,7 +87,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class FlopCount:
-    """What a training pass goes through: tokens, attention score pairs, and trained targets of the output layer."""
+    """The work of a training pass: tokens, attention score pairs, and trained targets of the output layer."""
 
     tokens: int
     pairs: int
@@ -97,23 +98,24 @@ class FlopCount:
 
 
 def operations(shape: ModelShape, work: FlopCount) -> float:
-    """Floating-point operations of forward and backward over `work`."""
+    """Return the floating-point operations of forward and backward over `work`."""
+    # 6 = 2 + 4: a product and its addition forward, and the same again for the gradient of each factor.
     return 6.0 * (shape.weights * work.tokens + shape.output * work.targets + shape.scores * work.pairs)
 
 
 def read_shape(model: str) -> ModelShape:
-    """The shape of a preset, which a Hub name such as Qwen/Qwen3-8B-Base finds too, or of a config.json or its folder.
+    """Return the shape of a preset, a Hub name that ends in one (Qwen/Qwen3-8B-Base), a config.json or its folder.
 
     Raises:
-        TreepackError: there is none, it lacks a size, or its layers are no softmax attention.
+        TreepackError: there is no such model, a size is missing, or a layer is not softmax attention.
     """
-    found = _VARIANT.match(model.rpartition("/")[2].lower())
+    match = _VARIANT.match(model.rpartition("/")[2].lower())
     path = Path(model)
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
-        if found and found[2] in PRESETS:
-            return shape_of(PRESETS[found[2]], name=found[2])
+        if match and match[2] in PRESETS:
+            return shape_of(PRESETS[match[2]], name=match[2])
         raise TreepackError(f"{model}: no such config.json; give its path or one of {', '.join(PRESETS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -125,11 +127,12 @@ def read_shape(model: str) -> ModelShape:
 
 
 def shape_of(config: Config, *, name: str) -> ModelShape:
-    """The shape that the fields of a config.json give; `name` is for errors and reports.
+    """Return the shape that the fields of a config.json give; `name` is for errors and reports.
 
     Raises:
-        TreepackError: a field is missing or no positive integer, or a layer is no softmax attention.
+        TreepackError: a field is missing or not a positive integer, or a layer is not softmax attention.
     """
+    # A model with vision has its language model in text_config.
     config = inner if isinstance(inner := config.get("text_config"), dict) and inner else config
     _check_decoder(config, name)
     layers, hidden, heads = (_field(config, key, name) for key in _MAIN)
@@ -149,7 +152,7 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
 
 
 def _check_decoder(config: Config, name: str) -> None:
-    """Refuse what is no decoder of softmax attention."""
+    """Raise a TreepackError unless the model is a decoder of softmax attention."""
     heads = config.get("architectures") or []
     if config.get("is_encoder_decoder") or any(str(head).endswith(("ForMaskedLM", "ForPreTraining")) for head in heads):
         raise TreepackError(f"{name}: has an encoder; a forecast needs a decoder, as treepack trains them")
@@ -165,6 +168,7 @@ def _check_decoder(config: Config, name: str) -> None:
 
 
 _MAIN = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+# GPT-2 and its relatives use these names.
 _OLD_NAMES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
 
 
@@ -172,23 +176,25 @@ def _field(config: Config, key: str, name: str, default: int | None = None) -> i
     value = config.get(key)
     value = config.get(_OLD_NAMES.get(key, ""), default) if value is None else value
     if type(value) is not int or value < 1:
-        given = "no" if value is None else repr(value)
-        raise TreepackError(f"{name}: has {given} {key}; expected the config.json of a language model")
+        actual = "no" if value is None else repr(value)
+        raise TreepackError(f"{name}: has {actual} {key}; expected the config.json of a language model")
     return value
 
 
 def _attention(config: Config, hidden: int, heads: int, name: str) -> tuple[int, int]:
-    """Weights of the projections of one layer, and multiplications for each of its score pairs."""
+    """Return the weights of the projections of one layer, and the multiplications for each of its score pairs."""
     if config.get("kv_lora_rank") is not None:  # latent attention, as in DeepSeek-V3
         rotated, plain = (_field(config, key, name) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
         value, latent = _field(config, "v_head_dim", name), _field(config, "kv_lora_rank", name)
         rank = config.get("q_lora_rank")
         query = heads * (rotated + plain)
+        # Queries through a low rank: hidden -> rank -> query. Keys and values: hidden -> latent -> heads.
         queries = hidden * query if rank is None else (hidden + query) * rank
         keys = hidden * (latent + rotated) + latent * heads * (plain + value)
         return queries + keys + heads * value * hidden, query + heads * value
     size = _field(config, "head_dim", name, hidden // heads)
     groups = _field(config, "num_key_value_heads", name, heads)
+    # q and o: hidden x heads * size each; k and v: hidden x groups * size each. q k and p v: size for each head.
     return hidden * size * (2 * heads + 2 * groups), 2 * heads * size
 
 
@@ -203,7 +209,7 @@ def _num_experts(config: Config) -> int:
 
 
 def _is_sparse(config: Config, layer: int) -> bool:
-    """Whether the feed-forward layer is one of experts."""
+    """Return whether a feed-forward layer consists of experts."""
     if not _num_experts(config) or layer in (config.get("mlp_only_layers") or ()):
         return False
     if layer < (config.get("first_k_dense_replace") or 0):
@@ -212,7 +218,7 @@ def _is_sparse(config: Config, layer: int) -> bool:
 
 
 def _experts(config: Config, hidden: int, name: str) -> int:
-    """Weights that a token passes in one layer of experts: those it is sent to, the shared ones, and the router."""
+    """Return the weights that a token uses in a layer of experts: its chosen experts, shared ones and the router."""
     intermediate = _field(config, "intermediate_size", name)
     size = _field(config, "moe_intermediate_size", name, intermediate)
     chosen = _field(config, "num_experts_per_tok", name)

@@ -1,12 +1,14 @@
-"""What kind of difference two texts have that were to begin alike: the causes of lost sharing.
+"""Classify why two texts that should share a prefix diverge: the causes of lost sharing.
 
-    expected  "... tool call_8f2a: ok"      found  "... tool call_91bc: ok"      =>  random ids
+    expected  "... tool call_8f2a: ok"      actual  "... tool call_91bc: ok"      =>  random ids
 
-Both texts start with the same tokens, some context, and go on behind the parting; each is either whole up to where it
-was to be shared, or cut there. A cause is named if nothing but it tells the texts apart: they are equal, or one is the
-beginning of the other, once whitespace, ids or reasoning are taken out. What is left is an edit of a prompt, where most
-words behind the parting are the same; another prompt, where they are not, as where a simulated user speaks; or, between
-the calls of a rollout, a history that was rewritten: compacted, or its observations shortened.
+Both texts start with the same tokens, some context, and continue after the parting. A text is whole if it contains
+everything that should be shared, else it is cut. A cause is named if it is the only difference: without whitespace, ids
+or reasoning, the texts are equal, or one is the beginning of the other. All other differences are
+
+    prompt edit         most words after the parting are the same
+    other prompt        they are not, for example if a simulated user wrote it
+    rewritten history   between the calls of a rollout: a compacted history, or shortened observations
 """
 
 from __future__ import annotations
@@ -20,22 +22,28 @@ RETOKENISED, WHITESPACE, IDS, TEMPLATE = "retokenisation", "whitespace", "random
 EDITED, OTHER, REWRITTEN = "prompt edit", "other prompt", "rewritten history"
 CAUSES = (RETOKENISED, WHITESPACE, IDS, TEMPLATE, EDITED, OTHER, REWRITTEN)
 
+# The ids, dates and times that serving engines, agents and prompts contain; each pattern would rather miss an id than
+# take a word for one, because a cause may only be named if nothing else differs.
 DAY = r"(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?,? )?"
 MONTH = r"(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*\.?"
 ID = re.compile(
     "|".join(
         (
+            # 2026-03-01, 2026-03-01T12:00:01.5Z, 2026-03-01 12:00+02:00
             r"\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2}(?:\.\d+)?)?(?:Z|[+-]\d{2}:?\d{2})?)?",
+            # Monday, March 3, 2025; 3 August 2025
             rf"{DAY}(?:\d{{1,2}} {MONTH} \d{{4}}|{MONTH} \d{{1,2}}, \d{{4}})",
             r"\b\d{1,2}/\d{1,2}/\d{4}\b|\d{4}\u5e74\d{1,2}\u6708\d{1,2}\u65e5",
             r"\b\d{1,2}:\d{2}:\d{2}(?:\.\d+)?\b",
-            # A digit, or capitals among small letters, tell an id from run_tests and from requests.
+            # call_8f2a91. A digit, or capitals among small letters, distinguish an id from run_tests and requests.
             r"\b(?:call|toolu|chatcmpl|msg|resp|run|req|fc|rs)(?=[A-Za-z_-]*\d|[_-][a-z]*[A-Z]\w*[a-z])"
             r"[_-]?[A-Za-z0-9_-]{5,}",
             r"\b[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\b",
             r"\b0x[0-9a-fA-F]{4,}\b",
+            # Nine characters, as Mistral's ids of tool calls, or at least 16; in both a letter follows a digit.
             r"\b(?=[a-zA-Z0-9]*\d[a-zA-Z])[a-zA-Z0-9]{9}\b",
             r"\b(?=[0-9a-zA-Z]*\d[a-zA-Z])[0-9a-zA-Z]{16,}\b",
+            # Seconds since 1970, from 2017 to 2033, perhaps with a fraction or as milliseconds.
             r"\b1[5-9]\d{8}(?:\.\d+|\d{3})?\b",
         )
     )
@@ -45,41 +53,47 @@ REASONING = re.compile(
     r"|<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|><\|start\|>assistant|\Z)",
     re.DOTALL,
 )
-THINK = re.compile(r"(?:<think>.*?)?</think>\s*", re.DOTALL)  # DeepSeek's templates keep the end of what they drop
-UNSPACED = r"\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef"  # a word each: no blanks part them
+THINK = re.compile(r"(?:<think>.*?)?</think>\s*", re.DOTALL)  # DeepSeek's templates drop reasoning, not its end tag
+UNSPACED = r"\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef"  # each character is a word: there are no blanks
 WORDS = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 WORD = re.compile(r"\S{0,24}\Z")
 SPACE = re.compile(r"\s+")
-SHOWN_BEFORE, SHOWN = 40, 80
-SIMILAR = 0.7
+SHOWN_BEFORE, SHOWN = 40, 80  # characters of an example before and after the parting: a line of a terminal
+SIMILAR = 0.7  # share of common words from which on two prompts are versions of one prompt
+# Characters before a cut that are ignored: a cut may split a character of four bytes, or an id or a tag.
 LONGEST_CHARACTER, LONGEST_ID = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A cause, and the texts at the parting: what comes `before` it, what was `expected` and what was `found`."""
+    """A cause, and the texts at the parting: the common text `before` it, the `expected` and the `actual` text."""
 
     cause: str
     before: str
     expected: str
-    found: str
+    actual: str
 
     @property
     def texts(self) -> dict[str, str]:
-        return {"before": self.before, "expected": self.expected, "found": self.found}
+        return {"before": self.before, "expected": self.expected, "found": self.actual}
 
 
-def classify(expected: str, found: str, *, is_call: bool, whole: tuple[bool, bool]) -> Difference:
-    """What tells `found` from `expected`.
+def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bool]) -> Difference:
+    """Return the cause of the difference between two texts, and the words around the parting.
 
-    `is_call`: it was to go on with the call before, so what differs is its history and not the prompt of a sibling.
-    `whole` says of each text whether it reaches as far as it was to be shared; else it is cut.
+    Args:
+        expected: text of the trajectory that was to be shared.
+        actual: text of the trajectory that parts from it.
+        is_call: the actual text should have continued the call before it, so its history differs, not its prompt.
+        whole: for each text, whether it contains everything that should be shared; else it is cut.
     """
-    at = _common_length(expected, found)
+    at = _common_length(expected, actual)
+    # Examples begin with a whole word: "is not idented", "is not indented": at 8 -> word 7
     word = at - len(WORD.findall(expected[:at])[0])
-    shown = (expected[max(0, word - SHOWN_BEFORE) : word], expected[word : word + SHOWN], found[word : word + SHOWN])
-    if _alike(expected, found, whole=whole, is_call=is_call, tail=LONGEST_CHARACTER):
+    shown = (expected[max(0, word - SHOWN_BEFORE) : word], expected[word : word + SHOWN], actual[word : word + SHOWN])
+    if _alike(expected, actual, whole=whole, is_call=is_call, tail=LONGEST_CHARACTER):
         return Difference(RETOKENISED, *shown)
+    # Single causes first, then with whitespace, because removing an id or reasoning may leave blanks.
     tests: tuple[tuple[str, Callable[[str], str]], ...] = (
         (WHITESPACE, _without_space),
         (IDS, _without_ids),
@@ -88,25 +102,26 @@ def classify(expected: str, found: str, *, is_call: bool, whole: tuple[bool, boo
         (TEMPLATE, lambda text: _without_space(_without_reasoning(text))),
         (TEMPLATE, lambda text: _without_space(THINK.sub("", text))),
     )
-    parts_id = _in_id(expected, at) and _in_id(found, at)
+    parts_id = _in_id(expected, at) and _in_id(actual, at)
     for cause, strip in tests:
         if (cause != IDS or parts_id) and _alike(
-            strip(expected), strip(found), whole=whole, is_call=is_call, tail=LONGEST_ID
+            strip(expected), strip(actual), whole=whole, is_call=is_call, tail=LONGEST_ID
         ):
             return Difference(cause, *shown)
     if is_call:
         return Difference(REWRITTEN, *shown)
-    return Difference(EDITED if _kept_words(expected[at:], found[at:]) >= SIMILAR else OTHER, *shown)
+    return Difference(EDITED if _kept_words(expected[at:], actual[at:]) >= SIMILAR else OTHER, *shown)
 
 
 def _in_id(text: str, at: int) -> bool:
-    """Whether an id stands at `at`: the search is cheap, and most texts part nowhere near one."""
+    """Return whether `at` is inside an id. The search is cheap, and most texts part far from any id."""
     start = max(0, at - LONGEST_ID)
-    return any(found.start() <= at - start <= found.end() for found in ID.finditer(text[start : at + LONGEST_ID]))
+    return any(match.start() <= at - start <= match.end() for match in ID.finditer(text[start : at + LONGEST_ID]))
 
 
 def _kept_words(a: str, b: str) -> float:
-    """Share of the words of the shorter text that the other has too, in the same order; 1 where it has none."""
+    """Return the share of the shorter text's words that the other contains in the same order; 1 if it has none."""
+    # "a b c d" and "a x c" -> words a and c of three -> 2 / 3
     first, second = WORDS.findall(a), WORDS.findall(b)
     blocks = SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks()
     shorter = min(len(first), len(second))
@@ -119,9 +134,9 @@ def _common_length(a: str, b: str) -> int:
 
 
 def _alike(a: str, b: str, *, whole: tuple[bool, bool], is_call: bool, tail: int) -> bool:
-    """Whether the texts are equal, or agree up to where one is cut; a call has only to begin with what was expected.
+    """Return whether the texts are equal, or equal up to a cut; a call must only begin with the expected text.
 
-    `tail` characters before a cut are not looked at: it can go through a character, an id or a tag.
+    `tail` characters before a cut are ignored, because the cut may split a character, an id or a tag.
     """
     if all(whole):
         return b.startswith(a) if is_call else a == b
@@ -139,4 +154,4 @@ def _without_ids(text: str) -> str:
 
 
 def _without_reasoning(text: str) -> str:
-    return REASONING.sub("", text).replace("<|return|>", "<|end|>")  # how gpt-oss ends an answer, and an earlier one
+    return REASONING.sub("", text).replace("<|return|>", "<|end|>")  # gpt-oss: end of the last and of other answers

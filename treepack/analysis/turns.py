@@ -1,10 +1,10 @@
-"""The turns in a trie of whole trajectories: what a sample for each turn would be, without making those samples.
+"""The turns in a trie of whole trajectories, and the trie of one sample for each turn, without making the samples.
 
     tokens  p p A A u B B u u    turns end at 4 and 7     samples  p p A A
-    spans       ---   ---                                                        p p A A u B B
+    spans       ---   ---                                          p p A A u B B
 
-A trained span ends a turn; spans that touch are one turn. The sample of a turn is the path to its end, so all samples
-of a trajectory lie on the path to its last turn: the trie of all samples is that of the trajectories cut there.
+A trained span ends a turn; spans that touch are one turn. The sample of a turn is the path to its end, so the last
+sample of a trajectory contains all others: the trie of all samples is the trie of the trajectories cut there.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Turns by trajectory and then by place, int64 [num_turns]: whose each is, and how many tokens it ends behind."""
+    """Turns sorted by trajectory and place: trajectory `owner` and length `ends` of each sample, int64 [num_turns]."""
 
     owner: Int64
     ends: Int64
 
     def within(self, limit: int) -> Turns:
-        """Those whose samples have at most `limit` tokens."""
+        """Return the turns whose samples have at most `limit` tokens."""
         kept = self.ends <= limit
         return Turns(self.owner[kept], self.ends[kept])
 
 
 def turns_of(trie: Trie) -> Turns:
-    """The turns of the trajectories of `trie`."""
+    """Return the turns of the trajectories of `trie`."""
     spans = SpanView.of(trie.trajectories)
     owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
     is_end = np.ones(len(owner), np.bool_)
+    # owner [0, 0, 1], starts [2, 5, 2], ends [4, 7, 3] -> is_end [1, 1, 1]; with starts [2, 4, 2] -> [0, 1, 1]
     is_end[:-1] = (owner[1:] != owner[:-1]) | (spans.starts[1:] != spans.ends[:-1])
     return Turns(owner[is_end], spans.ends[is_end].astype(np.int64))
 
 
 def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
-    """`trie` with every trajectory cut behind the last of its `turns`, and without those that have none.
+    """Return `trie` with every trajectory cut after the last of its `turns`; drop trajectories without turns.
 
-    It is `trie` itself if that changes nothing. What is known per trained token is left out of the table. O(N_tree),
-    and a Python step for each node and each trajectory.
+    If nothing changes, return `trie` itself. Else the table loses the columns with a value per trained token.
+    O(N_tree), and a Python step for each node and each trajectory.
     """
     last = np.zeros(trie.num_trajectories, np.int64)
     np.maximum.at(last, turns.owner, turns.ends)
@@ -55,18 +56,22 @@ def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
     kept = np.flatnonzero(last)
     last = last[kept]
     (node, stop), place = _segments(trie, _nodes_at(trie, trie.end_node[kept], last), last)
+    # Segments are pieces of old nodes: node [0, 0, 2], of depths 0 and 3, stop [2, 3, 5]
+    # -> first [1, 0, 1], start [0, 2, 3]
     first = np.diff(node, prepend=-1) > 0
     start = np.where(first, trie.depth[node], np.concatenate([[0], stop[:-1]]))
+    # source: for each new token, its index among the old tokens. Segments of 2 and 3 tokens from 10 and 20 on give
+    # [10, 10, 20, 20, 20] + [0, 1, 2, 3, 4] - [0, 0, 2, 2, 2] = [10, 11, 20, 21, 22]
     source = np.repeat(trie.node_start[node] + start - trie.depth[node], stop - start)
     begin = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int64)
     source += np.arange(begin[-1]) - np.repeat(begin[:-1], stop - start)
     latest = np.zeros(trie.num_nodes, np.int64)
-    latest[node] = np.arange(len(node))  # the last segment of each node, which its children hang below
+    latest[node] = np.arange(len(node))  # the last segment of each node is the parent of the node's children
     up = trie.parent[node]
     parent = np.where(first, np.where(up < 0, -1, latest[up]), np.arange(len(node)) - 1)
-    heads, run_of = _runs(parent, place)
-    parent = np.where(parent[heads] < 0, -1, run_of[parent[heads]])
-    place = run_of[place]
+    heads, merged = _merged(parent, place)
+    parent = np.where(parent[heads] < 0, -1, merged[parent[heads]])
+    place = merged[place]
     order = np.argsort(place, kind="stable")
     node_end, passing = _subtrees(parent, place)
     return Trie(
@@ -82,27 +87,33 @@ def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
     )
 
 
-def _runs(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
-    """The first segments of nodes, and the node of each segment: one with a single child and no end goes on in it."""
+def _merged(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
+    """Merge each segment that has exactly one child and no trajectory end into that child.
+
+    Returns:
+        The head segment of every merged node, and the merged node of every segment.
+    """
     num_children = np.bincount(parent[parent >= 0], minlength=len(parent))
-    goes_on = (num_children == 1) & (np.bincount(place, minlength=len(parent)) == 0)
-    is_head = (parent < 0) | ~goes_on[parent]
+    continues = (num_children == 1) & (np.bincount(place, minlength=len(parent)) == 0)
+    # parent [-1, 0, 1, 1], ends at [2, 3] -> continues [1, 0, 0, 0] -> is_head [1, 0, 1, 1] -> merged [0, 0, 1, 2]
+    is_head = (parent < 0) | ~continues[parent]
     return np.flatnonzero(is_head), np.cumsum(is_head) - 1
 
 
 def _nodes_at(trie: Trie, ends: Int32, last: Int64) -> Int64:
-    """The node on the path to each of `ends` that holds token number `last`, counted from 1."""
+    """Return the node on the path to each of `ends` that contains token number `last`, counted from 1."""
     parent, depth = trie.parent.tolist(), trie.depth.tolist()
-    found = []
+    nodes = []
     for node, size in zip(ends.tolist(), last.tolist(), strict=True):
         while depth[node] >= size:
             node = parent[node]
-        found.append(node)
-    return np.array(found, np.int64)
+        nodes.append(node)
+    return np.array(nodes, np.int64)
 
 
 def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[tuple[Int64, Int64], Int64]:
-    """Old node and last depth of every new node, depth-first, and the new node at which each trajectory ends."""
+    """Return old node and last depth of every segment, depth-first, and the segment in which each trajectory ends."""
+    # A node with children on cut paths is needed whole; the others are needed up to the cuts in them.
     needed = np.zeros(trie.num_nodes, np.bool_)
     needed[at] = True
     inner = np.zeros(trie.num_nodes, np.bool_)
@@ -111,13 +122,15 @@ def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[tuple[Int64, Int64], 
             needed[up] = inner[up] = True
     whole = np.flatnonzero(inner)
     radix = int(trie.path_length.max()) + 1
+    # (node, depth) as one sorted key. radix 10, cuts at (0, 2) and (2, 5), whole node (0, 3) -> keys [2, 3, 25]
     ends = at * radix + last
     keys = np.unique(np.concatenate([ends, whole * radix + trie.path_length[whole]]))
     return (keys // radix, keys % radix), np.searchsorted(keys, ends)
 
 
 def _subtrees(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
-    """The end of each node's subtree, and how many trajectories, which end at `place`, pass through it."""
+    """Return the end of each node's subtree, and the number of trajectories through it; they end at `place`."""
+    # Children come after their parents, so one pass from the back sums up whole subtrees.
     node_end = list(range(1, len(parent) + 1))
     passing = np.bincount(place, minlength=len(parent)).tolist()
     for node, up in zip(range(len(parent) - 1, -1, -1), reversed(parent.tolist()), strict=True):
@@ -128,11 +141,12 @@ def _subtrees(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
 
 
 def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64) -> pa.Table:
-    """Rows `kept` of the table of `trie`, their trained spans cut behind `last` tokens."""
+    """Return the rows `kept` of the table of `trie`, their trained spans cut after `last` tokens."""
     table = trie.trajectories.take(pa.array(kept))
     spans = SpanView.of(table)
     owner = np.repeat(np.arange(len(kept)), np.diff(spans.offsets))
     inside = spans.ends <= last[owner]
+    # A cut is at the end of a turn, so every span is inside or outside as a whole.
     offsets = np.concatenate([[0], np.cumsum(np.bincount(owner[inside], minlength=len(kept)))]).astype(np.int32)
     parts = [pa.array(values[inside]) for values in (spans.starts, spans.ends, spans.weights)]
     new = {

@@ -1,10 +1,11 @@
-"""A report on what rollouts share: one page to read and explore, or pictures to print.
+"""A report on the sharing of rollouts: one page to read and explore, or pictures to print.
 
     Subject --figures--> Figures --page, with texts--> HTML        in one file
                                  --pictures--> PNG files
 
-`parts` has what each group and tree shares, `figures` the numbers behind every chart, `words` the same in sentences,
-`charts` the specifications for Vega-Lite, `texts` the text of the nodes within a limit, `payload` the columns that the
-explorer reads, compressed, `outline` where a drawn tree's nodes stand, and `rebuilt` the trie of a packed directory
-that has lost its own. The page itself is page.html, page.css, data.js, tree.js and page.js.
+`parts` computes the sharing in each group and tree, `figures` the numbers of every chart, and `words` the same in
+sentences. `charts` makes specifications for Vega-Lite, `texts` the text of the nodes within a limit, and `payload` the
+compressed columns that the explorer reads. `outline` computes the places of the nodes in a drawn tree, and `rebuilt`
+the trie of a packed directory whose own trie is missing. The page itself is page.html, page.css, data.js, tree.js and
+page.js.
 """

@@ -1,9 +1,9 @@
-"""The charts of a page as Vega-Lite specifications; the page's colours come from its CSS variables.
+"""The charts of a page as Vega-Lite specifications, with the colours of the page's CSS variables.
 
     Figures --charts--> Chart(name, title, wide, spec, header, lines), ...
 
-Vega is drawn in the browser, as SVG with ARIA labels; `header` and `lines` are the same numbers as a table for those
-who cannot or would rather not look at a picture.
+The browser draws the charts as SVG with ARIA labels. `header` and `lines` are the same numbers as a table, for readers
+who cannot see a chart or prefer a table.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from treepack.analysis.report.words import number, percent
 
 Spec = dict[str, Any]
 
-HEIGHT = 210
+HEIGHT = 210  # pixels: two rows of charts on a usual screen
 DATA, SECOND = "var(--data)", "var(--second)"
 PERCENT = {"format": ".0%", "values": [0, 0.25, 0.5, 0.75, 1]}
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart; a `wide` one takes two columns."""
+    """One chart; a `wide` chart takes two columns of the page."""
 
     name: str
     title: str
@@ -35,8 +35,8 @@ class Chart:
 
 
 def charts(figures: Figures) -> list[Chart]:
-    """All charts that the figures allow, in the order of the page."""
-    found = [
+    """Return all charts with data, in the order of the page."""
+    result = [
         _depths(figures),
         _histogram("lengths", "Length of rollouts", figures.lengths, "tokens", "rollouts"),
         _histogram("group_overlap", "Overlap of groups", figures.group_overlap, "overlap", "groups", share=True),
@@ -44,7 +44,7 @@ def charts(figures: Figures) -> list[Chart]:
         _histogram("fill", "Fill of rows", figures.fill, "fill", "rows", share=True),
         _capacities(figures),
     ]
-    return [*found, _rewards(figures)] if figures.rewards else found
+    return [*result, _rewards(figures)] if figures.rewards else result
 
 
 def _depths(figures: Figures) -> Chart:
@@ -84,11 +84,12 @@ def _histogram(name: str, title: str, records: list[Record], of: str, noun: str,
     if share:
         x |= {"scale": {"domain": [0, 1]}, "axis": PERCENT}
     each = all(record["end"] - record["start"] == 1 for record in records) and not share
-    if each:  # a bar stands for one number
+    if each:  # a bar for each number, labelled in its middle
         labels = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 8}
         x = {"field": "start", "type": "ordinal", "title": of, "axis": labels}
-    most = max(record["count"] for record in records)
-    ticks: Spec = {"values": list(range(most + 1)), "format": "d"} if most < 6 else {"format": "~s"}
+    max_count = max(record["count"] for record in records)
+    # Counts below six get a tick each, because Vega would put ticks at fractions.
+    ticks: Spec = {"values": list(range(max_count + 1)), "format": "d"} if max_count < 6 else {"format": "~s"}
     y: Spec = {"field": "count", "type": "quantitative", "title": noun, "axis": ticks}
     tooltip: list[Spec] = [
         {"field": "start", "title": of if each else f"{of} from", "format": form},
@@ -111,8 +112,9 @@ def _histogram(name: str, title: str, records: list[Record], of: str, noun: str,
 def _capacities(figures: Figures) -> Chart:
     por = figures.totals["por"]
     records = [record | {"row": short(record["capacity"])} for record in figures.capacities]
-    least = min(0.95 * min(record["err"] for record in records), 0.9)
-    domain = [max(0, int(10 * least) / 10), min(1, (int(10 * por) + 1) / 10)]
+    # The axis begins below the smallest ERR and ends above POR, at tenths: ERR 0.52 to 0.6, POR 0.63 -> [0.4, 0.7]
+    bottom = min(0.95 * min(record["err"] for record in records), 0.9)
+    domain = [max(0, int(10 * bottom) / 10), min(1, (int(10 * por) + 1) / 10)]
     x: Spec = {"field": "row", "type": "ordinal", "sort": None, "title": "capacity, tokens of a row"}
     x |= {"axis": {"labelAngle": 0, "labelOverlap": True}, "scale": {"type": "point"}}
     y: Spec = {"field": "err", "type": "quantitative", "title": "saved tokens", "scale": {"domain": domain}}
@@ -158,7 +160,7 @@ def _rewards(figures: Figures) -> Chart:
     x: Spec = {"field": "depth_start", "type": "quantitative", "title": "node begins at, tokens"}
     x |= {"axis": {"format": "~s", "tickCount": 8, "labelOverlap": True}}
     y: Spec = {"field": "reward_start", "type": "quantitative", "title": "mean reward", "scale": {"zero": False}}
-    most = max(record["tokens"] for record in records)
+    max_tokens = max(record["tokens"] for record in records)
     tooltip: list[Spec] = [
         {"field": "depth_start", "title": "depth from", "format": ","},
         {"field": "depth_end", "title": "to", "format": ","},
@@ -167,11 +169,16 @@ def _rewards(figures: Figures) -> Chart:
         {"field": "nodes", "format": ","},
         {"field": "tokens", "format": ","},
     ]
-    scale = {"type": "log", "domain": [1, max(2, most)], "range": [0.12, 1]}
+    # Opacity by the logarithm of the tokens; 0.12, because a cell of one token must still be visible.
+    scale = {"type": "log", "domain": [1, max(2, max_tokens)], "range": [0.12, 1]}
     spec: Spec = {
         "mark": {"type": "rect", "color": DATA, "stroke": "var(--card)", "strokeWidth": 1},
         "encoding": {
-            **{"x": x, "x2": {"field": "depth_end"}, "y": y, "y2": {"field": "reward_end"}, "tooltip": tooltip},
+            "x": x,
+            "x2": {"field": "depth_end"},
+            "y": y,
+            "y2": {"field": "reward_end"},
+            "tooltip": tooltip,
             "opacity": {"field": "tokens", "type": "quantitative", "scale": scale, "legend": None},
         },
     }
@@ -191,9 +198,17 @@ def _rewards(figures: Figures) -> Chart:
 
 def _spec(title: str, records: list[Record], spec: Spec) -> Spec:
     axis = {
-        **{"domainColor": "var(--line)", "gridColor": "var(--line)", "tickColor": "var(--line)"},
-        **{"labelColor": "var(--muted)", "titleColor": "var(--muted)", "titleFontWeight": "normal", "titlePadding": 8},
-        **{"labelFontSize": 11, "titleFontSize": 11.5, "labelFont": "inherit", "titleFont": "inherit"},
+        "domainColor": "var(--line)",
+        "gridColor": "var(--line)",
+        "tickColor": "var(--line)",
+        "labelColor": "var(--muted)",
+        "titleColor": "var(--muted)",
+        "titleFontWeight": "normal",
+        "titlePadding": 8,
+        "labelFontSize": 11,
+        "titleFontSize": 11.5,
+        "labelFont": "inherit",
+        "titleFont": "inherit",
     }
     config = {"axis": axis, "axisX": {"grid": False}, "view": {"stroke": None}, "background": "transparent"}
     config |= {"text": {"font": "inherit", "fontSize": 12}}
@@ -202,7 +217,8 @@ def _spec(title: str, records: list[Record], spec: Spec) -> Spec:
 
 
 def short(value: int) -> str:
-    """A count of tokens for an axis: 256, 4k for 4,096, 1.5M."""
+    """Return a count of tokens for an axis: 256, 4k for 4,096, 1.5M."""
+    # Multiples of 1,024 count in binary thousands, others in decimal ones: 4,096 -> 4k, 4,000 -> 4k, 1 << 20 -> 1M
     if value >= 10**6:
         return f"{value / 2**20 if value % 2**20 == 0 else value / 10**6:.3g}M"
     if value >= 1000:

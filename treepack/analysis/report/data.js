@@ -1,6 +1,6 @@
 // The blocks of the page as arrays, and the trie of the rollouts of one group or tree.
 //
-//   block(name) -> ArrayBuffer      loadForest() -> forest      treeOf(forest, rollouts) -> node, its root
+//   block(name) -> ArrayBuffer      loadForest() -> forest      treeOf(forest, rollouts) -> node, the root of their trie
 //   textOf(node of the forest) -> [untrained, trained, untrained, ...]
 
 const byId = (name) => document.getElementById(name);
@@ -26,6 +26,7 @@ async function loadForest() {
     block("rollout-advantage").then((b) => new Float32Array(b)),
     jsonBlock("rollout-ids"),
   ]);
+  // Parents and ends are stored as distances: up [0, 1, 1, 2] -> parent [-1, 0, 1, 1], gaps [2, 0, 3] -> end [2, 2, 5]
   const parent = new Int32Array(size.length);
   const start = new Float64Array(size.length);
   for (let u = 0; u < size.length; u++) {
@@ -49,21 +50,23 @@ async function loadParts(kind) {
   return { kind, names, of, flat, tree, members };
 }
 
-// Means of the values that are known, and how many are.
+// Mean of the values that are known, NaN if none are.
 function mean(values, rollouts) {
   let sum = 0, count = 0;
   for (const i of rollouts) if (!Number.isNaN(values[i])) (sum += values[i]), count++;
   return count ? sum / count : NaN;
 }
 
-// The nodes on the paths of these rollouts, in depth-first order; slot[u] is the place of u among them until cleared.
+// The nodes on the paths of these rollouts, in depth-first order. slot[u] is the index of u among them; the caller resets
+// it to -1.
 function nodesOf(forest, rollouts) {
   const { parent, end, slot } = forest;
-  const found = [];
+  const visited = [];
   for (const i of rollouts) {
-    for (let u = end[i]; u >= 0 && slot[u] < 0; u = parent[u]) (slot[u] = 0), found.push(u);
+    // A visited node has visited parents, so the walk up stops there.
+    for (let u = end[i]; u >= 0 && slot[u] < 0; u = parent[u]) (slot[u] = 0), visited.push(u);
   }
-  const nodes = Uint32Array.from(found).sort();
+  const nodes = Uint32Array.from(visited).sort();
   nodes.forEach((u, place) => (slot[u] = place));
   return nodes;
 }
@@ -73,7 +76,7 @@ const newNode = (start, parent) => ({
   sums: { reward: [0, 0], advantage: [0, 0] },
 });
 
-// The trie of these rollouts alone: nodes between which none of them branches or ends are one node.
+// The trie of these rollouts alone: a chain of nodes in which none of them branches or ends is one node.
 function treeOf(forest, rollouts) {
   const { size, parent, start, end, slot } = forest;
   const nodes = nodesOf(forest, rollouts);
@@ -127,7 +130,7 @@ function pathTo(node) {
   return path.reverse();
 }
 
-// Where a rollout ends in a tree that holds it.
+// The node of a tree in which a rollout ends.
 function nodeOfRollout(root, rollout) {
   const waiting = [root];
   while (waiting.length) {
@@ -138,9 +141,9 @@ function nodeOfRollout(root, rollout) {
   return null;
 }
 
-// Chunks of text, the latest few of them kept.
+// Chunks of text; the most recently used ones stay in memory, 256 kB each.
 const chunks = new Map();
-const MOST_CHUNKS = 32;
+const MAX_CHUNKS = 32;
 
 function chunkOf(u) {
   const first = page.firstNode;
@@ -155,14 +158,14 @@ function chunkOf(u) {
 
 async function textOf(u) {
   const number = chunkOf(u);
-  const found = chunks.get(number) ?? jsonBlock(`text-${number}`);
-  chunks.delete(number);
-  chunks.set(number, found);
-  if (chunks.size > MOST_CHUNKS) chunks.delete(chunks.keys().next().value);
-  return (await found)[u - page.firstNode[number]];
+  const chunk = chunks.get(number) ?? jsonBlock(`text-${number}`);
+  chunks.delete(number); // a Map keeps the order of insertion, so the first key is the least recently used
+  chunks.set(number, chunk);
+  if (chunks.size > MAX_CHUNKS) chunks.delete(chunks.keys().next().value);
+  return (await chunk)[u - page.firstNode[number]];
 }
 
-// Pieces {text, trained} of a node of a tree, and the number of its tokens that the page does not hold.
+// Pieces {text, trained} of a node of a tree, and the number of its tokens that the page does not contain.
 async function piecesOf(forest, node, most = Infinity) {
   const pieces = [];
   let leftOut = 0, length = 0;
@@ -180,13 +183,13 @@ async function piecesOf(forest, node, most = Infinity) {
   return { pieces, leftOut };
 }
 
-// Special tokens, which the page shows paler and previews leave out.
+// Special tokens: paler in texts, left out of previews.
 const special = page.special.length
   ? new RegExp(`(${page.special.map((token) => token.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|")})`)
   : null;
 const plain = (text) => (special ? text.split(special).filter((_, k) => k % 2 === 0).join(" ") : text);
 
-// Numbers for people.
+// Numbers for readers.
 const count = (value) => Math.round(value).toLocaleString("en-US");
 const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : noun.endsWith("ch") ? "es" : "s"}`;
 const percent = (value) => `${(100 * value).toFixed(1)}\u00a0%`;

@@ -1,9 +1,9 @@
-"""The numbers behind the charts of a report.
+"""The numbers of the charts of a report.
 
     Subject --measure--> Figures: overlap by depth, lengths, groups, POR and ERR over capacities, fill, reward by node
 
-Page, pictures and tables show these same numbers. What is planned here to see what a packing would keep is planned with
-little effort; docs/report.md says how.
+Page, pictures and tables show these same numbers. Plans made here, to predict the sharing that a packing keeps, take
+little effort; docs/report.md describes them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from treepack.trie.trie import Trie
 
 Record = dict[str, Any]
 
-BINS = 24  # of a histogram, about
-CAPACITIES = 6
-FORECAST = 2  # of them, the smallest, that the verdict may take
-LEAST_CAPACITY = 1024
-QUICK_FROM = 20_000  # trajectories from which on capacities are compared with the quickest plan
+BINS = 24  # of a histogram, approximately: narrow enough to show a shape, wide enough for a column of the page
+MAX_CAPACITIES = 6  # default capacities to compare: each needs a plan
+FORECAST_CAPACITIES = 2  # the smallest capacities, among which the verdict chooses
+MIN_CAPACITY = 1024  # default rows are not shorter than this, however short the rollouts are
+REWARD_BINS = 11  # ranges of mean reward in the chart of rewards
+# Trajectories from which on "auto" means the quickest method here: 100,000 of them then take a minute with six plans.
+QUICK_MIN_TRAJECTORIES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a packed directory says: its totals, the tokens of each row, ERR by depth, and the line of its forecast."""
+    """Figures of a packed directory: its totals, the tokens of each row, ERR by depth, and its line of the forecast."""
 
     capacity: int
     row_tokens: Int64
@@ -48,7 +50,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is reported on. `rebuilt` says that the trie was built from the rows, for want of the trie they lay out."""
+    """The data of a report. `rebuilt`: the trie they were packed from is missing, so `trie` was built from the rows."""
 
     name: str
     trie: Trie
@@ -59,12 +61,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Totals, parts and one list of records per chart; `rewards` is empty where no trajectory has one.
+    """Totals, parts and one list of records per chart; `rewards` is empty if no trajectory has one.
 
-    Records: `depths` start, end, tokens_flat, tokens_tree, por and, where packed, err; `lengths`, `group_overlap`,
+    Records: `depths` start, end, tokens_flat, tokens_tree, por and, if packed, err; `lengths`, `group_overlap`,
     `group_sizes` and `fill` start, end, count; `capacities` capacity, err, fill, num_rows, num_too_long, measured;
     `rewards` depth_start, depth_end, reward_start, reward_end, nodes, tokens. `groups_of_one_reward` counts the groups
-    of several rollouts that all have the same reward, `verdict` says whether training `model` on the tree pays.
+    of several rollouts that all have the same reward. `verdict` is a sentence on training `model` on the tree.
     """
 
     totals: Record
@@ -93,17 +95,17 @@ def measure(
     method: str = "auto",
     search: Search | None = None,
 ) -> Figures:
-    """Count everything that the charts show.
+    """Compute all numbers of the charts.
 
     Args:
-        subject: what is reported on.
-        shape: the model that the verdict is for.
-        capacities: capacities to compare ERR at; by default doubling from the least that holds every trajectory.
-        method: how rows are planned for that, as `plan_rows`; "auto" is "contiguous" for many trajectories.
-        search: effort of the method; little by default.
+        subject: the data of the report.
+        shape: the model of the verdict.
+        capacities: capacities at which ERR is compared; default: doubling from the smallest that fits every trajectory.
+        method: method of the plans, as in `plan_rows`; "auto" means "contiguous" for many trajectories.
+        search: effort of the method; low by default.
     """
     trie, packed, search = subject.trie, subject.packed, search or Search("low")
-    if method == "auto" and trie.num_trajectories >= QUICK_FROM:
+    if method == "auto" and trie.num_trajectories >= QUICK_MIN_TRAJECTORIES:
         method = "contiguous"
     sizes = capacities or default_capacities(trie)
     planned = list(plan_capacities(trie, sizes, method=method, too_long="drop", search=search))
@@ -117,6 +119,7 @@ def measure(
     if packed is not None:
         err = {part["start"]: part["err"] for part in packed.err_by_depth}
         depths = [part | ({"err": err[part["start"]]} if part["start"] in err else {}) for part in depths]
+    # Ratios are counted in ranges of 5 %.
     share, rewards = np.arange(21) / 20, rewards_of(trie)
     known = ~np.isnan(rewards)
     return Figures(
@@ -135,11 +138,11 @@ def measure(
         mean_reward=float(rewards[known].mean()) if known.any() else None,
         groups_of_one_reward=_groups_of_one_reward(groups, rewards),
         model=shape.name,
-        verdict=_verdict(subject, shape, planned[:FORECAST], method, search),
+        verdict=_verdict(subject, shape, planned[:FORECAST_CAPACITIES], method, search),
     )
 
 
-_POINT = ("capacity", "err", "fill", "num_rows", "num_too_long", "measured")
+_POINT = "capacity err fill num_rows num_too_long measured".split()  # fields of the records of `capacities`
 
 
 def _capacity(point: Record) -> int:
@@ -155,68 +158,73 @@ def _verdict(subject: Subject, shape: ModelShape, planned: list[PlannedCapacity]
 
 
 def _groups_of_one_reward(groups: SharedParts, rewards: Float64) -> int:
-    least, greatest = np.full(len(groups.names), np.inf), np.full(len(groups.names), -np.inf)
+    low, high = np.full(len(groups.names), np.inf), np.full(len(groups.names), -np.inf)
     known = ~np.isnan(rewards)
+    # `at`, because np.minimum with an index keeps only the last value of each group.
     all_known = np.bincount(groups.of, known, len(groups.names)) == groups.sizes
-    np.minimum.at(least, groups.of[known], rewards[known])
-    np.maximum.at(greatest, groups.of[known], rewards[known])
-    return int((all_known & (groups.sizes > 1) & (least == greatest)).sum())
+    np.minimum.at(low, groups.of[known], rewards[known])
+    np.maximum.at(high, groups.of[known], rewards[known])
+    return int((all_known & (groups.sizes > 1) & (low == high)).sum())
 
 
 def default_capacities(trie: Trie) -> list[int]:
-    """Powers of two from the least that holds the longest trajectory to the first that holds the whole trie."""
-    capacity = max(LEAST_CAPACITY, 1 << (int(trie.lengths.max()) - 1).bit_length())
-    found = [capacity]
-    while found[-1] < trie.tokens_tree and len(found) < CAPACITIES:
-        found.append(2 * found[-1])
-    return found
+    """Return powers of two from the first that fits the longest trajectory to the first that fits the whole trie."""
+    # (1025 - 1).bit_length() = 11 -> 2048, (1024 - 1).bit_length() = 10 -> 1024
+    capacity = max(MIN_CAPACITY, 1 << (int(trie.lengths.max()) - 1).bit_length())
+    capacities = [capacity]
+    while capacities[-1] < trie.tokens_tree and len(capacities) < MAX_CAPACITIES:
+        capacities.append(2 * capacities[-1])
+    return capacities
 
 
 def nice_edges(values: Int64, bins: int = BINS) -> Int64:
-    """About `bins` equal ranges of whole numbers that cover `values`, as wide as 1, 2 or 5 times a power of ten."""
+    """Return about `bins` equal ranges of whole numbers that cover `values`; 1, 2 or 5 times a power of ten wide."""
     low, high = int(values.min()), int(values.max())
-    least = max(1.0, (high - low + 1) / bins)
-    power = 10 ** math.floor(math.log10(least))
-    width = next(width for factor in (1, 2, 5, 10) if (width := factor * power) >= least)
+    # values 130 .. 1,000, 24 bins: at least 36.3 wide -> power 10 -> width 50 -> edges 100, 150, ..., 1050
+    min_width = max(1.0, (high - low + 1) / bins)
+    power = 10 ** math.floor(math.log10(min_width))
+    width = next(width for factor in (1, 2, 5, 10) if (width := factor * power) >= min_width)
     start = low // width * width
-    if width == 1:  # a bar to each side, so that a single one does not fill the chart
+    if width == 1:  # an empty range on each side, so that a single bar does not fill the chart
         return np.arange(max(0, start - 1), high + 3, dtype=np.int64)
     return np.arange(start, high + width + 1, width, dtype=np.int64)
 
 
 def histogram(values: Int64 | Float64, edges: Int64 | Float64) -> list[Record]:
-    """Number of `values` in each range [start, end) of `edges`, the last one closed, as records."""
+    """Return the number of `values` in each range [start, end) of `edges`, the last one closed, as records."""
     counts = np.histogram(values, edges)[0].tolist()
     ranges = zip(edges[:-1].tolist(), edges[1:].tolist(), counts, strict=True)
     return [{"start": start, "end": end, "count": count} for start, end, count in ranges]
 
 
 def passing(trie: Trie) -> tuple[Int64, Int64]:
-    """First and one past the last of the trajectories through each node, which stand together; int64 [num_nodes]."""
+    """Return first and one past the last of the trajectories through each node, which are consecutive; [num_nodes]."""
+    # end_node [1, 3, 3, 4], node 2 with subtree 2 .. 3 -> trajectories 1 .. 2
     first = np.searchsorted(trie.end_node, np.arange(trie.num_nodes), side="left")
     return first.astype(np.int64), np.searchsorted(trie.end_node, trie.node_end, side="left").astype(np.int64)
 
 
 def node_means(trie: Trie, values: Float64) -> Float64:
-    """Mean over the trajectories through each node of those `values` that are not NaN, NaN if none is."""
+    """Return the mean of the `values` of the trajectories through each node, without NaN; NaN if all are."""
     first, end = passing(trie)
     known = ~np.isnan(values)
+    # Sums of runs as differences of prefix sums: [1, 0, 2] -> [0, 1, 1, 3]; trajectories 1 .. 2 -> 3 - 1 = 2
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0))])
     counts = np.concatenate([[0], np.cumsum(known)])
-    number = counts[end] - counts[first]
-    return np.where(number > 0, (sums[end] - sums[first]) / np.maximum(number, 1), np.nan)
+    num_known = counts[end] - counts[first]
+    return np.where(num_known > 0, (sums[end] - sums[first]) / np.maximum(num_known, 1), np.nan)
 
 
 def reward_by_node(trie: Trie) -> list[Record]:
-    """Nodes and tokens by where a node begins and by the mean reward of the trajectories through it."""
+    """Return nodes and tokens by the depth of a node's start and by the mean reward of the trajectories through it."""
     means = node_means(trie, rewards_of(trie))
     known = ~np.isnan(means)
     if not known.any():
         return []
     low, high = float(means[known].min()), float(means[known].max())
-    # Means of equal rewards differ by rounding.
+    # Means of equal rewards differ by rounding, some 1e-16, so that a difference below 1e-9 is none.
     differ = high - low > 1e-9 * max(abs(low), abs(high))
-    rows = np.linspace(low, high, 12) if differ else np.array([low - 0.5, high + 0.5])
+    rows = np.linspace(low, high, REWARD_BINS + 1) if differ else np.array([low - 0.5, high + 0.5])
     columns = nice_edges(np.append(trie.depth[known], 0))
     nodes, tokens = (
         np.histogram2d(trie.depth[known], means[known], (columns, rows), weights=weights)[0].astype(np.int64)
@@ -224,9 +232,12 @@ def reward_by_node(trie: Trie) -> list[Record]:
     )
     return [
         {
-            **{"depth_start": int(columns[i]), "depth_end": int(columns[i + 1])},
-            **{"reward_start": float(rows[j]), "reward_end": float(rows[j + 1])},
-            **{"nodes": int(nodes[i, j]), "tokens": int(tokens[i, j])},
+            "depth_start": int(columns[i]),
+            "depth_end": int(columns[i + 1]),
+            "reward_start": float(rows[j]),
+            "reward_end": float(rows[j + 1]),
+            "nodes": int(nodes[i, j]),
+            "tokens": int(tokens[i, j]),
         }
         for i, j in zip(*np.nonzero(nodes), strict=True)
     ]

@@ -1,7 +1,8 @@
-// What the page does: theme, charts, the list of groups and trees, search, and the text of a node.
+// The behaviour of the page: theme, charts, the list of groups and trees, search, and the text of a node.
 
 const list = { kind: "groups", sort: "overlap", down: true, shown: 0, query: "", part: null, parts: {} };
-const MORE = 50; // rows of the list, and rollouts that match a search
+const MORE = 50; // rows of the list at first, and with each "Show more"
+const MAX_HITS = 8; // rollouts listed for a search
 let forest, tree;
 
 function make(name, attributes = {}, ...inside) {
@@ -14,7 +15,7 @@ function make(name, attributes = {}, ...inside) {
   return made;
 }
 
-// Theme: as the system has it until the button says otherwise.
+// Theme: that of the system until a reader presses the button.
 
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -36,7 +37,7 @@ function startTheme() {
   system();
 }
 
-// Charts: the library travels compressed and draws into the figures.
+// Charts: the page contains Vega compressed, and Vega draws into the figures.
 
 async function drawCharts() {
   const script = document.createElement("script");
@@ -62,7 +63,7 @@ const rows = () => {
 
 function matches(parts, part) {
   if (!list.query) return true;
-  return parts.names[part].toLowerCase().includes(list.query) || list.found.has(part);
+  return parts.names[part].toLowerCase().includes(list.query) || list.matches.has(part);
 }
 
 const VALUES = {
@@ -118,23 +119,23 @@ function showList(more = MORE) {
   }
 }
 
-// Search: names of groups, and ids of rollouts, which are listed by themselves.
+// Search: names of groups, and ids of rollouts, which have a list of their own.
 
 function search() {
   list.query = byId("search").value.trim().toLowerCase();
-  list.found = new Set();
+  list.matches = new Set();
   const parts = list.parts[list.kind];
   const hits = [];
   if (list.query) {
     forest.lower ??= forest.ids.map((id) => String(id).toLowerCase());
     forest.lower.forEach((id, rollout) => {
       if (!id.includes(list.query)) return;
-      list.found.add(parts.of[rollout]);
+      list.matches.add(parts.of[rollout]);
       hits.push(rollout);
     });
   }
   hits.sort((a, b) => forest.lower[a].length - forest.lower[b].length || a - b);
-  const items = hits.slice(0, 8).map((rollout) => {
+  const items = hits.slice(0, MAX_HITS).map((rollout) => {
     const name = parts.names[parts.of[rollout]];
     const go = () => openPart(parts.of[rollout], rollout);
     const where = make("small", {}, ` in ${name}`);
@@ -142,8 +143,8 @@ function search() {
   });
   byId("hits").replaceChildren(...items);
   byId("hits").hidden = !items.length;
-  const told = list.query ? `${plural(hits.length, "rollout")} with this id${hits.length > 8 ? ", 8 shown" : ""}` : "";
-  byId("hit-count").textContent = told;
+  const more = hits.length > MAX_HITS ? `, ${MAX_HITS} shown` : "";
+  byId("hit-count").textContent = list.query ? `${plural(hits.length, "rollout")} with this id${more}` : "";
   showList();
 }
 
@@ -258,11 +259,11 @@ function listen() {
   addEventListener("resize", () => innerWidth !== width && ((width = innerWidth), tree.redraw()));
 }
 
-// Letters that all names begin with, if they are so many that the rest is easier told apart without them.
+// Number of letters that all names begin with; 0 if it is below 6, because then hiding them would not help.
 function commonStart(names) {
   let size = names.length > 1 ? names[0].length : 0;
   for (const name of names) while (!name.startsWith(names[0].slice(0, size))) size--;
-  while (size && /[\p{L}\p{N}]/u.test(names[0][size - 1])) size--; // no word or number is cut
+  while (size && /[\p{L}\p{N}]/u.test(names[0][size - 1])) size--; // cut no word and no number
   return size >= 6 ? size : 0;
 }
 

@@ -1,10 +1,10 @@
-"""A report as one HTML page that needs nothing else: no network, no other file.
+"""A report as one self-contained HTML page: no network, no other file.
 
     Subject, Figures, Texts --render--> page
 
-The page is page.html, page.css and the three scripts beside this file, the specifications of the charts, the blocks of
-the explorer, and Vega, which the package vl-convert-python brings. All that rollouts say is in compressed blocks or
-escaped, is shown as text only, and a content policy keeps the page from loading or sending anything.
+The page contains page.html, page.css and the three scripts of this folder, the specifications of the charts, the blocks
+of the explorer, and Vega from the package vl-convert-python. Every text from a rollout is in a compressed block or
+escaped, and is shown as text only. A content policy keeps the page from loading or sending anything.
 """
 
 from __future__ import annotations
@@ -37,27 +37,29 @@ def render(
     decoded: bool = True,
     special: Sequence[str] = (),
 ) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        subject: what is reported on.
-        figures: what `measure` found in it.
+        subject: the data of the report.
+        figures: its numbers, from `measure`.
         texts: the texts of its nodes; None leaves all text out.
-        decoded: whether they are text rather than token ids.
-        special: special tokens, which are shown paler than the text around them.
+        decoded: whether they are text, not token ids.
+        special: special tokens, which are paler than the text around them.
 
     Raises:
-        TreepackError: the package that brings Vega is not installed.
+        TreepackError: vl-convert-python, which contains Vega, is not installed.
     """
     from jinja2 import Environment
 
     blocks = payload(subject.trie, figures, texts)
+    # mtime=0: a time stamp in the compressed data would change the bytes of equal pages.
     blocks["vega"] = base64.b64encode(gzip.compress(vega().encode(), 9, mtime=0)).decode("ascii")
     drawn = charts(figures)
     settings = {
         "charts": {chart.name: chart.spec for chart in drawn},
         "text": "none" if texts is None else "text" if decoded else "ids",
         "firstNode": [] if texts is None else texts.first_node,
+        # Longest first, because the page joins them into one pattern, which takes the first match.
         "special": sorted(special, key=lambda token: (-len(token), token)),
         "kept": None if texts is None else texts.kept,
     }
@@ -78,13 +80,14 @@ def render(
         text_note=_text_note(texts, decoded=decoded),
         made=_made(subject),
         counts=[(what, f"{number:,}") for what, number in (subject.counts or {}).items()],
+        # No "</script>" may end the block early, whatever a rollout contains.
         settings=json.dumps(settings, separators=(",", ":")).replace("<", "\\u003c"),
         blocks=list(blocks.items()),
     )
 
 
 def vega() -> str:
-    """The JavaScript of Vega, Vega-Lite and Vega-Embed.
+    """Return the JavaScript of Vega, Vega-Lite and Vega-Embed.
 
     Raises:
         TreepackError: vl-convert-python is not installed.
@@ -98,7 +101,7 @@ def vega() -> str:
 
 @cache
 def _bundle() -> str:
-    """What takes three seconds to put together."""
+    """Return the bundle of Vega's packages, which takes three seconds to make."""
     import vl_convert
 
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
@@ -110,19 +113,19 @@ def _file(name: str) -> str:
 
 def _totals(subject: Subject, figures: Figures) -> list[dict[str, Any]]:
     flat = figures.totals["tokens_flat"]
-    found = [("every rollout alone", flat, "flat")]
+    bars = [("every rollout alone", flat, "flat")]
     if subject.packed is not None:
-        found.append(("in packed rows", subject.packed.totals["tokens_packed"], "packed"))
-    found.append(("every shared prefix once", figures.totals["tokens_tree"], "tree"))
+        bars.append(("in packed rows", subject.packed.totals["tokens_packed"], "packed"))
+    bars.append(("every shared prefix once", figures.totals["tokens_tree"], "tree"))
     return [
         {"what": what, "value": f"{tokens:,}", "kind": kind, "share": f"{100 * min(1, tokens / flat):.2f}"}
-        for what, tokens, kind in found
+        for what, tokens, kind in bars
     ]
 
 
 def _tiles(subject: Subject, figures: Figures) -> list[tuple[str, str]]:
     totals, packed = figures.totals, subject.packed
-    found = [
+    tiles = [
         ("rollouts", f"{totals['num_trajectories']:,}"),
         ("groups", f"{totals['num_groups']:,}"),
         ("trees", f"{totals['num_trees']:,}"),
@@ -131,23 +134,24 @@ def _tiles(subject: Subject, figures: Figures) -> list[tuple[str, str]]:
         ("POR", percent(totals["por"])),
     ]
     if packed is not None:
-        found += [("ERR", percent(packed.totals["err"])), ("rows", f"{packed.totals['num_rows']:,}")]
-        found += [("fill", percent(packed.totals["fill"]))]
-    return found
+        tiles += [("ERR", percent(packed.totals["err"])), ("rows", f"{packed.totals['num_rows']:,}")]
+        tiles += [("fill", percent(packed.totals["fill"]))]
+    return tiles
 
 
 def _text_note(texts: Texts | None, *, decoded: bool) -> str:
     if texts is None:
-        return "This page holds no text (--no-text)."
-    told = [] if decoded else ["Token ids stand for text, because no tokenizer is at hand (--tokenizer)."]
+        return "This page contains no text (--no-text)."
+    sentences = [] if decoded else ["The page shows token ids, not text, because no tokenizer is known (--tokenizer)."]
     if texts.kept is not None:
         kept = f"the first {texts.kept:,} tokens" if texts.kept else "no token"
-        told.append(f"Of each node the page holds {kept}: {texts.tokens_left_out:,} are left out (--text-limit).")
-    return " ".join(told)
+        left_out = f"{texts.tokens_left_out:,} are left out (--text-limit)"
+        sentences.append(f"The page contains {kept} of each node: {left_out}.")
+    return " ".join(sentences)
 
 
 def _made(subject: Subject) -> str:
-    told = f"Made by treepack {__version__} from {subject.name}."
+    text = f"Made by treepack {__version__} from {subject.name}."
     if subject.rebuilt:
-        told += " The trie was built anew from the rows, because the one they lay out is not there."
-    return told
+        text += " The trie was rebuilt from the rows, because the trie they were packed from is missing."
+    return text

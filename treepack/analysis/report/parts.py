@@ -1,10 +1,13 @@
-"""Trajectories by group or by tree: how many each part holds, what they share, how they were rewarded.
+"""Trajectories by group or by tree: their number, their shared tokens and their mean reward.
 
-    Trie --groups_of / trees_of--> Parts
+    Trie --groups_of / trees_of--> SharedParts
 
-What a part would be as a trie of its own needs no trie: sorted as they are, a trajectory adds to its part what it does
-not share with the one of the same part before it, and what two trajectories share is the least that any two neighbours
-between them share.
+The size of a part's own trie is computed without building that trie. The trajectories of a trie are sorted, so a
+trajectory adds to its part the tokens that it does not share with the previous one of the same part. Two trajectories
+share the minimum of the tokens that neighbours between them share.
+
+    shared with previous   -  5  2  6      trajectories 0 and 2 of one part share min(5, 2) = 2 tokens
+    part                   a  b  a  b      1 and 3 share min(2, 6) = 2
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """A partition of the trajectories: `of` [num_trajectories] is the part of each, the rest has one value per part.
+    """A partition of the trajectories: `of` [num_trajectories] is the part of each; other fields are per part.
 
-    `flat` and `tree` are N_flat and N_tree of the part alone, `reward` the mean of the known rewards or else NaN.
+    `flat` and `tree` are N_flat and N_tree of the part alone; `reward` is the mean of the known rewards, or else NaN.
     """
 
     names: list[str]
@@ -33,33 +36,33 @@ class SharedParts:
 
     @property
     def overlap(self) -> Float64:
-        """POR of each part alone, float64 [num_parts]."""
+        """Return the POR of each part alone, float64 [num_parts]."""
         return 1 - self.tree / self.flat
 
 
 def groups_of(trie: Trie) -> SharedParts:
-    """The groups, in order of step and name; where trajectories have steps, the step is part of the name."""
+    """Return the groups in order of step and name; if trajectories have steps, the step is part of the name."""
     steps, groups = trie.trajectories["step"].to_pylist(), trie.trajectories["group_id"].to_pylist()
     keys = list(zip(trie.step_rank.tolist(), groups, strict=True))
-    shown = {key: key[1] if step is None else f"{key[1]} (step {step})" for key, step in zip(keys, steps, strict=True)}
-    order = sorted(shown)
+    labels = {key: key[1] if step is None else f"{key[1]} (step {step})" for key, step in zip(keys, steps, strict=True)}
+    order = sorted(labels)
     rank = {key: i for i, key in enumerate(order)}
-    return _parts(trie, np.array([rank[key] for key in keys], np.int64), [shown[key] for key in order])
+    return _parts(trie, np.array([rank[key] for key in keys], np.int64), [labels[key] for key in order])
 
 
 def trees_of(trie: Trie) -> SharedParts:
-    """The trees, in order."""
+    """Return the trees, in order."""
     return _parts(trie, trie.tree_id[trie.end_node].astype(np.int64), [f"tree {i + 1}" for i in range(trie.num_trees)])
 
 
 def rewards_of(trie: Trie) -> Float64:
-    """Reward of each trajectory, NaN where there is none, float64 [num_trajectories]."""
+    """Return the reward of each trajectory, NaN if it has none, float64 [num_trajectories]."""
     rewards: Float64 = trie.trajectories["reward"].combine_chunks().to_numpy(zero_copy_only=False).astype(np.float64)
     return rewards
 
 
 def mean_by(index: Int64, values: Float64, count: int) -> Float64:
-    """Mean of the values that are not NaN at each of `count` indices, NaN where there is none."""
+    """Return the mean of the values that are not NaN at each of `count` indices, NaN for an index without values."""
     known = ~np.isnan(values)
     sums = np.bincount(index[known], weights=values[known], minlength=count)
     numbers = np.bincount(index[known], minlength=count)
@@ -68,10 +71,11 @@ def mean_by(index: Int64, values: Float64, count: int) -> Float64:
 
 def _parts(trie: Trie, of: Int64, names: list[str]) -> SharedParts:
     lengths, count = trie.lengths, len(names)
+    # of [0, 1, 0, 1] -> order [0, 2, 1, 3]: a stable sort keeps the order of the trie within each part.
     order = np.argsort(of, kind="stable")
     same = of[order[1:]] == of[order[:-1]]
     shared = np.zeros(len(order), np.int64)
-    shared[1:][same] = _least_between(_shared_with_previous(trie), order[:-1][same], order[1:][same])
+    shared[1:][same] = _minima_between(_shared_with_previous(trie), order[:-1][same], order[1:][same])
     return SharedParts(
         names=names,
         of=of,
@@ -89,22 +93,28 @@ def _sums(index: Int64, values: Int64, count: int) -> Int64:
 
 
 def _shared_with_previous(trie: Trie) -> Int64:
-    """Tokens that each trajectory shares with the one before it: the node that follows its end is the first new one."""
+    """Return the number of tokens that each trajectory shares with the one before it."""
+    # Nodes are depth-first, so the node after the end of a trajectory is the first new one of the next trajectory, and
+    # its depth is the number of shared tokens. Equal ends are equal trajectories, which share everything.
     ends = trie.end_node.astype(np.int64)
     first_new = np.minimum(ends[:-1] + 1, trie.num_nodes - 1)
     shared = np.where(ends[1:] > ends[:-1], trie.depth[first_new], trie.lengths[1:])
     return np.concatenate([[0], shared]).astype(np.int64)
 
 
-def _least_between(values: Int64, after: Int64, until: Int64) -> Int64:
-    """The least of `values[after + 1 .. until]` for each pair, by minima over runs of 1, 2, 4, ... values."""
-    least = np.zeros(len(after), np.int64)
+def _minima_between(values: Int64, after: Int64, until: Int64) -> Int64:
+    """Return the minimum of `values[after + 1 .. until]` for each pair, by minima over runs of 1, 2, 4, ... values.
+
+    O(n log n) for n values.
+    """
+    # A range of 5 values is covered by two overlapping runs of 4: positions 1-4 and 2-5.
+    minima = np.zeros(len(after), np.int64)
     span = until - after
     run, size = values, 1
-    while True:  # run[i] is the least of the `size` values from i on
+    while True:  # run[i] is the minimum of the `size` values from i on
         now = (span >= size) & (span < 2 * size)
-        least[now] = np.minimum(run[after[now] + 1], run[until[now] - size + 1])
+        minima[now] = np.minimum(run[after[now] + 1], run[until[now] - size + 1])
         if 2 * size > span.max(initial=0):
-            return least
+            return minima
         run = np.minimum(run[:-size], run[size:])
         size *= 2

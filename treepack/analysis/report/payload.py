@@ -1,10 +1,10 @@
-"""What the explorer of a page reads: columns of the forest, names and texts, compressed and written as base64.
+"""The data that the explorer of a page reads: columns of the forest, names and texts, compressed, as base64.
 
     Subject, Figures, Texts --payload--> {name: base64 of gzip}
 
-Little-endian arrays, one value per node (length, parent as the distance back to it, 0 at a root) or per trajectory
-(end node as the distance from the one before, part, reward and advantage, NaN where unknown); JSON for the rest. Base64
-holds no character that HTML could take for markup, whatever a rollout says.
+Little-endian arrays, one value per node (length; parent as the distance back to it, 0 at a root) or per trajectory
+(end node as the distance from the previous one; part; reward and advantage, NaN if unknown); JSON for the rest. Base64
+has no character that HTML could read as markup, whatever a rollout contains.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from treepack.trie.trie import Trie
 
 
 def payload(trie: Trie, figures: Figures, texts: Texts | None) -> dict[str, str]:
-    """Blocks of the page by name: `forest-*`, `ids`, `groups-*`, `trees-*`, and `text-0`, `text-1`, ..."""
+    """Return the blocks of the page by name: `forest-*`, `ids`, `groups-*`, `trees-*`, and `text-0`, `text-1`, ..."""
     each = np.arange(trie.num_nodes)
+    # Distances are small numbers, which compress well: parents [-1, 0, 1, 1] -> up [0, 1, 1, 2]
     blocks = {
         "forest-size": _array(trie.node_length, "<u4"),
         "forest-up": _array(np.where(trie.parent < 0, 0, each - trie.parent), "<u4"),
@@ -44,12 +45,15 @@ def payload(trie: Trie, figures: Figures, texts: Texts | None) -> dict[str, str]
 
 
 def advantages_of(trie: Trie) -> Float64:
-    """Advantage of each trajectory, the mean over its trained tokens where each has one, NaN where unknown."""
+    """Return the advantage of each trajectory, or the mean over its trained tokens if they have one; NaN if unknown."""
     scalars: Float64 = trie.trajectories["advantage"].combine_chunks().to_numpy(zero_copy_only=False).astype(np.float64)
     if trie.trajectories["advantages"].null_count == trie.num_trajectories:
         return scalars
     lists = list_values(trie.trajectories, "advantages")
-    means = [scalar if own is None or not len(own) else own.mean() for own, scalar in zip(lists, scalars, strict=True)]
+    means = [
+        scalar if values is None or not len(values) else values.mean()
+        for values, scalar in zip(lists, scalars, strict=True)
+    ]
     return np.array(means, np.float64)
 
 

@@ -1,4 +1,4 @@
-"""The charts of a report as PNG files for papers, and the tree of its biggest group.
+"""The charts of a report as PNG files for papers, and the tree of its largest group.
 
     Subject, Figures --write_pictures--> overlap-by-depth.png, lengths.png, ..., tree.png
 
@@ -30,14 +30,15 @@ if TYPE_CHECKING:
 _BLUE, _RED, _TEXT, _GREY, _RULE = "#0072B2", "#D55E00", "#222222", "#6B6B6B", "#E4E4E4"
 _LOW_TO_HIGH = ("#D55E00", "#E9C9B0", "#ECEBE6", "#A9CDE6", "#0072B2")
 _FEW_TO_MANY = ("#DCEAF5", "#56A3D9", "#00406B")
-_DPI = 300
+_DPI = 300  # the usual minimum of journals
 _SIZE = (4.2, 2.6)  # inches: a column of a paper
+_TREE_SIZE = (7.0, 3.6)  # inches: its full width
 
 Draw = Callable[["Axes", Subject, Figures], None]
 
 
 def write_pictures(subject: Subject, figures: Figures, directory: Path) -> list[Path]:
-    """Write a PNG file for each chart that the figures allow; returns their paths.
+    """Write a PNG file for each chart with data, and return their paths.
 
     Raises:
         TreepackError: matplotlib is not installed, or a file cannot be written.
@@ -48,14 +49,14 @@ def write_pictures(subject: Subject, figures: Figures, directory: Path) -> list[
             continue
         figure = _figure(subject, figures, draw)
         with finished_file(directory / name) as temporary:
-            # The name of matplotlib's version, which it writes by default, would change the bytes.
+            # By default, matplotlib writes its version into the file, which would change the bytes.
             figure.savefig(temporary, format="png", backend="agg", dpi=_DPI, metadata={"Software": None})
         written.append(directory / name)
     return written
 
 
 def figure_class() -> type[Figure]:
-    """The class of matplotlib that pictures are made of.
+    """Return matplotlib's class of pictures.
 
     Raises:
         TreepackError: matplotlib is not installed.
@@ -68,7 +69,7 @@ def figure_class() -> type[Figure]:
 
 
 def _figure(subject: Subject, figures: Figures, draw: Draw) -> Figure:
-    figure = figure_class()(figsize=(7.0, 3.6) if draw is _tree else _SIZE, facecolor="white", layout="constrained")
+    figure = figure_class()(figsize=_TREE_SIZE if draw is _tree else _SIZE, facecolor="white", layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_GREY)
@@ -109,6 +110,7 @@ def _bars(records: list[Record], x: str, y: str, *, share: bool = False) -> Draw
         del subject, figures
         starts = np.array([record["start"] for record in records])
         widths = np.array([record["end"] for record in records]) - starts
+        # A bar for one number is centred on it: 7 is drawn from 6.5 to 7.5.
         centre = -0.5 if not share and (widths == 1).all() else 0.0
         counts = [record["count"] for record in records]
         axes.bar(starts + centre + 0.03 * widths, counts, 0.94 * widths, align="edge", color=_BLUE)
@@ -174,13 +176,13 @@ def _rewards(axes: Axes, subject: Subject, figures: Figures) -> None:
         for record in records
     ]
     tokens = np.array([record["tokens"] for record in records])
-    found = PatchCollection(
+    patches = PatchCollection(
         cells, cmap=_colours(_FEW_TO_MANY), norm=LogNorm(1, max(2, tokens.max())), edgecolor="white"
     )
-    found.set_array(tokens)
-    axes.add_collection(found)
+    patches.set_array(tokens)
+    axes.add_collection(patches)
     axes.autoscale_view()
-    bar = axes.figure.colorbar(found, ax=axes)
+    bar = axes.figure.colorbar(patches, ax=axes)
     bar.set_label("tokens", color=_TEXT, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
@@ -196,21 +198,22 @@ def _tree(axes: Axes, subject: Subject, figures: Figures) -> None:
     blocks = outline(subject.trie, np.flatnonzero(figures.groups.of == part))
     rewarded = not all(np.isnan(block.reward) for block in blocks)
     values = np.array([block.reward if rewarded else block.count for block in blocks])
+    # Numbers of rollouts fall by orders of magnitude along the tree, so their scale is logarithmic.
     norm: Any = LogNorm(1, max(2, values.max()))
     if rewarded:
         rewards = rewards_of(subject.trie)
         low, high = float(np.nanmin(rewards)), float(np.nanmax(rewards))
         norm = Normalize(low, high) if high > low else Normalize(low - 0.5, high + 0.5)
     colours = _colours(_LOW_TO_HIGH if rewarded else _FEW_TO_MANY)
-    found = PatchCollection([_block(block, Rectangle) for block in blocks], cmap=colours, norm=norm)
-    found.set_array(np.ma.masked_invalid(values))
-    found.set(edgecolor="white", linewidth=0.4)
-    axes.add_collection(found)
+    patches = PatchCollection([_block(block, Rectangle) for block in blocks], cmap=colours, norm=norm)
+    patches.set_array(np.ma.masked_invalid(values))
+    patches.set(edgecolor="white", linewidth=0.4)
+    axes.add_collection(patches)
     axes.autoscale_view()
-    axes.invert_yaxis()
+    axes.invert_yaxis()  # the first row at the top, as in the explorer
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
-    bar = axes.figure.colorbar(found, ax=axes)
+    bar = axes.figure.colorbar(patches, ax=axes)
     bar.set_label("mean reward" if rewarded else "rollouts", color=_TEXT, fontsize=9)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)

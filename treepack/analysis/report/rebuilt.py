@@ -1,9 +1,9 @@
-"""The trajectories that packed rows hold, as a trie: for a packed directory whose trie is not there.
+"""The trie of the trajectories in packed rows, for a packed directory whose trie is missing.
 
     Row, Row, ... --trie_of_rows--> Trie
 
-Rows know ids, groups, steps, rewards and advantages. Without terms they do not say which of several trajectories trains
-a token, so all of them are said to.
+Rows contain ids, groups, steps, rewards and advantages. Rows without terms do not record which of several trajectories
+trains a token; in the trie, all of them train it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def _trajectories(row: Row) -> Iterator[Trajectory]:
         advantages = reward = None
         trained = row.loss_weight[path] > 0
         if terms is not None:
-            own = np.flatnonzero(terms.trajectory == i)
+            own_terms = np.flatnonzero(terms.trajectory == i)
             trained = np.zeros(len(path), np.bool_)
-            trained[row.position_ids[terms.token[own]]] = True
-            advantages = _known(terms.advantage, own)
+            # Terms name row indices; the position of a token is its index on the path.
+            trained[row.position_ids[terms.token[own_terms]]] = True
+            advantages = _complete(terms.advantage, own_terms)
             if terms.trajectory_rewards is not None and not np.isnan(terms.trajectory_rewards[i]):
                 reward = float(terms.trajectory_rewards[i])
         content = Tokens(row.input_ids[path], *spans_of_mask(trained.astype(np.float64)), advantages=advantages)
@@ -52,12 +53,15 @@ def _trajectories(row: Row) -> Iterator[Trajectory]:
 
 
 def _path(row: Row, end: int) -> Int64:
-    """Row indices from the root to `end`."""
+    """Return the row indices from the root to `end`."""
+    # The ancestors of a token are the earlier tokens whose subtree has not ended: subtree_end [5, 3, 3, 5, 5], end 3
+    # -> tokens 0 and 3
     above = np.arange(end + 1)
     return above[row.subtree_end[: end + 1] > end].astype(np.int64)
 
 
-def _known(values: Float64 | None, own: Int64) -> Float64 | None:
-    if values is None or np.isnan(values[own]).any():
+def _complete(values: Float64 | None, terms: Int64) -> Float64 | None:
+    """Return the values of `terms`, None if there are none or one is NaN."""
+    if values is None or np.isnan(values[terms]).any():
         return None
-    return values[own]
+    return values[terms]

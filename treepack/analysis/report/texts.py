@@ -1,9 +1,9 @@
-"""The text of every node, which parts of it are trained, and how much of it a page may hold.
+"""The text of every node, cut at the bounds of its trained parts, within a limit for the page.
 
     Trie, decode --node_texts--> Texts: chunks of JSON, each for a run of consecutive nodes
 
-A text is a list of pieces, trained and untrained in turn, the first one untrained and perhaps empty. Where a limit is
-set, every node keeps as many of its first tokens as all can have alike.
+A text is a list of pieces, untrained and trained in turn; the first one is untrained and may be empty. If the limit is
+too small for all tokens, every node keeps its first tokens, the same maximum number for all nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from treepack.pack.weights import times_trained
 from treepack.trajectory import Int32, Int64
 from treepack.trie.trie import Trie
 
-CHUNK_CHARACTERS = 1 << 18
+CHUNK_CHARACTERS = 1 << 18  # 256 kB: the page decompresses one chunk to show one node, within some milliseconds
+CHARACTERS_PER_TOKEN = 4  # of English and code, roughly
 
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -29,7 +30,7 @@ Decode = Callable[[list[list[int]]], list[str]]
 class Texts:
     """Texts of all nodes. `chunks[i]` is JSON, a list of pieces for each node from `first_node[i]` on.
 
-    `kept` is the most tokens that a node shows, None if all are there; `tokens_left_out` counts what is not.
+    `kept` is the maximum number of tokens of a node, None if no token is left out; `tokens_left_out` counts the others.
     """
 
     chunks: list[bytes]
@@ -39,51 +40,54 @@ class Texts:
 
 
 def ids_as_text(sequences: list[list[int]]) -> list[str]:
-    """Token ids themselves, where no tokenizer is known."""
+    """Return token ids as text, for use without a tokenizer."""
     return ["".join(f"{token} " for token in ids) for ids in sequences]
 
 
 def decoder_of(tokenizer: Any) -> Decode:
-    """Text of token ids, special tokens included.
+    """Return a function from token ids to text, with special tokens written out.
 
-    Some decoders drop the space before the first word of what they are given, so all are given a letter before it.
+    Some decoders drop the space before the first word of a text. So each text is decoded with a letter before it, which
+    is then removed.
     """
     backend = tokenizer.backend_tokenizer
     lead = backend.encode("a", add_special_tokens=False).ids[-1:]
     letter = backend.decode(lead, skip_special_tokens=False)
 
     def decode(sequences: list[list[int]]) -> list[str]:
-        found = backend.decode_batch([lead + ids for ids in sequences], skip_special_tokens=False)
+        decoded = backend.decode_batch([lead + ids for ids in sequences], skip_special_tokens=False)
         return [
             text[len(letter) :] if text.startswith(letter) else backend.decode(ids, skip_special_tokens=False)
-            for text, ids in zip(found, sequences, strict=True)
+            for text, ids in zip(decoded, sequences, strict=True)
         ]
 
     return decode
 
 
 def node_texts(trie: Trie, decode: Decode, *, limit: int) -> Texts:
-    """Decode at most `limit` tokens of the nodes, each node's first ones.
+    """Return at most `limit` tokens of the nodes as text, the first ones of each node.
 
     A token is trained if any trajectory trains it. One call of `decode` for each chunk.
     """
     sizes = trie.node_length
-    most = _most_alike(sizes, limit)
-    kept = np.minimum(sizes, most)
+    max_kept = _common_limit(sizes, limit)
+    kept = np.minimum(sizes, max_kept)
     trained = times_trained(trie) > 0
     chunks, first_node = [], []
     for a, b in _runs(kept):
         first_node.append(a)
+        # pieces [[[7, 8], [9]], [[], [4]]] of two nodes: only the three lists that are not empty are decoded.
         pieces = list(_pieces(trie, kept, trained, a, b))
         texts = iter(decode([ids for node in pieces for ids in node if ids]))
         nodes = [[next(texts) if ids else "" for ids in node] for node in pieces]
         chunks.append(json.dumps(nodes, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
     left_out = int((sizes - kept).sum())
-    return Texts(chunks, first_node, most if left_out else None, left_out)
+    return Texts(chunks, first_node, max_kept if left_out else None, left_out)
 
 
-def _most_alike(sizes: Int64, limit: int) -> int:
-    """The greatest number such that the nodes, each cut to so many tokens, have at most `limit` together."""
+def _common_limit(sizes: Int64, limit: int) -> int:
+    """Return the maximum number of tokens to which all nodes can be cut, so that they have at most `limit` together."""
+    # sizes [2, 5, 9], limit 10: 4 gives 2 + 4 + 4 = 10, 5 gives 12 -> 4
     low, high = 0, int(sizes.max())
     while low < high:
         middle = (low + high + 1) // 2
@@ -95,20 +99,21 @@ def _most_alike(sizes: Int64, limit: int) -> int:
 
 
 def _runs(kept: Int64) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive nodes of about `CHUNK_CHARACTERS`, at four characters a token."""
+    """Yield runs [start, end) of consecutive nodes with about `CHUNK_CHARACTERS` together."""
     before = np.concatenate([[0], np.cumsum(kept)])
     start = 0
     while start < len(kept):
-        end = int(np.searchsorted(before, before[start] + CHUNK_CHARACTERS // 4))
+        end = int(np.searchsorted(before, before[start] + CHUNK_CHARACTERS // CHARACTERS_PER_TOKEN))
         yield start, (end := min(max(end, start + 1), len(kept)))
         start = end
 
 
 def _pieces(trie: Trie, kept: Int64, trained: np.ndarray[Any, np.dtype[np.bool_]], a: int, b: int) -> Iterator[Any]:
-    """For each node the token ids of its pieces, untrained and trained in turn."""
+    """Yield the token ids of the pieces of each node, untrained and trained in turn."""
     starts = trie.node_start[a:b].tolist()
     for start, size in zip(starts, kept[a:b].tolist(), strict=True):
         flags, tokens = trained[start : start + size], trie.tokens[start : start + size]
+        # flags [1, 1, 0] -> cuts [2] -> pieces [], [first two], [third]: the first piece is always untrained
         cuts = np.flatnonzero(flags[1:] != flags[:-1]) + 1
         yield [[]] * int(bool(size and flags[0])) + _split(tokens, cuts)
 

@@ -1,16 +1,16 @@
-// One tree as SVG: root at the left, nodes as wide as their tokens, as tall as the rollouts in sight below them.
+// One tree as SVG: root at the left, nodes as wide as their tokens and as tall as the visible rollouts below them.
 //
 //   new TreeView({svg, forest, onOpen, onChange}): show(root), select, reveal and zoom(node), setColour(key)
 //
-// A node in sight is an item; what is not drawn of its branches is one more item, a stub, that opens them. Left and
-// right arrows go to parent and first branch, up and down to siblings, Enter opens the text of a node or a stub.
+// A visible node is an item. Its branches that are not drawn are one more item, a stub, which opens them. The left and
+// right arrows move to the parent and the first branch, up and down to siblings; Enter opens a stub or the text of a node.
 
 const SVG = "http://www.w3.org/2000/svg";
-const ROWS = 160; // rows that are opened at first, and most children at once
-const OPEN = 1500; // nodes that are opened at first, at most
-const NARROW = 3; // pixels below which branches wait behind a stub
+const ROWS = 160; // rows that are open at first, and maximum children at once: a few screens
+const MAX_OPEN = 1500; // nodes that are open at first
+const NARROW = 3; // pixels: narrower branches are a stub
 const STUB = 76; // pixels
-const LETTER = 7; // pixels of a character, about
+const LETTER = 7; // pixels of a character, approximately
 const FROM_LOW = ["--low", "--mid", "--high"];
 const COLOURS = { reward: FROM_LOW, advantage: FROM_LOW, scale: ["--few", "--many"] };
 
@@ -22,11 +22,11 @@ function element(name, attributes = {}, parent = null, text = null) {
   return made;
 }
 
-// Open level after level, as long as there are rows and what lies below a node is wide enough.
+// Open level after level while there are free rows and the part below a node is wide enough.
 function openSome(focus, pixelsPerToken) {
   let rows = 1;
   const waiting = [focus];
-  for (let k = 0; k < Math.min(waiting.length, OPEN) && rows < ROWS; k++) {
+  for (let k = 0; k < Math.min(waiting.length, MAX_OPEN) && rows < ROWS; k++) {
     const node = waiting[k];
     const below = node.far - node.start - node.size;
     if (!node.children.length || (node !== focus && below * pixelsPerToken < NARROW)) continue;
@@ -36,7 +36,7 @@ function openSome(focus, pixelsPerToken) {
   }
 }
 
-// Items in sight, depth-first, with the row and number of rows of each. No recursion: trees can be thousands deep.
+// Visible items, depth-first, with the row and number of rows of each. No recursion: trees can be thousands deep.
 function itemsOf(focus) {
   const items = [];
   const waiting = [{ node: focus, parent: null, place: 1, of: 1 }];
@@ -75,18 +75,18 @@ function scaleOf(key) {
   };
 }
 
-// The range of what a tree is coloured by: rewards of all rollouts, advantages around 0, or the number of rollouts.
+// The range of a tree's colours: rewards of all rollouts, advantages symmetric around 0, or numbers of rollouts.
 function domainOf(key, root, forest) {
   if (key === "scale") return [0, Math.log2(Math.max(2, root.count))];
   const values = forest[key].filter((value) => !Number.isNaN(value));
   let low = Infinity, high = -Infinity;
   for (const value of values) (low = Math.min(low, value)), (high = Math.max(high, value));
-  const most = Math.max(Math.abs(low), Math.abs(high), 1e-9);
-  if (key === "advantage") return [-most, most];
+  const limit = Math.max(Math.abs(low), Math.abs(high), 1e-9);
+  if (key === "advantage") return [-limit, limit];
   return high > low ? [low, high] : [low - 0.5, low + 0.5];
 }
 
-// Where a line of text that begins at `at` ends: at a space, if there is one in its second half.
+// The end of a line of text that begins at `at`: a space, if there is one in the second half of the line.
 function lineEnd(text, at, letters) {
   const end = at + letters;
   if (end >= text.length) return text.length;
@@ -118,7 +118,7 @@ class TreeView {
     });
   }
 
-  // Width of the picture, of the gutter at its right with the ends of rows, and pixels per token between.
+  // Width of the picture, width of the gutter at the right with the ends of rows, and pixels per token between them.
   geometry() {
     const width = Math.max(280, this.svg.parentElement.clientWidth - 6);
     const gutter = width < 620 ? 54 : 190;
@@ -180,7 +180,7 @@ class TreeView {
     });
   }
 
-  // At the right edge: what a row ends in.
+  // The rollouts in which a row ends, at the right edge.
   drawEnd(item, box, { width, gutter }, layer, height) {
     const { node } = item;
     if (item.stub || node.children.length || height < 12) return;
@@ -218,12 +218,12 @@ class TreeView {
     this.svg.setAttribute("viewBox", `0 0 ${measures.width} ${rows * height}`);
     this.svg.setAttribute("width", measures.width);
     this.svg.setAttribute("height", rows * height);
-    const held = this.svg.contains(document.activeElement);
+    const hadFocus = this.svg.contains(document.activeElement);
     this.svg.replaceChildren(layer, ends);
     const before = this.active;
     this.items = items;
     const same = items.filter((item) => item.node === before?.node);
-    this.setActive(same.find((item) => !item.stub === !before.stub) ?? same[0] ?? items[0], held);
+    this.setActive(same.find((item) => !item.stub === !before.stub) ?? same[0] ?? items[0], hadFocus);
     this.onChange({ key: this.key, domain, colour, zoomed: this.focus !== this.root });
   }
 
@@ -268,7 +268,7 @@ class TreeView {
     event.preventDefault();
   }
 
-  // Let a node be at the left edge; the root without one.
+  // Move a node to the left edge; without a node, the root.
   zoom(node) {
     this.focus = node ?? this.root;
     openSome(this.focus, this.geometry().scale);
@@ -282,14 +282,14 @@ class TreeView {
     this.svg.parentElement.scrollTo(0, 0);
   }
 
-  // The whole tree, or else the greatest part of it in which a node is wide enough to be seen.
+  // The whole tree, or else its largest part in which a node is wide enough to be visible.
   viewOf(node) {
     this.focus = this.root;
     const widest = (node.size * this.geometry().scale * (this.root.far - this.root.start)) / NARROW;
     return [this.root, ...pathTo(node)].find((above) => above.far - above.start <= widest) ?? node;
   }
 
-  // Bring a node into sight, however deep behind stubs, and open it.
+  // Make a node visible, however deep inside stubs, and open it.
   reveal(node) {
     for (let at = node; at.parent; at = at.parent) {
       const place = at.parent.children.indexOf(at);

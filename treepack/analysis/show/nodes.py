@@ -78,7 +78,7 @@ class Nodes:
         if num_trained and not self.by_turn:
             turns, total = trained_runs(weight), float(weight.sum())
             parts.append(Text(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), TRAINED))
-            # 1e-9: a sum of weights of 1 may be off by rounding, and "loss weight 3" after "3 trained" says nothing.
+            # 1e-9: a sum of weights of 1 may be off by rounding, and "loss weight 3" after "3 trained" is no news.
             if abs(total - num_trained) > 1e-9 * num_trained:
                 parts.append(Text(f"loss weight {number(total)}", TRAINED))
         place: int | str = int(self.places[node])

@@ -1,8 +1,8 @@
-"""What a user names: a group, a trajectory or a row; and what is there instead if it is not found.
+"""Look up the group, trajectory or row that a user names, or list the names nearest to an unknown one.
 
     'a1', ['a10', 'a2', 'b']   ->   DIR: has no trajectory 'a1'; give one of its 3, such as 'a10', 'a2'
 
-A conversation of which tokenisation made several samples names all of them.
+If tokenisation made several samples of a conversation, the id of the conversation names all of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from treepack.pack.row import Row
 from treepack.trajectory import Float64, Int64, Trajectory
 from treepack.trie.trie import Trie
 
-COMPARED = 5000  # names before and behind the place of an unknown one that are compared with it
-SAMPLE = re.compile(r"/(turn|part)-\d+")  # what tokenisation adds to the id of a conversation of several samples
+# Sorted names on each side of an unknown name that are compared with it: 10,000 comparisons take half a second. The
+# right name is among them unless its first letters are wrong.
+NUM_COMPARED = 5000
+SAMPLE = re.compile(r"/(turn|part)-\d+")  # the suffix that tokenisation adds to the id of a conversation
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedGroup:
-    """A group of a trie: its tokens if each trajectory stands alone, and those of the tree of the group alone."""
+    """A group of a trie: its tokens with each trajectory alone, and its tokens in a tree of this group alone."""
 
     group_id: str
     num_trajectories: int
@@ -47,79 +49,80 @@ class SelectedGroup:
 
 
 def groups(trie: Trie) -> list[SelectedGroup]:
-    """The groups of a trie by falling overlap, then falling size; O(nodes of every group's paths)."""
+    """Return the groups of a trie, highest overlap first, then the largest; O(nodes on the paths of each group)."""
     names = trie.trajectories["group_id"].to_pylist()
     parents, sizes, lengths = trie.parent.tolist(), trie.node_length.tolist(), trie.lengths.tolist()
     rewards = trie.trajectories["reward"].to_pylist()
     members: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         members.setdefault(name, []).append(i)
-    found = []
-    for name, own in members.items():
+    result = []
+    for name, indices in members.items():
         seen: set[int] = set()
-        for node in trie.end_node[own].tolist():
+        for node in trie.end_node[indices].tolist():
+            # The rest of a path that reaches a seen node was seen, too.
             while node >= 0 and node not in seen:
                 seen.add(node)
                 node = parents[node]
-        given = [np.nan if rewards[i] is None else rewards[i] for i in own]
-        tokens = sum(lengths[i] for i in own), sum(sizes[node] for node in seen)
-        found.append(SelectedGroup(name, len(own), *tokens, np.array(given, np.float64)))
-    return sorted(found, key=lambda group: (-group.por, -group.tokens_flat, group.group_id))
+        group_rewards = [np.nan if rewards[i] is None else rewards[i] for i in indices]
+        tokens = sum(lengths[i] for i in indices), sum(sizes[node] for node in seen)
+        result.append(SelectedGroup(name, len(indices), *tokens, np.array(group_rewards, np.float64)))
+    return sorted(result, key=lambda group: (-group.por, -group.tokens_flat, group.group_id))
 
 
 def subset(trie: Trie, indices: Sequence[int] | Int64) -> Trie:
-    """`trie` with only the trajectories of `indices`, which ascend; its nodes are the same."""
+    """Return `trie` with only the trajectories of `indices`, which ascend; its nodes are the same."""
     return replace(trie, end_node=trie.end_node[indices], trajectories=trie.trajectories.take(pa.array(indices)))
 
 
 def members(trie: Trie, group_id: str, *, where: str) -> list[int]:
-    """Indices of the trajectories of a group.
+    """Return the indices of the trajectories of a group.
 
     Raises:
-        TreepackError: there is no such group; the nearest are named.
+        TreepackError: there is no such group; the error lists the nearest ones.
     """
     names = trie.trajectories["group_id"].to_pylist()
-    found = [i for i, name in enumerate(names) if name == group_id]
-    if not found:
+    indices = [i for i, name in enumerate(names) if name == group_id]
+    if not indices:
         raise unknown(group_id, set(names), noun="group", where=where)
-    return found
+    return indices
 
 
-def named(wanted: str, trajectory_id: str, source: str) -> bool:
-    """Whether `wanted` names a trajectory: its id, that of the conversation it is a sample of, or its file and line."""
+def matches(wanted: str, trajectory_id: str, source: str) -> bool:
+    """Return whether `wanted` names a trajectory: by its id, the id of its conversation, or its file and line."""
     if wanted in (trajectory_id, source, f"{trajectory_id}@{source}"):
         return True
     return trajectory_id.startswith(wanted) and SAMPLE.fullmatch(trajectory_id, len(wanted)) is not None
 
 
 def trajectories(trie: Trie, wanted: str, *, where: str) -> list[int]:
-    """Indices of the trajectories that `wanted` names, in the order of their ids.
+    """Return the indices of the trajectories that `wanted` names, in the order of their ids.
 
     Raises:
-        TreepackError: there is none; the nearest are named.
+        TreepackError: `wanted` names no trajectory; the error lists the nearest ids.
     """
     ids, sources = trie.trajectories["trajectory_id"].to_pylist(), trie.trajectories["source"].to_pylist()
-    found = [i for i, name in enumerate(ids) if name == wanted]
-    found = found or [i for i, name in enumerate(ids) if named(wanted, name, sources[i])]
-    if not found:
+    indices = [i for i, name in enumerate(ids) if name == wanted]
+    indices = indices or [i for i, name in enumerate(ids) if matches(wanted, name, sources[i])]
+    if not indices:
         raise unknown(wanted, ids, noun="trajectory", where=where)
-    return sorted(found, key=lambda i: (len(ids[i]), ids[i]))
+    return sorted(indices, key=lambda i: (len(ids[i]), ids[i]))  # by length first: turn-9, turn-10
 
 
 def first_named(
     rollouts: Iterable[Trajectory], wanted: str, *, where: str, skipped: Mapping[str, int]
 ) -> Iterator[Trajectory]:
-    """The first of `rollouts` that `wanted` names, with the further samples of the same record; reads no further.
+    """Yield the first of `rollouts` that `wanted` names, and the other samples of its record; stop reading there.
 
     Raises:
-        TreepackError: there is none; the nearest are named, and what was `skipped` up to the end.
+        TreepackError: `wanted` names no rollout; the error lists the nearest ids and the counts of `skipped` records.
     """
     ids: list[str] = []
     source = None
     for rollout in rollouts:
         if source is not None and rollout.source != source:
             return
-        if named(wanted, rollout.trajectory_id, rollout.source):
+        if matches(wanted, rollout.trajectory_id, rollout.source):
             source = rollout.source
             yield rollout
         elif source is None:
@@ -130,12 +133,13 @@ def first_named(
 
 
 def unknown(wanted: str, names: Iterable[str], *, noun: str, where: str) -> TreepackError:
-    """The error that says that `wanted` is none of `names`, and which come near."""
+    """Return the error for a `wanted` name that is none of `names`; it lists the nearest ones."""
     known = sorted(set(names))
     if not known:
         return TreepackError(f"{where}: has no {noun} to show; give other rollouts")
     at = bisect_left(known, wanted)
-    compared = known[max(0, at - COMPARED) : at + COMPARED]
+    compared = known[max(0, at - NUM_COMPARED) : at + NUM_COMPARED]
+    # 0.5, not the 0.6 of difflib: a short id with half of its letters wrong still finds its neighbour.
     near = get_close_matches(wanted, compared, n=3, cutoff=0.5) or known[:3]
     listed = ", ".join(f"'{printable(name)}'" for name in near)
     listed = listed if len(near) == len(known) else f"such as {listed}"
@@ -143,10 +147,10 @@ def unknown(wanted: str, names: Iterable[str], *, noun: str, where: str) -> Tree
 
 
 def read_row(directory: Path, manifest: Manifest, number: int) -> Row:
-    """Row `number` of a packed directory; reads only the row group that holds it.
+    """Return row `number` of a packed directory; read only the row group that contains it.
 
     Raises:
-        TreepackError: there is no such row; the range is named.
+        TreepackError: there is no such row; the error gives the range of rows.
     """
     total = manifest["totals"]["num_rows"]
     if not 0 <= number < total:
@@ -161,28 +165,28 @@ def read_row(directory: Path, manifest: Manifest, number: int) -> Row:
                     return row_of_table(part.read_row_group(group), number - before)
                 before += size
         before += entry["rows"]
-    raise TreepackError(f"{directory}: its parts hold fewer rows than its manifest says; pack the trie again")
+    raise TreepackError(f"{directory}: its parts have fewer rows than its manifest lists; pack the trie again")
 
 
 def row_with(directory: Path, manifest: Manifest, wanted: str) -> tuple[Row, int]:
-    """The row that holds the trajectory `wanted`, and the index of the trajectory in it.
+    """Return the row that contains the trajectory `wanted`, and the index of the trajectory in the row.
 
     Raises:
-        TreepackError: there is none; the nearest are named.
+        TreepackError: `wanted` names no trajectory; the error lists the nearest ids.
     """
     ids: list[str] = []
     number = 0
     for entry in manifest["files"]:
         column = open_part(directory, entry).read(columns=["trajectory_ids"])["trajectory_ids"]
-        for own in column.to_pylist():
-            for i, name in enumerate(own):
-                if named(wanted, name, name):
+        for row_ids in column.to_pylist():
+            for i, name in enumerate(row_ids):
+                if matches(wanted, name, name):
                     return read_row(directory, manifest, number), i
-            ids += own
+            ids += row_ids
             number += 1
     raise unknown(wanted, ids, noun="trajectory", where=str(directory))
 
 
 def is_packed(manifest: Manifest) -> bool:
-    """Whether a manifest is that of a packed directory."""
+    """Return whether a manifest belongs to a packed directory."""
     return bool(manifest["format"] == schema.PACKED_FORMAT)

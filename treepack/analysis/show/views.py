@@ -146,7 +146,7 @@ def row_trajectory_view(row: Row, trajectory: int) -> View:
         "tokens_trained": int((forest.loss_weight != 0).sum()),
         "reward": _known(forest.endings.reward[0]),
         "advantage": _known(forest.endings.advantage[0]),
-        "notes": "weights are those of all trajectories of the row that share a token" if row.terms is None else None,
+        "notes": "weights include all trajectories of the row that share a token" if row.terms is None else None,
     }
     return View("trajectory", facts, forest)
 
