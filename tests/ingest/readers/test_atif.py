@@ -213,5 +213,5 @@ def test_the_reward_is_the_one_asked_for_or_called_so(
 
 def test_of_several_rewards_one_must_be_named(tmp_path: Path) -> None:
     folder = trial(tmp_path, {"verifier_result": {"rewards": {"tests": 1, "speed": 2}}}, "agent/trajectory.json")
-    with pytest.raises(TreepackError, match=r"result.json: reward is a dict with the keys tests, speed; name one"):
+    with pytest.raises(TreepackError, match=r"result.json: reward is a dict with the keys tests, speed; choose one"):
         list(read_trajectories([folder]))

@@ -105,7 +105,7 @@ def test_what_was_broken_off_in_a_pi_session_is_neither_trained_nor_read() -> No
     found = read_pi(*entries, broken, empty, entry("B", "Y", "assistant", text("B")))
     assert said_in(found) == {"S": "qAbB"}
     assert [item.notes for item in found if isinstance(item, Trajectory)] == [
-        ("turn that was broken off or failed not used",)
+        ("interrupted or failed turn not used",)
     ]
 
 
@@ -115,7 +115,7 @@ def test_calls_behind_an_image_are_left_out_of_a_pi_session() -> None:
     summary = entry("s", "C", type="compaction", summary="z", firstKeptEntryId="none")
     found = read_pi(*linear("qA"), image, *seen, summary, entry("D", "s", "assistant", text("D")))
     assert said_in(found) == {"S/turn-1": "qA", "S/turn-4": "summary of the conversation so far:\n\nzD"}
-    assert "call behind an image not used" in [note for item in found for note in item.notes]  # type: ignore[union-attr]
+    assert "call after an image not used" in [note for item in found for note in item.notes]  # type: ignore[union-attr]
 
 
 def test_what_the_user_ran_and_what_an_extension_said_is_in_the_prompt_of_a_pi_session() -> None:

@@ -170,9 +170,9 @@ def test_spans_of_no_call_are_skipped() -> None:
     bare["attributes"] = {"gen_ai.operation.name": "chat"}
     other = {"span_id": "1", "attributes": {"http.request.method": "GET"}}
     assert skipped(read(otel_genai, tool, bare, other, unasked)) == [
-        ("log.jsonl:1", "span of no LLM call"),
+        ("log.jsonl:1", "span without an LLM call"),
         ("log.jsonl:2", "LLM call whose messages were not captured"),
-        ("log.jsonl:3", "span of no LLM call"),
+        ("log.jsonl:3", "span without an LLM call"),
         ("log.jsonl:4", "LLM call whose messages were not captured"),
     ]
 

@@ -174,7 +174,7 @@ def test_all_tokens_are_trained_only_if_asked_for() -> None:
     found = read({"input_ids": IDS}, train_all=True)
     assert (trained({"input_ids": IDS}, train_all=True), found.notes) == ([1, 2, 3], ())
     assert refusal({"input_ids": IDS}) == (
-        "says neither which tokens are trained nor where the response begins; "
+        "marks neither the trained tokens nor the start of the response; "
         "give loss_mask or response_length, or choose to train all tokens"
     )
 
@@ -322,7 +322,7 @@ LENGTHS = "expected 4 (the whole sequence) or 2 (the response)"
             MASKED | {"position_ids": [[0, 1, 2, 3]] * 3},
             "position_ids is not 0, 1, 2, ...; give one sequence per record, with plain positions",
         ),
-        (MASKED | {"seq_lengths": [2, 2]}, "seq_lengths names 2 sequences; give one sequence per record"),
+        (MASKED | {"seq_lengths": [2, 2]}, "seq_lengths has 2 lengths; give one sequence per record"),
         ({"tokens": IDS, "response_length": 5}, "response_length is 5; expected 0 to 4, the number of tokens"),
         ({"tokens": IDS, "response_length": 1.5}, "response_length is 1.5; expected the number of tokens"),
         (PAIR | {"response_length": 3}, "response_length is 3, but the response has 2 tokens; drop one"),
@@ -382,7 +382,7 @@ def test_a_bad_record_is_refused_in_one_sentence(value: dict[str, Any], expected
 
 
 def test_ids_are_checked_against_the_vocabulary_behind_the_padding() -> None:
-    assert refusal(MASKED, vocab_size=8) == "holds the token id 8; expected ids below the vocabulary size 8"
+    assert refusal(MASKED, vocab_size=8) == "has the token id 8; expected ids below the vocabulary size 8"
     assert trained(MASKED, vocab_size=9) == [1, 3]
     padded = {"input_ids": [99, 1, 2], "attention_mask": [0, 1, 1], "loss_mask": [0, 0, 1]}
     assert trained(padded, vocab_size=3) == [1]

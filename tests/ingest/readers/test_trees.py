@@ -97,7 +97,7 @@ def test_a_node_out_of_place_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(TreepackError) as caught:
         read_tree(bad)
     assert str(caught.value) == (
-        f"runs/G1/7.json: a node of type '{bad['node_type']}' out of place; "
+        f"runs/G1/7.json: a node has the type '{bad['node_type']}' in the wrong place; "
         "expected Thought, Action, or Action Input after an Action"
     )
 
@@ -219,7 +219,7 @@ def test_answers_of_an_old_log_have_no_reward_and_those_without_a_search_no_puzz
     assert found.reward is None
     without = {"idx": 4, "ys": ["a"], "infos": [{"r": 1}]}
     assert reasons(read_value(tree_of_thoughts.read, without)) == [
-        "no steps and so no puzzle, as in runs without a search"
+        "no steps and therefore no puzzle, as in runs without a search"
     ]
 
 

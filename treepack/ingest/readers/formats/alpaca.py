@@ -1,6 +1,6 @@
 """Records of Alpaca, `{instruction, input, output, history, system}`, and LLaMA-Factory's pairs of them.
 
-    {"instruction": "Add.", "input": "2 and 3", "output": "5"}       user "Add.\n2 and 3", assistant "5"
+    {"instruction": "Add.", "input": "2 and 3", "output": "5"}       user "Add.\\n2 and 3", assistant "5"
     {"instruction": "Add.", "chosen": "5", "rejected": "6"}          a pair
     "history": [["2 + 2?", "4"]]                                     earlier rounds, which are trained too
 

@@ -50,7 +50,7 @@ class _ResponseRollout:
 
 
 @dataclass(slots=True)
-class _Said:
+class _Transcript:
     """All messages up to the end of a call, without instructions, and the name of their rollout."""
 
     rollout: str
@@ -65,30 +65,29 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: a record is not a call, or an error of `response_items`.
     """
     rollouts: dict[str, _ResponseRollout] = {}
-    said: dict[str, _Said] = {}  # by the ids of responses and conversations
+    transcripts: dict[str, _Transcript] = {}  # by the ids of responses and conversations
     items: dict[str, Item] = {}
     for exchange in read_exchanges(records, asks="input", answers="output"):
         if isinstance(exchange, Skipped):
             yield exchange
             continue
         before = _named(exchange, "previous_response_id")
-        if before is not None and before not in said:
+        if before is not None and before not in transcripts:
             yield Skipped(exchange.record.source, "response whose previous_response_id is not in the file")
             continue
         input_items = _resolved(exchange.request["input"], items)
         if input_items is None:
             yield Skipped(exchange.record.source, "response whose input refers to an item that is not in the file")
             continue
-        asked, output = (
+        question, output = (
             _items(exchange, "input", input_items),
             _items(exchange, "output", exchange.response["output"]),
         )
-        if not is_text([*asked.messages, *output.messages]):
+        if not is_text([*question.messages, *output.messages]):
             yield Skipped(exchange.record.source, MEDIA_REASON)
             continue
         conversation = _named(exchange, "conversation")
-        # A conversation has no first call: its id is unknown until its first call has been read.
-        earlier = said.get(before or conversation or "")
+        earlier = transcripts.get(before or conversation or "")
         if earlier is None:
             name = root = exchange.session or exchange.name
         # r1 <- r2 <- r3 is the rollout "r1"; a second continuation r1 <- r4 starts the rollout "r4" with the root "r1".
@@ -98,10 +97,10 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             name, root = earlier.rollout, rollouts[earlier.rollout].root
             earlier.is_continued = True
         rollout = rollouts.setdefault(name, _ResponseRollout(root))
-        now = _Said(name, _add(rollout, exchange, asked, output, earlier.messages if earlier else []))
+        now = _Transcript(name, _add(rollout, exchange, question, output, earlier.messages if earlier else []))
         for item_list in filter(is_messages, (input_items, exchange.response["output"])):
             items |= {item["id"]: item for item in item_list if isinstance(item.get("id"), str)}
-        said |= {known: now for known in (exchange.response.get("id"), conversation) if isinstance(known, str)}
+        transcripts |= {known: now for known in (exchange.response.get("id"), conversation) if isinstance(known, str)}
     # Only a rollout with branches needs a group; a single one keeps the group of its record.
     branched = {rollout.root for name, rollout in rollouts.items() if rollout.root != name}
     for name, rollout in rollouts.items():
@@ -124,27 +123,27 @@ def _items(exchange: Exchange, name: str, items: Any) -> ItemMessages:
 
 
 def _add(
-    rollout: _ResponseRollout, exchange: Exchange, asked: ItemMessages, output: ItemMessages, earlier: Messages
+    rollout: _ResponseRollout, exchange: Exchange, question: ItemMessages, output: ItemMessages, earlier: Messages
 ) -> Messages:
     """Add the call of `exchange` to `rollout`, and return all messages up to its end, without instructions.
 
-    `asked` are the messages of its own input, and `earlier` the messages of the calls that it continues.
+    `question` are the messages of its own input, and `earlier` the messages of the calls that it continues.
     """
     request, response = exchange.request, exchange.response
     instructions = request.get("instructions") or response.get("instructions")
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
-    prompt = [*earlier, *asked.messages]
+    prompt = [*earlier, *question.messages]
     tools = request.get("tools") or response.get("tools") or None
     rollout.exchanges.append(exchange)
     rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools))
-    rollout.notes |= dict.fromkeys((*asked.notes, *output.notes))
+    rollout.notes |= dict.fromkeys((*question.notes, *output.notes))
     return [*prompt, *output.messages]
 
 
 def _named(exchange: Exchange, name: str) -> str | None:
     """Return the field `name` of the response, or of the request: an id, or an object that has one."""
-    for field in (exchange.response.get(name), exchange.request.get(name)):
-        identifier = field.get("id") if isinstance(field, dict) else field
+    for part in (exchange.response.get(name), exchange.request.get(name)):
+        identifier = part.get("id") if isinstance(part, dict) else part
         if isinstance(identifier, str):
             return identifier
     return None

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of LLM calls by the semantic conventions for generative AI: OTLP as JSON, or one span per line.
+"""OpenTelemetry spans of LLM calls in the conventions for generative AI: OTLP as JSON, or one span per line.
 
     {"resourceSpans": [{"scopeSpans": [{"spans": [span, ..]}]}]}      attributes as [{"key", "value": {"stringValue"}}]
     {"trace_id", "span_id", "start_time", "attributes": {"gen_ai...": ..}}                   ids also in "context"
@@ -6,9 +6,10 @@
     span  gen_ai.system_instructions  gen_ai.input.messages   gen_ai.output.messages      of gen_ai.conversation.id
     call  system                      the rest of the prompt  the response, or several    of a rollout
 
-Messages are `{role, parts: [text | reasoning | tool_call | tool_call_response]}`, given or as JSON text, in the span or
-in one of its events. Each call is asked with the whole conversation; calls are joined where they continue each other.
-Spans without a conversation are joined by their trace. Scores of `gen_ai.evaluation.result` events are the reward.
+Messages are `{role, parts: [text | reasoning | tool_call | tool_call_response]}`, as objects or as JSON text, in the
+span or in one of its events. The prompt of a call is the whole conversation, and calls that continue each other are
+joined. Spans without a conversation are joined by their trace. The scores of `gen_ai.evaluation.result` events are the
+reward.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
+# Operations of an LLM call; older instrumentations name no operation.
 CALLS = (None, "chat", "generate_content", "text_completion")
 EVALUATION = "gen_ai.evaluation.result"
 INSTRUCTIONS, INPUT, OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
 TOOLS = "gen_ai.tool.definitions"
 RENAMED_ROLES = {"Human": "user", "AI": "assistant", "model": "assistant"}  # as LangChain and Gemini have them
-NO_CALL_NOTE = "span of no LLM call"
+NO_CALL_NOTE = "span without an LLM call"
 NO_CONTENT_NOTE = "LLM call whose messages were not captured"
 
 
@@ -46,17 +48,19 @@ class _TraceSpan:
 
 @dataclass(slots=True)
 class _Conversation:
-    """The spans of LLM calls of one conversation, and the record of the first."""
+    """The spans of the LLM calls of one conversation, and the record of the first span."""
 
     record: Record
     spans: list[_TraceSpan] = field(default_factory=list)
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of the conversations of one file, by their first span; what no call is, is skipped.
+    """Read the trajectories of the conversations of one file, in the order of their first spans.
+
+    Spans without an LLM call are skipped.
 
     Raises:
-        TreepackError: a record is no span, or messages that are not of the form above.
+        TreepackError: messages or attributes that are not of the form above.
     """
     conversations: dict[str, _Conversation] = {}
     for record in records:
@@ -69,19 +73,20 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
                 yield Skipped(record.source, NO_CONTENT_NOTE if is_call else NO_CALL_NOTE)
                 continue
             name = str(span.attributes.get("gen_ai.conversation.id") or span.trace)
-            bare = replace(record, value={})  # what it holds need not be kept till the end of the file
+            bare = replace(record, value={})  # a whole file of spans must not stay in memory
             conversations.setdefault(name, _Conversation(bare)).spans.append(span)
-    for name, conversation in conversations.items():
-        spans = sorted(conversation.spans, key=lambda span: (isinstance(span.start, str), span.start))
+    for name, talk in conversations.items():
+        # A file may mix nanoseconds and ISO times; integers are sorted before texts, because they do not compare.
+        spans = sorted(talk.spans, key=lambda span: (isinstance(span.start, str), span.start))
         calls = []
         for span in spans:
-            found = list(_calls(span))
-            if all(is_text([*call.prompt, *call.response]) for call in found):
-                calls += found
+            span_calls = list(_calls(span))
+            if all(is_text([*call.prompt, *call.response]) for call in span_calls):
+                calls += span_calls
             else:
                 yield Skipped(span.source, MEDIA_REASON)
         if calls:
-            yield from read_chats(_description(conversation.record, name, spans), calls, options)
+            yield from read_chats(_description(talk.record, name, spans), calls, options)
 
 
 def _spans(record: Record) -> Iterator[_TraceSpan]:
@@ -93,54 +98,64 @@ def _spans(record: Record) -> Iterator[_TraceSpan]:
     for span in flat:
         context = span.get("context")
         holders = (span, context) if isinstance(context, dict) else (span,)
-        trace = next((held[name] for held in holders for name in ("traceId", "trace_id") if held.get(name)), "")
+        trace = next((holder[name] for holder in holders for name in ("traceId", "trace_id") if holder.get(name)), "")
         start = next((span[name] for name in ("startTimeUnixNano", "start_time", "startTime") if span.get(name)), 0)
+        # OTLP writes nanoseconds as text: "1700" -> 1700
         start = int(start) if isinstance(start, str) and start.isdecimal() else start
         attributes: dict[str, Any] = {}
         scores: dict[str, Any] = {}
         for event in _below([span], "events", source):
-            found = _attributes(event.get("attributes"), source)
+            event_attributes = _attributes(event.get("attributes"), source)
             if event.get("name") == EVALUATION:
-                score = found.get("gen_ai.evaluation.score.value")
-                scores |= {} if score is None else {str(found.get("gen_ai.evaluation.name", "score")): {"score": score}}
+                score = event_attributes.get("gen_ai.evaluation.score.value")
+                scores |= (
+                    {}
+                    if score is None
+                    else {str(event_attributes.get("gen_ai.evaluation.name", "score")): {"score": score}}
+                )
             else:
-                attributes |= found
+                attributes |= event_attributes
         attributes |= _attributes(span.get("attributes"), source)
         yield _TraceSpan(source, str(trace), start if isinstance(start, int | float | str) else 0, attributes, scores)
 
 
-def _below(held: Any, name: str, source: str) -> list[dict[str, Any]]:
-    """The objects in the lists `name` of the objects `held`."""
-    lists: list[Any] = [each.get(name) or [] for each in held] if is_messages(held) else [None]
+def _below(objects: Any, name: str, source: str) -> list[dict[str, Any]]:
+    """Return the objects in the lists `name` of `objects`."""
+    lists: list[Any] = [each.get(name) or [] for each in objects] if is_messages(objects) else [None]
     if not all(map(is_messages, lists)):
         raise TreepackError(f"{source}: {name} is not a list of objects; expected spans as OTLP has them")
-    return [each for found in lists for each in found]
+    return [each for inner in lists for each in inner]
 
 
-def _attributes(held: Any, source: str) -> dict[str, Any]:
-    """Attributes as a dict, those of OTLP unwrapped."""
-    if held is None or isinstance(held, dict):
-        return held or {}
-    if not is_messages(held) or not all(isinstance(each.get("key"), str) for each in held):
-        raise TreepackError(f"{source}: has the attributes {shown(held)}; expected an object, or key and value")
-    return {each["key"]: _unwrapped(each.get("value")) for each in held}
+def _attributes(attributes: Any, source: str) -> dict[str, Any]:
+    """Return attributes as a dict, with the values of OTLP unwrapped."""
+    if attributes is None or isinstance(attributes, dict):
+        return attributes or {}
+    if not is_messages(attributes) or not all(isinstance(each.get("key"), str) for each in attributes):
+        raise TreepackError(
+            f"{source}: attributes is {shown(attributes)}; expected an object, or a list of keys and values"
+        )
+    return {each["key"]: _unwrapped(each.get("value")) for each in attributes}
 
 
 def _unwrapped(value: Any) -> Any:
+    # {"stringValue": "a"} -> "a", {"intValue": "7"} -> 7, {"arrayValue": {"values": [{"boolValue": true}]}} -> [True]
     if not isinstance(value, dict) or len(value) != 1:
         return value
-    ((kind, held),) = value.items()
+    ((kind, content),) = value.items()
     if kind == "arrayValue":
-        return [_unwrapped(each) for each in (held or {}).get("values", [])]
+        return [_unwrapped(each) for each in (content or {}).get("values", [])]
     if kind == "kvlistValue":
-        return {str(each.get("key")): _unwrapped(each.get("value")) for each in (held or {}).get("values", [])}
-    return int(held) if kind == "intValue" and isinstance(held, str) and held.lstrip("-").isdecimal() else held
+        return {str(each.get("key")): _unwrapped(each.get("value")) for each in (content or {}).get("values", [])}
+    return (
+        int(content) if kind == "intValue" and isinstance(content, str) and content.lstrip("-").isdecimal() else content
+    )
 
 
 def _calls(span: _TraceSpan) -> Iterator[ChatCall]:
-    """One call for each response of `span`."""
-    given = _parsed(span, INSTRUCTIONS)
-    parts = [{"type": "text", "content": given}] if isinstance(given, str) else given
+    """Yield one call for each response of `span`."""
+    instructions = _parsed(span, INSTRUCTIONS)
+    parts = [{"type": "text", "content": instructions}] if isinstance(instructions, str) else instructions
     prompt = _messages([{"role": "system", "parts": parts}], span, INSTRUCTIONS) if parts else []
     prompt += _messages(_parsed(span, INPUT) or [], span, INPUT)
     responses = _parsed(span, OUTPUT)
@@ -152,18 +167,18 @@ def _calls(span: _TraceSpan) -> Iterator[ChatCall]:
 
 
 def _parsed(span: _TraceSpan, name: str) -> Any:
-    """The attribute `name`, parsed if it is JSON text."""
-    held = span.attributes.get(name)
-    if not isinstance(held, str):
-        return held
+    """Return the attribute `name`, parsed if it is JSON text."""
+    value = span.attributes.get(name)
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(held)
+        return json.loads(value)
     except (ValueError, RecursionError):
-        return held
+        return value
 
 
 def _messages(messages: Any, span: _TraceSpan, name: str) -> list[dict[str, Any]]:
-    """Messages in chat form; each response of a tool is one of its own."""
+    """Return messages in chat form; each response of a tool becomes a separate message."""
     if not is_messages(messages):
         raise TreepackError(f"{span.source}: {name} is {shown(messages)}; expected a list of messages")
     done: list[dict[str, Any]] = []
@@ -199,19 +214,21 @@ def _message(role: Any, parts: list[dict[str, Any]], span: _TraceSpan, name: str
 
 
 def _result(part: dict[str, Any]) -> str:
-    held = part.get("response", part.get("result"))
-    return held if isinstance(held, str) else "" if held is None else json.dumps(held, ensure_ascii=False)
+    response = part.get("response", part.get("result"))
+    return (
+        response if isinstance(response, str) else "" if response is None else json.dumps(response, ensure_ascii=False)
+    )
 
 
 def _description(record: Record, name: str, spans: list[_TraceSpan]) -> Record:
-    """What the spans of a conversation say besides their calls."""
+    """Return a record with the facts that the spans of a conversation give besides their calls."""
     value: dict[str, Any] = {"rollout_id": name}
     for key, names in (
         ("model", ("gen_ai.response.model", "gen_ai.request.model")),
         ("agent", ("gen_ai.agent.name",)),
     ):
-        found = [next((span.attributes[each] for each in names if each in span.attributes), None) for span in spans]
-        if distinct := dict.fromkeys(str(each) for each in found if each is not None):
+        values = [next((span.attributes[each] for each in names if each in span.attributes), None) for span in spans]
+        if distinct := dict.fromkeys(str(each) for each in values if each is not None):
             value[key] = ", ".join(distinct)
     if scores := {key: score for span in spans for key, score in span.scores.items()}:
         value["rewards"] = scores

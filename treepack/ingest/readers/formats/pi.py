@@ -6,11 +6,11 @@
         "content": [{"type": "thinking", ..}, {"type": "text", ..}, {"type": "toolCall", ..}], "stopReason": "stop"}}
     {"type": "compaction", "id": "a3", "parentId": "a2", "summary": "..", "firstKeptEntryId": "a2"}
 
-Entries are a tree by `parentId`; in version 1, which has no ids, each follows the one before. What an assistant message
-answered is the way to it from the root, or from the summary of the last compaction and the entries that it kept. Such
-calls are joined where they continue each other, so that a compaction or a branch begins a new trajectory. Summaries,
-and commands that the user ran, are in the prompt in our words. The system prompt and the tools are not in the file.
-Turns that were broken off or failed are neither trained nor read; a call behind an image is left out.
+Entries form a tree by `parentId`. In version 1, which has no ids, each entry follows the entry before it. The prompt of
+an assistant message is its path from the root, or from the summary of the last compaction and the entries that the
+compaction kept. Calls that continue each other are joined, so a compaction or a branch starts a new trajectory.
+Summaries, and commands of the user, are in the prompt with a title of ours. The file contains neither the system
+prompt nor the tools. Interrupted and failed turns are neither trained nor read. A call after an image is left out.
 """
 
 from __future__ import annotations
@@ -29,25 +29,29 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import conversation
 from treepack.trajectory import Skipped, Trajectory
 
+# The parent session is the path of a file, whose name ends with the id: "../2026-01-01_<uuid>.jsonl" -> "<uuid>"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 FAILED = frozenset({"aborted", "error"})
+# Entries of these types add nothing to a prompt.
 NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
-IMAGE_NOTE = "call behind an image not used"
-FAILED_NOTE = "turn that was broken off or failed not used"
+IMAGE_NOTE = "call after an image not used"
+FAILED_NOTE = "interrupted or failed turn not used"
 
 
 Entry = dict[str, Any]
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of a session, called by its id, in the group of that id or of the session it was forked from.
+    """Read the trajectories of a session, named after its id.
+
+    Their group is that id, or the id of the session from which this session was forked.
 
     Raises:
-        TreepackError: no header, or entries and messages of another kind.
+        TreepackError: entries or messages of another kind.
     """
-    found = list(records)
-    header = found[0]
-    chains, notes, models = _chains(_entries(found))
+    rows = list(records)
+    header = rows[0]
+    chains, notes, models = _chains(_entries(rows))
     if not chains:
         yield Skipped(header.source, "no turn of the model")
     name = str(header.value.get("id") or header.label)
@@ -56,8 +60,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     if len(chains) > 1:
         notes = (SPLIT_NOTE, *notes)
     for chain in chains:
-        own = name if len(chains) == 1 else f"{name}/turn-{chain.first_call}"
-        value = {"trajectory_id": own, "group_id": group, "cwd": header.value.get("cwd"), "model": model}
+        trajectory_id = name if len(chains) == 1 else f"{name}/turn-{chain.first_call}"
+        value = {"trajectory_id": trajectory_id, "group_id": group, "cwd": header.value.get("cwd"), "model": model}
         record = Record(header.path, header.path, value)
         yield conversation(record, chain.messages, options, num_prompt=chain.num_prompt, notes=notes)
         notes = ()
@@ -65,7 +69,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
 
 @dataclass(slots=True)
 class _Chain:
-    """Calls that continue each other: what they were told and said, of which the first `num_prompt` are not trained."""
+    """Calls that continue each other: their messages, of which the first `num_prompt` are not trained."""
 
     first_call: int
     messages: list[dict[str, Any]]
@@ -73,7 +77,7 @@ class _Chain:
 
 
 def _chains(entries: dict[str, Record]) -> tuple[list[_Chain], tuple[str, ...], tuple[str, ...]]:
-    """The calls of a session, remarks to be counted, and the models that were called. O(entries) for each chain."""
+    """Return the chains of calls, the notes to count, and the names of the models. O(entries) for each chain."""
     chains: list[_Chain] = []
     ends: dict[str, _Chain] = {}  # by the entry of the last call
     behind_image: set[str] = set()
@@ -89,6 +93,7 @@ def _chains(entries: dict[str, Record]) -> tuple[list[_Chain], tuple[str, ...], 
             continue
         num_calls += 1
         between, before = _since_last_call(entries, record)
+        # A second call after the same call is a branch: pop() leaves no chain to continue, so it starts a new one.
         chain = ends.pop(before, None) if before is not None else None
         told = _prompt(entries, record) if chain is None else between
         if before in behind_image or any(map(_has_image, told)):
@@ -108,7 +113,7 @@ def _chains(entries: dict[str, Record]) -> tuple[list[_Chain], tuple[str, ...], 
 
 
 def _is_call(record: Record) -> bool:
-    """Whether the entry of `record` is what a model wrote, to its end."""
+    """Return whether the entry of `record` is a complete message of a model."""
     message = record.value.get("message")
     if record.value.get("type") != "message" or not isinstance(message, dict) or message.get("role") != "assistant":
         return False
@@ -116,9 +121,9 @@ def _is_call(record: Record) -> bool:
 
 
 def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[dict[str, Any]], str | None]:
-    """The messages between the call of `record` and the one before it, and that one's entry.
+    """Return the messages between the call of `record` and the call before it, and the entry of that call.
 
-    None where there is none, or where a compaction lies between them.
+    The entry is None if there is no call before, or if a compaction is between them.
     """
     between: list[dict[str, Any]] = []
     seen: set[str] = set()
@@ -136,7 +141,7 @@ def _since_last_call(entries: dict[str, Record], record: Record) -> tuple[list[d
 
 
 def _entries(records: list[Record]) -> dict[str, Record]:
-    """The entries behind the header by their ids; those of version 1 get ids from their place."""
+    """Return the entries after the header by their ids; in version 1 the ids are the positions."""
     entries: dict[str, Record] = {}
     before: str | None = None
     for place, record in enumerate(records[1:], 1):
@@ -157,7 +162,7 @@ def _entries(records: list[Record]) -> dict[str, Record]:
 
 
 def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
-    """The messages in front of the entry `last`, in chat form."""
+    """Return the messages before the entry `last`, in chat form."""
     path: list[Record] = []
     seen: set[str] = set()
     parent = last.value.get("parentId")
@@ -166,6 +171,7 @@ def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
         path.append(entries[parent])
         parent = entries[parent].value.get("parentId")
     path.reverse()
+    # [a, b, compaction that keeps b, c] -> [summary, b, c]; a cycle of parents ends at `seen`.
     compactions = [place for place, record in enumerate(path) if record.value.get("type") == "compaction"]
     messages: list[dict[str, Any]] = []
     if compactions:
@@ -180,7 +186,7 @@ def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
 
 
 def _messages_of(record: Record) -> list[dict[str, Any]]:
-    """What the entry of `record` adds to a prompt: one message or none."""
+    """Return the messages that the entry of `record` adds to a prompt: one or none."""
     kind, message = record.value.get("type"), record.value.get("message")
     if kind == "message" and isinstance(message, dict):
         failed = message.get("role") == "assistant" and not _is_call(record)
@@ -200,7 +206,7 @@ def _summary(title: str, record: Record) -> dict[str, Any]:
 
 
 def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
-    """A message of a session in chat form; parts that are images stay as they are, to be found."""
+    """Return a message of a session in chat form; image parts are kept, so that `_has_image` finds them."""
     role, content = message.get("role"), message.get("content")
     if role == "toolResult":
         call = {"tool_call_id": message.get("toolCallId"), "name": message.get("toolName")}
@@ -227,7 +233,7 @@ def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _command(message: dict[str, Any]) -> str:
-    """A command that the user ran, and what it printed."""
+    """Return a command that the user ran, and its output."""
     lines = [f"$ {message.get('command')}", str(message.get("output") or "").rstrip("\n")]
     if message.get("exitCode"):
         lines.append(f"[exit code {message['exitCode']}]")

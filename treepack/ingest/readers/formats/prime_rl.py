@@ -1,14 +1,14 @@
-"""prime-rl's training data as token ids: samples, packed micro batches, and the trainer's token exports.
+"""Training data of prime-rl as token ids: samples, packed micro batches, and token exports of the trainer.
 
     {"token_ids": [..], "mask": [..], "logprobs": [..], "temperatures": [..], "env_name": "..", "advantages": [..]}
     {"input_ids": [..], "loss_mask": [..], "inference_logprobs": [..], "advantages": [..], "env_names": [..],
      "position_ids": [0, 1, 0, ..], "sequence_lengths": [..]}
     {"step": 3, "rank": 0, "export_sequence_idx": 0, "token_ids": [..], "loss_mask": [..], "trainer_logprobs": [..], ..}
 
-Everything has one value per token at the token's own place, 0 where it is not trained; labels are shifted by the
-trainer only. A micro batch is taken apart by its lengths, and the padding behind its last sequence, where the positions
-begin again, is cut off. The weight of a token in the policy's loss is its mask times `rl_weights`; where no token has
-any, `ce_weights` are the loss weights.
+All fields have one value per token at the position of the token, 0 if the token is not trained; only the trainer shifts
+labels. A micro batch is split by its lengths. Padding after its last sequence, where the positions start again, is
+removed. The weight of a token in the policy loss is its mask times `rl_weights`. If no token has such a weight,
+`ce_weights` are the loss weights.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ DROPPED = frozenset(
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of a sample or an export, or those of a micro batch, `<record>/sequence-<k>`.
+    """Read the one trajectory of a sample or an export, or those of a micro batch, `<record>/sequence-<k>`.
 
     Raises:
-        TreepackError: no ids or no mask, or what the `tokens` reader refuses.
+        TreepackError: weights or lengths that do not fit the tokens, or an error of the `tokens` reader.
     """
     value = record.value
     if value.get("mm_kwargs"):
@@ -57,6 +57,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     weights, notes = _weights(value, len(ids), record.source)
     kept = without(value, (*DROPPED, *STREAMS, *MASKS_OF, *IDS_OF))
     kept |= {"token_ids": ids, "loss_mask": weights}
+    # The trainer computes log-probabilities before the update, so they are the old ones.
     if "export_sequence_idx" in kept:
         kept["old_log_probs"] = kept.pop("trainer_logprobs", None)
     sizes = next((value[name] for name in LENGTHS if value.get(name) is not None), None)
@@ -73,51 +74,49 @@ def _read_batch(
     names = value.get("env_names")
     kept = dict(record.value)
     if isinstance(names, list) and len(names) == num_tokens and lengths:
+        # lengths [3, 2] -> starts [0, 3]; every token of a sequence has the name of the sequence's environment.
         starts = np.cumsum([0, *lengths[:-1]]).tolist()
         kept["env_name"] = [names[start] for start in starts if start < num_tokens]
     padding = num_padding(value.get("position_ids"), lengths, source=source)
     if padding:
-        kept = {name: _cut(held, num_tokens, padding) for name, held in kept.items()}
+        kept = {name: _cut(field, num_tokens, padding) for name, field in kept.items()}
+        # Padding is counted in the last length.
         lengths[-1] -= padding
     yield from read_packed(replace(record, value=kept), lengths, options)
 
 
-def _cut(held: Any, num_tokens: int, padding: int) -> Any:
-    return held[: num_tokens - padding] if _is_list(held) and len(held) == num_tokens else held
+def _cut(field: Any, num_tokens: int, padding: int) -> Any:
+    return field[: num_tokens - padding] if ARRAY.test(field) and len(field) == num_tokens else field
 
 
 def _weights(value: dict[str, Any], num_tokens: int, source: str) -> tuple[Any, tuple[str, ...]]:
-    """The loss weight of each token, and which streams of weights are not in it."""
+    """Return the loss weight of each token, and notes on the streams of weights that are not in it."""
     name = next(name for name in MASKS_OF if value.get(name) is not None)
     weights = mask_values(value[name], source=source, name=name).astype(np.float64)
     streams = {name: _stream(value.get(name), num_tokens, name, source) for name in STREAMS}
     used = "rl_weights"
-    if (own := streams[used]) is not None:
+    if (rl_weights := streams[used]) is not None:
         if len(weights) != num_tokens:
             raise TreepackError(f"{source}: {name} has {len(weights)} values; expected {num_tokens}, one per token")
-        weights = weights * own
+        weights = weights * rl_weights
     if not weights.any() and streams["ce_weights"] is not None and streams["ce_weights"].any():
         used, weights = "ce_weights", streams["ce_weights"]
-    others = (name for name, held in streams.items() if name != used and held is not None and held.any())
+    others = (name for name, stream in streams.items() if name != used and stream is not None and stream.any())
     return weights, tuple(f"{name} not used" for name in others)
 
 
-def _stream(held: Any, num_tokens: int, name: str, source: str) -> Any:
-    """A stream of weights as an array; None where it is not there, or null throughout as in an export."""
-    if held is None or not _is_list(held):
+def _stream(stream: Any, num_tokens: int, name: str, source: str) -> Any:
+    """Return a stream of weights as an array; None if it is missing, or null throughout as in an export."""
+    if stream is None or not ARRAY.test(stream):
         return None
-    numbers = number_values(held, source=source, name=name)
+    numbers = number_values(stream, source=source, name=name)
     if len(numbers) != num_tokens:
         raise TreepackError(f"{source}: {name} has {len(numbers)} values; expected {num_tokens}, one per token")
     return None if np.isnan(numbers).all() else numbers
 
 
 def _first(value: dict[str, Any], names: tuple[str, ...]) -> Any:
-    return next((value[name] for name in names if _is_list(value.get(name))), None)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray)
+    return next((value[name] for name in names if ARRAY.test(value.get(name))), None)
 
 
 FORMAT = Format(

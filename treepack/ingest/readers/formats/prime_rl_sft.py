@@ -1,10 +1,10 @@
-"""prime-rl's batches for supervised training: sequences one behind the other, with targets that are shifted already.
+"""Batches of prime-rl for supervised training: consecutive sequences in one list, with shifted targets.
 
     {"input_ids": [5, 6, 8], "target_ids": [6, 7, 9], "loss_mask": [false, true, true], "position_ids": [0, 1, 0],
      "seq_lens": [2, 1]}                                                                    =>  5 6 7      8 9
 
-A mask says of a target whether it is trained. A sequence is its inputs and its last target; the padding behind the last
-one, where the positions begin again, is cut off.
+The mask of a position tells whether its target is trained. A sequence is its inputs and its last target. Padding after
+the last sequence, where the positions start again, is removed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DROPPED = frozenset("input_ids target_ids loss_mask position_ids seq_lens mm_kwa
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """One trajectory per sequence, `<record>/sequence-<k>` from 1.
+    """Read one trajectory per sequence, `<record>/sequence-<k>` from 1.
 
     Raises:
-        TreepackError: targets that are not the inputs one place later, or what the `tokens` reader refuses.
+        TreepackError: targets that are not the inputs shifted by one, or an error of the `tokens` reader.
     """
     value, source = record.value, record.source
     if value.get("mm_kwargs"):
@@ -47,8 +47,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             "expected as many of each"
         )
     sizes = value.get("seq_lens")
-    given = [len(ids)] if sizes is None else sizes
-    lengths = lengths_of(given, name="seq_lens", num_tokens=len(ids), source=source)
+    lengths = lengths_of([len(ids)] if sizes is None else sizes, name="seq_lens", num_tokens=len(ids), source=source)
+    # lengths [2, 1] -> ends [2, 3]
     ends = list(accumulate(lengths))
     padding = num_padding(value.get("position_ids"), lengths, source=source)
     rest = without(value, DROPPED)
@@ -59,8 +59,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         if not np.array_equal(targets[start : end - 1], ids[start + 1 : end]):
             raise TreepackError(
                 f"{source}: target_ids of sequence {number} are not its input_ids one place later; "
-                "expected those of one sequence"
+                "expected the input_ids shifted by one"
             )
+        # inputs [5, 6] and targets [6, 7] -> ids [5, 6, 7]; mask [0, 1] -> [0, 0, 1], because no target is token 5
         fields = {
             "trajectory_id": f"{record.label}/sequence-{number}",
             "input_ids": np.append(ids[start:end], targets[end - 1]),

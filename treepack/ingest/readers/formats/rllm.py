@@ -1,12 +1,12 @@
-"""rLLM's episodes: one file each, as its logger or `Episode.to_dict` writes them.
+"""Episodes of rLLM: one file each, written by its logger or by `Episode.to_dict`.
 
     {"id": "task:rollout", "is_correct": true, "trajectories": [{"name": "solver", "reward": 1.0, "steps": [
        {"prompt_ids": [..], "response_ids": [..], "logprobs": [..], "advantage": 0.5,
         "chat_completions": [.., {"role": "assistant", ..}]}, ..]}, ..], "metrics": {..}, "info": {..}}
     {"episode_id": "task:rollout", "training_step": 5, "trajectories": [{"steps": [{"chat_completions": [..]}]}], ..}
 
-A step is a call. Where all steps of a trajectory have token ids these are taken, else the messages, of which the last
-one of the assistant is what the step generated. Trajectories of one episode are those of its agents, by name.
+A step is a call. If all steps of a trajectory have token ids, these ids are read. If not, the messages are read, and
+the last assistant message of a step is its response. The trajectories of one episode belong to its agents, by name.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ KNOWN = frozenset(
     training_step epoch timing uid name steps reward num_steps
     """.split()
 )
+# Names that rLLM gives to the only agent of an episode.
 UNNAMED = frozenset({None, "", "default_traj_name", "agent"})
-SOME_NOTE = "token ids of some steps only, all read as text"
+SOME_NOTE = "token ids of some steps only, all steps read as text"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of an episode, called after it, or `<episode>/<place>` if there are several.
+    """Read the trajectories of an episode, named after it, or `<episode>/<place>` if there are several.
 
-    Their group is the task, what its id has before the colon, with the agent's name where it has one.
+    Their group is the task, which is the part of the episode's id before the colon, and the name of the agent if it has
+    one.
 
     Raises:
-        TreepackError: no episode, or what the readers of tokens and messages refuse.
+        TreepackError: an id or a name that is not text, or an error of the readers of tokens and messages.
     """
     value, source = record.value, record.source
     if not value["trajectories"]:
@@ -48,14 +50,15 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if name is not None and not isinstance(name, str | int):
         raise TreepackError(f"{source}: id is {shown(name)}; expected text")
     for place, trajectory in enumerate(value["trajectories"]):
-        own = record.label if name is None else str(name)
+        episode = record.label if name is None else str(name)
         several = len(value["trajectories"]) > 1
         agent = trajectory.get("name")
         if agent is not None and not isinstance(agent, str):
             raise TreepackError(f"{source}: a trajectory has the name {shown(agent)}; expected text")
+        # "math-7:2" -> "math-7"
         task = None if name is None else str(name).partition(":")[0]
         named = {
-            "trajectory_id": f"{own}/{place}" if several else own,
+            "trajectory_id": f"{episode}/{place}" if several else episode,
             "group_id": task if task is None or agent in UNNAMED else f"{task}:{agent}",
             "agent": None if agent in UNNAMED else agent,
         }
@@ -63,7 +66,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _described(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a trajectory besides its steps, under the names that every reader uses."""
+    """Return the facts of a trajectory besides its steps, under the names that every reader uses."""
     correct, reward = episode.get("is_correct"), trajectory.get("reward")
     return {
         **without(episode | trajectory, KNOWN),
@@ -83,6 +86,7 @@ def _read_trajectory(
     source = record.source
     steps = as_objects(trajectory.get("steps"), source=source, name="steps")
     calls = [_token_call(step) for step in steps]
+    # The weights may change during a rollout; the last version is the one that wrote its end.
     versions = [step["weight_version"] for step in steps if step.get("weight_version") is not None]
     one = replace(record, value=record.value | ({"weight_version": versions[-1]} if versions else {}))
     if calls and all(call is not None for call in calls):
@@ -93,7 +97,7 @@ def _read_trajectory(
 
 
 def _token_call(step: dict[str, Any]) -> TokenCall | None:
-    """The call of a step by its token ids; None where it has none."""
+    """Return the call of a step by its token ids, or None if it has none."""
     output = step.get("model_output") if isinstance(step.get("model_output"), dict) else {}
     prompt = step.get("prompt_ids") or (output or {}).get("prompt_ids")
     response = step.get("response_ids") or (output or {}).get("completion_ids")
@@ -104,8 +108,9 @@ def _token_call(step: dict[str, Any]) -> TokenCall | None:
 
 
 def _chat_call(step: dict[str, Any], source: str) -> ChatCall:
-    """The call of a step by its messages: its response is the last one of the assistant."""
+    """Return the call of a step by its messages: its response is the last assistant message."""
     messages = as_objects(step.get("chat_completions"), source=source, name="chat_completions")
+    # roles [user, assistant, tool] -> last 1: a prompt of 1 message
     last = next((k for k in reversed(range(len(messages))) if messages[k].get("role") == "assistant"), len(messages))
     return ChatCall(messages[:last], messages[last : last + 1])
 

@@ -1,10 +1,11 @@
-"""Traces of rLLM's model gateway: one LLM call a line; the calls of one session are a rollout.
+"""Traces of rLLM's model gateway: one LLM call per line; the calls of one session are a rollout.
 
     {"trace_id": "b", "session_id": "s", "model": "..", "messages": [..], "response_message": {..},
      "prompt_token_ids": [..], "completion_token_ids": [..], "logprobs": [..], "metadata": {..}, ..}
     {.., "prompt_delta_token_ids": [..], "parent_trace_id": "a"}    prompt = that of a, its completion, and the delta
 
-A delta is told from a whole prompt by being there. Sessions may be interleaved; the file is held until all are read.
+A trace with `prompt_delta_token_ids` has a delta, any other trace the whole prompt. Sessions may be interleaved, so the
+whole file is kept in memory.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ ORPHAN = "trace whose parent is not in the file"
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of all sessions, called after them, in the order in which the sessions began.
+    """Read the trajectories of all sessions, named after them, in the order in which the sessions started.
 
-    Fields of a session's first `metadata` are read as if they were the rollout's own: `reward` or `task_id`, say.
+    The fields of a session's first `metadata`, such as `reward` or `task_id`, count as fields of the rollout.
 
     Raises:
-        TreepackError: no traces, or what the readers of tokens and messages refuse.
+        TreepackError: an error of the readers of tokens and messages.
     """
     sessions: dict[str, list[Record]] = {}
     for record in records:
@@ -51,9 +52,9 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
 def _read_session(session: str, traces: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     first, last = traces[0].value, traces[-1].value
     known = first.get("metadata")
-    own = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
+    names = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
     more = without(first, KNOWN)
-    one = replace(traces[0], value=more | (known if isinstance(known, dict) else {}) | own)
+    one = replace(traces[0], value=more | (known if isinstance(known, dict) else {}) | names)
     if not all(trace.value.get("completion_token_ids") for trace in traces):
         chats = [_chat_call(trace) for trace in traces]
         yield from read_chats(one, chats, options)
@@ -72,7 +73,7 @@ def _read_session(session: str, traces: list[Record], options: ReadOptions) -> I
 
 
 def _prompts(traces: list[Record]) -> dict[str, Int32 | None]:
-    """The whole prompt of each trace; None where an ancestor of it is missing. O(sum of their lengths)."""
+    """Return the whole prompt of each trace; None if an ancestor is missing. O(sum of their lengths)."""
     by_id = {trace.value["trace_id"]: trace for trace in traces}
     whole: dict[str, Int32 | None] = {}
     for start in by_id:
@@ -83,6 +84,7 @@ def _prompts(traces: list[Record]) -> dict[str, Int32 | None]:
             if by_id[name].value.get("prompt_delta_token_ids") is None:
                 break
             name = by_id[name].value.get("parent_trace_id")
+        # a <- b <- c: the chain [c, b, a] ends at a whole prompt; from a on, each prompt extends the one before it.
         for link in reversed(chain):
             trace = by_id[link]
             if trace.value.get("prompt_delta_token_ids") is None:

@@ -1,9 +1,9 @@
-"""ShareGPT's records: `{conversations: [{from, value}], system, tools}`, and LLaMA-Factory's pairs of them.
+"""Records of ShareGPT, `{conversations: [{from, value}], system, tools}`, and LLaMA-Factory's pairs of them.
 
     human "2 + 3?"   function_call '{"name": "add", "arguments": {..}}'   observation "5"   gpt "It is 5."
     =>  user         assistant {tool_calls: [add]}                        tool "5"          assistant "It is 5."
 
-`chosen` and `rejected`, each one message, make a pair. A message may carry `weight`, and may be one of chat, with
+`chosen` and `rejected`, each one message, make a pair. A message may have a `weight`, and may be in chat form, with
 `role` and `content`. `tools` is often JSON text.
 """
 
@@ -20,8 +20,18 @@ from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_
 from treepack.trajectory import Skipped, Trajectory
 
 ROLES = {
-    **{"system": "system", "human": "user", "user": "user", "observation": "tool", "tool": "tool"},
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "observation": "tool",
+    "tool": "tool",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    # Names of assistants in the first data sets of ShareGPT.
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
 }
 CALL = "function_call"
 PAIRS = ({"from", "value"}, {"role", "content"})
@@ -33,10 +43,10 @@ FIELDS_OF_HARBOR = ("trial_name", "episode")
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one conversation of `record`, or the two of a pair.
+    """Read the one conversation of `record`, or the two of a pair.
 
     Raises:
-        TreepackError: no conversation, an unknown speaker, or a call that is not JSON.
+        TreepackError: an unknown speaker, or a call that is not JSON.
     """
     value, source = record.value, record.source
     turns = [_message(turn, f"{source}: turn {number}") for number, turn in enumerate(value["conversations"], 1)]

@@ -1,12 +1,12 @@
-"""SkyRL's rollouts as token ids: what a generator gives back, and batches ready for training; both hold columns.
+"""Rollouts of SkyRL as token ids: the output of a generator, and batches ready for training; both consist of columns.
 
     {"prompt_token_ids": [[..], ..], "response_ids": [[..], ..], "rewards": [1.0, ..], "loss_masks": [[..], ..],
      "rollout_logprobs": [[..], ..], "trajectory_ids": [{"instance_id", "repetition_id"}, ..], "is_last_step": [..]}
     {"sequences": [[..], ..], "attention_mask": [[..], ..], "loss_mask": [[..], ..], "response_mask": [[..], ..], ..}
 
-Of a generator the mask, the log-probabilities and rewards that are lists belong to the response. Where `is_last_step`
-is there an element is one call; the calls up to a last step are one rollout, and its reward is that of the last. In a
-batch rows are padded, and what belongs to responses lies over the last tokens of the row, however many.
+In the output of a generator, the mask, the log-probabilities and rewards that are lists belong to the response. If
+there is an `is_last_step`, an element is one call; the calls up to a last step are one rollout, whose reward is the
+reward of the last step. In a batch, rows are padded, and the values of responses belong to the last tokens of the row.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", 
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of all rows, `<instance>/<repetition>`, or `<record>[<row>]` where rows have no names.
+    """Read the trajectories of all rows, `<instance>/<repetition>`, or `<record>[<row>]` if rows have no names.
 
     Raises:
-        TreepackError: columns of different lengths, or what the `tokens` reader refuses.
+        TreepackError: columns of different lengths, or an error of the `tokens` reader.
     """
     value = record.value
     is_batch = not COLUMN.test(value.get("prompt_token_ids"))
@@ -60,6 +60,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         elif is_batch:
             yield from tokens.read(replace(one, value=one.value | _of_batch(row, one.source)), options)
         else:
+            # is_last_step [F, T, T] -> rollouts [0, 1] and [2]; without it every row is a rollout.
             steps.append((one, row))
             if row.get("is_last_step") is not False or number == len(rows) - 1:
                 yield from read_calls(steps[-1][0], [_call(each) for _, each in steps], options)
@@ -67,9 +68,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _described(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
-    """What is known of a row besides its tokens, under the names that every reader uses."""
+    """Return the facts of a row besides its tokens, under the names that every reader uses."""
     read = {*GENERATOR, *BATCH, *OF_RESPONSE, "rewards", "trajectory_ids", "is_last_step", "stop_reasons", "uids"}
-    rest = {name: held for name, held in row.items() if name not in read and name not in DROPPED}
+    rest = without(row, DROPPED.union(read))
     name = row.get("trajectory_ids")
     group, place = row.get("uids"), f"{record.label}[{number}]"
     if isinstance(name, dict):
@@ -89,19 +90,22 @@ def _call(row: dict[str, Any]) -> TokenCall:
 
 
 def _of_batch(row: dict[str, Any], source: str) -> dict[str, Any]:
-    """The fields of a row of a batch, each over the whole row, NaN or 0 in front of the responses."""
-    num = len(row["sequences"])
-    found: dict[str, Any] = {"sequences": row["sequences"], "attention_mask": row["attention_mask"]}
+    """Return the fields of a row of a batch, each over the whole row, with 0 before the responses."""
+    num_tokens = len(row["sequences"])
+    fields: dict[str, Any] = {"sequences": row["sequences"], "attention_mask": row["attention_mask"]}
     for name in OF_RESPONSE:
-        if (held := row.get(name)) is None:
+        if (column := row.get(name)) is None:
             continue
-        if not isinstance(held, list | np.ndarray):
-            raise TreepackError(f"{source}: {name} is {shown(held)}; expected one number per token of the responses")
-        numbers = number_values(held, source=source, name=name)
-        if len(numbers) > num:
-            raise TreepackError(f"{source}: {name} has {len(numbers)} values; expected at most {num}, the row's tokens")
-        found[name] = np.concatenate([np.zeros(num - len(numbers)), numbers])
-    return found
+        if not isinstance(column, list | np.ndarray):
+            raise TreepackError(f"{source}: {name} is {shown(column)}; expected one number per token of the responses")
+        numbers = number_values(column, source=source, name=name)
+        if len(numbers) > num_tokens:
+            raise TreepackError(
+                f"{source}: {name} has {len(numbers)} values; expected at most {num_tokens}, the row's tokens"
+            )
+        # 4 tokens and the values [0.5, 0.25] -> [0, 0, 0.5, 0.25]
+        fields[name] = np.concatenate([np.zeros(num_tokens - len(numbers)), numbers])
+    return fields
 
 
 FORMAT = Format(

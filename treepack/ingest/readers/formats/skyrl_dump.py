@@ -1,10 +1,10 @@
-"""The text that SkyRL writes of its evaluations: one file per data set in `dumped_evals`.
+"""Text that SkyRL writes for its evaluations: one file per data set in `dumped_evals`.
 
     {"input_prompt": "..", "output_response": "..", "score": 1.0, "stop_reason": "stop", "env_class": "gsm8k",
      "env_extras": {..}, "data_source": ".."}
 
-Both texts were decoded from ids with their special tokens. In an agent's response what tools wrote cannot be told from
-what the model wrote, so all of it is trained.
+Both texts were decoded from ids with their special tokens. In the response of an agent, the text of tools and the text
+of the model cannot be separated, so all of it is trained.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from treepack.trajectory import Skipped, Text, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`: all of its response is trained."""
+    """Read the one trajectory of `record`, whose whole response is trained."""
     value = record.value
     if not value["output_response"]:
         yield Skipped(record.source, "empty response")

@@ -1,11 +1,11 @@
-"""slime's samples: the `.pt` files of `--save-debug-rollout-data`, or the same dicts as JSON.
+"""Samples of slime: the `.pt` files of `--save-debug-rollout-data`, or the same dicts as JSON.
 
     {"rollout_id": 5, "samples": [sample, ..]}          a whole file; rollout_id counts the steps
     {"group_index": 0, "index": 3, "rollout_id": null, "tokens": [..], "response_length": 7, "loss_mask": [..],
      "rollout_log_probs": [..], "reward": 1.0, "status": "completed", "remove_sample": false, ..}
 
-`tokens` are prompt and response; mask and log-probabilities belong to the response. Samples of one rollout share its
-`rollout_id`. A sample whose tokens are empty is read as text.
+`tokens` are prompt and response; the mask and the log-probabilities belong to the response. The samples of one rollout
+have the same `rollout_id`. A sample without tokens is read as text.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 OF_TOKENS = frozenset({"tokens", "response_length", "loss_mask", "rollout_log_probs"})
+# Statuses of samples that the sampler did not complete.
 UNFINISHED = frozenset({"pending", "aborted"})
 TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
 DROPPED = frozenset(
@@ -36,10 +37,10 @@ DROPPED = frozenset(
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<place>` for one of several.
+    """Read the trajectories of a file, or the one of a sample, `<index>`, or `<rollout>/<place>` for one of several.
 
     Raises:
-        TreepackError: no sample, or what the `tokens` reader refuses.
+        TreepackError: a response that is not text, or an error of the `tokens` reader.
     """
     value = record.value
     if not isinstance(value.get("samples"), list):
@@ -47,8 +48,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     step = value.get("rollout_id")
     for number, sample in enumerate(value["samples"]):
-        own = {} if step is None else {"step": step}
-        yield from _read_sample(replace(record, source=f"{record.source}[{number}]", value=sample | own), options)
+        fields = {} if step is None else {"step": step}
+        yield from _read_sample(replace(record, source=f"{record.source}[{number}]", value=sample | fields), options)
 
 
 def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -64,6 +65,7 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
         return
     kept = without(value, DROPPED)
     kept["trajectory_id"] = _name(value, record)
+    # The weights may change during a rollout; the last version is the one that wrote its end.
     if isinstance(versions := value.get("weight_versions"), list) and versions:
         kept["weight_version"] = versions[-1]
     if len(value["tokens"]) == 0:
@@ -74,7 +76,7 @@ def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
 
 
 def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """A sample without tokens: its prompt, as text or messages, and its response."""
+    """Read a sample without tokens: its prompt, as text or messages, and its response."""
     value = record.value
     prompt, response = value.get("prompt"), value.get("response")
     if not response:
@@ -90,6 +92,7 @@ def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
 
 
 def _name(value: dict[str, Any], record: Record) -> str | int:
+    # rollout 7 of several samples -> "7/file.pt[3]"; a rollout of one sample has rollout_id == index
     rollout, index = value.get("rollout_id"), value.get("index")
     if rollout is None or rollout == index:
         return record.label if index is None else index

@@ -1,15 +1,15 @@
-"""SWE-agent's `.traj` files: one document per run of a task, named after the task, in a folder named after the run.
+"""Files `.traj` of SWE-agent: one document per run of a task, named after the task, in a folder named after the run.
 
     {"environment": "..", "history": [messages], "trajectory": [{"action", "response", "query": [messages], ..}, ..],
      "info": {"exit_status": "submitted", ..}}
     {"attempts": [{the same}, ..], ..}                        several tries of one task; the rest repeats the best
 
-A step of version 1.1 or later holds the exact prompt of its call, as `query`: history processors shorten what older
-turns showed, and a refused reply is answered before it is dropped. Those prompts are what is read, the `history` only
-where there are none. The `messages` of a step of version 1.0 are those behind its reply, so that its prompt is the
-`messages` of the step before; if the reply was refused, they are those in front of it.
+A step of version 1.1 or later contains the exact prompt of its call, as `query`. The history does not: history
+processors shorten old turns, and a refused reply is answered and then dropped. So the prompts are read if there are
+any, and the `history` only if there are none. In version 1.0, the `messages` of a step include its reply, so its prompt
+is the `messages` of the step before; if the reply was refused, the `messages` do not include it.
 
-Demonstrations and what the program says in the model's name when it gives up are not trained.
+Demonstrations are not trained, nor is the text of the program in the model's name when it gives up.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 # Parts of the content, or bookkeeping of the agent that no model saw.
 REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", "tags", "cache_control"})
+# Fields of `info` that repeat the edits, or belong to another model.
 REPEATED = frozenset({"submission", "edited_files30", "edited_files50", "edited_files70", "review", "chooser"})
 GAVE_UP = ("Exit due to", "Exiting due to")
 UNKNOWN_PROMPT = "call whose prompt is not in the file not used"
@@ -36,10 +37,10 @@ UNKNOWN_REPLY = "refused reply whose tool calls are not in the file not used"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of `record`, called `<folder>/<task>`, in the group of the task.
+    """Read the trajectories of `record`, named `<folder>/<task>`, in the group of the task.
 
     Raises:
-        TreepackError: no history, steps or info, or messages of another kind.
+        TreepackError: steps or messages of another kind.
     """
     folder, task = folder_and_document(record)
     name = f"{folder}/{task}" if folder else task
@@ -60,6 +61,7 @@ def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Ite
         calls, notes = _calls(steps, run["history"], record.source)
         yield from with_notes(read_chats(slim, calls, options), notes)
         return
+    # A history of several agents mixes their conversations; items without an agent belong to all.
     agents = dict.fromkeys(each["agent"] for each in run["history"] if isinstance(each.get("agent"), str))
     for agent in agents if len(agents) > 1 else [None]:
         seen = [each for each in run["history"] if agent is None or each.get("agent") in (None, agent)]
@@ -68,7 +70,7 @@ def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Ite
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of the history in chat form."""
+    """Return an item of the history in chat form."""
     kept = without(item, REDUNDANT)
     if ids := kept.pop("tool_call_ids", None):
         kept["tool_call_id"] = ids[0] if isinstance(ids, list) else ids
@@ -79,7 +81,7 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gave_up(item: dict[str, Any]) -> bool:
-    """Whether the program wrote this in the model's name: the message that a limit or an error ended the run."""
+    """Return whether the program wrote `item` in the model's name, because a limit or an error ended the run."""
     content, action = item.get("content"), item.get("action")
     said = isinstance(content, str) and content.startswith(GAVE_UP)
     return said and item.get("role") == "assistant" and (not action or str(action).startswith("exit_"))
@@ -88,15 +90,16 @@ def _gave_up(item: dict[str, Any]) -> bool:
 def _calls(
     steps: list[dict[str, Any]], history: list[dict[str, Any]], source: str
 ) -> tuple[list[ChatCall], tuple[str, ...]]:
-    """The calls of the steps, and remarks on those that cannot be known.
+    """Return the calls of the steps, and notes on the calls that cannot be reconstructed.
 
-    A step has the text of its reply only; the tool calls stand in the history, which lacks the replies that were
-    refused: they are told from the others by walking both in step.
+    A step contains only the text of its reply. The tool calls are in the history, which lacks the refused replies. The
+    steps and the replies of the history are therefore compared one by one.
     """
     replies = [item for item in history if item.get("role") == "assistant" and not item.get("is_demo")]
     calls_tools = any(reply.get("tool_calls") for reply in replies)
     calls: list[ChatCall] = []
     notes: dict[str, None] = {}
+    # steps [a, refused b, c] and replies [a, c]: c is compared after b did not match, so `place` skips no reply.
     place = 0
     for number, step in enumerate(steps):
         reply: dict[str, Any] | None = {"role": "assistant", "content": step.get("response")}
@@ -120,8 +123,9 @@ def _is_reply(item: dict[str, Any], step: dict[str, Any]) -> bool:
 
 
 def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[str, Any]] | None:
-    """What the call of a step was given; empty where the program made the step, None where the file does not say."""
+    """Return the prompt of the call of a step: [] if the program made the step, None if the file lacks the prompt."""
     step = steps[number]
+    # The program marks its own steps with the query [{}].
     if "query" in step:
         query = as_objects(step["query"], source=source, name="query")
         return [] if query == [{}] else query
@@ -134,7 +138,7 @@ def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[
 
 
 def _ends_with_step(messages: list[dict[str, Any]], step: dict[str, Any]) -> bool:
-    """Whether `messages` end with the reply of `step` and the observation that followed."""
+    """Return whether `messages` end with the reply of `step` and the observation after it."""
     return len(messages) > 1 and messages[-2].get("role") == "assistant" and _is_reply(messages[-2], step)
 
 

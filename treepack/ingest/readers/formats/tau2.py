@@ -1,14 +1,14 @@
-"""tau2-bench's results: one document per run, one rollout per simulation in it.
+"""Results of tau2-bench: one document per run, one rollout per simulation in it.
 
     {"info": {"agent_info": {"llm": ".."}, "environment_info": {"domain_name": "retail", "policy": ".."}},
      "tasks": [{"id": "3", "initial_state": {"message_history": [..]}}, ..],
      "simulations": [{"task_id": "3", "trial": 0, "reward_info": {"reward": 1.0}, "messages": [..], ..}, ..]}
     results.json without simulations, beside simulations/<id>.json, one of them each       the same in many files
 
-The agent's system message is not in the file but for its policy, which stands in for it; tool schemas are there only if
-the run was told to keep them. The agent does not see the tool calls of the simulated user or their results: they are
-left out. Not trained is what no model wrote: the greeting, the messages that a task begins with, and the stop mark
-that takes the place of an agent's last call where there is no user.
+Of the agent's system message, the file contains only the policy, which is used as the system message. Tool schemas are
+in the file only if the run was told to keep them. The agent does not see the tool calls of the simulated user or their
+results, so they are left out. Text that no model wrote is not trained: the greeting, the messages that a task starts
+with, and the stop mark in place of the agent's last call if there is no user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import beside, read_document
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECT, REWARDS, Fields, Format, has_fields
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -29,7 +29,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 STOP = "###STOP###"
 FOLDER = "simulations"
-TRUNCATED_NOTE = "call whose prompt was cut to a budget of tokens read with its whole prompt"
+TRUNCATED_NOTE = "call with a prompt cut to a budget of tokens read with its whole prompt"
 USED = frozenset({"messages", "ticks", "reward_info", "id", "task_id", "trial", "policy"})
 # Times and costs of a simulation, and what other models said of it.
 DROPPED = frozenset(
@@ -41,10 +41,10 @@ DROPPED = frozenset(
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """One trajectory per simulation, `<domain>/<task_id>/<trial>`, in the group `<domain>/<task_id>`.
+    """Read one trajectory per simulation, `<domain>/<task_id>/<trial>`, in the group `<domain>/<task_id>`.
 
     Raises:
-        TreepackError: neither a run nor a simulation, or messages of another kind.
+        TreepackError: simulations or messages of another kind.
     """
     value, source = record.value, record.source
     if has_fields(value, [SIMULATION]):
@@ -53,9 +53,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         else:
             yield from _read_simulation(record, {}, options)
         return
-    own = as_objects(value.get("simulations"), source=source, name="simulations")
-    parts = [replace(record, source=f"{source}: simulations[{k}]", value=each) for k, each in enumerate(own)]
-    for path in [] if own else _simulation_files(record):
+    simulations = as_objects(value.get("simulations"), source=source, name="simulations")
+    parts = [replace(record, source=f"{source}: simulations[{k}]", value=each) for k, each in enumerate(simulations)]
+    for path in [] if simulations else _simulation_files(record):
         parts.append(replace(record, source=str(path), value=read_document(path)))
     if not parts:
         yield Skipped(source, "run without simulations")
@@ -74,7 +74,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
         yield Skipped(source, "simulation by voice, without messages" if value.get("ticks") else "no messages")
         return
     if not is_messages(value["messages"]):
-        raise TreepackError(f"{source}: messages is no list of messages; expected a simulation of tau2-bench")
+        raise TreepackError(f"{source}: messages is {shown(value['messages'])}; expected a list of messages")
     info = _dict(run.get("info"))
     agent, environment = _dict(info.get("agent_info")), _dict(info.get("environment_info"))
     policy = value.get("policy") or environment.get("policy")
@@ -103,41 +103,42 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _num_scripted(run: dict[str, Any], simulation: dict[str, Any], source: str) -> int:
-    """How many messages the task put in front of the simulation."""
+    """Count the messages that the task put before the simulation."""
     tasks = as_objects(run.get("tasks"), source=source, name="tasks")
-    own = (task for task in tasks if task.get("id") == simulation.get("task_id"))
-    history = _dict(_dict(next(own, None)).get("initial_state")).get("message_history")
+    matches = (task for task in tasks if task.get("id") == simulation.get("task_id"))
+    history = _dict(_dict(next(matches, None)).get("initial_state")).get("message_history")
     return len(history) if isinstance(history, list) else 0
 
 
 def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: str) -> list[dict[str, Any]]:
-    """What the agent saw and wrote, in chat form."""
-    found: list[dict[str, Any]] = []
+    """Return the messages that the agent saw and wrote, in chat form."""
+    seen: list[dict[str, Any]] = []
     names: dict[Any, Any] = {}
+    # [greeting, user, user's tool call, its result, reply] -> [greeting, user, reply]
     has_user = False
     for number, message in enumerate(messages):
         role = message.get("role")
         if role == "tool":
             results = message.get("tool_messages")
             several = [message] if results is None else as_objects(results, source=source, name="tool_messages")
-            found += [_result(each, names) for each in several if each.get("requestor") != "user"]
+            seen += [_result(each, names) for each in several if each.get("requestor") != "user"]
         elif role == "user":
             has_user = True
             if not message.get("tool_calls"):
-                found.append({"role": role, "content": message.get("content")})
+                seen.append({"role": role, "content": message.get("content")})
         else:
             said = _said(message, names, source)
             greeting = not has_user and not message.get("tool_calls")
             if role == "assistant" and (number < num_scripted or greeting or message.get("content") == STOP):
                 said["loss"] = False
-            found.append(said)
-    return found
+            seen.append(said)
+    return seen
 
 
 def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[str, Any]:
     calls = as_objects(message.get("tool_calls"), source=source, name="tool_calls")
     names.update((call["id"], call.get("name")) for call in calls if isinstance(call.get("id"), str))
-    kept = [{name: held for name, held in call.items() if name != "requestor"} for call in calls]
+    kept = [without(call, {"requestor"}) for call in calls]
     said = {"role": message.get("role"), "content": message.get("content")}
     return said | {"tool_calls": kept} if kept else said
 
@@ -149,7 +150,7 @@ def _result(message: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _tools(definitions: Any) -> list[dict[str, Any]] | None:
-    """Schemas of the tools whose signatures the run kept, by name."""
+    """Return the schemas of the tools whose signatures the run kept, by name."""
     if not isinstance(definitions, dict):
         return None
     signatures = [(name, _dict(signature)) for name, signature in definitions.items()]

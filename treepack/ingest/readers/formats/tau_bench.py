@@ -1,6 +1,6 @@
-"""tau-bench's historical trajectories: `{task_id, trial, reward, info, traj: [messages]}`, one per task and trial.
+"""Historical trajectories of tau-bench: `{task_id, trial, reward, info, traj: [messages]}`, one per task and trial.
 
-The log holds no tool schemas; they are given when the conversation is tokenised.
+The log contains no tool schemas. They are an option of the tokenisation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`, called `<task_id>/<trial>`, in the group of its task."""
+    """Read the one trajectory of `record`, named `<task_id>/<trial>`, in the group of its task."""
     yield conversation(record, record.value["traj"], options, used={"traj"})
 
 

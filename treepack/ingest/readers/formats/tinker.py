@@ -1,11 +1,11 @@
-"""tinker-cookbook's rollouts as token ids: trajectories of transitions, alone or in groups.
+"""Rollouts of tinker-cookbook as token ids: trajectories of transitions, alone or in groups.
 
     {"trajectories_G": [trajectory, ..], "final_rewards_G": [1.0, ..], "metrics_G": [{}, ..]}
     {"transitions": [{"ob": {"chunks": [{"type": "encoded_text", "tokens": [..]}]},
                       "ac": {"tokens": [..], "maybe_logprobs": [..], "stop_reason": "stop"}, "reward": 0.0, ..}, ..]}
 
-A transition is a call: the observation is its whole prompt. The reward is the sum of those of the transitions and the
-group's final one.
+A transition is a call, and its observation is the whole prompt. The reward of a trajectory is the sum of the rewards of
+its transitions and of the final reward that the group gives to it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
-MASKED_METRIC = "parse_error_masked"  # a transition that tinker does not train
+MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with this metric
 GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of a group, `<record>/<place>` in a group called after where it was read, or the one there is.
+    """Read the trajectories of a group, `<record>/<place>`, in a group named after the record; or the single one.
 
     Raises:
-        TreepackError: fields of another form, or what the `tokens` reader refuses.
+        TreepackError: fields of another form, or an error of the `tokens` reader.
     """
     value, source = record.value, record.source
     if "trajectories_G" not in value:
@@ -49,8 +49,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         )
     rest = without(value, GROUP)
     for place, (member, final) in enumerate(zip(members, finals, strict=True)):
-        own = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{place}"}
-        one = replace(record, value=own)
+        fields = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{place}"}
+        one = replace(record, value=fields)
         final = as_number(float(final) if isinstance(final, np.floating) else final, source=source, name="final reward")
         yield from _read_trajectory(one, member, final, options)
 
@@ -66,7 +66,7 @@ def _read_trajectory(
             yield Skipped(source, MEDIA_REASON)
             return
         if not isinstance(action, dict):
-            raise TreepackError(f"{source}: ac is {shown(action)}; expected tokens and maybe_logprobs")
+            raise TreepackError(f"{source}: ac is {shown(action)}; expected an object with tokens and maybe_logprobs")
         reward += as_number(step.get("reward") or 0.0, source=source, name="reward")
         sampled = action.get("tokens") or []
         metrics = step.get("metrics")
@@ -79,13 +79,14 @@ def _read_trajectory(
     yield from read_calls(replace(record, value=rest | {"reward": reward}), calls, options)
 
 
-def ids_of(held: Any, source: str) -> Int32 | None:
-    """The token ids of a model input, or of a plain list; None where a chunk is no text."""
-    if isinstance(held, list):
-        return as_token_ids(held, source=source, name="ob")
-    if not isinstance(held, dict):
-        raise TreepackError(f"{source}: holds the model input {shown(held)}; expected chunks of token ids")
-    chunks = as_objects(held.get("chunks"), source=source, name="chunks")
+def ids_of(model_input: Any, source: str) -> Int32 | None:
+    """Return the token ids of a model input, or of a plain list; None if a chunk is not text."""
+    if isinstance(model_input, list):
+        return as_token_ids(model_input, source=source, name="ob")
+    if not isinstance(model_input, dict):
+        raise TreepackError(f"{source}: the model input is {shown(model_input)}; expected chunks of token ids")
+    # chunks [{"tokens": [1, 2]}, {"tokens": [3]}] -> [1, 2, 3]
+    chunks = as_objects(model_input.get("chunks"), source=source, name="chunks")
     if any(not isinstance(chunk.get("tokens"), list) for chunk in chunks):
         return None
     parts = [as_token_ids(chunk["tokens"], source=source, name="tokens") for chunk in chunks]

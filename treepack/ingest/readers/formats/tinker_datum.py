@@ -1,9 +1,9 @@
-"""Tinker's datums: sequences ready for training, shifted already.
+"""Datums of Tinker: sequences ready for training, with shifted targets.
 
     {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
      "loss_fn_inputs": {"target_tokens": {"data": [6, 7]}, "mask": {"data": [0.0, 1.0]}, "logprobs": .., ..}}
 
-Target i is token i + 1 of the sequence 5 6 7, and so is what belongs to it.
+Target i is token i + 1 of the sequence 5 6 7. Weights, log-probabilities and advantages are shifted in the same way.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ VALUES = {"logprobs": "rollout_log_probs", "advantages": "advantages"}
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`.
+    """Read the one trajectory of `record`.
 
     Raises:
-        TreepackError: targets that are not the input one place later, or what the `tokens` reader refuses.
+        TreepackError: targets that are not the input shifted by one, or an error of the `tokens` reader.
     """
     source, inputs = record.source, record.value["loss_fn_inputs"]
     ids = ids_of(record.value["model_input"], source)
@@ -43,31 +43,32 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     targets = as_token_ids(_data(inputs.get("target_tokens"), "target_tokens", source), source=source, name="targets")
     if len(targets) != len(ids) or len(ids) == 0 or not np.array_equal(targets[:-1], ids[1:]):
         raise TreepackError(
-            f"{source}: target_tokens are not the tokens of model_input one place later; expected those of one sequence"
+            f"{source}: target_tokens are not the tokens of model_input one place later; expected them shifted by one"
         )
-    name = next((name for name in WEIGHTS if name in inputs), None)
-    if name is None:
+    mask_name = next((mask_name for mask_name in WEIGHTS if mask_name in inputs), None)
+    if mask_name is None:
         weights = np.ones(len(ids))
     else:
-        weights = _numbers(inputs[name], name, len(ids), source)
+        weights = _numbers(inputs[mask_name], mask_name, len(ids), source)
+    # inputs [5, 6] and targets [6, 7] -> ids [5, 6, 7]; weights [0, 1] -> [0, 0, 1], because no target is token 5
     fields: dict[str, Any] = {"input_ids": np.append(ids, targets[-1]), "loss_mask": np.append(0.0, weights)}
-    for given, canonical in VALUES.items():
-        if given in inputs:
-            fields[canonical] = np.append(np.nan, _numbers(inputs[given], given, len(ids), source))
+    for name, field in VALUES.items():
+        if name in inputs:
+            fields[field] = np.append(np.nan, _numbers(inputs[name], name, len(ids), source))
     rest = without(record.value, ("model_input", "loss_fn_inputs"))
     yield from tokens.read(replace(record, value=rest | fields), options)
 
 
-def _data(held: Any, name: str, source: str) -> list[Any]:
-    """The values of a tensor as Tinker writes it, or of a plain list."""
-    values = held.get("data") if isinstance(held, dict) else held
-    if not isinstance(values, list) or (isinstance(held, dict) and held.get("sparse_crow_indices") is not None):
-        raise TreepackError(f"{source}: {name} is {shown(held)}; expected one value per token")
+def _data(tensor: Any, name: str, source: str) -> list[Any]:
+    """Return the values of a tensor in Tinker's form, or of a plain list."""
+    values = tensor.get("data") if isinstance(tensor, dict) else tensor
+    if not isinstance(values, list) or (isinstance(tensor, dict) and tensor.get("sparse_crow_indices") is not None):
+        raise TreepackError(f"{source}: {name} is {shown(tensor)}; expected one value per token")
     return values
 
 
-def _numbers(held: Any, name: str, num_tokens: int, source: str) -> Float64:
-    numbers = number_values(_data(held, name, source), source=source, name=name)
+def _numbers(tensor: Any, name: str, num_tokens: int, source: str) -> Float64:
+    numbers = number_values(_data(tensor, name, source), source=source, name=name)
     if len(numbers) != num_tokens:
         raise TreepackError(f"{source}: {name} has {len(numbers)} values; expected {num_tokens}, one per target")
     return numbers

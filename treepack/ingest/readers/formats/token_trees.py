@@ -1,10 +1,11 @@
-"""Trees that trainers of trees take, as token ids: one trajectory per path from the root to a leaf.
+"""Trees as trainers on trees take them, as token ids: one trajectory per path from the root to a leaf.
 
     {"nodes": [{"parent": -1, "token_ids": [..], "loss_mask": [..], "advantage": 0.5}, {"parent": 0, ..}, ..]}
     {"prompt_ids": [..], "completions": [[..], ..]}
 
-The first are prime-rl's: the loss of a tree is the mean over its K paths, so each path has weight 1/K and trains all
-that its nodes mark. The second are Automodel's groups, whose completions are trained, from their first token on.
+The first form is prime-rl's. The loss of a tree is the mean over its K paths, so each path has weight 1/K and trains
+all tokens that its nodes mark. The second form is a group of Automodel, whose completions are trained from their first
+token on.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from treepack.trajectory import Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of a tree, `<record>/leaf-<k>` from 0 in the order of the leaves, in a group of their own.
+    """Read the trajectories of a tree, `<record>/leaf-<k>` from 0 in the order of the leaves, which form one group.
 
     Raises:
-        TreepackError: neither kind of tree, a parent that is no earlier node, or what the `tokens` reader refuses.
+        TreepackError: a parent that is not an earlier node, or an error of the `tokens` reader.
     """
     value = record.value
-    found = _of_nodes(record) if "nodes" in value else _of_completions(record)
+    leaves = _of_nodes(record) if "nodes" in value else _of_completions(record)
     rest = without(value, ("nodes", "prompt_ids", "completions"))
     notes: set[str] = set()
-    for leaf, fields in enumerate(found):
+    for leaf, fields in enumerate(leaves):
         named = {"trajectory_id": f"{record.label}/leaf-{leaf}", "group_id": record.source}
         for item in tokens.read(replace(record, value=named | rest | fields), options):
             if isinstance(item, Trajectory):
@@ -45,17 +46,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             yield item
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | np.ndarray)
-
-
 def _of_completions(record: Record) -> Iterator[dict[str, Any]]:
     for completion in record.value["completions"]:
         yield {"prompt_ids": record.value["prompt_ids"], "response_ids": completion}
 
 
 def _mask(values: Any, num_tokens: int, where: str) -> Any:
-    if not _is_list(values) or len(values) != num_tokens:
+    if not ARRAY.test(values) or len(values) != num_tokens:
         raise TreepackError(
             f"{where} has the loss_mask {shown(values)}; expected one value for each of {num_tokens} tokens"
         )
@@ -63,15 +60,16 @@ def _mask(values: Any, num_tokens: int, where: str) -> Any:
 
 
 def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
-    """The fields of each path, for the reader of tokens."""
+    """Yield the fields of each path, for the reader of tokens."""
     nodes, source = record.value["nodes"], record.source
     paths = graphs.before(nodes, source=source)
     ids = graphs.ids_of(nodes, source=source)
     masks = [
-        _mask(node.get("loss_mask"), len(own), f"{source}: node {number}")
-        for number, (node, own) in enumerate(zip(nodes, ids, strict=True))
+        _mask(node.get("loss_mask"), len(node_ids), f"{source}: node {number}")
+        for number, (node, node_ids) in enumerate(zip(nodes, ids, strict=True))
     ]
-    given = [as_number(node.get("advantage") or 0.0, source=source, name="advantage") for node in nodes]
+    advantages = [as_number(node.get("advantage") or 0.0, source=source, name="advantage") for node in nodes]
+    # parents [-1, 0, 0, 1] -> paths [], [0], [0], [0, 1] -> inner nodes {0, 1} -> leaves [2, 3]
     parents = {path[-1] for path in paths if path}
     leaves = [number for number in range(len(nodes)) if number not in parents]
     for leaf in leaves:
@@ -81,8 +79,8 @@ def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
             "loss_mask": np.concatenate([masks[each] for each in path]),
             "weight": 1 / len(leaves),
         }
-        if any(given):  # they are 0 where nobody has set them
-            fields["advantages"] = np.concatenate([np.full(len(ids[each]), given[each]) for each in path])
+        if any(advantages):  # 0 is the default of a node
+            fields["advantages"] = np.concatenate([np.full(len(ids[each]), advantages[each]) for each in path])
         yield fields
 
 

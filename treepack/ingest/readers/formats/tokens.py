@@ -1,13 +1,13 @@
-"""Tokenised rollouts: token ids, which of them are trained, log-probabilities, advantages; names in `token_fields`.
+"""Tokenised rollouts: token ids, the trained ones among them, log-probabilities, advantages; names in `token_fields`.
 
               left padding |  prompt  |      response      | right padding
     whole     . . . . . .  x  x  x  x  x  x  x  x  x  x  x  . . .            one value per token
     response                           x  x  x  x  x  x  x                   one per token of the response
     trained                            x  x        x  x  x                   one per trained token, in order
 
-What the values of a field belong to is told from how many there are: a length that fits none, or fits two that place
-the values differently, is refused. Padding that an attention mask names is removed. Every check is a pass of numpy
-over the record; nothing here runs per token in Python.
+The number of values of a field tells which tokens they belong to. A number that fits no row of the picture is refused,
+and so is a number that fits two rows that place the values differently. Padding that an attention mask marks is
+removed. Every check is one numpy pass over the record; no Python loop runs over tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Mask = NDArray[np.uint8] | Float64
 
 @dataclass(frozen=True, slots=True)
 class _FieldLayout:
-    """Where things lie in the stored ids: `[start, end)` is no padding, `[response, response_end)` is the response."""
+    """Positions in the stored ids: `[start, end)` is not padding, and `[response, response_end)` is the response."""
 
     source: str
     num_tokens: int
@@ -58,7 +58,7 @@ class _FieldLayout:
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`, or why it has none.
+    """Read the one trajectory of `record`, or skip it.
 
     Raises:
         TreepackError: ids, masks or values that contradict each other, have a wrong length or an impossible value.
@@ -97,7 +97,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
-    """The token ids, and how many of them are the prompt where the record tells them apart."""
+    """Return the token ids, and the length of the prompt if the record separates it from the response."""
     source = record.source
     prompt, prompt_name = _agreed(fields, tf.PROMPT, source)
     response, response_name = _agreed(fields, tf.RESPONSE, source)
@@ -118,14 +118,14 @@ def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
 
 
 def _agreed(fields: tf.Fields, kind: str, source: str) -> tuple[Int32 | None, str]:
-    found: Int32 | None = None
+    agreed: Int32 | None = None
     first = ""
     for name, values in fields.get(kind, {}).items():
         ids = as_token_ids(values, source=source, name=name)
-        if found is not None and not np.array_equal(found, ids):
+        if agreed is not None and not np.array_equal(agreed, ids):
             raise TreepackError(f"{source}: {first} and {name} differ; drop the wrong one")
-        found, first = (ids, name) if found is None else (found, first)
-    return found, first
+        agreed, first = (ids, name) if agreed is None else (agreed, first)
+    return agreed, first
 
 
 def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: int | None) -> _FieldLayout:
@@ -138,6 +138,7 @@ def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: i
         ((name, values),) = fields[tf.PROMPT_MASK].items()
         flags = tf.mask_values(values, source=source, name=name)
         ones, last = _run_of_ones(flags, num_prompt, source, name)
+        # A batch pads prompts on the left: [0, 0, 1, 1], so the run of ones must end where the prompt ends.
         if last not in (0, num_prompt) or (tf.ATTENTION in fields and 0 < ones != start):
             raise TreepackError(f"{source}: {name} is not zeros then ones; expected the padding left of the prompt")
         start = ones or start
@@ -146,9 +147,9 @@ def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: i
         raise TreepackError(f"{source}: response_length is {shown(length)}; expected the number of tokens")
     if num_prompt is not None:
         if length is not None and length not in (num_tokens - num_prompt, end - num_prompt):
-            found = num_tokens - num_prompt
+            num_response = num_tokens - num_prompt
             raise TreepackError(
-                f"{source}: response_length is {shown(length)}, but the response has {found} tokens; drop one"
+                f"{source}: response_length is {shown(length)}, but the response has {num_response} tokens; drop one"
             )
         return _FieldLayout(source, num_tokens, start, end, num_prompt, num_tokens)
     if length is None:
@@ -161,9 +162,10 @@ def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: i
 
 
 def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[int, int]:
-    """Where the one run of ones begins and ends; (0, 0) if there is none."""
+    """Return the start and the end of the only run of ones; (0, 0) if there are no ones."""
     if len(flags) != expected:
         raise TreepackError(f"{source}: {name} has {len(flags)} values; expected {expected}, one per token")
+    # [0, 1, 1, 0] -> (1, 3)
     ones = np.flatnonzero(flags)
     if len(ones) == 0:
         return 0, 0
@@ -176,10 +178,10 @@ def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[in
 def _check_ids(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, vocab_size: int | None) -> None:
     source = layout.source
     if vocab_size is not None and (high := int(ids[layout.start : layout.end].max())) >= vocab_size:
-        raise TreepackError(f"{source}: holds the token id {high}; expected ids below the vocabulary size {vocab_size}")
+        raise TreepackError(f"{source}: has the token id {high}; expected ids below the vocabulary size {vocab_size}")
     for name, values in fields.get(tf.LENGTHS, {}).items():
         if len(values) > 1:
-            raise TreepackError(f"{source}: {name} names {len(values)} sequences; give one sequence per record")
+            raise TreepackError(f"{source}: {name} has {len(values)} lengths; give one sequence per record")
     for name, values in fields.get(tf.POSITIONS, {}).items():
         positions = tf.as_array(values[layout.start : layout.end])
         if len(values) != layout.num_tokens or not np.array_equal(positions, np.arange(layout.end - layout.start)):
@@ -193,14 +195,14 @@ def _has_mask(fields: tf.Fields) -> bool:
 
 
 def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_all: bool) -> Mask:
-    """The weight of each stored token: the product of all masks, 0 on padding. [layout.num_tokens]"""
+    """Return the weight of each stored token: the product of all masks, 0 on padding. [layout.num_tokens]"""
     mask: Mask | None = None
     for name, values in fields.get(tf.MASK, {}).items():
-        found = _on_all_tokens(tf.mask_values(values, source=layout.source, name=name), name, layout)
-        mask = found if mask is None else mask * found
+        factor = _on_all_tokens(tf.mask_values(values, source=layout.source, name=name), name, layout)
+        mask = factor if mask is None else mask * factor
     for name, values in fields.get(tf.LABELS, {}).items():
-        found = _mask_of_labels(ids, values, name, layout)
-        mask = found if mask is None else mask * found
+        factor = _mask_of_labels(ids, values, name, layout)
+        mask = factor if mask is None else mask * factor
     if mask is None:
         mask = np.zeros(layout.num_tokens, np.uint8)
         if layout.response is not None:
@@ -209,7 +211,7 @@ def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_
             mask[:] = 1
         else:
             raise TreepackError(
-                f"{layout.source}: says neither which tokens are trained nor where the response begins; "
+                f"{layout.source}: marks neither the trained tokens nor the start of the response; "
                 "give loss_mask or response_length, or choose to train all tokens"
             )
     if layout.start > 0 or layout.end < layout.num_tokens:
@@ -220,7 +222,7 @@ def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_
 
 
 def _without_reused(mask: Mask, record: Record, layout: _FieldLayout) -> tuple[Mask, tuple[str, ...]]:
-    """`mask` without the tokens that the rollout took over from an augmented query, and whether that changed it."""
+    """Return `mask` without the tokens that the rollout reused from an augmented query, and a note if it changed."""
     prefix = marked(record.value, UNTRAINED_PREFIX)
     if prefix is None:
         return mask, ()
@@ -238,7 +240,7 @@ def _without_reused(mask: Mask, record: Record, layout: _FieldLayout) -> tuple[M
 
 
 def _on_all_tokens(values: NDArray[Any], name: str, layout: _FieldLayout) -> NDArray[Any]:
-    """`values` over all tokens, given over all or over the response only."""
+    """Return `values` over all tokens; they have one value per token, or one per token of the response."""
     if len(values) == layout.num_tokens:
         return values
     if layout.response is not None and len(values) == layout.num_response:
@@ -264,6 +266,7 @@ def _mask_of_labels(ids: Int32, values: Any, name: str, layout: _FieldLayout) ->
         )
     flags = _on_all_tokens((labels != tf.IGNORED_LABEL).astype(np.uint8), name, layout)
     labels = _on_all_tokens(labels, name, layout)
+    # ids [5, 6, 7] and labels [-100, 6, 7] agree; [6, 7, -100] are shifted and are refused
     wrong = np.flatnonzero((labels != ids) & (flags != 0))
     if len(wrong):
         raise TreepackError(
@@ -280,21 +283,26 @@ def _padding_notes(layout: _FieldLayout) -> tuple[str, ...]:
 
 
 def _spans(mask: Mask) -> tuple[Int32, Int32, Float64]:
-    """The spans of a mask whose first token is not trained."""
+    """Return the starts, ends and weights of the spans of a mask, whose first token is not trained."""
     if mask.dtype == np.float64:
         return spans_of_mask(np.concatenate([[0.0], mask[1:]]))
     framed = np.zeros(len(mask) + 2, np.uint8)
     framed[2:-1] = mask[1:]
+    # mask [0, 1, 1, 0, 1] -> framed [0, 0, 1, 1, 0, 1, 0] -> edges [1, 3, 4, 5] -> starts [1, 4], ends [3, 5]
     edges = np.flatnonzero(framed[1:] != framed[:-1]).astype(np.int32)
     return edges[0::2].copy(), edges[1::2].copy(), np.ones(len(edges) // 2)
 
 
 def _at_trained(values: Float64, name: str, mask: Mask, layout: _FieldLayout) -> Float64:
-    """`values` at the trained tokens but the first token, given over all tokens, the response or the trained tokens.
+    """Return `values` at the trained tokens, without the first token of the sequence.
+
+    `values` has one value per token, one per token of the response, or one per trained token.
 
     Raises:
-        TreepackError: no such length, or one that fits the response and the trained tokens and places them differently.
+        TreepackError: another number of values, or a number that fits the response and the trained tokens but places the
+            values differently.
     """
+    # The first token of a sequence is never predicted, so it has no term even if the mask marks it.
     trained: Int64 = np.flatnonzero(mask)
     skip = int(len(trained) > 0 and trained[0] == layout.start)
     if len(values) == layout.num_tokens:
@@ -320,8 +328,11 @@ def _at_trained(values: Float64, name: str, mask: Mask, layout: _FieldLayout) ->
 
 
 def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -> Float64 | None:
-    """The values of `kind` at the trained tokens, log-probabilities rounded to float32; all fields must agree there."""
-    found: Float64 | None = None
+    """Return the values of `kind` at the trained tokens, on which all fields must agree.
+
+    Log-probabilities are rounded to float32.
+    """
+    agreed: Float64 | None = None
     first = ""
     for name, values in fields.get(kind, {}).items():
         if not isinstance(values, list | np.ndarray):
@@ -329,6 +340,7 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -
         numbers = tf.number_values(values, source=layout.source, name=name)
         picked = _at_trained(numbers, name, mask, layout)
         if kind != tf.ADVANTAGE:
+            # The trie stores float32. Two fields that differ by less agree, and an overflow is refused below as inf.
             with np.errstate(over="ignore"):
                 picked = picked.astype(np.float32).astype(np.float64)
         bad = np.flatnonzero(~np.isfinite(picked))
@@ -336,10 +348,10 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -
             raise TreepackError(
                 f"{layout.source}: {name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
             )
-        if found is not None and not np.array_equal(found, picked):
+        if agreed is not None and not np.array_equal(agreed, picked):
             raise TreepackError(f"{layout.source}: {first} and {name} differ; drop the wrong one")
-        found, first = (picked, name) if found is None else (found, first)
-    return found
+        agreed, first = (picked, name) if agreed is None else (agreed, first)
+    return agreed
 
 
 def _logprobs(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -> Float32 | None:
@@ -348,13 +360,13 @@ def _logprobs(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) ->
 
 
 def _advantages(fields: tf.Fields, mask: Mask, layout: _FieldLayout) -> tuple[float | None, Float64 | None]:
-    """The advantage of the trajectory, or those of its trained tokens; at most one of the two."""
-    given = fields.get(tf.ADVANTAGE)
-    if given is None:
+    """Return the advantage of the trajectory, or those of its trained tokens; at most one of the two."""
+    advantages = fields.get(tf.ADVANTAGE)
+    if advantages is None:
         return None, None
     per_token = _per_token(fields, tf.ADVANTAGE, mask, layout)
-    names = [name for name, value in given.items() if not isinstance(value, list | np.ndarray)]
-    scalars = [as_number(given[name], source=layout.source, name=name) for name in names]
+    names = [name for name, value in advantages.items() if not isinstance(value, list | np.ndarray)]
+    scalars = [as_number(advantages[name], source=layout.source, name=name) for name in names]
     if not scalars:
         return None, per_token
     for name, value in zip(names, scalars, strict=True):

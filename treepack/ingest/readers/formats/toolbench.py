@@ -1,11 +1,11 @@
-"""ToolBench's answer trees: one file per query, one trajectory per root-to-leaf path of its search tree.
+"""Answer trees of ToolBench: one file per query, one trajectory per path from the root of its search tree to a leaf.
 
     Thought "..." > Action "search" > Action Input '{"q": 1}' observation "..."
     =>  assistant {content: "...", tool_calls: [search]}   tool {content: observation}
 
-A turn is up to three nested nodes; a Thought without an Action is a turn of its own. The search's own prompts ("try
-something else") are not in the tree, so they are not in the trajectories. A path is rewarded with 1 if it ends in a
-`Finish` call that the environment accepted as an answer.
+A turn is up to three nested nodes; a Thought without an Action is a complete turn. The prompts of the search ("try
+something else") are not in the tree, so they are not in the trajectories. The reward of a path is 1 if it ends in a
+`Finish` call that the environment accepted as an answer, else 0.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidat
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
+    """Read the trajectories of `record`, `<group>/leaf-<k>` in depth-first order; the group is `<folder>/<file stem>`.
 
     Raises:
-        TreepackError: no tree, a node of an unknown type, or a field of another kind.
+        TreepackError: a node of an unknown type, or a field of another kind.
     """
     answer = record.value["answer_generation"]
     opening = _opening(answer, record.source)
@@ -46,7 +46,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _opening(answer: dict[str, Any], source: str) -> list[dict[str, Any]]:
-    """System and user messages of the first prompt, or the query where the file keeps no prompt."""
+    """Return the system and user messages of the first prompt, or the query if the file contains no prompt."""
     prompts = answer.get("train_messages") or []
     if not isinstance(prompts, list) or not all(map(is_messages, prompts)):
         raise TreepackError(
@@ -55,6 +55,7 @@ def _opening(answer: dict[str, Any], source: str) -> list[dict[str, Any]]:
     first = prompts[0] if prompts else []
     leading = takewhile(lambda message: message.get("role") in ("system", "user"), first)
     kept = (message for message in leading if message.get("valid") is not False)
+    # train_messages [[system, user, assistant, ..], ..] -> [system, user]
     opening = [{"role": message["role"], "content": message.get("content")} for message in kept]
     return opening or [{"role": "user", "content": answer.get("query")}]
 
@@ -89,6 +90,7 @@ class _SearchStep:
 
 
 def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    # [Thought "a", Thought "b", Action "f", Action Input "{}"] -> assistant "a", assistant "b" with a call of f
     turn = _SearchStep()
     for node in path:
         kind, text = node.get("node_type"), node.get("description")
@@ -103,7 +105,7 @@ def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
             turn.call(text or "{}", node.get("observation"))
         else:
             raise TreepackError(
-                f"{source}: a node of type {quoted(kind)} out of place; "
+                f"{source}: a node has the type {quoted(kind)} in the wrong place; "
                 "expected Thought, Action, or Action Input after an Action"
             )
     turn.flush()

@@ -1,14 +1,14 @@
-"""Tree of Thoughts logs: one record per puzzle, one trajectory per candidate of the search's last step.
+"""Logs of Tree of Thoughts: one record per puzzle, one trajectory per candidate of the search's last step.
 
     [{"idx": 900, "steps": [{"step": 0, "x": "4 5 6 10", "ys": [""], "new_ys": ["4 + 5 = 9\\n", ..], "values": [..],
                              "select_new_ys": [..]}, ..],
       "ys": [the answers], "infos": [{"r": 1}, ..]}]
 
-Each y is the whole text so far, so that candidates share the text of the thoughts they came from. The puzzle is the
-user's message, a candidate the assistant's; the prompts of the search are not in the file. The answers, which the
-last step selected, have the reward `r`, unless the log is so old that it has `accs` in place of `infos`; other
-candidates of that step have none. What was dropped earlier breaks off in the middle, and is left out. The logs of runs
-without a search do not say what they answered, and are skipped.
+Each y is the whole text so far, so candidates share the text of the thoughts that they extend. The puzzle is the
+message of the user, and a candidate is the message of the assistant. The prompts of the search are not in the file.
+The answers, which the last step selected, have the reward `r`, unless the log is old and has `accs` in place of
+`infos`. Other candidates of that step have no reward. A candidate that was dropped earlier ends in the middle of a
+solution and is left out. Logs of runs without a search do not contain the puzzle, and are skipped.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ DROPPED_NOTE = "candidates that the search dropped before its last step not used
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The candidates of the last step, `<file>/<idx>/leaf-<k>` in their order, in the group `<folder>/<idx>`.
-    The folder of such a file is named after the kind of puzzle, which `idx` counts.
+    """Read the candidates of the last step, `<file>/<idx>/leaf-<k>` in their order, in the group `<folder>/<idx>`.
+
+    The folder of such a file is named after the kind of puzzle, and `idx` counts the puzzles of that kind.
 
     Raises:
-        TreepackError: no answers, or steps of another kind.
+        TreepackError: steps, answers or rewards of another kind.
     """
     value, source = record.value, record.source
     steps = as_objects(value.get("steps"), source=source, name="steps")
     if not steps:
-        yield Skipped(source, "no steps and so no puzzle, as in runs without a search")
+        yield Skipped(source, "no steps and therefore no puzzle, as in runs without a search")
         return
     puzzle = steps[-1].get("x")
     if not isinstance(puzzle, str):
@@ -60,7 +61,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             "value": values[leaf] if isinstance(values, list) and leaf < len(values) else None,
         }
         yield conversation(replace(record, value=of_leaf), messages, options, notes=notes)
-        notes = ()
+        notes = ()  # counted once for each record
 
 
 def _texts(texts: Any, name: str, source: str) -> list[str]:
@@ -70,7 +71,7 @@ def _texts(texts: Any, name: str, source: str) -> list[str]:
 
 
 def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
-    """What each answer was worth; answers of the same text are worth the same."""
+    """Return the reward of each answer; answers with the same text have the same reward."""
     infos = as_objects(value.get("infos"), source=source, name="infos")
     answers = _texts(value["ys"], "ys", source)
     if infos and len(infos) != len(answers):
@@ -79,7 +80,7 @@ def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
-    """Whether a step before the last one made candidates that it did not select."""
+    """Return whether a step before the last one made candidates that it did not select."""
     for step in steps[:-1]:
         kept = set(_texts(step.get("select_new_ys"), "steps.select_new_ys", source))
         if not kept.issuperset(_texts(step.get("new_ys"), "steps.new_ys", source)):

@@ -1,13 +1,13 @@
-"""Rollouts of TRL's GRPO trainers as token ids, in the rows of a batch and as the asynchronous trainer's samples.
+"""Rollouts of TRL's GRPO trainers as token ids: rows of a batch, and samples of the asynchronous trainer.
 
     {"prompt_ids": [0, ..], "prompt_mask": [0, 1, ..], "completion_ids": [..], "completion_mask": [1, .., 0],
      "tool_mask": [..], "old_per_token_logps": [..], "sampling_per_token_logps": [..], "advantages": 0.5}
     {"input_ids": [..], "completion_mask": [..], "old_log_probs": [..], "advantage": 0.5, "group_id": 3,
      "model_version": 7}
 
-In a batch prompts are padded on the left and completions on the right. In the samples of the asynchronous trainer the
-mask and the log-probabilities are of the whole sequence, and the log-probabilities, which it takes as the old ones,
-are those of the sampler: they are kept as both.
+In a batch, prompts are padded on the left and completions on the right. In a sample of the asynchronous trainer, the
+mask and the log-probabilities have one value per token of the whole sequence. That trainer uses the log-probabilities
+of the sampler as the old ones, so they are read as both.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PADDING_NOTE = "right padding removed"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`.
+    """Read the one trajectory of `record`.
 
     Raises:
-        TreepackError: neither kind of record, or what the `tokens` reader refuses.
+        TreepackError: an error of the `tokens` reader.
     """
     value = without(record.value, DROPPED)
     if has_fields(record.value, [SAMPLE]):
@@ -50,15 +50,19 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _without_padding(value: dict[str, Any], source: str) -> tuple[dict[str, Any], bool]:
-    """`value` without what the completion's mask, which is 1 on tools' tokens too, leaves out at the end."""
+    """Return `value` without the padding after the completion, and whether there was any.
+
+    The mask of the completion is 1 on the tokens of tools too, so its last 1 is the end.
+    """
     name, num = "completion_mask", len(value["completion_ids"])
     if not ARRAY.test(mask := value.get(name, [])):
         return value, False
+    # completion_mask [1, 0, 1, 0, 0] -> end 3
     used = np.flatnonzero(tf.mask_values(mask, source=source, name=name))
     end = int(used[-1]) + 1 if len(used) else num
     if len(mask) != num or end == num:
         return value, False
-    belongs = (name for name, held in value.items() if ARRAY.test(held) and not name.startswith("prompt_"))
+    belongs = (name for name, field in value.items() if ARRAY.test(field) and not name.startswith("prompt_"))
     return value | {name: value[name][:end] for name in belongs if len(value[name]) == num}, True
 
 

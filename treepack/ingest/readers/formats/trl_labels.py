@@ -1,9 +1,9 @@
-"""TRL's labelled completions: one label for the whole (KTO), or one for each step (process reward models).
+"""Labelled completions of TRL: one label for the completion (KTO), or one for each step (process reward models).
 
-    {"prompt": P, "completion": C, "label": true}                         reward 1, or 0 where the label is false
+    {"prompt": P, "completion": C, "label": true}                         reward 1, or 0 if the label is false
     {"prompt": "..", "completions": ["..", ".."], "labels": [true, false]}   reward 1 if all steps are right, else 0
 
-Steps are joined by line feeds into one completion, as TRL does it.
+Line feeds join the steps into one completion, as in TRL.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ STEPS_NOTE = "labels of steps read as one reward"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`.
+    """Read the one trajectory of `record`.
 
     Raises:
-        TreepackError: the label is none, labels that do not fit the steps, or what the `chat` reader refuses.
+        TreepackError: labels that do not fit the steps, or an error of the `chat` reader.
     """
     value, source = record.value, record.source
     rest = without(value, ("label", "completions", "labels"))
@@ -47,12 +47,12 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
-    given = list(labels) if hasattr(labels, "__len__") and not isinstance(labels, str | dict) else None
-    if given is None or not all(label in (0, 1) for label in given) or len(given) != num_steps:
+    flags = list(labels) if hasattr(labels, "__len__") and not isinstance(labels, str | dict) else None
+    if flags is None or not all(label in (0, 1) for label in flags) or len(flags) != num_steps:
         raise TreepackError(
             f"{source}: labels is {shown(labels)}; expected true or false for each of {num_steps} steps"
         )
-    return [bool(label) for label in given]
+    return [bool(label) for label in flags]
 
 
 FORMAT = Format(

@@ -1,8 +1,8 @@
-"""Rows that TRL packed for supervised training: several sequences one behind the other, with their lengths.
+"""Rows that TRL packed for supervised training: several consecutive sequences, with their lengths.
 
     {"input_ids": [..], "seq_lengths": [3, 2], "labels": [..]}        or `completion_mask`, `assistant_masks`
 
-Each sequence is a trajectory. TRL may have cut long ones, and the pieces of one are in no way marked.
+Each sequence is a trajectory. TRL may have cut long sequences, and does not mark the pieces.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import ARRAY, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.packed import lengths_of, read_packed
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """One trajectory per sequence of the row.
+    """Read one trajectory per sequence of the row.
 
     Raises:
-        TreepackError: lengths that are not those of the row, or what the `tokens` reader refuses.
+        TreepackError: lengths that do not fit the row, or an error of the `tokens` reader.
     """
     value = record.value
     num_tokens = len(value["input_ids"])
     lengths = lengths_of(value["seq_lengths"], name="seq_lengths", num_tokens=num_tokens, source=record.source)
-    rest = {name: held for name, held in value.items() if name != "seq_lengths"}
+    rest = without(value, {"seq_lengths"})
     yield from read_packed(replace(record, value=rest), lengths, options)
 
 

@@ -1,10 +1,11 @@
-"""TRL's preference pairs, as messages or as text: two trajectories of a group of their own, with rewards 1 and 0.
+"""Preference pairs of TRL, as messages or as text: two trajectories that form a group, with rewards 1 and 0.
 
     {"prompt": P, "chosen": C, "rejected": R}       P C [trained C], reward 1      P R [trained R], reward 0
-    {"chosen": P C, "rejected": P R}                the same: what both begin with is the prompt
+    {"chosen": P C, "rejected": P R}                the same; the common beginning of both is the prompt
 
-`treepack train --loss dpo` compares the trajectories of a group whose rewards differ, so that each pair is a pair
-there, also where several pairs share a prompt. A prompt as text beside messages repeats what these begin with.
+`treepack train --loss dpo` compares the trajectories of a group whose rewards differ, so each pair is a group, even if
+several pairs have the same prompt. If the prompt is text and the completions are messages, the prompt is ignored,
+because the messages begin with it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ SIDES = {"chosen": 1.0, "rejected": 0.0}
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The two trajectories of `record`, `<id>/chosen` and `<id>/rejected`, in a group called after where it was read.
+    """Read the two trajectories of `record`, `<id>/chosen` and `<id>/rejected`, in a group named after the record.
 
     Raises:
-        TreepackError: a completion is missing or of another form, or what the `chat` reader refuses.
+        TreepackError: a prompt of another form than the completions, or an error of the `chat` reader.
     """
     value = record.value
     prompt, chosen, rejected = _parts(value, record.source)
@@ -51,7 +52,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
-    """The prompt and the two completions; the prompt is what both begin with where it is not given in their form."""
+    """Return the prompt and the two completions.
+
+    If there is no prompt in the form of the completions, the prompt is the common beginning of the completions.
+    """
     prompt, chosen, rejected = value.get("prompt"), value["chosen"], value["rejected"]
     if prompt is not None and not isinstance(prompt, str) and not is_messages(prompt):
         raise TreepackError(f"{source}: prompt is {shown(prompt)}; expected messages or text")
@@ -59,6 +63,7 @@ def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
         return prompt, chosen, rejected
     if isinstance(prompt, list):
         raise TreepackError(f"{source}: prompt is messages, but the completions are text; give both in one form")
+    # "The sky is blue" and "The sky is green" -> prompt "The sky is", completions " blue" and " green"
     num = _num_common(chosen, rejected)
     if isinstance(chosen, str) and chosen[num - 1 : num] == " ":
         num -= 1  # a word's first token holds the space before it
@@ -66,7 +71,7 @@ def _parts(value: dict[str, Any], source: str) -> tuple[Any, Any, Any]:
 
 
 def _num_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """How many messages, or characters, both begin with."""
+    """Count the messages, or characters, that both begin with."""
     pairs = list(zip(chosen, rejected, strict=False))
     return next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))
 

@@ -1,12 +1,13 @@
-"""verifiers' `traces.jsonl`: one episode a line, each agent's conversation a graph of messages.
+"""Files `traces.jsonl` of verifiers: one episode per line, with each agent's conversation as a graph of messages.
 
     {id, env: {id}, task: {type, data, key, hash}, group: {id}, run: {work: {step}}, traces: [
       {id, task, agent: {name, trainable, config: {model}}, tools, rewards: {name: {score, weight}}, nodes: [
         {parent, message, sampled, token_ids, mask, logprobs, trainer_logprobs, advantages, ...}, ...]}, ...]}
 
-A node holds the tokens that it adds to its parent's; its mask tells the sampled ones from the template's, and its
-log-probabilities and advantages have one value per sampled token. A trace whose nodes have tokens gives these, joined
-along each path from the root; else its messages. Of agents that are not trainable nothing is trained.
+A node contains the tokens that it adds to the tokens of its parent. Its mask separates the sampled tokens from the
+tokens of the template, and its log-probabilities and advantages have one value per sampled token. If the nodes of a
+trace have tokens, these are read, joined along each path from the root. If not, the messages are read. Agents that are
+not trainable are skipped.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
-AGENT = "agent"  # what verifiers calls the one agent of an environment that has no names for them
-PARTIAL_NOTE = "token ids of some messages only, all read as text"
+AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
+PARTIAL_NOTE = "token ids of some messages only, all messages read as text"
 WEIGHTS_NOTE = "loss weights of nodes not used"
 KNOWN = frozenset(
     """
@@ -49,7 +50,7 @@ KNOWN = frozenset(
     num_output_tokens num_total_tokens
     """.split()
 )
-# Values of a node's sampled tokens, and what the reader of tokens calls them.
+# Fields of a node with values of its sampled tokens, and their names in the reader of tokens.
 VALUES = {
     "logprobs": "rollout_log_probs",
     "trainer_logprobs": "old_log_probs",
@@ -59,14 +60,15 @@ VALUES = {
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of all traces of an episode, called after their traces.
+    """Read the trajectories of all traces of an episode, named after their traces.
 
-    The group is the episode's or the task's, with the agent's name where the environment has named agents.
+    The group is the group of the episode, or its task, with the name of the agent if the environment has named agents.
 
     Raises:
-        TreepackError: no episode, nodes of another form, or what the readers of tokens and messages refuse.
+        TreepackError: nodes of another form, or an error of the readers of tokens and messages.
     """
     value = record.value
+    # An export may contain single traces, without their episode.
     if "traces" not in value:
         yield from _read_trace(record, {}, value, options)
         return
@@ -96,6 +98,7 @@ def _read_trace(
     if _has_media(trace, ids, record.source):
         yield Skipped(record.source, MEDIA_REASON)
         return
+    # Nodes after the last sampled node of their path are in no prompt, so they need no ids.
     needed = {each for number in sampled for each in (*paths[number], number)}
     has_tokens = all(len(ids[number]) > 0 for number in needed)
     notes: tuple[str, ...] = (WEIGHTS_NOTE,) if any(node.get("loss_weights") for node in nodes) else ()
@@ -119,21 +122,21 @@ def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], nu
 
 
 def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str) -> ChatCall:
-    """The call of node `number`; a root knows the tools of its own paths, which the trace has all together."""
+    """Return the call of node `number`. The tools of its root come first: those of the trace may be for other paths."""
     nodes = [trace["nodes"][each] for each in (*path, number)]
     messages = [_object(node, "message", source) for node in nodes]
     return ChatCall(messages[:-1], messages[-1:], nodes[0].get("tools") or trace.get("tools"))
 
 
 def _has_media(trace: dict[str, Any], ids: list[Any], source: str) -> bool:
-    """Whether a message holds more than text, or the tokens a place of what is no text."""
+    """Return whether a message contains more than text, or the tokens contain a placeholder for media."""
     places = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
     messages = [_object(node, "message", source) for node in trace["nodes"]]
     return not is_text(messages) or any(np.isin(each, places).any() for each in ids)
 
 
 def _described(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:
-    """What is known of a trace besides its nodes, under the names that every reader uses."""
+    """Return the facts of a trace besides its nodes, under the names that every reader uses."""
     task = _object(trace, "task", source) or _object(episode, "task", source)
     group = _object(episode, "group", source).get("id") or task.get("key") or task.get("hash")
     name = agent.get("name")
@@ -158,11 +161,11 @@ def _described(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, 
 
 
 def _object(value: dict[str, Any], name: str, source: str) -> dict[str, Any]:
-    """`value[name]`, empty where it is null or missing."""
-    held = value.get(name)
-    if held is not None and not isinstance(held, dict):
-        raise TreepackError(f"{source}: {name} is {shown(held)}; expected an object")
-    return held or {}
+    """Return `value[name]`, or {} if it is null or missing."""
+    field = value.get(name)
+    if field is not None and not isinstance(field, dict):
+        raise TreepackError(f"{source}: {name} is {shown(field)}; expected an object")
+    return field or {}
 
 
 GRAPH: Fields = {"nodes": first({"message": OBJECT, "sampled": ANY})}

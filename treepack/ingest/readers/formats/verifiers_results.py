@@ -1,10 +1,10 @@
-"""`results.jsonl` of verifiers before its traces: one rollout a line, beside a `metadata.json` that names the model.
+"""Files `results.jsonl` of verifiers before version 1: one rollout per line, beside a `metadata.json` with the model.
 
     {example_id, prompt, completion, reward, metrics, info, tool_defs, ..., trajectory: [
       {prompt, completion, tokens: {prompt_ids, completion_ids, completion_mask, completion_logprobs}, ...}, ...]}
 
-Where every step of the trajectory has its tokens these are taken, joined where they continue each other; else the
-steps' messages; and without steps the prompt and the completion. Tool calls may be JSON as text.
+If every step of the trajectory has tokens, these are read, and steps that continue each other are joined. If not, the
+messages of the steps are read, and without steps the prompt and the completion. Tool calls may be JSON text.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ DROPPED = frozenset(
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of one rollout, `<example>/<line>` or named by its steps, in the group of its example.
+    """Read the trajectories of one rollout, named `<example>/<line>` or after its steps, in the group of its example.
 
     Raises:
-        TreepackError: no rollout, steps of another form, or what the readers of tokens and messages refuse.
+        TreepackError: steps of another form, or an error of the readers of tokens and messages.
     """
     if has_fields(record.value, [RUN]):
         yield Skipped(record.source, "summary of a run, read with its results")
@@ -53,7 +53,7 @@ def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[
     metrics = value.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise TreepackError(f"{source}: metrics is {shown(metrics)}; expected an object")
-    repeated = DROPPED | (metrics.keys() - {"reward"})  # metrics stand beside the other fields once more
+    repeated = DROPPED | (metrics.keys() - {"reward"})  # the record repeats each metric as a field
     rest = without(value, repeated)
     rest |= {"trajectory_id": _name(value, steps, record), "extra": metrics or None}
     rest["model"] = rest.get("model") or model
@@ -71,36 +71,36 @@ def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[
 
 
 def _token_call(step: dict[str, Any], source: str) -> TokenCall:
-    held = step["tokens"]
+    tokens = step["tokens"]
     values = {
-        "loss_mask": held.get("completion_mask"),
-        "rollout_log_probs": held.get("completion_logprobs"),
+        "loss_mask": tokens.get("completion_mask"),
+        "rollout_log_probs": tokens.get("completion_logprobs"),
         "advantages": step.get("advantage"),
     }
-    return TokenCall(held.get("prompt_ids"), held.get("completion_ids"), values)
+    return TokenCall(tokens.get("prompt_ids"), tokens.get("completion_ids"), values)
 
 
 def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:
-    """The name that the steps share, if they have one, else the place in the file."""
+    """Return the name that the steps share, or the position in the file if they share none."""
     name = steps[0].get("trajectory_id") if steps else None
     shared = isinstance(name, str) and name and all(step.get("trajectory_id") == name for step in steps)
     return str(name) if shared else f"{value['example_id']}/{record.label}"
 
 
 def _messages(talk: dict[str, Any], name: str, source: str) -> list[dict[str, Any]]:
-    """The messages of a prompt or a completion; text is what the user asks and what the assistant answers."""
-    held = talk.get(name)
-    if held is None:
+    """Return the messages of a prompt or a completion. Text is a message of the user or of the assistant."""
+    messages = talk.get(name)
+    if messages is None:
         return []
-    if isinstance(held, str):
-        return [{"role": "user" if name == "prompt" else "assistant", "content": held}]
-    if not is_messages(held):
-        raise TreepackError(f"{source}: {name} is {shown(held)}; expected messages or text")
-    return [_parsed(message, source) for message in held]
+    if isinstance(messages, str):
+        return [{"role": "user" if name == "prompt" else "assistant", "content": messages}]
+    if not is_messages(messages):
+        raise TreepackError(f"{source}: {name} is {shown(messages)}; expected messages or text")
+    return [_parsed(message, source) for message in messages]
 
 
 def _parsed(message: dict[str, Any], source: str) -> dict[str, Any]:
-    """`message` with the tool calls that are JSON as text parsed."""
+    """Return `message` with tool calls that are JSON text parsed."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not any(isinstance(call, str) for call in calls):
         return message

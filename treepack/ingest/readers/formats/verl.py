@@ -1,4 +1,4 @@
-"""verl's rollouts as token ids: agent loop outputs, and the rows of a `DataProto`.
+"""Rollouts of verl as token ids: outputs of agent loops, and rows of a `DataProto`.
 
     {"prompt_ids": [..], "response_ids": [..], "response_mask": [..], "response_logprobs": [..], "reward_score": 1.0,
      "num_turns": 4, "extra_fields": {..}}
@@ -6,9 +6,9 @@
      "input_ids": [..], "rollout_log_probs": [..], "token_level_scores": [..], "advantages": [..], "uid": ".."}
     {"batch": {"prompts": [[..], ..], ..}, "non_tensor_batch": {"uid": [..], ..}}      a whole batch as columns
 
-An agent loop's output has no padding; in a batch prompts are padded on the left and responses on the right, as the
-attention mask says. Masks, log-probabilities, scores and advantages belong to the response. What tools wrote is part
-of the response and masked.
+The output of an agent loop has no padding. In a batch, prompts are padded on the left and responses on the right, as
+the attention mask shows. Masks, log-probabilities, scores and advantages belong to the response. The output of tools is
+a part of the response, with mask 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
-# Beside a pair of ids these tell a row of verl from those of others.
+# A prompt and a response with one of these fields are a row of verl; other programs use the same names for the ids.
 OWN = tuple(
     """
     response_mask response_logprobs reward_score num_turns __num_turns__ rollout_log_probs token_level_scores
@@ -43,10 +43,10 @@ SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_reward
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`, or those of a batch, called after their rows.
+    """Read the one trajectory of `record`, or those of a batch, named after their rows.
 
     Raises:
-        TreepackError: columns of different lengths, the ids are missing, or what the `tokens` reader refuses.
+        TreepackError: columns of different lengths, or an error of the `tokens` reader.
     """
     value = record.value
     if has_fields(value, [BATCH]):
@@ -66,21 +66,22 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         return
     kept = without(value, DROPPED)
     if isinstance(extra := kept.pop("extra_fields", None), dict):
-        kept = {name: held for name, held in extra.items() if name not in DROPPED and not _is_empty(held)} | kept
+        kept = {name: field for name, field in without(extra, DROPPED).items() if not _is_empty(field)} | kept
     if (num_turns := kept.pop("__num_turns__", None)) is not None:
         kept["num_turns"] = num_turns
     if isinstance(model := kept.get("reward_model"), dict):
-        kept = {name: held for name, held in kept.items() if name != "reward_model"}
+        kept = without(kept, {"reward_model"})
         kept["ground_truth"] = model.get("ground_truth")
     if kept.get("advantages") is not None:
         kept.pop("returns", None)
-    given = [name for name in SCORES if kept.get(name) is not None]
-    kept = without(kept, given[1:])
+    # Rewards are scores less the KL penalty, so only the first of these fields is the reward.
+    scores = [name for name in SCORES if kept.get(name) is not None]
+    kept = without(kept, scores[1:])
     yield from tokens.read(replace(record, value=kept), options)
 
 
-def _is_empty(held: Any) -> bool:
-    return isinstance(held, list | dict) and not held
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | dict) and not value
 
 
 BATCH: Fields = {"batch.prompts": COLUMN, "batch.responses": COLUMN}

@@ -1,11 +1,11 @@
-"""verl's datasets: conversations for supervised training, prompts for RL, and responses generated to such prompts.
+"""Data sets of verl: conversations for supervised training, prompts for RL, and responses generated to such prompts.
 
     {"messages": [..], "tools": [..], "enable_thinking": true}
     {"data_source": "..", "prompt": [..], "reward_model": {"ground_truth": ".."}}
     {the same, "responses": ["..", ".."]}
 
-Of the first all assistant turns are trained, of the last the responses, one trajectory each. A prompt without a
-response trains nothing and is skipped.
+All assistant turns of a conversation are trained. Each generated response is a trajectory, and is trained. A prompt
+without a response trains nothing and is skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The trajectories of `record`, those of generated responses called `<record>/response-<k>` from 1.
+    """Read the trajectories of `record`; those of generated responses are named `<record>/response-<k>` from 1.
 
     Raises:
         TreepackError: fields of another kind, or messages that the `chat` reader refuses.
@@ -43,11 +43,11 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield Skipped(record.source, "prompt without a response")
         return
     model = rest.pop("reward_model")
-    rest = {name: held for name, held in rest.items() if name != "responses"}
+    rest = without(rest, {"responses"})
     rest["ground_truth"] = model.get("ground_truth")
     for number, response in enumerate(responses, 1):
         if not isinstance(response, str):
-            raise TreepackError(f"{record.source}: holds the response {shown(response)}; expected text")
+            raise TreepackError(f"{record.source}: a response is {shown(response)}; expected text")
         completion = [{"role": "assistant", "content": response}]
         one = replace(record, value=rest | {"completion": completion})
         for item in chat.read(one, options):
@@ -62,12 +62,12 @@ def _with_thinking(value: dict[str, Any], record: Record) -> dict[str, Any]:
         raise TreepackError(f"{record.source}: enable_thinking is {shown(thinking)}; expected true or false")
     variables = value.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
-        return value  # refused by the reader of chats
+        return value  # the reader of chats refuses it with its own message
     return value | {"chat_template_kwargs": variables | {"enable_thinking": thinking}}
 
 
 def _numbered(item: Trajectory, number: int) -> Trajectory:
-    """The `number`-th response of a record; what was noted of the record is noted once."""
+    """Return the `number`-th response of a record. Only the first keeps the notes, so that they are counted once."""
     notes = item.notes if number == 1 else ()
     return replace(item, trajectory_id=f"{item.trajectory_id}/response-{number}", notes=notes)
 

@@ -1,10 +1,10 @@
-"""The text that verl's trainer writes beside its metrics: `<step>.jsonl` of `rollout_data_dir`.
+"""Text that verl's trainer writes beside its metrics: `<step>.jsonl` of `rollout_data_dir`.
 
     {"input": "..", "output": "..", "gts": "42", "score": 1.0, "step": 5, "acc": true}
 
-Both texts were decoded from ids without their special tokens, so ends of turns are lost and neither the ids nor the
-text that the model saw can be made again; in an agent's output what tools wrote cannot be told from what the model
-wrote. Where exact ids were kept, give those instead.
+Both texts were decoded from ids without their special tokens. The ends of turns are lost, so neither the ids nor the
+text that the model saw can be restored. In the output of an agent, the text of tools and the text of the model cannot
+be separated. If the exact ids were kept, read those instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DECODED_NOTE = "text of verl's dump, decoded without special tokens"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """The one trajectory of `record`: all of its output is trained."""
+    """Read the one trajectory of `record`, whose whole output is trained."""
     value = record.value
     if not value["output"]:
         yield Skipped(record.source, "empty response")
