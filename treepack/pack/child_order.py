@@ -1,16 +1,18 @@
-"""The order of children inside a row, so that the attention kernel meets few partial tiles.
+"""Order the children inside a row so that the attention kernel has few partial tiles.
 
-    depth-first, as the trie has it                 largest child first
+    depth-first, as in the trie                     largest child first
 
     trunk a, branch x, trunk b, branch y, c         trunk a, b, c, branch y, branch x
     end:  c        x         c        y  c          end:   x     y  c       y         x
 
-Any order of children and of trees is a valid row and holds the same tokens. The kernel works on tiles of `BLOCK`
-queries by `BLOCK` keys. Let low and high be the least and greatest `subtree_end` over the keys of a block; below the
-diagonal the tiles from low to high are partial, those before low full, those from high on empty, and the tile on the
-diagonal is partial. So a block costs what its own ends differ by. Where a short branch comes first, its block also
-holds trunk that all of the rest of the row can see; with the largest child first, the ends of neighbouring tokens of a
-trunk differ only by the branch between them.
+Any order of children and of trees gives a valid row with the same tokens. The kernel works on tiles of `BLOCK` queries
+by `BLOCK` keys. Let low and high be the minimum and maximum `subtree_end` over the keys of a block. Below the diagonal,
+the tiles before low are full, the tiles from low to high are partial, and the tiles after high are empty. The tile on
+the diagonal is partial. So the cost of a block is the difference between its own ends. If a short branch comes first,
+its block also contains trunk that the whole rest of the row can see. With the largest child first, the ends of
+neighbouring tokens of a trunk differ only by the branch between them.
+
+`placement.py` calls `arrange` for each row; the counts are for the statistics of `pack`.
 """
 
 from __future__ import annotations
@@ -19,21 +21,23 @@ import numpy as np
 
 from treepack.trajectory import Int32, Int64
 
-BLOCK = 128
-CANDIDATES = 24  # small siblings among which a filling is sought
+BLOCK = 128  # side of a tile of the attention kernels, in tokens
+CANDIDATES = 24  # small siblings from which a filling is made; each is one shift of `BLOCK` bits
 
 
 def tile_counts(subtree_end: Int32 | Int64) -> tuple[int, int]:
-    """Partial and full tiles of a row whose tokens have these `subtree_end`; the row is padded to whole blocks."""
+    """Return the partial and full tiles of a row, padded to whole blocks, from the `subtree_end` of its tokens."""
     num = len(subtree_end)
     starts = np.arange(0, num, BLOCK)
     low = np.minimum.reduceat(subtree_end, starts).astype(np.int64)
     high = np.maximum.reduceat(subtree_end, starts).astype(np.int64)
-    return _counted(low, high)
+    return _count_tiles(low, high)
 
 
-def _counted(low: Int64, high: Int64) -> tuple[int, int]:
-    """Partial and full tiles, given the least and greatest `subtree_end` of each block of keys."""
+def _count_tiles(low: Int64, high: Int64) -> tuple[int, int]:
+    """Return the partial and full tiles, from the minimum and maximum `subtree_end` of each block of keys."""
+    # BLOCK 4, low [9, 9, 9], high [10, 9, 10]: below the diagonal the blocks of keys touch [2, 1, 0] tiles, of which
+    # [1, 0, 0] are full. So 2 partial tiles are there and 3 on the diagonal -> (5, 1).
     below = np.arange(1, len(low) + 1)
     full = np.maximum(low // BLOCK - below, 0)
     touched = np.maximum(-(-high // BLOCK) - below, 0)
@@ -41,28 +45,34 @@ def _counted(low: Int64, high: Int64) -> tuple[int, int]:
 
 
 def node_tiles(begin: Int64, end: Int64, num_tokens: int) -> tuple[int, int]:
-    """As `tile_counts`, for nodes in the order of the row that begin at `begin` and whose subtrees end at `end`."""
+    """Return the same as `tile_counts`, from the first token and the subtree end of each node in row order."""
+    # begin [0, 3, 9], 10 tokens, BLOCK 4 -> starts [0, 4, 8]; nodes of block 1: first 1, stop 2; of block 2: 1 and 3.
     starts = np.arange(0, num_tokens, BLOCK)
     first = np.searchsorted(begin, starts, side="right") - 1
     stop = np.searchsorted(begin, starts + BLOCK, side="left")
-    # reduceat takes the ranges between entries in turn: every second one is a block's. The entry more ends the last.
+    # reduceat takes the range from each entry to the next one, so every second result belongs to a block:
+    # ranges [0, 2, 1, 2, 1, 3] -> ends[0:2], unused, ends[1:2], unused, ends[1:3]. `ends` has an extra entry, because
+    # the last stop is the number of nodes, which is no valid index without it.
     ranges = np.stack([first, stop], axis=1).ravel()
     ends = np.append(end, 0)
-    return _counted(np.minimum.reduceat(ends, ranges)[::2], np.maximum.reduceat(ends, ranges)[::2])
+    return _count_tiles(np.minimum.reduceat(ends, ranges)[::2], np.maximum.reduceat(ends, ranges)[::2])
 
 
 def arrange(size: Int64, parent: Int64) -> tuple[Int64, Int64]:
-    """Where each node of a row and its subtree's end lie; int64 [nodes] each, nodes given depth-first.
+    """Return the first token and the subtree end of each node in the best order of children; int64 [nodes] each.
 
-    The order with the largest child first and the others aligned, or the given order if that has no more partial tiles.
+    `size` and `parent` describe the nodes in depth-first order. The order has the largest child first and the others
+    aligned to blocks. If that does not save partial tiles, the order stays as it is.
     """
+    # size [3, 6, 1], parent [-1, 0, 0] -> begin [0, 3, 9], subtree [10, 6, 1], end [10, 9, 10]
     begin = np.concatenate([[0], np.cumsum(size)[:-1]])
     num_tokens = int(begin[-1] + size[-1])
     subtree = np.array(_subtree_sizes(size.tolist(), parent.tolist()), np.int64)
     end = begin + subtree
+    # One block has one tile whatever the order.
     if num_tokens <= BLOCK:
         return begin, end
-    other = np.array(_aligned_begins(size.tolist(), parent.tolist(), subtree.tolist()), np.int64)
+    other = np.array(_align_begins(size.tolist(), parent.tolist(), subtree.tolist()), np.int64)
     order = np.argsort(other)
     other_end = other + subtree
     if node_tiles(other[order], other_end[order], num_tokens) < node_tiles(begin, end, num_tokens):
@@ -71,7 +81,7 @@ def arrange(size: Int64, parent: Int64) -> tuple[Int64, Int64]:
 
 
 def _subtree_sizes(size: list[int], parent: list[int]) -> list[int]:
-    """Tokens of the subtree of each node."""
+    """Return the tokens of the subtree of each node."""
     total = size.copy()
     for node in range(len(total) - 1, 0, -1):
         if parent[node] >= 0:
@@ -79,8 +89,8 @@ def _subtree_sizes(size: list[int], parent: list[int]) -> list[int]:
     return total
 
 
-def _aligned_begins(size: list[int], parent: list[int], subtree: list[int]) -> list[int]:
-    """Where each node begins; roots are children of one node of no tokens."""
+def _align_begins(size: list[int], parent: list[int], subtree: list[int]) -> list[int]:
+    """Return the first token of each node; roots are the children of a node -1 without tokens."""
     children: dict[int, list[int]] = {}
     for node, above in enumerate(parent):
         children.setdefault(above, []).append(node)
@@ -88,7 +98,7 @@ def _aligned_begins(size: list[int], parent: list[int], subtree: list[int]) -> l
     open_nodes = [(-1, 0)]
     while open_nodes:
         node, at = open_nodes.pop()
-        for child in _aligned(children[node], subtree, at):
+        for child in _align(children[node], subtree, at):
             begin[child] = at
             if child in children:
                 open_nodes.append((child, at + size[child]))
@@ -96,11 +106,11 @@ def _aligned_begins(size: list[int], parent: list[int], subtree: list[int]) -> l
     return begin
 
 
-def _aligned(siblings: list[int], subtree: list[int], at: int) -> list[int]:
-    """Siblings in their order from token `at` on: the largest, then the others so that large ones begin with a block.
+def _align(siblings: list[int], subtree: list[int], at: int) -> list[int]:
+    """Order siblings: the largest first, at token `at`, then the others so that large ones begin with a block.
 
-    A subtree that begins inside a block makes that block partial for all of its own length; so small siblings are
-    chosen that fill the block up before the next large one.
+    If a subtree begins inside a block, this block is partial along the whole length of the subtree. So before the next
+    large sibling, small siblings fill up the block.
     """
     if len(siblings) == 1:
         return siblings
@@ -110,7 +120,7 @@ def _aligned(siblings: list[int], subtree: list[int], at: int) -> list[int]:
     while waiting and subtree[waiting[-1]] >= BLOCK:
         filling = _filling([subtree[node] for node in waiting[:-1][:CANDIDATES]], at % BLOCK)
         if filling is None:
-            chosen = [waiting.pop(0)]  # the smallest pays least
+            chosen = [waiting.pop(0)]  # the smallest sibling is partial along the shortest way
         else:
             chosen = [waiting.pop(i) for i in filling]
             chosen.append(waiting.pop())
@@ -120,14 +130,19 @@ def _aligned(siblings: list[int], subtree: list[int], at: int) -> list[int]:
 
 
 def _filling(sizes: list[int], used: int) -> list[int] | None:
-    """Indices, descending, of sizes that end on a whole block if `used` tokens of one are taken; None if none do."""
+    """Return indices, descending, of sizes that fill up a block with `used` tokens in it exactly, or several blocks.
+
+    None if no subset does. Subset sums modulo `BLOCK` are the bits of one integer.
+    """
+    # BLOCK 4, used 3, sizes [1, 2]: bits 0b1000 -> with the 1 also 0b1 -> bit 0 is set, so [0] fills the block.
     whole = (1 << BLOCK) - 1
     reached = [1 << used]  # bit r: some of the sizes so far end r tokens into a block
     for size in sizes:
         if reached[-1] & 1:
             break
-        turned = reached[-1] << size % BLOCK
-        reached.append(reached[-1] | (turned | turned >> BLOCK) & whole)
+        # Rotate by `size`: bit 3 of 4, size 2 -> bit 5 -> bit 1
+        rotated = reached[-1] << size % BLOCK
+        reached.append(reached[-1] | (rotated | rotated >> BLOCK) & whole)
     if not reached[-1] & 1:
         return None
     chosen, rest = [], 0

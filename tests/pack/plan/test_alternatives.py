@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support import strategies
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.pack.plan.alternatives import finished_best
+from treepack.pack.plan.alternatives import best_final_rows
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
@@ -91,5 +91,5 @@ def test_nothing_is_tried_where_nothing_can_be_better() -> None:
 
     alone = trie.tree_id[trie.end_node].astype(np.int64)
     options = {"lower_bound": trie.tokens_tree, "multiple_of": 1}
-    row_of = finished_best(trie, forest_of(trie), limits, alone, finish, **options)
+    row_of = best_final_rows(trie, forest_of(trie), limits, alone, finish, **options)
     assert (len(calls), int(row_of.max())) == (1, 0)

@@ -17,7 +17,7 @@ from support.plan_costs import alone, cost_of, fits, limited, nodes_of, paths_of
 from support.strategies import tree_of
 from treepack.pack.plan.methods.completion import Rooms, State
 from treepack.pack.plan.methods.direct import direct
-from treepack.pack.plan.methods.dominance import undominated
+from treepack.pack.plan.methods.dominance import drop_dominated
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.packing import Target, pack
 from treepack.pack.plan.methods.single_path import choose_shared_nodes, single_path
@@ -168,7 +168,7 @@ def rooms(most: int) -> st.SearchStrategy[Rooms]:
 def test_states_are_dropped_exactly_if_another_is_as_good(costs: dict[Rooms, int]) -> None:
     states = [(cost, left) for left, cost in costs.items()]
     expected = [b for b in states if not any(better(a, b) for a in states if a != b)]
-    assert sorted(undominated(states.copy())) == sorted(expected)
+    assert sorted(drop_dominated(states.copy())) == sorted(expected)
 
 
 def fewest_bins(items: list[tuple[int, int]], room: int) -> int:

@@ -169,5 +169,5 @@ def test_the_checker_and_the_planner_refuse_what_exceeds_budgets(pairs: int | No
     over = "score pairs, over the budget of pairs, 20" if pairs else "loss terms, over the budget of terms, 4"
     with pytest.raises(TreepackError, match=f"row 0 of the plan has .* {over}"):
         check_plan(trie, Plan("mine", Limits(20, pairs, terms), np.zeros(3, np.int64)))
-    with pytest.raises(TreepackError, match=r"trajectory \w has .* \(2 such in all\)"):
+    with pytest.raises(TreepackError, match=r"trajectory \w has .* \(2 such in total\)"):
         plan_rows(trie, capacity=Limits(20, pairs and 9, terms and 2))

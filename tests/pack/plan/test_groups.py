@@ -65,7 +65,7 @@ def test_a_group_that_does_not_fit_is_named(limits: Limits, sentence: str) -> No
 
 
 def test_even_rows_of_whole_groups_are_refused() -> None:
-    with pytest.raises(TreepackError, match="which the method groups keeps whole"):
+    with pytest.raises(TreepackError, match="but the method groups keeps each group in one row"):
         plan_rows(build_trie(pairs(8)), capacity=20, method="groups", multiple_of=2)
 
 

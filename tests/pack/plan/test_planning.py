@@ -117,7 +117,7 @@ def test_5000_nested_prefixes_fit_one_row(method: str) -> None:
 
 def test_too_long_names_the_trajectory_and_its_length() -> None:
     trie = built([[1, 2], [1, 2, 3, 4]])
-    with pytest.raises(TreepackError, match=r"trajectory t1 has 4 tokens, capacity is 3 \(1 such in all\)"):
+    with pytest.raises(TreepackError, match=r"trajectory t1 has 4 tokens, capacity is 3 \(1 such in total\)"):
         plan_rows(trie, capacity=3)
 
 

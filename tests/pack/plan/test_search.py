@@ -16,7 +16,7 @@ from treepack.pack.plan.auto import auto
 from treepack.pack.plan.bounds import lower_bound as bounds
 from treepack.pack.plan.bounds.column_generation import Allowance
 from treepack.pack.plan.bounds.counting import count, passes
-from treepack.pack.plan.bounds.knapsack import most_profit
+from treepack.pack.plan.bounds.knapsack import best_profits
 from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.methods import anneal as search
@@ -79,11 +79,11 @@ def plans_of(problem: Problem) -> list[Int64]:
     return [alone(tree), cuts.contiguous(tree, limits, Search()).row_of_leaf]
 
 
-def unknown(tree: PlanTree) -> bounds._Known:
-    return bounds._Known(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
+def unknown(tree: PlanTree) -> bounds._NodeBounds:
+    return bounds._NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
 
 
-def counted(problem: Problem) -> bounds._Known:
+def counted(problem: Problem) -> bounds._NodeBounds:
     return bounds._count(problem[0], problem[1], unknown(problem[0]))
 
 
@@ -145,7 +145,7 @@ def test_small_subtrees_are_exact(problem: Problem, most_leaves: int) -> None:
     tree, capacity = problem
     known = bounds._small_subtrees(tree, capacity, most_leaves=most_leaves)
     tokens, times = least_of_every_node(problem)
-    held = bounds._below(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
+    held = bounds._subtree_sums(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
     solved = (held <= most_leaves) & (known.tokens > 0)
     assert (known.tokens[solved] == tokens[solved]).all()
     assert (known.tokens <= tokens).all()
@@ -166,7 +166,7 @@ def test_programs_for_rows_and_for_tokens_stay_below_what_the_nodes_need(problem
         assert (better.tokens <= tokens).all()
         assert (better.times <= times).all()
         for node in np.flatnonzero(used > known.times).tolist():
-            assert bounds._fewest_rows(tree, node, capacity, rows, known, Allowance(1e7)) <= times[node]
+            assert bounds._min_rows(tree, node, capacity, rows, known, Allowance(1e7)) <= times[node]
 
 
 @given(some_trees)
@@ -174,10 +174,10 @@ def test_programs_for_rows_and_for_tokens_stay_below_what_the_nodes_need(problem
 def test_some_best_plan_has_at_most_the_rows_that_programs_count_with(problem: Problem) -> None:
     tree, capacity = problem
     tokens, times = least_of_every_node(problem)
-    for known in (counted(problem), bounds._Known(tokens, times)):
+    for known in (counted(problem), bounds._NodeBounds(tokens, times)):
         for rows in plans_of(problem):
             upper = int(tree.size @ passes(tree.parent, tree.leaf, rows))
-            assert best_of(problem)[1] <= bounds._most_rows(tree, capacity, upper, known)
+            assert best_of(problem)[1] <= bounds._max_rows(tree, capacity, upper, known)
 
 
 @given(strategies.trees_and_capacities(max_leaves=7), st.data())
@@ -194,7 +194,7 @@ def test_the_most_profitable_row_is_the_best_of_all_sets_of_leaves(problem: Prob
         )
     ]
     nodes = [[node for node in range(tree.num_nodes) if chosen >> node & 1] for chosen in closed]
-    best = most_profit(tree, profit, capacity)
+    best = best_profits(tree, profit, capacity)
     for room in (0, capacity // 2, capacity):
         assert best[room] == max(int(profit[some].sum()) for some in nodes if tree.size[some].sum() <= room)
 
@@ -251,7 +251,7 @@ def test_a_search_returns_a_plan_no_worse_than_its_start(
 ) -> None:
     tree, limits, start = given_one
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "WINDOW", window)
+        patch.setattr(search, "WINDOW_ROWS", window)
         found, again = (search.anneal(tree, limits, start, steps_per_leaf=5, passes=passes) for _ in range(2))
     assert cost_of(tree, found, limits) <= cost_of(tree, start, limits)
     assert np.array_equal(found, again)

@@ -1,1 +1,1 @@
-"""Plans: the row of each trajectory, chosen by a method, bounded from below, and checked."""
+"""Assign trajectories to rows: packing methods, certified lower bounds, and an independent check of every plan."""

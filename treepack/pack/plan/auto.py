@@ -1,10 +1,11 @@
-"""The default method: exact for small trees, a search with a certificate for all others.
+"""The default method: the optimum of small trees, and a search with a certified bound for all others.
 
     up to 13 leaves    a program over sets of leaves: the optimum
     up to 60           the multi-path program, which nearly always proves the optimum
     more               the best of quick plans --ruin and recreate--> plan;  --programs for subtrees--> bound
 
-How much work is done follows from `effort` and from the leaves of all trees together, never from the clock.
+The amount of work depends on `effort` and on the number of leaves of all trees, never on the clock. The parts are in
+`methods/` and `bounds/`; this file chooses between them.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from treepack.pack.plan.bounds import lower_bound as bounds
-from treepack.pack.plan.bounds.lower_bound import ProofEffort
-from treepack.pack.plan.methods import contiguous as cuts
+from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
 from treepack.pack.plan.methods import online
+from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
 from treepack.trajectory import Int64
 
-PLENTY = 600  # leaves of all trees from which on the steps for each shrink, with the root of their number
-LEAST_STEPS, FEW_STEPS = 8, 50
-MOST_LEAVES_OF_FIRST_FIT = 20_000  # it follows every path to the root: slow where large trees are deep
+# Total leaves above which the steps per leaf are scaled by sqrt(LEAVES_FOR_FULL_EFFORT / leaves), so that ten times the
+# leaves cost about three times the steps in total, not ten times.
+LEAVES_FOR_FULL_EFFORT = 600
+MIN_STEPS = 8  # per leaf and pass; the effort normal comes down to it at 843,750 leaves
+MIN_STEPS_FOR_ALL_PASSES = 50  # per leaf; the effort normal has fewer, and so only two passes, above 21,600 leaves
+MAX_LEAVES_OF_FIRST_FIT = 20_000  # first fit walks every path to the root, which is slow in large deep trees
 
 
 @dataclass(frozen=True, slots=True)
 class SearchWork:
-    """Passes of the search, and steps for each leaf in each of them, fewer from `PLENTY` leaves in all trees on.
+    """Work of one effort: passes of the search, steps per leaf and pass, and the effort of the proof.
 
-    `proofs` says how hard a bound is looked for, each with the most leaves in all trees that it is for.
+    `proofs` are pairs of a maximum number of leaves of all trees and the effort of the proof up to this number,
+    ascending. Above `LEAVES_FOR_FULL_EFFORT` leaves there are fewer steps.
     """
 
     steps: int
@@ -38,17 +42,21 @@ class SearchWork:
     proofs: tuple[tuple[float, ProofEffort], ...]
 
     def search_for(self, leaves: int) -> tuple[int, int]:
-        """Steps for each of so many leaves in each pass, and passes: fewer ones where steps are few."""
-        steps = max(LEAST_STEPS, int(self.steps * math.sqrt(PLENTY / max(PLENTY, leaves))))
-        return steps, self.passes if steps >= FEW_STEPS else min(2, self.passes)
+        """Return the steps per leaf and pass, and the number of passes, for `leaves` leaves in total."""
+        # steps 300: 600 leaves -> 300 steps in 3 passes, 2,400 -> 150 in 3, 60,000 -> 30 in 2
+        scale = math.sqrt(LEAVES_FOR_FULL_EFFORT / max(LEAVES_FOR_FULL_EFFORT, leaves))
+        steps = max(MIN_STEPS, int(self.steps * scale))
+        return steps, self.passes if steps >= MIN_STEPS_FOR_ALL_PASSES else min(2, self.passes)
 
-    def proof_for(self, own: int, leaves: int) -> ProofEffort:
-        """How hard to look for the bound of a tree of `own` leaves among so many in all."""
-        proof = next(proof for most, proof in self.proofs if leaves <= most)
-        return replace(proof, entries=proof.entries * own / leaves)
+    def proof_for(self, tree_leaves: int, leaves: int) -> ProofEffort:
+        """Return the effort of the proof for a tree of `tree_leaves` leaves, one of several with `leaves` in total."""
+        proof = next(proof for max_leaves, proof in self.proofs if leaves <= max_leaves)
+        # Each tree gets its share of the work of column generation.
+        return replace(proof, entries=proof.entries * tree_leaves / leaves)
 
 
-# Column generation pays up to a few hundred leaves at once; in larger trees it is given smaller parts.
+# Column generation improves bounds for up to a few hundred leaves at once, so larger trees use it for smaller subtrees.
+# `entries` are shared by all trees, so with more leaves in total the programs must be fewer and smaller.
 _BASIC = (float("inf"), ProofEffort(sets=12, exact=12, programs=(), entries=0))
 _SMALL_PARTS = (20_000, ProofEffort(sets=12, exact=20, programs=(), entries=0))
 WORK = {
@@ -78,23 +86,25 @@ WORK = {
 
 
 def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
-    """Fewest tokens, then fewest rows, as far as the effort reaches, and a proof of how far that can be from the least.
+    """Plan a tree for minimum tokens, then minimum rows, within the work of the effort; return a bound too.
 
-    Never worse than `contiguous`, `heuristic` and, in trees that are not very large, first fit in depth-first order.
+    The plan is never worse than the plans of `contiguous` and `heuristic`, and in trees of up to
+    `MAX_LEAVES_OF_FIRST_FIT` leaves never worse than first fit in depth-first order.
     """
-    quick = [method(tree, limits, search).row_of_leaf for method in (cuts.contiguous, cuts.deepest_first)]
-    rows = min(quick, key=lambda found: _cost(tree, found))
-    bound = bounds.recursive_bound(tree, limits.capacity)
+    quick = [method(tree, limits, search).row_of_leaf for method in (contiguous, deepest_first)]
+    rows = min(quick, key=lambda plan: _cost(tree, plan))
+    bound = recursive_bound(tree, limits.capacity)
+    # The bound is met in tokens, and no fewer rows can contain so many tokens: nothing can be better.
     if _cost(tree, rows) == (bound, -(-bound // limits.capacity)):
         return Solution(rows, bound)
-    from treepack.pack.plan.methods.subsets import MOST_LEAVES, subsets
+    from treepack.pack.plan.methods.subsets import MAX_LEAVES, subsets
 
-    if tree.num_leaves <= MOST_LEAVES:
+    if tree.num_leaves <= MAX_LEAVES:
         return subsets(tree, limits, search)
     from treepack.pack.plan.methods.anneal import anneal
 
-    if tree.num_leaves <= MOST_LEAVES_OF_FIRST_FIT:
-        rows = min([rows, *_by_first_fit(tree, limits)], key=lambda found: _cost(tree, found))
+    if tree.num_leaves <= MAX_LEAVES_OF_FIRST_FIT:
+        rows = min([rows, *_first_fit_plans(tree, limits)], key=lambda plan: _cost(tree, plan))
     work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
     steps, passes = work.search_for(leaves)
     rows = anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes)
@@ -102,28 +112,28 @@ def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     if tree.num_leaves <= proof.exact and limits.pairs is None and limits.terms is None:
         return _exact(tree, limits, rows, bound)
     if _cost(tree, rows)[0] > bound:
-        bound = bounds.lower_bound(tree, limits.capacity, rows, proof)
+        bound = lower_bound(tree, limits.capacity, rows, proof)
     return Solution(rows, bound)
 
 
-def _by_first_fit(tree: PlanTree, limits: Limits) -> list[Int64]:
-    """Plans that put leaf after leaf into the first row with room, in depth-first order and longest first."""
+def _first_fit_plans(tree: PlanTree, limits: Limits) -> list[Int64]:
+    """Return two plans that put each leaf into the first row with room: in depth-first order, and longest first."""
     pairs, steps = path_pairs(tree.depth + tree.size), np.zeros(tree.num_leaves, np.int64)
     orders = np.arange(tree.num_leaves), np.argsort(-tree.length, kind="stable")
     return [online.fill_rows(tree, pairs, order, steps, limits) for order in orders]
 
 
 def _exact(tree: PlanTree, limits: Limits, rows: Int64, bound: int) -> Solution:
-    """The better of `rows` and the plan of the multi-path program with little work."""
+    """Return the better of `rows` and the plan of the multi-path program with little work."""
     from treepack.pack.plan.methods.exact import exact
 
-    found = exact(tree, limits, Search("low"))
-    best = min(rows, found.row_of_leaf, key=lambda plan: _cost(tree, plan))
-    return Solution(best, max(bound, found.lower_bound))
+    solution = exact(tree, limits, Search("low"))
+    best = min(rows, solution.row_of_leaf, key=lambda plan: _cost(tree, plan))
+    return Solution(best, max(bound, solution.lower_bound))
 
 
 def _cost(tree: PlanTree, rows: Int64) -> tuple[int, int]:
-    """Tokens and rows of a plan."""
+    """Return the tokens and the rows of a plan, in the order in which plans are compared."""
     from treepack.pack.plan.bounds.counting import passes
 
     used = passes(tree.parent, tree.leaf, rows)

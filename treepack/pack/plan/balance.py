@@ -1,13 +1,13 @@
-"""Rows for several ranks: in every training step a multiple of their number, none empty, even in score pairs.
+"""Rows for R ranks: every training step has a multiple of R rows, none of them empty, with even score pairs.
 
-    pieces of a step --split_cheapest--> at least as many as rows --balanced--> row of each piece
+    pieces of a step --split_cheapest--> at least as many pieces as rows --_spread--> row of each piece
 
-Ranks take rows in order, R at a time, and wait for the slowest. So `plan_rows` sorts the rows of a step by pairs, and
-R consecutive rows are nearly alike even where all of them cannot be.
+Ranks take R rows at a time, in order, and wait for the slowest rank. So `plan_rows` sorts the rows of a step by pairs.
+Then R consecutive rows are nearly equal even if not all rows of the step can be.
 
-There are as many rows as the fewest that hold the pieces, rounded up to a multiple. If there are fewer pieces than
-that, pieces are split where it repeats the fewest tokens: with its trajectories in the order of the trie, a cut before
-one of them repeats what it shares with the one before it in the same piece.
+The number of rows is the number that `fill.py` needs, rounded up to a multiple of R. If there are fewer pieces than
+rows, pieces are split at the cuts that repeat the minimum of tokens. With the trajectories of a piece in the order of
+the trie, a cut before one of them repeats the tokens that it shares with the one before it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from treepack.pack.plan.unions import RowSizes, row_sizes, shared_with_previous
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
-TRIES = 32  # rows that are asked for room before placing by pairs gives up
-SAMPLE = 512  # rows among which partners are sought
-PARTNERS = 24  # rows that a row may trade pieces with in one move
-PIECES = 12  # pieces of a row that are considered in one move
-MOVES = 4  # moves tried for each row of a step ...
-MOST_MOVES = 2000  # ... and at most in all
-EVEN = 1.005  # times the mean of the pairs: even enough
+ROWS_TO_TRY = 32  # rows checked for room before the assignment by pairs gives up
+SAMPLED_ROWS = 512  # rows from which the partners of a move are taken
+PARTNERS = 24  # rows with which a row may trade pieces in one move; 8 of them have the lowest pairs
+PIECES_PER_ROW = 12  # pieces of a row that one move considers: at most 1 + 12 + 66 bundles of up to two
+MOVES_PER_ROW = 4  # moves tried for each row of a step ...
+MAX_MOVES = 2000  # ... and at most in total, to bound the time of steps with many rows
+EVEN_RATIO = 1.005  # pairs of a row over the mean of all rows, at which the row is even enough
 
 
 def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int) -> Int64:
-    """The final row of each trajectory, int64 [num_trajectories], given the rows `row_of` of single trees.
+    """Return the final row of each trajectory, int64 [num_trajectories], from the rows `row_of` of single trees.
 
     Raises:
-        TreepackError: a step with fewer trajectories than rows.
+        TreepackError: a step has fewer trajectories than rows.
     """
     steps = trie.step_rank
     num_pieces = int(row_of.max()) + 1
     piece_steps = steps_of(row_of, steps, num_pieces)
     merged = merge_rows(row_sizes(trie, row_of, num_pieces), piece_steps, limits)
-    fewest = [len(np.unique(merged[mine])) for mine in by_step(piece_steps)]
-    wanted = np.array([-(-rows // multiple_of) * multiple_of for rows in fewest])
-    _refuse_small_steps(trie, wanted, multiple_of)
-    lacking = wanted - np.bincount(piece_steps)
+    merged_rows = [len(np.unique(merged[mine])) for mine in by_step(piece_steps)]
+    # 5 rows, a multiple of 4 -> 8 rows
+    num_rows = np.array([-(-rows // multiple_of) * multiple_of for rows in merged_rows])
+    _refuse_small_steps(trie, num_rows, multiple_of)
+    lacking = num_rows - np.bincount(piece_steps)
     if (lacking > 0).any():
         row_of = split_cheapest(trie, row_of, lacking)
         num_pieces = int(row_of.max()) + 1
@@ -55,41 +56,44 @@ def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int) -
     sizes = row_sizes(trie, row_of, num_pieces)
     target = np.zeros(num_pieces, np.int64)
     first = 0
-    for mine, rows in zip(by_step(piece_steps), wanted.tolist(), strict=True):
+    for mine, rows in zip(by_step(piece_steps), num_rows.tolist(), strict=True):
         target[mine] = first + _spread(sizes.take(mine), limits, rows)
         first += rows
     return target[row_of]
 
 
 def steps_of(row_of: Int64, steps: Int64, num_rows: int) -> Int64:
-    """Step of each row, given that of each trajectory."""
+    """Return the step of each row, from the step of each trajectory; `check_plan` refuses rows of several steps."""
     row_steps = np.zeros(num_rows, np.int64)
     row_steps[row_of] = steps
     return row_steps
 
 
-def _refuse_small_steps(trie: Trie, wanted: Int64, multiple_of: int) -> None:
-    held = np.bincount(trie.step_rank)
-    small = np.flatnonzero(held < wanted)
+def _refuse_small_steps(trie: Trie, num_rows: Int64, multiple_of: int) -> None:
+    counts = np.bincount(trie.step_rank)
+    small = np.flatnonzero(counts < num_rows)
     if len(small):
         step = trie.trajectories["step"][int((trie.step_rank == small[0]).argmax())].as_py()
         where = "the input" if step is None else f"training step {step}"
         raise TreepackError(
-            f"{where} has {held[small[0]]} trajectories, too few for {wanted[small[0]]} rows, a multiple of "
-            f"{multiple_of} ({len(small)} such steps in all); give --balance a smaller number or gather more rollouts"
+            f"{where} has {counts[small[0]]} trajectories, too few for {num_rows[small[0]]} rows, a multiple of "
+            f"{multiple_of} ({len(small)} such steps in total); give --balance a smaller number, or add rollouts"
         )
 
 
 def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
-    """`row_of` with `lacking[s]` more rows in step s, if positive, made by the cuts that repeat the fewest tokens.
+    """Return `row_of` with `lacking[s]` more rows in step s, if positive, by cuts that repeat the minimum of tokens.
 
-    Of cuts that repeat as many, those come first whose lesser side has the most pairs.
+    Of cuts that repeat equally many tokens, the cuts with the highest pairs on the smaller side come first.
     """
     order = np.argsort(row_of, kind="stable")
     rows = row_of[order]
     shared = shared_with_previous(trie, row_of, order)
     stop = np.cumsum(path_pairs(trie.lengths[order]) - path_pairs(shared))
+    # rows [0, 0, 1, 1, 1] -> begins [1, 0, 1, 0, 0]; a cut is possible at the places [1, 3, 4].
     begins = np.concatenate([[True], rows[1:] != rows[:-1]])
+    # start[k], stop[k]: pairs of all rows before and after trajectory k. `before` counts the pairs of its row before k,
+    # and `after` the pairs from k on, with the shared prefix that a cut before k repeats.
     start = np.concatenate([[0], stop[:-1]])
     before = start - start[begins][rows]
     after = stop[np.append(begins[1:], True)][rows] - start + path_pairs(shared)
@@ -99,47 +103,50 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     first = np.searchsorted(steps[by_cost], np.arange(len(lacking)))
     for begin, more in zip(first.tolist(), lacking.tolist(), strict=True):
         begins[cuts[by_cost[begin : begin + max(0, more)]]] = True
-    split = np.zeros(len(order), np.int64)
-    split[order] = np.cumsum(begins) - 1
-    return split
+    # The cuts so far and a new one: begins [1, 0, 1, 1, 0] -> rows [0, 0, 1, 2, 2], put back into input order.
+    new_row_of = np.zeros(len(order), np.int64)
+    new_row_of[order] = np.cumsum(begins) - 1
+    return new_row_of
 
 
 def _spread(pieces: RowSizes, limits: Limits, num_rows: int) -> Int64:
-    """Pieces of one step to exactly `num_rows` rows, none empty, even in pairs."""
-    by_pairs = _longest_first(pieces, limits, num_rows)
-    if by_pairs is None:
-        row_of = _unmerged(pieces.pairs, merge_rows(pieces, np.zeros(len(pieces.pairs), np.int64), limits), num_rows)
-    else:
-        row_of = by_pairs
-    return _improved(_PairSpread.of(pieces, limits, row_of))
+    """Assign the pieces of one step to exactly `num_rows` rows, none empty, with even pairs."""
+    row_of = _assign_by_pairs(pieces, limits, num_rows)
+    if row_of is None:
+        merged = merge_rows(pieces, np.zeros(len(pieces.pairs), np.int64), limits)
+        row_of = _split_rows(pieces.pairs, merged, num_rows)
+    return _improve(_PairSpread.of(pieces, limits, row_of))
 
 
-def _longest_first(pieces: RowSizes, limits: Limits, num_rows: int) -> Int64 | None:
-    """Pieces in decreasing order of pairs, each to the row with the fewest that has room; None if one finds no room."""
-    most = _most(pieces, limits)
-    left = [list(most) for _ in range(num_rows)]
+def _assign_by_pairs(pieces: RowSizes, limits: Limits, num_rows: int) -> Int64 | None:
+    """Assign each piece, by falling pairs, to the row with the lowest pairs that has room; None if a row is missing.
+
+    A piece gives up after `ROWS_TO_TRY` rows without room.
+    """
+    left = [list(_row_limits(pieces, limits)) for _ in range(num_rows)]
+    # A heap of (pairs, row). The first `num_rows` pieces open a row each, so no row stays empty.
     rows = [(0, row) for row in range(num_rows)]
     row_of = np.zeros(len(pieces.pairs), np.int64)
     sizes = list(zip(pieces.tokens.tolist(), pieces.pairs.tolist(), pieces.terms.tolist(), strict=True))
     for piece in np.lexsort([np.arange(len(sizes)), -pieces.tokens, -pieces.pairs]).tolist():
         size = sizes[piece]
         refused: list[tuple[int, int]] = []
-        while rows and len(refused) < TRIES:
-            held, row = heapq.heappop(rows)
+        while rows and len(refused) < ROWS_TO_TRY:
+            pairs, row = heapq.heappop(rows)
             if all(a <= b for a, b in zip(size, left[row], strict=True)):
                 break
-            refused.append((held, row))
+            refused.append((pairs, row))
         else:
             return None
         left[row] = [b - a for a, b in zip(size, left[row], strict=True)]
         row_of[piece] = row
-        for entry in (*refused, (held + size[1], row)):
+        for entry in (*refused, (pairs + size[1], row)):
             heapq.heappush(rows, entry)
     return row_of
 
 
-def _most(pieces: RowSizes, limits: Limits) -> tuple[int, int, int]:
-    """Most tokens, pairs and terms of a row; where there is no limit, what all pieces have."""
+def _row_limits(pieces: RowSizes, limits: Limits) -> tuple[int, int, int]:
+    """Return the maximum tokens, pairs and terms of a row; without a limit, the sum over all pieces."""
     return (
         limits.capacity,
         int(pieces.pairs.sum()) if limits.pairs is None else limits.pairs,
@@ -147,40 +154,46 @@ def _most(pieces: RowSizes, limits: Limits) -> tuple[int, int, int]:
     )
 
 
-def _unmerged(pairs: Int64, row_of: Int64, num_rows: int) -> Int64:
-    """`row_of` with more rows, `num_rows` in all: time and again the row with the most pairs is split in two."""
+def _split_rows(pairs: Int64, row_of: Int64, num_rows: int) -> Int64:
+    """Split the row with the highest pairs in two, again and again, until there are `num_rows` rows."""
     members: list[list[int]] = [[] for _ in range(num_rows)]
     for piece, row in enumerate(row_of.tolist()):
         members[row].append(piece)
     cost = pairs.tolist()
     count = int(row_of.max()) + 1
-    heap = [(-sum(cost[i] for i in held), row) for row, held in enumerate(members[:count]) if len(held) > 1]
+    # heapq is a heap of minima, so pairs are negative. A row of one piece cannot be split.
+    heap = [(-sum(cost[i] for i in ids), row) for row, ids in enumerate(members[:count]) if len(ids) > 1]
     heapq.heapify(heap)
     while count < num_rows:
         _, row = heapq.heappop(heap)
         halves: list[list[int]] = [[], []]
         sums = [0, 0]
+        # Each piece, the largest first, goes to the smaller half: pairs 9, 6, 5, 2 -> 9 + 2 and 6 + 5.
         for piece in sorted(members[row], key=lambda i: (-cost[i], i)):
             side = 0 if sums[0] <= sums[1] else 1
             halves[side].append(piece)
             sums[side] += cost[piece]
-        for at, held, total in ((row, halves[0], sums[0]), (count, halves[1], sums[1])):
-            members[at] = held
-            if len(held) > 1:
+        for at, half, total in ((row, halves[0], sums[0]), (count, halves[1], sums[1])):
+            members[at] = half
+            if len(half) > 1:
                 heapq.heappush(heap, (-total, at))
         count += 1
-    spread = np.zeros(len(pairs), np.int64)
-    for row, held in enumerate(members):
-        spread[held] = row
-    return spread
+    new_row_of = np.zeros(len(pairs), np.int64)
+    for row, ids in enumerate(members):
+        new_row_of[ids] = row
+    return new_row_of
 
 
 @dataclass(slots=True)
 class _PairSpread:
-    """Pieces in rows, while pieces move: `sizes` int64 [pieces, 3] of tokens, pairs and terms, `used` of each row."""
+    """The pieces of each row, while pieces move from row to row.
+
+    `sizes` int64 [pieces, 3] are the tokens, pairs and terms of each piece, `used` int64 [rows, 3] their sums over each
+    row, and `maxima` int64 [3] the limits of a row.
+    """
 
     sizes: Int64
-    most: Int64
+    maxima: Int64
     row_of: Int64
     members: list[list[int]]
     used: Int64
@@ -194,7 +207,7 @@ class _PairSpread:
         members: list[list[int]] = [[] for _ in range(num_rows)]
         for piece, row in enumerate(row_of.tolist()):
             members[row].append(piece)
-        return cls(sizes, np.array(_most(pieces, limits)), row_of.copy(), members, used)
+        return cls(sizes, np.array(_row_limits(pieces, limits)), row_of.copy(), members, used)
 
     def move(self, piece: int, row: int) -> None:
         old = int(self.row_of[piece])
@@ -205,12 +218,12 @@ class _PairSpread:
         self.row_of[piece] = row
 
 
-def _improved(spread: _PairSpread) -> Int64:
-    """Rows with the most pairs give pieces to others, or trade, as long as that lowers the greater of the two."""
+def _improve(spread: _PairSpread) -> Int64:
+    """Let the row with the highest pairs give or trade pieces, while this lowers the maximum of the two rows."""
     num_rows = len(spread.used)
-    even = EVEN * spread.used[:, 1].mean()
-    settled = np.zeros(num_rows, bool)
-    for _ in range(min(MOVES * num_rows, MOST_MOVES)):
+    even = EVEN_RATIO * spread.used[:, 1].mean()
+    settled = np.zeros(num_rows, bool)  # rows for which no trade helps
+    for _ in range(min(MOVES_PER_ROW * num_rows, MAX_MOVES)):
         row = int(np.where(settled, -1, spread.used[:, 1]).argmax())
         if settled[row] or spread.used[row, 1] <= even:
             break
@@ -218,55 +231,70 @@ def _improved(spread: _PairSpread) -> Int64:
         if trade is None:
             settled[row] = True
             continue
-        given, other, taken = trade
-        for piece in given:
+        outgoing, other, incoming = trade
+        for piece in outgoing:
             spread.move(piece, other)
-        for piece in taken:
+        for piece in incoming:
             spread.move(piece, row)
     return spread.row_of
 
 
 def _best_trade(spread: _PairSpread, row: int, *, together: int) -> tuple[list[int], int, list[int]] | None:
-    """Up to `together` pieces that `row` gives, the row that takes them, and what it gives back; None if none helps."""
-    stride = -(-len(spread.used) // SAMPLE)
+    """Return up to `together` pieces to give away, the row to give them to, and the pieces to take back.
+
+    None if no trade helps. Trades are the rows of one array, so that numpy checks all of them at once.
+    """
+    stride = -(-len(spread.used) // SAMPLED_ROWS)
     sample = np.arange(row % stride, len(spread.used), stride)
     others = sample[np.argsort(spread.used[sample, 1], kind="stable")]
     others = others[others != row]
-    partners = np.concatenate([others[: PARTNERS // 3], _some(others[PARTNERS // 3 :], PARTNERS - PARTNERS // 3)])
+    # A third of the partners are the rows with the lowest pairs, the others are spread evenly over the rest.
+    evenly = _evenly_spaced(others[PARTNERS // 3 :], PARTNERS - PARTNERS // 3)
+    partners = np.concatenate([others[: PARTNERS // 3], evenly])
     bundles = [_bundles(spread.members[other], together) for other in partners.tolist()]
-    owner = np.repeat(partners, [len(found) for found in bundles])
-    taken, given = np.concatenate(bundles), _bundles(spread.members[row], together)[1:]
-    back, sizes = (np.where(b[:, :, None] < 0, 0, spread.sizes[b]).sum(axis=1) for b in (taken, given))
-    change = sizes[:, None, :] - back[None, :, :]
+    owner = np.repeat(partners, [len(of_partner) for of_partner in bundles])
+    # incoming [n, 2], outgoing [m, 2]: pieces, -1 for none. Bundle 0 of a row is empty: to give nothing is no trade.
+    incoming, outgoing = np.concatenate(bundles), _bundles(spread.members[row], together)[1:]
+    # gain [n, 3], loss [m, 3]: tokens, pairs and terms of each bundle
+    gain, loss = (np.where(b[:, :, None] < 0, 0, spread.sizes[b]).sum(axis=1) for b in (incoming, outgoing))
+    change = loss[:, None, :] - gain[None, :, :]  # [m, n, 3]
     after_row, after_other = spread.used[row] - change, spread.used[owner] + change
-    allowed = (after_row <= spread.most).all(axis=2) & (after_other <= spread.most).all(axis=2)
+    allowed = (after_row <= spread.maxima).all(axis=2) & (after_other <= spread.maxima).all(axis=2)
+    # A row without tokens would be empty.
     allowed &= (after_row[:, :, 0] > 0) & (after_other[:, :, 0] > 0)
-    most = int(spread.used[row, 1])
-    greater = np.where(allowed, np.maximum(after_row[:, :, 1], after_other[:, :, 1]), most)
-    best = int(greater.argmin())
-    if greater.flat[best] >= most:
+    before = int(spread.used[row, 1])
+    maximum = np.where(allowed, np.maximum(after_row[:, :, 1], after_other[:, :, 1]), before)  # [m, n]
+    best = int(maximum.argmin())
+    if maximum.flat[best] >= before:
         return None
-    a, b = divmod(best, len(taken))
-    return [i for i in given[a].tolist() if i >= 0], int(owner[b]), [i for i in taken[b].tolist() if i >= 0]
+    # flat index 7 with n = 3 -> outgoing 2, incoming 1
+    a, b = divmod(best, len(incoming))
+    return [i for i in outgoing[a].tolist() if i >= 0], int(owner[b]), [i for i in incoming[b].tolist() if i >= 0]
 
 
 def _bundles(members: list[int], together: int) -> Int64:
-    """Nothing, each of some members, and with `together` 2 each two of them; int64 [bundles, 2] filled up with -1."""
-    some = np.array([-1, *_some(np.array(members), PIECES)])
-    return some[_choices(len(some), together)]
+    """Return no piece, each single piece, and with `together` 2 each pair of pieces; int64 [bundles, 2], -1 for none.
+
+    Of a row with more than `PIECES_PER_ROW` pieces only so many are used, evenly spaced.
+    """
+    # members [7, 9], together 2 -> [[-1, -1], [7, -1], [9, -1], [7, 9]]
+    pieces = np.array([-1, *_evenly_spaced(np.array(members), PIECES_PER_ROW)])
+    return pieces[_choices(len(pieces), together)]
 
 
 @functools.cache
 def _choices(count: int, together: int) -> Int64:
-    """Entry 0 twice, each other entry with it, and with `together` 2 each two others."""
+    """Return indices below `count`, int64 [pairs, 2]: each with 0, and with `together` 2 also all pairs without 0."""
+    # count 3 -> [[0, 0], [1, 0], [2, 0]], and with `together` 2 also [1, 2]
     alone = np.stack([np.arange(count), np.zeros(count, np.int64)], axis=1)
     if together == 1:
         return alone
     return np.concatenate([alone, np.stack(np.triu_indices(count - 1, 1), axis=1) + 1])
 
 
-def _some(values: Int64, count: int) -> Int64:
-    """At most `count` of `values`, evenly spaced."""
+def _evenly_spaced(values: Int64, count: int) -> Int64:
+    """Return at most `count` of `values`, evenly spaced."""
     if len(values) <= count:
         return values
+    # 10 values, count 4 -> places [0, 3, 6, 9]
     return values[np.linspace(0, len(values) - 1, count).astype(np.int64)]

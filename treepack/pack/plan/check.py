@@ -1,4 +1,7 @@
-"""Check a plan against its definition."""
+"""Check a plan against its definition: every trajectory in one row, and every row within its limits.
+
+The checker counts row sizes in the trie (`unions.py`) and uses no code of the methods.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,18 @@ from treepack.trie.trie import Trie
 
 
 def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
-    """Check `plan` against the definition and count what its rows hold, sharing nothing with the methods.
+    """Check `plan` against its definition, and return the totals of its rows.
 
     Raises:
-        TreepackError: a trajectory without a row, a row over a limit, empty, or with several training steps.
+        TreepackError: a trajectory has no row; a row exceeds a limit, is empty or mixes training steps; the number of
+            rows of a step is no multiple of `plan.multiple_of`; or the plan has fewer tokens than its lower bound.
     """
     row_of, num_rows = plan.row_of, plan.num_rows
     if row_of.shape != (trie.num_trajectories,) or row_of.min(initial=0) < 0:
         raise TreepackError(f"the plan does not give each of the {trie.num_trajectories} trajectories a row")
-    held = np.bincount(row_of, minlength=num_rows)
-    if not held.all():
-        raise TreepackError(f"row {int(held.argmin())} of the plan is empty")
+    trajectories_of_row = np.bincount(row_of, minlength=num_rows)
+    if not trajectories_of_row.all():
+        raise TreepackError(f"row {int(trajectories_of_row.argmin())} of the plan is empty")
     sizes = row_sizes(trie, row_of, num_rows)
     checked = (
         (sizes.tokens, "tokens", "the capacity of", plan.limits.capacity),
@@ -34,6 +38,8 @@ def check_plan(trie: Trie, plan: Plan) -> PlanTotals:
             row = int((values > limit).argmax())
             raise TreepackError(f"row {row} of the plan has {values[row]} {unit}, over {name} {limit}")
     steps = trie.step_rank
+    # steps_of keeps one step of each row, so a trajectory of another step differs from it: steps [0, 1], row_of [0, 0]
+    # -> step of row 0 is 1 -> [0, 1] != [1, 1] -> trajectory 0 is in a mixed row.
     mixed = steps != balance.steps_of(row_of, steps, num_rows)[row_of]
     if mixed.any():
         raise TreepackError(f"row {int(row_of[mixed].min())} of the plan mixes training steps")

@@ -1,11 +1,12 @@
-"""A plan as a file to read, write and edit by hand: JSON lines, a header and then one line for each row.
+"""Plan files, which people can write and edit: JSON lines, with a header and then one line for each row.
 
     {"format": "treepack-plan", "version": 1, "capacity": 8192}
     {"trajectory_ids": ["rollout-1", "rollout-7"]}
     {"trajectory_ids": ["rollout-2"]}
 
-The header may also give `pairs` and `terms` (the budgets of a row), `multiple_of`, `method` (the name to keep), `trie`
-(sha256 of the manifest of the trie that it is for) and `lower_bound`. Rows keep their order; blank lines do not count.
+The header may also contain `pairs` and `terms` (the budgets of a row), `multiple_of`, `method` (a name for the plan),
+`trie` (sha256 of the manifest of the trie that was planned) and `lower_bound`. Rows keep their order. Blank lines are
+ignored. `planning.py` makes a `Plan` of a file, and `check.py` checks it.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.pack.plan.problem import MOST_COUNTED, MOST_TOKENS, Limits
+from treepack.pack.plan.problem import MAX_BUDGET, MAX_CAPACITY, Limits
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 FORMAT = "treepack-plan"
 VERSION = 1
 
-# Keys of the header besides format and version, with the kind of each; all but capacity may be missing.
+# Keys of the header besides format and version, by type (int, str). All but capacity are optional.
 _COUNTS = ("capacity", "pairs", "terms", "multiple_of", "lower_bound")
 _NAMES = ("method", "trie")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """The lines of a plan file: `rows` holds the trajectory ids of each row, `lines` the line that each row stands on.
+    """The content of a plan file: `rows` is the trajectory ids of each row, `lines` the line number of each row.
 
-    0 and None stand for what the header does not give.
+    A key that the header does not contain is None, 0 for `lower_bound`, 1 for `multiple_of`, "given" for `method`.
     """
 
     path: Path
@@ -49,8 +50,9 @@ class PlanFile:
 
 
 def plan_lines(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str]) -> Iterator[str]:
-    """The lines of a plan file, without line ends; what is None in `header` is left out."""
+    """Yield the lines of a plan file, without line ends. Keys of `header` whose value is None are left out."""
     yield json.dumps({"format": FORMAT, "version": VERSION} | {k: v for k, v in header.items() if v is not None})
+    # row_of [1, 0, 1] -> order [1, 0, 2], rows in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
     order = np.argsort(row_of, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(row_of[order])) + 1):
         ids = [trajectory_ids[i] for i in members.tolist()]
@@ -58,13 +60,13 @@ def plan_lines(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str])
 
 
 def read_plan_file(path: Path) -> PlanFile:
-    """Read a plan file; whether it fits a trie is for `rows_of` and `check_plan` to say.
+    """Read a plan file. `rows_of` and `check_plan` check that it fits a trie.
 
     Raises:
-        TreepackError: naming the file, the line and what is wrong.
+        TreepackError: the file cannot be read, or a line is malformed; the message names the file and the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # ids may hold other line separators
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: ids may contain U+2028
     except OSError as error:
         raise TreepackError(f"{path}: cannot be read ({error.strerror}); give a plan file to --plan") from error
     except ValueError as error:
@@ -92,12 +94,12 @@ def read_plan_file(path: Path) -> PlanFile:
 
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TreepackError(f"{path}:{number}: malformed JSON ({error}); expected one object a line") from error
-    if not isinstance(found, dict):
-        raise TreepackError(f"{path}:{number}: is no JSON object; expected one object a line")
-    return found
+        raise TreepackError(f"{path}:{number}: malformed JSON ({error}); expected one object per line") from error
+    if not isinstance(value, dict):
+        raise TreepackError(f"{path}:{number}: is no JSON object; expected one object per line")
+    return value
 
 
 def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
@@ -111,37 +113,38 @@ def _check_header(path: Path, number: int, header: dict[str, Any]) -> None:
             f"{path}:{number}: has version {header.get('version')!r}; this treepack reads version {VERSION}"
         )
     for name, value in header.items():
+        # `type` and not isinstance, because True is an int; lower_bound may be 0, all other counts are at least 1.
         if name in _COUNTS and (type(value) is not int or value < (name != "lower_bound")):
             raise TreepackError(f"{path}:{number}: {name} is {value!r}; expected a positive integer")
-        if name in _COUNTS and value > (most := MOST_TOKENS if name == "capacity" else MOST_COUNTED):
-            raise TreepackError(f"{path}:{number}: {name} is {value}; expected at most {most}")
+        if name in _COUNTS and value > (maximum := MAX_CAPACITY if name == "capacity" else MAX_BUDGET):
+            raise TreepackError(f"{path}:{number}: {name} is {value}; expected at most {maximum}")
         if name in _NAMES and not isinstance(value, str):
             raise TreepackError(f"{path}:{number}: {name} is {value!r}; expected a string")
         if name not in (*_COUNTS, *_NAMES, "format", "version"):
-            raise TreepackError(f"{path}:{number}: has the unknown key {name!r}; leave it out")
+            raise TreepackError(f"{path}:{number}: has the unknown key {name!r}; remove it")
 
 
-def rows_of(given: PlanFile, trie: Trie) -> Int64:
-    """The row of each trajectory of `trie`, int64 [num_trajectories].
+def rows_of(file: PlanFile, trie: Trie) -> Int64:
+    """Return the row of each trajectory of `trie`, int64 [num_trajectories].
 
     Raises:
-        TreepackError: a trajectory that `trie` does not have, that is in two rows, or in none.
+        TreepackError: a trajectory of the file is not in `trie`, is in two rows, or is in none.
     """
     ids = trie.trajectories["trajectory_id"].to_pylist()
     index = {name: i for i, name in enumerate(ids)}
     row_of = np.full(len(ids), -1, np.int64)
-    for row, (number, names) in enumerate(zip(given.lines, given.rows, strict=True)):
+    for row, (number, names) in enumerate(zip(file.lines, file.rows, strict=True)):
         for name in names:
             i = index.get(name, -1)
             if i < 0:
-                raise TreepackError(f"{given.path}:{number}: the trie has no trajectory {name} to pack; leave it out")
+                raise TreepackError(f"{file.path}:{number}: the trie has no trajectory {name} to pack; remove it")
             if row_of[i] >= 0:
-                where = f"line {given.lines[row_of[i]]}" if row_of[i] != row else "the same line"
-                raise TreepackError(f"{given.path}:{number}: trajectory {name} is on {where} too; leave one out")
+                where = f"line {file.lines[row_of[i]]}" if row_of[i] != row else "the same line"
+                raise TreepackError(f"{file.path}:{number}: trajectory {name} is on {where} too; remove one of them")
             row_of[i] = row
-    lost = np.flatnonzero(row_of < 0)
-    if len(lost):
+    missing = np.flatnonzero(row_of < 0)
+    if len(missing):
         raise TreepackError(
-            f"{given.path}: trajectory {ids[lost[0]]} and {len(lost) - 1} more are in no row; add them to rows"
+            f"{file.path}: trajectory {ids[missing[0]]} and {len(missing) - 1} more are in no row; add them to rows"
         )
     return row_of

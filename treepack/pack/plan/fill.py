@@ -1,9 +1,10 @@
-"""Rows of single trees with room left are put together, whatever trees they hold: fewer rows, no token more.
+"""Merge rows that are not full, whatever trees they contain: fewer rows, and not one token more.
 
     pieces   tokens 5 3 3 2 2 1, capacity 8        rows   5+3   3+2+2+1
 
-Bin packing, step by step: best fit decreasing first, and where that misses the bound on rows, filling one row at a time
-as full as its pieces allow. The answer with the fewest rows is taken, so it is never worse than best fit decreasing.
+This is bin packing, done for each training step alone. A piece is a row of a single tree. Best fit decreasing comes
+first. If it needs more rows than a lower bound, rows are also filled one at a time, as full as their pieces allow, and
+the result with fewer rows is returned. So the result is never worse than best fit decreasing.
 """
 
 from __future__ import annotations
@@ -18,43 +19,46 @@ from treepack.pack.plan.problem import Limits
 from treepack.pack.plan.unions import RowSizes
 from treepack.trajectory import Int64
 
-WORD = 10  # bits of a room that say where in a word of `_Rooms` it lies
-UNITS = 1 << 20  # to which a limit other than tokens is rounded where rows are ordered by it
-PROBES = 4  # rows tried from either end when limits other than tokens refuse a piece
-NEAR_ENOUGH = 1.0005  # times the bound on rows: no second try
-CANDIDATES = 96  # pieces among which a row is filled
-FILL_WORK = 1e10  # most work that filling may take, about ten seconds; best fit is near the bound where there is more
-STEP_WORK = 1500  # what Python costs per candidate, in bytes of bits shifted meanwhile
+WORD_BITS = 10  # low bits of a room, which select a bit of a word of `_Rooms`; the high bits select the word
+LIMIT_UNITS = 1 << 20  # a larger limit is counted in this many units if it orders the rows: 1,024 words of 1,024 bits
+PROBES_PER_END = 4  # rows tried from either end of the rooms if limits other than tokens refuse a piece
+GOOD_ROWS_RATIO = 1.0005  # rows over the lower bound on rows at which best fit is good enough
+CANDIDATES = 96  # pieces among which a row is filled; each costs one shift of `capacity` bits
+MAX_FILL_WORK = 1e10  # about ten seconds; inputs that need more have so many pieces that best fit is near the bound
+WORK_PER_CANDIDATE = 1500  # time of Python for each candidate, in bytes that are shifted in the same time
 
 
 def merge_rows(pieces: RowSizes, steps: Int64, limits: Limits) -> Int64:
-    """The row of each piece, int64 [pieces], rows numbered arbitrarily; `steps` int64 [pieces] never mix.
+    """Return the row of each piece, int64 [pieces]. Pieces of different `steps` int64 [pieces] never share a row.
 
-    O(pieces log pieces), and a bounded amount of work for the filling.
+    The numbers of the rows are arbitrary, without a gap. O(pieces log pieces), and at most `MAX_FILL_WORK`.
     """
     row_of = np.zeros(len(steps), np.int64)
     num_rows = 0
     for mine in by_step(steps):
-        row_of[mine] = num_rows + _merged(pieces.take(mine), limits)
+        row_of[mine] = num_rows + _merge_step(pieces.take(mine), limits)
         num_rows = int(row_of[mine].max()) + 1
     return row_of
 
 
 def by_step(steps: Int64) -> Iterator[Int64]:
-    """The pieces of each step, ascending."""
+    """Yield the pieces of each step, ascending."""
+    # steps [1, 0, 1] -> order [1, 0, 2], steps in order [0, 1, 1], cut after place 0 -> [1], [0, 2]
     order = np.argsort(steps, kind="stable")
     yield from np.split(order, np.flatnonzero(np.diff(steps[order])) + 1)
 
 
-def _merged(pieces: RowSizes, limits: Limits) -> Int64:
+def _merge_step(pieces: RowSizes, limits: Limits) -> Int64:
+    # The scarcest limit comes first: it orders the pieces and the rows.
     uses = sorted(_uses(pieces, limits), key=_Use.rows, reverse=True)
     best = _best_fit(uses)
-    if best.max() + 1 <= _fewest_rows(uses) * NEAR_ENOUGH:
+    if best.max() + 1 <= _min_rows(uses) * GOOD_ROWS_RATIO:
         return best
+    # With several limits, try another one as the first; with tokens alone, fill rows if that is fast enough.
     if len(uses) > 1:
         other = _best_fit(uses[1:] + uses[:1])
-    elif (best.max() + 1) * CANDIDATES * (limits.capacity / 8 + STEP_WORK) <= FILL_WORK:
-        other = _filled(pieces.tokens, limits.capacity)
+    elif (best.max() + 1) * CANDIDATES * (limits.capacity / 8 + WORK_PER_CANDIDATE) <= MAX_FILL_WORK:
+        other = _fill_rows(pieces.tokens, limits.capacity)
     else:
         other = best
     return other if other.max() < best.max() else best
@@ -62,71 +66,79 @@ def _merged(pieces: RowSizes, limits: Limits) -> Int64:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What each piece takes of one limit."""
+    """The amount that each piece uses of one limit: `amounts` int64 [pieces]."""
 
-    taken: Int64
+    amounts: Int64
     limit: int
 
     def rows(self) -> float:
-        """Rows that the pieces would fill if nothing else were limited."""
-        return float(self.taken.sum() / self.limit)
+        """Return how many rows the pieces would fill if this were the only limit."""
+        return float(self.amounts.sum() / self.limit)
 
 
 def _uses(pieces: RowSizes, limits: Limits) -> list[_Use]:
-    """One for tokens and one for each other limit that is set."""
-    given = ((pieces.tokens, limits.capacity), (pieces.pairs, limits.pairs), (pieces.terms, limits.terms))
-    return [_Use(taken, limit) for taken, limit in given if limit is not None]
+    """Return one use for tokens and one for each other limit that is set."""
+    pairs_of_use = ((pieces.tokens, limits.capacity), (pieces.pairs, limits.pairs), (pieces.terms, limits.terms))
+    return [_Use(amounts, limit) for amounts, limit in pairs_of_use if limit is not None]
 
 
-def _fewest_rows(uses: list[_Use]) -> int:
-    """A lower bound on rows: the bound L2 of Martello and Toth (1990) for each limit.
+def _min_rows(uses: list[_Use]) -> int:
+    """Return a lower bound on rows: the maximum over all limits of the bound L2 of Martello and Toth (1990).
 
-    L2: for any threshold a, pieces over limit - a share a row with none of a or more, pieces over half the limit not
-    with each other, and the others of at least a fill what the latter leave.
+    L2, for any threshold a up to half the limit: pieces over half the limit need a row each. Those over limit - a
+    leave no room for a piece of a or more. Pieces from a to half the limit first use the room that the other large
+    pieces leave, and the rest of them needs further rows.
     """
-    fewest = 0
+    min_rows = 0
     for use in uses:
-        taken, limit = np.sort(use.taken), use.limit
-        before = np.concatenate([[0], np.cumsum(taken)])
-        small = np.unique(np.concatenate([[0], taken[2 * taken <= limit]]))
-        least, half = np.searchsorted(taken, small, "left"), np.searchsorted(taken, limit // 2, "right")
-        high = np.searchsorted(taken, limit - small, "right")
-        over = before[half] - before[least] - ((high - half) * limit - (before[high] - before[half]))
-        fewest = max(fewest, int((len(taken) - half + np.maximum(0, -(-over // limit))).max()))
-    return fewest
+        amounts, limit = np.sort(use.amounts), use.limit
+        before = np.concatenate([[0], np.cumsum(amounts)])
+        # Only 0 and the amounts up to half the limit matter as thresholds: [2, 3, 6, 7, 9], limit 10 -> [0, 2, 3].
+        threshold = np.unique(np.concatenate([[0], amounts[2 * amounts <= limit]]))
+        low, half = np.searchsorted(amounts, threshold, "left"), np.searchsorted(amounts, limit // 2, "right")
+        high = np.searchsorted(amounts, limit - threshold, "right")
+        # Threshold 3: low 1, half 2, high 4. Piece 3 against the room 4 + 3 of pieces 6 and 7 -> rest -4, so 3 rows.
+        rest = before[half] - before[low] - ((high - half) * limit - (before[high] - before[half]))
+        min_rows = max(min_rows, int((len(amounts) - half + np.maximum(0, -(-rest // limit))).max()))
+    return min_rows
 
 
 @dataclass(slots=True)
 class _Rooms:
-    """Open rows by the tokens they have left; the least room that suffices is found through two levels of bits."""
+    """Open rows by their room, the tokens they have left. Two levels of bits find the smallest room that suffices.
+
+    Bit i of `words[w]` is set if a row has room `w * 1024 + i`, and bit w of `summary` if `words[w]` is not 0.
+    """
 
     rows: dict[int, list[int]] = field(default_factory=dict)
     words: dict[int, int] = field(default_factory=dict)
     summary: int = 0
 
     def add(self, room: int, row: int) -> None:
-        held = self.rows.get(room)
-        if held:
-            held.append(row)
+        rows = self.rows.get(room)
+        if rows:
+            rows.append(row)
             return
         self.rows[room] = [row]
-        word = room >> WORD
-        self.words[word] = self.words.get(word, 0) | 1 << (room & (1 << WORD) - 1)
+        # room 2500 -> word 2, bit 452
+        word = room >> WORD_BITS
+        self.words[word] = self.words.get(word, 0) | 1 << (room & (1 << WORD_BITS) - 1)
         self.summary |= 1 << word
 
     def remove(self, room: int, at: int) -> None:
-        held = self.rows[room]
-        del held[at]
-        if not held:
-            word = room >> WORD
-            self.words[word] ^= 1 << (room & (1 << WORD) - 1)
+        rows = self.rows[room]
+        del rows[at]
+        if not rows:
+            word = room >> WORD_BITS
+            self.words[word] ^= 1 << (room & (1 << WORD_BITS) - 1)
             if not self.words[word]:
                 self.summary ^= 1 << word
 
-    def least(self, tokens: int) -> int:
-        """The least room of at least `tokens` that a row has, -1 if none has."""
-        word = tokens >> WORD
-        low = self.words.get(word, 0) >> (tokens & (1 << WORD) - 1)
+    def smallest(self, tokens: int) -> int:
+        """Return the smallest room of a row that is at least `tokens`, -1 if there is none."""
+        word = tokens >> WORD_BITS
+        low = self.words.get(word, 0) >> (tokens & (1 << WORD_BITS) - 1)
+        # `low & -low` keeps the lowest set bit: 0b10100 -> 0b100, bit_length 3, so the room is 2 above `tokens`.
         if low:
             return tokens + (low & -low).bit_length() - 1
         high = self.summary >> (word + 1)
@@ -134,45 +146,50 @@ class _Rooms:
             return -1
         word += (high & -high).bit_length()
         low = self.words[word]
-        return (word << WORD) + (low & -low).bit_length() - 1
+        return (word << WORD_BITS) + (low & -low).bit_length() - 1
 
-    def greatest(self, tokens: int) -> int:
-        """The greatest room of at most `tokens` that a row has, -1 if none has."""
-        word = tokens >> WORD
-        low = self.words.get(word, 0) & (2 << (tokens & (1 << WORD) - 1)) - 1
+    def largest(self, tokens: int) -> int:
+        """Return the largest room of a row that is at most `tokens`, -1 if there is none."""
+        word = tokens >> WORD_BITS
+        # (2 << 3) - 1 = 0b1111 keeps the bits 0 to 3
+        low = self.words.get(word, 0) & (2 << (tokens & (1 << WORD_BITS) - 1)) - 1
         if not low:
             word = (self.summary & (1 << word) - 1).bit_length() - 1
             if word < 0:
                 return -1
             low = self.words[word]
-        return (word << WORD) + low.bit_length() - 1
+        return (word << WORD_BITS) + low.bit_length() - 1
 
     def probes(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """Room and place in `rows[room]` of at most `PROBES` rows from the least room up, and as many from the top."""
-        room, tried = self.least(tokens), 0
-        while room >= 0 and tried < PROBES:
-            held = len(self.rows[room])
-            yield from ((room, at) for at in range(held - 1, max(-1, held - 1 - PROBES + tried), -1))
-            tried += held
-            room = self.least(room + 1)
-        stop, room, tried = room, self.greatest(self.summary.bit_length() << WORD), 0
-        while room >= stop >= 0 and tried < PROBES:
-            held = len(self.rows[room])
-            yield from ((room, at) for at in range(held - 1, max(-1, held - 1 - PROBES + tried), -1))
-            tried += held
-            room = self.greatest(room - 1) if room else -1
+        """Yield (room, index in `rows[room]`) of rows with room for `tokens`, `PROBES_PER_END` from either end.
+
+        The rows with the smallest rooms come first, then the rows with the largest ones.
+        """
+        room, tried = self.smallest(tokens), 0
+        while room >= 0 and tried < PROBES_PER_END:
+            count = len(self.rows[room])
+            yield from ((room, at) for at in range(count - 1, max(-1, count - 1 - PROBES_PER_END + tried), -1))
+            tried += count
+            room = self.smallest(room + 1)
+        # The first loop ended at `room`: from the top down to there no row is tried twice.
+        stop, room, tried = room, self.largest(self.summary.bit_length() << WORD_BITS), 0
+        while room >= stop >= 0 and tried < PROBES_PER_END:
+            count = len(self.rows[room])
+            yield from ((room, at) for at in range(count - 1, max(-1, count - 1 - PROBES_PER_END + tried), -1))
+            tried += count
+            room = self.largest(room - 1) if room else -1
 
 
 def _best_fit(uses: list[_Use]) -> Int64:
-    """Pieces in decreasing order of the first use; each goes to the row with least of it left, but enough of all."""
+    """Assign pieces by falling amounts of the first use; each goes to the row with the smallest room that suffices."""
     first, others = uses[0], uses[1:]
-    taken, limit = first.taken, first.limit
-    if limit > UNITS:
-        taken, limit = -(-taken * UNITS // limit), UNITS  # rounded up, so that rows stay within the limit
-    order = np.argsort(-taken, kind="stable")
+    amounts, limit = first.amounts, first.limit
+    if limit > LIMIT_UNITS:
+        amounts, limit = -(-amounts * LIMIT_UNITS // limit), LIMIT_UNITS  # rounded up, so rows stay within the limit
+    order = np.argsort(-amounts, kind="stable")
     row_of = np.zeros(len(order), np.int64)
-    others = [_Use(use.taken[order], use.limit) for use in others]
-    sizes = taken[order].tolist()
+    others = [_Use(use.amounts[order], use.limit) for use in others]
+    sizes = amounts[order].tolist()
     row_of[order] = _best_fit_of_several(sizes, limit, others) if others else _best_fit_of_one(sizes, limit)
     return row_of
 
@@ -180,47 +197,53 @@ def _best_fit(uses: list[_Use]) -> Int64:
 def _best_fit_of_one(sizes: list[int], limit: int) -> list[int]:
     rooms, num_rows, chosen = _Rooms(), 0, []
     for size in sizes:
-        room = rooms.least(size)
+        room = rooms.smallest(size)
         if room < 0:
             room, row, num_rows = limit, num_rows, num_rows + 1
         else:
             row = rooms.rows[room][-1]
             rooms.remove(room, -1)
         chosen.append(row)
+        # A full row is dropped: tokens are the only limit here, and every piece has at least one token.
         if room > size:
             rooms.add(room - size, row)
     return chosen
 
 
 def _best_fit_of_several(sizes: list[int], limit: int, others: list[_Use]) -> list[int]:
-    """As best fit, but of the rows with room `PROBES` of the fullest and of the emptiest are asked for the others."""
+    """Return the rows by best fit, where only the fullest and the emptiest rows are checked for the other limits.
+
+    Of the rows with room, `PROBES_PER_END` of the fullest and as many of the emptiest are checked.
+    """
     rooms, chosen = _Rooms(), []
-    least = [int(use.taken.min()) for use in others]
-    left: list[list[int]] = []  # what each row has left of the other uses
-    for size, *taken in zip(sizes, *(use.taken.tolist() for use in others), strict=True):
+    minima = [int(use.amounts.min()) for use in others]
+    left: list[list[int]] = []  # per row: the amounts left of the other limits
+    for size, *amounts in zip(sizes, *(use.amounts.tolist() for use in others), strict=True):
         for room, at in rooms.probes(size):
             row = rooms.rows[room][at]
-            if all(a <= b for a, b in zip(taken, left[row], strict=True)):
+            if all(a <= b for a, b in zip(amounts, left[row], strict=True)):
                 rooms.remove(room, at)
                 break
         else:
             row, room = len(left), limit
             left.append([use.limit for use in others])
-        left[row] = [b - a for a, b in zip(taken, left[row], strict=True)]
+        left[row] = [b - a for a, b in zip(amounts, left[row], strict=True)]
         chosen.append(row)
-        if room > size and all(a <= b for a, b in zip(least, left[row], strict=True)):
+        # A row that has no room for the smallest piece stays closed, so that it takes no probe from the others.
+        if room > size and all(a <= b for a, b in zip(minima, left[row], strict=True)):
             rooms.add(room - size, row)
     return chosen
 
 
-def _filled(tokens: Int64, capacity: int) -> Int64:
-    """Row after row: the largest piece left, and with it those that fill the row best.
+def _fill_rows(tokens: Int64, capacity: int) -> Int64:
+    """Fill row after row: the largest piece left, and with it the pieces that fill the row best.
 
-    The minimum bin slack heuristic of Gupta and Ho (1999) as Fleszar and Hindi (2002) seed it, with subset sums as bits
-    of one integer.
+    This is the minimum bin slack heuristic of Gupta and Ho (1999), started with the largest piece as Fleszar and Hindi
+    (2002) do. Subset sums are the bits of one integer.
     """
     order = np.argsort(tokens, kind="stable")
-    sizes, first, counts = (found.tolist() for found in np.unique(tokens[order], return_index=True, return_counts=True))
+    # tokens [5, 3, 5] -> order [1, 0, 2], sizes [3, 5], first [0, 1], counts [1, 2] -> waiting {3: [1], 5: [0, 2]}
+    sizes, first, counts = (part.tolist() for part in np.unique(tokens[order], return_index=True, return_counts=True))
     waiting = {size: order[a : a + n].tolist() for size, a, n in zip(sizes, first, counts, strict=True)}
     row_of = np.zeros(len(tokens), np.int64)
     row = 0
@@ -233,33 +256,43 @@ def _filled(tokens: Int64, capacity: int) -> Int64:
                 room -= size
                 if not waiting[size]:
                     del sizes[bisect.bisect_left(sizes, size)]
-            chosen = _fullest(_candidates(sizes, waiting, room), room)
+            # A row may get further pieces, because not all that fit were candidates.
+            chosen = _best_subset(_candidates(sizes, waiting, room), room)
         row += 1
     return row_of
 
 
 def _candidates(sizes: list[int], waiting: dict[int, list[int]], room: int) -> list[int]:
-    """At most `CANDIDATES` sizes of waiting pieces that fit `room`, ascending: half the largest, half spread evenly."""
+    """Return at most `CANDIDATES` sizes of waiting pieces that fit `room`, ascending.
+
+    Half of the sizes are the largest ones, the others are spread evenly over the rest. A size counts once for each of
+    its pieces.
+    """
     stop = bisect.bisect_right(sizes, room)
     largest = range(max(0, stop - CANDIDATES // 2), stop)
     spread = range(0, largest.start, max(1, -(-largest.start // (CANDIDATES // 4))))
-    found: list[int] = []
+    candidates: list[int] = []
     for at in (*reversed(largest), *reversed(spread)):
         size = sizes[at]
-        found += [size] * min(len(waiting[size]), room // size)
-        if len(found) >= CANDIDATES:
+        candidates += [size] * min(len(waiting[size]), room // size)
+        if len(candidates) >= CANDIDATES:
             break
-    return found[:CANDIDATES][::-1]
+    return candidates[:CANDIDATES][::-1]
 
 
-def _fullest(candidates: list[int], room: int) -> list[int]:
-    """A subset of `candidates`, ascending, with the greatest sum up to `room`; large ones first, for they fit worst."""
+def _best_subset(candidates: list[int], room: int) -> list[int]:
+    """Return a subset of `candidates`, ascending, with the maximum sum up to `room`; large ones are preferred.
+
+    Small pieces are easier to fit into later rows.
+    """
+    # Bit s of reached[i] is set if some of the first i candidates sum to s: [2, 3] -> 0b1, 0b101, 0b101101.
     mask = (1 << room + 1) - 1
     reached = [1]
     for size in candidates:
         reached.append((reached[-1] | reached[-1] << size) & mask)
     rest = reached[-1].bit_length() - 1
     chosen = []
+    # From the last candidate back: if the sum cannot be reached without it, it is part of the subset.
     for at in range(len(candidates) - 1, -1, -1):
         if not reached[at] >> rest & 1:
             chosen.append(candidates[at])

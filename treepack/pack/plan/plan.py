@@ -1,4 +1,7 @@
-"""A plan: the row of each trajectory."""
+"""The plan, which gives each trajectory its row, and the totals of its rows.
+
+`planning.py` makes plans, `check.py` checks them and counts their totals, `files.py` reads and writes them.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from treepack.trajectory import Int64
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`row_of` int64 [num_trajectories]: the row of each trajectory, rows numbered from 0 without a gap.
+    """`row_of` int64 [num_trajectories]: the row of each trajectory. Rows are numbered from 0 without a gap.
 
-    No plan within the same capacity has fewer tokens than `lower_bound`. Every step has a multiple of `multiple_of`
-    rows.
+    No plan with the same capacity has fewer tokens than `lower_bound`. The number of rows of every training step is a
+    multiple of `multiple_of`.
     """
 
     method: str
@@ -33,14 +36,15 @@ class Plan:
         return int(self.row_of.max(initial=-1)) + 1
 
     def members(self) -> list[Int64]:
-        """Trajectories of each row, ascending."""
+        """Return the trajectories of each row, ascending."""
+        # row_of [1, 0, 1, 0] -> order [1, 3, 0, 2], cut after the 2 of row 0 -> [1, 3], [0, 2]
         order = np.argsort(self.row_of, kind="stable")
         return np.split(order, np.cumsum(np.bincount(self.row_of, minlength=self.num_rows))[:-1])
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTotals:
-    """What a valid plan costs: tokens, attention score pairs and loss terms of each row, int64 [num_rows]."""
+    """Tokens, attention score pairs and loss terms of each row of a valid plan; int64 [num_rows] each."""
 
     row_tokens: Int64
     row_pairs: Int64

@@ -1,10 +1,18 @@
-"""Which trajectories go to which row: one function, one result type, one independent checker.
+"""Assign every trajectory to a row: `plan_rows`, the entry point of this folder, and its table of methods.
 
-    Trie --forest_of--> Tree, ... --a method--> Solution, ... --merge_rows--> Plan --check_plan--> PlanTotals
+    Trie --forest_of--> PlanTree, ... --a method--> Solution, ... --merge_rows--> Plan --check_plan--> PlanTotals
 
-The total of all rows, N_pack, is a sum over trees, so each tree is planned alone (`problem.py` has all that a method
-sees); then rows that are not full are put together, whatever trees they hold, which costs nothing (`merge.py`).
-`bounds.py` says how far any plan can be from the least possible total; `balance.py` makes rows for several ranks.
+N_pack, the tokens of all rows together, is a sum over trees, so each tree is planned alone:
+
+    problem.py        input and output of a method            methods/         the methods, one file for each idea
+    workers.py        all trees, in one process or several    auto.py          the default: it combines several methods
+    bounds/           lower bounds on N_pack                  unions.py        sizes of given rows
+
+Then rows that are not full are merged, whatever trees they contain. This costs no token, and it is bin packing:
+
+    fill.py           merge rows                              balance.py       the same for R ranks, with even rows
+    alternatives.py   other rows that merge better            check.py         check a plan against its definition
+    plan.py           the result                              files.py         a plan as a file
 """
 
 from __future__ import annotations
@@ -15,11 +23,10 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.pack.plan import auto, balance, files
-from treepack.pack.plan import fill as merge
-from treepack.pack.plan.alternatives import finished_best
-from treepack.pack.plan.bounds import lower_bound as bounds
-from treepack.pack.plan.methods import contiguous as cuts
-from treepack.pack.plan.methods import exact, online, single_path
+from treepack.pack.plan.alternatives import best_final_rows
+from treepack.pack.plan.bounds.lower_bound import recursive_bound
+from treepack.pack.plan.fill import merge_rows
+from treepack.pack.plan.methods import contiguous, exact, online, single_path
 from treepack.pack.plan.methods.groups import whole_groups
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution, forest_of, path_pairs
@@ -33,17 +40,17 @@ ForestMethod = Callable[[PlanForest, Int64, Int64, Limits], Int64]
 
 METHODS: dict[str, Method] = {
     "auto": auto.auto,
-    "contiguous": cuts.contiguous,
-    "heuristic": cuts.deepest_first,
+    "contiguous": contiguous.contiguous,
+    "heuristic": contiguous.deepest_first,
     "single-path": single_path.single_path,
     "exact": exact.exact,
 }
 
 FOREST_METHODS: dict[str, ForestMethod] = {"greedy-online": online.greedy_online, "sequence": online.sequence}
-"""Methods that see all trees at once and fill rows across them."""
+"""Methods that plan all trees at once, so their rows need no merging."""
 
 GROUPS = "groups"
-"""The method that keeps each group in one row, see `groups.py`."""
+"""The method that puts each group into one row, see `groups.py`."""
 
 
 def plan_rows(
@@ -57,87 +64,96 @@ def plan_rows(
 ) -> Plan:
     """Assign every trajectory to a row of at most `capacity` tokens; rows never mix training steps.
 
-    Rows are numbered by step and then by the first trajectory they hold. docs/packing.md describes the methods.
-    With `multiple_of` over 1 every step gets a multiple of so many rows, even in score pairs and numbered by step and
-    then by pairs, the most first. With several `workers` (processes) the plan is the same.
+    Rows are numbered by step and then by their first trajectory. docs/packing.md describes the methods. If
+    `multiple_of` is over 1, the number of rows of every step is a multiple of it, rows of a step have about equal score
+    pairs, and they are numbered by step and then by falling score pairs. The plan does not depend on `workers`, the
+    number of processes.
 
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, an unknown method, or a step of too few trajectories.
     """
-    known = [*METHODS, *FOREST_METHODS, GROUPS]
-    if method not in known:
-        raise TreepackError(f"method is {method!r}; expected one of {', '.join(known)}")
+    names = [*METHODS, *FOREST_METHODS, GROUPS]
+    if method not in names:
+        raise TreepackError(f"method is {method!r}; expected one of {', '.join(names)}")
     if method == GROUPS and multiple_of > 1:
-        raise TreepackError("rows are made even by splitting groups, which the method groups keeps whole; ask for one")
+        raise TreepackError(
+            "--balance splits groups to make rows even, but the method groups keeps each group in one row; choose one"
+        )
     limits = Limits(capacity) if isinstance(capacity, int) else capacity
     refuse_too_long(trie, limits)
-    laid_out = packed_trie(trie, method) if multiple_of > 1 else trie
+    # Balancing counts score pairs, and the rows of the method sequence are rows of the unshared trie.
+    source = packed_trie(trie, method) if multiple_of > 1 else trie
 
     def finish(pieces: Int64) -> Int64:
         if multiple_of > 1:
-            return balance.balanced_rows(laid_out, pieces, limits, multiple_of)
-        return pieces if method in FOREST_METHODS else _merged(trie, pieces, limits)
+            return balance.balanced_rows(source, pieces, limits, multiple_of)
+        return pieces if method in FOREST_METHODS else _merge(trie, pieces, limits)
 
     if method == GROUPS:
-        row_of, bound = _merged(trie, whole_groups(trie, limits), limits), _bound(trie, limits)
+        row_of, bound = _merge(trie, whole_groups(trie, limits), limits), _bound(trie, limits)
     elif method in FOREST_METHODS:
         pieces, bound = _plan_forest(trie, limits, method), _bound(trie, limits)
         row_of = finish(pieces)
     else:
         forest = forest_of(trie, split_ends=limits.terms is not None)
         row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers)
+        # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> pieces [0, 0, 0, 1]
         pieces = row_of_leaf[forest.leaf_of]
         if method == "auto":
-            row_of = finished_best(trie, forest, limits, pieces, finish, lower_bound=bound, multiple_of=multiple_of)
+            row_of = best_final_rows(trie, forest, limits, pieces, finish, lower_bound=bound, multiple_of=multiple_of)
         else:
             row_of = finish(pieces)
-    numbered = _by_pairs(laid_out, row_of) if multiple_of > 1 else _renumber(row_of)
-    return Plan(method, limits, numbered, bound, multiple_of)
+    row_of = _renumber_by_pairs(source, row_of) if multiple_of > 1 else _renumber(row_of)
+    return Plan(method, limits, row_of, bound, multiple_of)
 
 
-def _merged(trie: Trie, row_of: Int64, limits: Limits) -> Int64:
+def _merge(trie: Trie, row_of: Int64, limits: Limits) -> Int64:
     num_rows = int(row_of.max()) + 1
     steps = balance.steps_of(row_of, trie.step_rank, num_rows)
-    return merge.merge_rows(row_sizes(trie, row_of, num_rows), steps, limits)[row_of]
+    return merge_rows(row_sizes(trie, row_of, num_rows), steps, limits)[row_of]
 
 
 def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Iterator[str]:
-    """The lines of the file that `read_plan` reads; `files.py` describes it."""
-    limits = plan.limits
+    """Yield the lines of a plan file, see `files.py`; `plan_of_file` is the inverse."""
     header = {
-        **{"capacity": limits.capacity, "pairs": limits.pairs, "terms": limits.terms},
-        **{"multiple_of": plan.multiple_of, "method": plan.method, "trie": trie_sha256},
+        "capacity": plan.limits.capacity,
+        "pairs": plan.limits.pairs,
+        "terms": plan.limits.terms,
+        "multiple_of": plan.multiple_of,
+        "method": plan.method,
+        "trie": trie_sha256,
         "lower_bound": plan.lower_bound,
     }
     return files.plan_lines(header, plan.row_of, trie.trajectories["trajectory_id"].to_pylist())
 
 
-def plan_of_file(trie: Trie, given: files.PlanFile) -> Plan:
-    """The plan that a file gives for `trie`, for `check_plan` to check.
+def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
+    """Return the plan of a plan file for `trie`. Check it with `check_plan`.
 
     Raises:
-        TreepackError: a trajectory that `trie` does not have, that is in two rows, in none, or exceeds a limit alone.
+        TreepackError: a trajectory of the file is not in `trie`, is in two rows, is in none, or exceeds a limit alone.
     """
-    refuse_too_long(trie, given.limits)
-    row_of = files.rows_of(given, trie)
-    bound = max(_bound(trie, given.limits), given.lower_bound)
-    return Plan(given.method, given.limits, row_of, bound, given.multiple_of)
+    refuse_too_long(trie, file.limits)
+    row_of = files.rows_of(file, trie)
+    bound = max(_bound(trie, file.limits), file.lower_bound)
+    return Plan(file.method, file.limits, row_of, bound, file.multiple_of)
 
 
 def packed_trie(trie: Trie, method: str) -> Trie:
-    """The trie, of the same trajectories in the same order, that the rows of a plan of `trie` by `method` lay out.
+    """Return the trie whose nodes the rows contain: `trie` itself, or its unshared copy for the method "sequence".
 
-    It is `trie` itself for all methods but "sequence", whose rows share nothing.
+    Both have the same trajectories in the same order.
     """
     return unshared(trie) if method == "sequence" else trie
 
 
 def _bound(trie: Trie, limits: Limits) -> int:
-    return sum(bounds.recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees())
+    return sum(recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees())
 
 
 def _plan_forest(trie: Trie, limits: Limits, method: str) -> Int64:
     forest = forest_of(trie, split_ends=True)
+    # With split ends every trajectory has its own leaf, so this is an order of all leaves.
     order, steps = forest.leaf_of[online.arrival_order(trie)], np.zeros(forest.num_leaves, np.int64)
     steps[forest.leaf_of] = trie.step_rank
     row_of_leaf = FOREST_METHODS[method](forest, order, steps, limits)
@@ -145,9 +161,13 @@ def _plan_forest(trie: Trie, limits: Limits, method: str) -> Int64:
 
 
 def refuse_too_long(trie: Trie, limits: Limits) -> None:
-    """Raise a TreepackError that names the trajectory that most exceeds a limit alone, if one does."""
+    """Refuse trajectories that exceed a limit alone.
+
+    Raises:
+        TreepackError: names the trajectory that exceeds the limit by the largest amount.
+    """
     lengths = trie.lengths
-    shorter = ", or drop or truncate what is too long"
+    shorter = ", or drop or truncate longer trajectories"
     alone = (
         ("tokens", lengths, "capacity", limits.capacity, "raise the capacity" + shorter),
         (
@@ -164,18 +184,20 @@ def refuse_too_long(trie: Trie, limits: Limits) -> None:
         if limit is not None and values[worst] > limit:
             raise TreepackError(
                 f"trajectory {trie.trajectories['trajectory_id'][worst].as_py()} has {values[worst]} {unit}, "
-                f"{name} is {limit} ({int((values > limit).sum())} such in all); {remedy}"
+                f"{name} is {limit} ({int((values > limit).sum())} such in total); {remedy}"
             )
 
 
 def _renumber(row_of: Int64) -> Int64:
-    """Rows numbered by the first trajectory they hold (trajectories are sorted by step)."""
+    """Number the rows by their first trajectory. Trajectories are sorted by step, so rows are too."""
+    # row_of [5, 2, 5, 0] -> names [0, 2, 5], first [3, 1, 0], inverse [2, 1, 2, 0];
+    # argsort twice ranks the first ones: [3, 1, 0] -> [2, 1, 0] -> row_of [0, 1, 0, 2]
     _, first, inverse = np.unique(row_of, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[inverse].astype(np.int64)
 
 
-def _by_pairs(trie: Trie, row_of: Int64) -> Int64:
-    """Rows numbered by step, then by pairs, the most first."""
+def _renumber_by_pairs(trie: Trie, row_of: Int64) -> Int64:
+    """Number the rows by step, and inside a step by falling score pairs."""
     first = _renumber(row_of)
     num_rows = int(first.max()) + 1
     steps = balance.steps_of(first, trie.step_rank, num_rows)

@@ -1,12 +1,13 @@
-"""What a packing method is given and what it returns: one tree's sizes and shape, no tokens.
+"""Input and output of a packing method: the shape and sizes of one tree, without its tokens.
 
-    Trie --forest_of--> Tree, Tree, ...        a method: Tree, Limits, Search -> Solution
+    Trie --forest_of--> PlanForest --trees--> PlanTree, PlanTree, ...
+    a method:  PlanTree, Limits, Search -> Solution
 
-What must be put into rows are the leaves. A trajectory that ends inside the tree rides along with the first leaf below
-its end, for free; nodes with a single child are joined with it, so every inner node branches.
+A method assigns the leaves to rows. A trajectory that ends inside the tree goes to the row of the first leaf below its
+end, which costs no token. A node with exactly one child is merged with this child, so every inner node branches.
 
     t0  a b c d            trie   [a b] - [c] - [d]       tree   0: size 2, leaves t0 and t2
-    t1  a b c                 '- [x y]                             1: size 2 (c d), leaf 0, carries t1
+    t1  a b c                 '- [x y]                             1: size 2 (c d), leaf 0, with t1 inside
     t2  a b x y                                                    2: size 2 (x y), leaf 1
 """
 
@@ -24,19 +25,19 @@ from treepack.trie.trie import Trie
 
 EFFORTS = ("low", "normal", "high")
 
-MOST_TOKENS = 2**31 - 1
-"""The greatest capacity: columns count the tokens of a row in 32 bits."""
-MOST_COUNTED = 10**18
-"""The greatest budget: sums of a few fit 64 bits."""
+MAX_CAPACITY = 2**31 - 1
+"""Maximum capacity of a row in tokens: row columns are int32."""
+MAX_BUDGET = 10**18
+"""Maximum budget of score pairs or loss terms: a sum of nine such numbers still fits int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTree:
     """Nodes in depth-first order; all arrays int64.
 
-    Node u adds `size[u]` tokens below the `depth[u]` tokens of its ancestors, `parent[u]` is -1 at the root, its
-    subtree is the nodes `u .. end[u] - 1`. `leaf[k]` is the node of leaf k, ascending; `terms[k]` counts the loss
-    terms of the trajectories that go where leaf k goes.
+    Node u adds `size[u]` tokens below the `depth[u]` tokens of its ancestors. `parent[u]` is -1 at the root. The
+    subtree of u is the nodes `u .. end[u] - 1`. `leaf[k]` is the node of leaf k, ascending. `terms[k]` counts the loss
+    terms of all trajectories that go to the row of leaf k.
     """
 
     size: Int64
@@ -67,22 +68,25 @@ class PlanTree:
     @property
     def shared(self) -> Int64:
         """Tokens that each leaf shares with the leaf before it, 0 for the first; [num_leaves]."""
+        # The node after leaf k - 1 is a child of the node where the paths to leaves k - 1 and k part, so its depth is
+        # the shared length. Leaves at nodes [1, 3, 4] look at nodes [2, 4] -> [0, depth[2], depth[4]].
         return np.concatenate([[0], self.depth[self.leaf[:-1] + 1]]).astype(np.int64)
 
     @property
     def pairs(self) -> Int64:
         """Attention score pairs of each node: the sum of position + 1 over its tokens, [num_nodes]."""
+        # A node of 2 tokens at depth 4: positions 4 and 5 -> 5 + 6 = 11 = 21 - 10.
         return path_pairs(self.depth + self.size) - path_pairs(self.depth)
 
 
 def path_pairs(length: Int64) -> Int64:
-    """Score pairs of a path of `length` tokens."""
+    """Return the score pairs of a path of `length` tokens: [0, 1, 2, 3, 4] -> [0, 1, 3, 6, 10]."""
     return length * (length + 1) // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most that one row may hold: tokens, and, unless None, attention score pairs and loss terms."""
+    """Maximum tokens of one row, and maximum attention score pairs and loss terms unless these are None."""
 
     capacity: int
     pairs: int | None = None
@@ -90,18 +94,20 @@ class Limits:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a trajectory that is within the limits on tokens and pairs alone."""
+        """Maximum tokens of a trajectory that is within the limits on tokens and score pairs."""
         if self.pairs is None:
             return self.capacity
+        # n (n + 1) / 2 <= pairs  <=>  n <= (sqrt(8 pairs + 1) - 1) / 2; pairs 9 -> 3, pairs 10 -> 4
         return min(self.capacity, (math.isqrt(8 * self.pairs + 1) - 1) // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """How hard a method may try.
+    """The work that a method may do.
 
-    `effort` is one of `EFFORTS` and measures work, so that a plan is the same on any machine; `time_limit`, in seconds
-    for each tree, is for methods that prove. `num_leaves` of all trees are planned together: `plan_rows` sets it.
+    `effort` is one of `EFFORTS`. It limits counted work, not time, so the plan is the same on any machine. `time_limit`
+    is in seconds for each tree; only the exact method uses it. `num_leaves` is the number of leaves of all trees that
+    are planned together; `plan_trees` sets it.
     """
 
     effort: str = "normal"
@@ -111,9 +117,9 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Rows of one tree, `row_of_leaf` int64 [leaves], numbered from 0 without a gap.
+    """The rows of one tree: `row_of_leaf` int64 [leaves], rows numbered from 0 without a gap.
 
-    No plan of the tree within its capacity has fewer tokens than `lower_bound`; 0 where a method proves nothing.
+    No plan of the tree within the capacity has fewer tokens than `lower_bound`; it is 0 if the method proves nothing.
     """
 
     row_of_leaf: Int64
@@ -122,10 +128,10 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class PlanForest:
-    """All trees of a trie in one `PlanTree`-like set of arrays, and where each trajectory goes.
+    """All trees of a trie in the arrays of one `PlanTree`, and the leaf of each trajectory.
 
-    Tree i is the nodes `node_start[i] .. node_start[i + 1]` and the leaves `leaf_start[i] .. leaf_start[i + 1]`;
-    `leaf_of` int64 [num_trajectories] is the leaf, counted over all trees, that each trajectory goes with.
+    Tree i is the nodes `node_start[i] .. node_start[i + 1] - 1`, and the same with `leaf_start` for its leaves.
+    `leaf_of` int64 [num_trajectories] is the leaf, counted over all trees, whose row each trajectory goes to.
     """
 
     joined: PlanTree
@@ -142,7 +148,7 @@ class PlanForest:
         return self.joined.num_leaves
 
     def trees(self) -> Iterator[PlanTree]:
-        """Each tree alone, its nodes numbered from 0."""
+        """Yield each tree alone, with its nodes numbered from 0."""
         joined = self.joined
         nodes, leaves = self.node_start.tolist(), self.leaf_start.tolist()
         for a, b, first, last in zip(nodes[:-1], nodes[1:], leaves[:-1], leaves[1:], strict=True):
@@ -153,20 +159,23 @@ class PlanForest:
 
 
 def forest_of(trie: Trie, *, split_ends: bool = False) -> PlanForest:
-    """The shapes of all trees of `trie`. O(nodes + trajectories), vectorised.
+    """Return the shapes of all trees of `trie`. O(nodes + trajectories), vectorised.
 
-    With `split_ends` every trajectory is a leaf of its own, of no tokens where another passes through its end or ends
-    there too: needed where loss terms are limited, since then duplicates and prefixes are no longer free.
+    With `split_ends` every trajectory gets a leaf of its own. The leaf has no tokens if another trajectory passes
+    through the same end or ends there too. Limits on loss terms need this, because then duplicates and prefixes of
+    other trajectories are no longer free.
     """
     parent, end, ends = (array.astype(np.int64) for array in (trie.parent, trie.node_end, trie.end_node))
     nodes = _NodeLists(trie.depth, trie.path_length, parent, end)
     if split_ends:
-        nodes, ends = _with_ends_as_leaves(nodes, ends)
-    joined = _chains_joined(nodes)
+        nodes, ends = _add_end_leaves(nodes, ends)
+    joined = _merge_chains(nodes)
+    # A leaf's subtree is the leaf alone: ends [3, 2, 3] against [1, 2, 3] -> leaves [1, 2].
     is_leaf = joined.end == np.arange(1, len(joined.end) + 1)
     leaf = np.flatnonzero(is_leaf)
     bottoms = _bottoms(nodes)
-    # The chain that holds an end is the first whose bottom lies at or after it; its first leaf, the first below that.
+    # An end belongs to the first chain whose bottom is at or after it, and goes with the first leaf at or after this
+    # chain: bottoms [0, 2, 3], ends [1, 2, 3] -> chains [1, 1, 2]; leaves [1, 2] -> leaf_of [0, 0, 1].
     leaf_of = np.searchsorted(leaf, np.searchsorted(bottoms, ends))
     spans = SpanView.of(trie.trajectories)
     terms = np.bincount(leaf_of, spans.total(spans.sizes.astype(np.float64)), minlength=len(leaf)).astype(np.int64)
@@ -181,7 +190,7 @@ def forest_of(trie: Trie, *, split_ends: bool = False) -> PlanForest:
 
 @dataclass(frozen=True, slots=True)
 class _NodeLists:
-    """Nodes in depth-first order: tokens of the path before and up to the end of each, parent, end of subtree."""
+    """Nodes in depth-first order; `depth` and `stop` are the tokens from the root to the start and end of each node."""
 
     depth: Int64
     stop: Int64
@@ -190,12 +199,15 @@ class _NodeLists:
 
 
 def _bottoms(nodes: _NodeLists) -> Int64:
-    """The last node of each chain of only children: those that do not have exactly one child."""
+    """Return the last node of each chain of only children: every node that does not have exactly one child."""
+    # parent [-1, 0, 1, 0] -> children per node [2, 1, 0, 0] -> bottoms [0, 2, 3]
     return np.flatnonzero(np.bincount(nodes.parent[nodes.parent >= 0], minlength=len(nodes.parent)) != 1)
 
 
-def _chains_joined(nodes: _NodeLists) -> _NodeLists:
-    # The only child of a node comes next in depth-first order, so a chain is a run of nodes that ends at its bottom.
+def _merge_chains(nodes: _NodeLists) -> _NodeLists:
+    """Merge each node that has exactly one child with this child."""
+    # An only child comes right after its parent in depth-first order, so a chain is a run of nodes up to its bottom:
+    # bottoms [0, 2, 3] -> tops [0, 1, 3]; parents of the tops [-1, 0, 0] -> chains of these [-1, 0, 0].
     bottoms = _bottoms(nodes)
     tops = np.concatenate([[0], bottoms[:-1] + 1])
     above = nodes.parent[tops]
@@ -203,21 +215,26 @@ def _chains_joined(nodes: _NodeLists) -> _NodeLists:
     return _NodeLists(nodes.depth[tops], nodes.stop[bottoms], parent, np.searchsorted(bottoms, nodes.end[bottoms]))
 
 
-def _with_ends_as_leaves(nodes: _NodeLists, ends: Int64) -> tuple[_NodeLists, Int64]:
-    """A node of no tokens for every end that is not the only one of a childless node, right below that node."""
+def _add_end_leaves(nodes: _NodeLists, ends: Int64) -> tuple[_NodeLists, Int64]:
+    """Add a leaf of no tokens below each end, unless it is the only end of a childless node. Return the new ends too.
+
+    The new leaves are the first children of their nodes, so the order stays depth-first.
+    """
     num_nodes = len(nodes.parent)
     childless = nodes.end == np.arange(1, num_nodes + 1)
     alone = childless & (np.bincount(ends, minlength=num_nodes) == 1)
     extra = np.flatnonzero(~alone[ends])
     above = ends[extra]
-    shift = np.concatenate([[0], np.cumsum(np.bincount(above, minlength=num_nodes))])  # extras before each node
+    # The example of the header has ends [1, 2, 3], and node 1 has a child, so one leaf is added below node 1:
+    # above [1] -> shift [0, 0, 1, 1, 1]; the old nodes move to [0, 1, 3, 4], the new leaf is node 2.
+    shift = np.concatenate([[0], np.cumsum(np.bincount(above, minlength=num_nodes))])
     old_at = np.arange(num_nodes) + shift[:-1]
     extra_at = above + np.arange(len(extra)) + 1
     new_ends = old_at[ends]
     new_ends[extra] = extra_at
     size = num_nodes + len(extra)
 
-    def merged(old: Int64, added: Int64) -> Int64:
+    def merge(old: Int64, added: Int64) -> Int64:
         out = np.zeros(size, np.int64)
         out[old_at], out[extra_at] = old, added
         return out
@@ -226,5 +243,5 @@ def _with_ends_as_leaves(nodes: _NodeLists, ends: Int64) -> tuple[_NodeLists, In
     stop = nodes.stop[above]
     end = nodes.end + shift[nodes.end]
     return _NodeLists(
-        merged(nodes.depth, stop), merged(nodes.stop, stop), merged(parent, old_at[above]), merged(end, extra_at + 1)
+        merge(nodes.depth, stop), merge(nodes.stop, stop), merge(parent, old_at[above]), merge(end, extra_at + 1)
     ), new_ends

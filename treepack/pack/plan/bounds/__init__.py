@@ -1,1 +1,1 @@
-"""Certified lower bounds on the tokens that any plan needs."""
+"""Certified lower bounds on the tokens of any plan."""

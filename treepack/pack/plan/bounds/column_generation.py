@@ -1,21 +1,22 @@
-"""Lower bounds by column generation: prices on nodes, a knapsack over the tree, and what no row can beat.
+"""Lower bounds by column generation: a linear program over rows, with prices on nodes and a knapsack over the tree.
 
-The rows of a plan are columns of a linear program: pay `cost(S)` for each row S; pass at least `times[u]` rows through
-each node u; spend at least `tokens[u]` tokens in the subtree of u. Any prices >= 0 on these demands prove, with K rows
-at most in a best plan,
+Each possible row S of a plan is a column of the linear program. A row costs `cost(S)`. At least `times[u]` rows pass
+through each node u, and the rows have at least `tokens[u]` tokens in the subtree of u: these are the demands. Any
+prices >= 0 on the demands prove a bound. If some best plan has at most K rows,
 
-    cost of any plan  >=  sum of price * demand  -  K * max over rows S of (what S earns - cost(S))
+    cost of any plan  >=  sum of price * demand  -  K * max over rows S of (earnings(S) - cost(S))
 
-since each row S earns the price of what it adds to the demands: p[u] for each node of it, and for each price on a
-subtree its tokens there. All this is a sum over its nodes, so the dearest row is a knapsack over the tree
-(`knapsack.py`).
+because each row S earns the price of its contribution to the demands: the price p[u] of each of its nodes, and for
+each price on a subtree the price of its tokens there. All this is a sum over the nodes of S, so the row with the
+highest profit, earnings - cost, is a knapsack over the tree (`knapsack.py`).
 
-Good prices are found by generating rows: the prices at the analytic centre of what the rows found so far allow (a few
-Newton steps, warm), then the dearest rows at those prices, until none is too dear. The centre needs far fewer rounds
-than the corner that a simplex method returns. While prices move, rooms are counted in coarse units and prices are
-rounded; the bound itself is taken in whole tokens and integers, so rounding cannot spoil the proof.
+Good prices come from generating rows. Each round moves the prices to the analytic centre of the prices that the rows so
+far allow (a few Newton steps from the last centre), and then adds the rows with the highest profit at these prices. It
+ends when no row has a profit. The centre needs far fewer rounds than the corner that a simplex method returns. While
+prices move, rooms are counted in coarse units and prices are rounded. The final bound is computed in whole tokens and
+integers, so rounding cannot make it wrong.
 
-Import this module only where it is called: numba takes a while to load.
+Import this module inside functions only, because numba takes about a second to load.
 """
 
 from __future__ import annotations
@@ -28,26 +29,27 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.pack.plan.bounds.knapsack import dearest_row, fill_table, most_profit
+from treepack.pack.plan.bounds.knapsack import best_profits, best_row, fill_table
 from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Float64, Int32, Int64
 
-ROUNDS = 100
-ROWS_A_ROUND = 24
-NEWTON_STEPS = 12
+MAX_ROUNDS = 100  # the allowance of work usually ends the rounds earlier
+ROWS_PER_ROUND = 24  # each costs one knapsack table
+MAX_NEWTON_STEPS = 12  # per round; a round starts from the last centre, so few steps are enough
 NEWTON_ENTRIES = 20  # a Newton step with n prices takes as long as n**3 / 20 entries of a table
-FIRST_GAP, LAST_GAP = 0.02, 2e-4  # of the centre, relative: the prices of early rounds must stay far from any corner
+# Distance of the centre from the optimum, relative: the prices of early rounds must stay far from any corner.
+FIRST_GAP, LAST_GAP = 0.02, 2e-4
 GRIDS = (1024, 4096, 16384)  # units of room, from the first rounds to the last
-CLOSE = 0.0005  # gap to the best value of the rows found so far, at which to stop
+RELATIVE_GAP_TO_STOP = 0.0005  # between the bound and the value of the linear program with the rows so far
 
 
 @dataclass(frozen=True, slots=True)
 class PricingProgram:
-    """What is to be bounded: rows of at most `capacity` tokens, at least `times[u]` of them through node u.
+    """A problem to bound: rows of at most `capacity` tokens, at least `times[u]` of them through each node u.
 
-    They spend at least `tokens[u]` tokens in its subtree; both int64 [nodes]. `cost` int64 [nodes] is what a row pays
-    for each of its nodes, either its tokens or 1 at the root alone; `rows` int64 [leaves] a good plan, which costs
-    `upper`. Some best plan has at most `most_rows` rows.
+    The rows have at least `tokens[u]` tokens in the subtree of u; both are int64 [nodes]. A row pays `cost` int64
+    [nodes] for each of its nodes: either the tokens of the node, or 1 at the root and 0 elsewhere. `rows` int64
+    [leaves] is a good plan, and its cost is `upper`. Some best plan has at most `max_rows` rows.
     """
 
     tree: PlanTree
@@ -57,30 +59,31 @@ class PricingProgram:
     tokens: Int64
     rows: Int64
     upper: int
-    most_rows: int
+    max_rows: int
 
     @property
     def pays_tokens(self) -> bool:
-        """Whether the cost of a row is its tokens."""
+        """True if the cost of a row is its tokens, False if every row costs 1."""
         return self.cost is self.tree.size
 
 
 @dataclass(slots=True)
 class Allowance:
-    """Work that may still be done, in entries of knapsack tables."""
+    """The work that is left, in entries of knapsack tables."""
 
     left: float
 
 
 def lower_bound(program: PricingProgram, allowance: Allowance, *, known: int) -> int:
-    """Least cost that any plan can have, as far as this method proves it; at least `known`.
+    """Return a lower bound on the cost of any plan, at least `known`, which is already proven.
 
-    Stops when nothing above `known` can come of it, when `upper` is proven, or when the allowance is used up.
+    Stops if no bound above `known` is possible, if `upper` is proven, or if the allowance is used up.
     """
     generator = _Generator(program)
-    for _ in range(ROUNDS):
+    for _ in range(MAX_ROUNDS):
         if allowance.left <= 0 or not generator.advance(allowance) or generator.value <= known:
             break
+        # Costs are whole numbers, so a bound over `upper - 1` proves `upper`, if it is true without rounding.
         if generator.best > program.upper - 1:
             if generator.certified() >= program.upper:
                 return program.upper
@@ -90,25 +93,26 @@ def lower_bound(program: PricingProgram, allowance: Allowance, *, known: int) ->
 
 
 class _Generator:
-    """Rows found so far and the prices they allow.
+    """The rows so far and the prices that they allow: no row may earn more than it costs.
 
-    A demand is a node and a kind; its prices and rows are in units of `unit_of` tokens where tokens are demanded, so
-    that all amounts are about as large.
+    A demand is a node and a kind, rows or tokens. Demands for tokens and their prices are in units of `unit_of` tokens,
+    so that the amounts of both kinds are about equally large.
     """
 
     def __init__(self, program: PricingProgram) -> None:
         self.program = program
         tree, times, tokens = program.tree, program.times, program.tokens
         self.is_leaf = tree.end == np.arange(1, tree.num_nodes + 1)
-        most, below = np.zeros(tree.num_nodes, np.int64), np.zeros(tree.num_nodes, np.int64)
-        np.maximum.at(most, tree.parent[1:], times[1:])
+        max_times, below = np.zeros(tree.num_nodes, np.int64), np.zeros(tree.num_nodes, np.int64)
+        np.maximum.at(max_times, tree.parent[1:], times[1:])
         np.add.at(below, tree.parent[1:], tokens[1:])
-        # A node whose times a child also demands needs no price of its own: no row passes through the child only. Nor
-        # does a subtree whose tokens follow from its children's.
-        self.passed = np.flatnonzero(self.is_leaf | (times > most))
+        # If a child demands as many rows as its parent, the parent needs no price, because every row through the child
+        # passes through the parent. If the tokens of a subtree follow from its children, it needs none either.
+        self.passed = np.flatnonzero(self.is_leaf | (times > max_times))
         self.spent = np.flatnonzero((tokens > below + tree.size * times) & ~self.is_leaf)
         self.unit_of = np.maximum(1, tokens[self.spent] // times[self.spent]).astype(np.float64)
         self.demand = np.concatenate([times[self.passed], tokens[self.spent] / self.unit_of])
+        # column[u] is the index of the price on rows through u, -1 if it has none: passed [1, 3] -> [-1, 0, -1, 1].
         self.column = np.full(tree.num_nodes, -1)
         self.column[self.passed] = np.arange(len(self.passed))
         self.rows: list[Int64] = []
@@ -119,14 +123,17 @@ class _Generator:
             self._add(_union(tree.parent, tree.leaf[program.rows == row]))
         start = self._first_prices()
         self.best_prices = start
+        # Newton steps need prices strictly inside: below every cost and above 0.
         self.prices = 0.95 * start + 1e-6 * start.max()
         self.gap = FIRST_GAP
         self.value = float(program.upper)
         self._use_grid(0)
 
     def _first_prices(self) -> Float64:
-        """Prices that no row exceeds: half of each node's cost on the node itself, or on the one below it that is
-        passed as often; the other half on the highest demand for tokens, if one holds the node.
+        """Return prices at which no row earns more than it costs.
+
+        Half of the cost of a node is the price on rows through it, or through the node below it with as many rows. The
+        other half is the price on tokens of the highest demand for tokens above it; without one, the whole cost is.
         """
         tree, times = self.program.tree, self.program.times
         whole = self.program.cost.astype(np.float64)
@@ -137,6 +144,8 @@ class _Generator:
                 if node >= stop:
                     spent[i], stop = self.unit_of[i] / 2, int(tree.end[node])
                     halved[node:stop] = whole[node:stop] / 2
+        # A node without a price of its own passes its share to the first child with as many rows; parents come first,
+        # so shares are passed down until a node has a price.
         heir = np.full(tree.num_nodes, -1)
         for node in range(tree.num_nodes - 1, 0, -1):
             up = tree.parent[node]
@@ -152,27 +161,30 @@ class _Generator:
         unit = max(1, capacity // GRIDS[index])
         self.exact = unit == 1
         self.unit, self.room = unit, capacity // unit
-        # Path lengths are rounded, not sizes, so that errors cancel along a path.
+        # Path lengths are rounded, not sizes, so that errors cancel along a path: sizes [3, 3, 3, 3] in units of 4 are
+        # [0, 1, 1, 1] by path lengths, but [0, 0, 0, 0] rounded one by one.
         self.sizes = (tree.depth + tree.size) // unit - tree.depth // unit
         self.table = np.zeros((tree.num_nodes + 1, self.room + 1), np.int32)
         self.best = self._estimate(self.best_prices, self._fill(self._profits(self.best_prices)))
 
     def refine(self) -> bool:
-        """Count rooms in finer units from now on; False if they are as fine as they get."""
+        """Switch to finer units of room; return False if the units are already the finest."""
         if self.exact or self.grid + 1 == len(GRIDS):
             return False
         self._use_grid(self.grid + 1)
         return True
 
     def _add(self, taken: NDArray[np.bool_]) -> bool:
+        """Add the row of the nodes `taken` bool [nodes]; return False if it is not new."""
         key = np.packbits(taken).tobytes()
         if key in self.known:
             return False
         self.known.add(key)
         columns = self.column[taken]
         columns = columns[columns >= 0]
-        held = np.concatenate([[0], np.cumsum(self.program.tree.size * taken)])
-        tokens = held[self.program.tree.end[self.spent]] - held[self.spent]
+        # Tokens of the row in each subtree with a demand for tokens, as differences of a running sum.
+        sums = np.concatenate([[0], np.cumsum(self.program.tree.size * taken)])
+        tokens = sums[self.program.tree.end[self.spent]] - sums[self.spent]
         inside = np.flatnonzero(tokens)
         self.rows.append(np.concatenate([columns, len(self.passed) + inside]))
         self.amounts.append(np.concatenate([np.ones(len(columns)), tokens[inside] / self.unit_of[inside]]))
@@ -180,13 +192,14 @@ class _Generator:
         return True
 
     def advance(self, allowance: Allowance) -> bool:
-        """One round: centre, then the dearest rows; False when there is nothing left to gain."""
+        """Do one round: centre, then the rows with the highest profit. Return False if nothing is left to gain."""
         allowance.left -= self._centre() * len(self.prices) ** 3 / NEWTON_ENTRIES
         new, improved, tables = self._price()
         allowance.left -= tables * self.table.size
-        if self.value <= self.best * (1 + CLOSE):
+        if self.value <= self.best * (1 + RELATIVE_GAP_TO_STOP):
             return False
-        if new < ROWS_A_ROUND // 8:
+        # Few new rows: first finer units of room, then a centre closer to the optimum.
+        if new < ROWS_PER_ROUND // 8:
             refined = (new == 0 or self.gap < 0.004) and self.refine()
             if not refined and new == 0 and not improved and self.gap <= LAST_GAP:
                 return False
@@ -194,39 +207,43 @@ class _Generator:
         return True
 
     def _centre(self) -> int:
-        """Move the prices to the centre of what the rows allow, at a distance from the optimum that `gap` sets.
+        """Move the prices to the centre of the allowed prices, at a distance from the optimum that `gap` sets.
 
-        Returns the number of Newton steps.
+        Returns the number of Newton steps. The centre maximises
+
+            weight * (price @ demand) + sum over rows of log(cost - earnings) + sum of log(price)
         """
         sizes = np.array([len(row) for row in self.rows])
         starts, index = np.concatenate([[0], np.cumsum(sizes)]), np.concatenate(self.rows)
         amounts = np.concatenate(self.amounts)
         costs, demand, prices = np.array(self.costs), self.demand, self.prices
-        dearest = float((_sums(starts, index, amounts, prices) / costs).max())
-        if dearest >= 1:
-            prices = prices / (1.01 * dearest)
+        # New rows may earn more than they cost: scale the prices until they are strictly allowed again.
+        highest = float((_sums(starts, index, amounts, prices) / costs).max())
+        if highest >= 1:
+            prices = prices / (1.01 * highest)
         weight = (len(costs) + len(prices)) / (self.gap * self.program.upper)
         steps = 0
-        while steps < NEWTON_STEPS:
+        while steps < MAX_NEWTON_STEPS:
             steps += 1
             slack = costs - _sums(starts, index, amounts, prices)
             gradient = weight * demand - _spread(starts, index, amounts, 1 / slack, len(prices)) + 1 / prices
             hessian = _outer(starts, index, amounts, 1 / slack**2, 1 / prices**2)
             step = np.linalg.solve(hessian, gradient)
             prices = prices + _longest_step(_sums(starts, index, amounts, step), slack, step, prices) * step
-            if gradient @ step < 0.25:
+            if gradient @ step < 0.25:  # the squared Newton decrement, which is small near the centre
                 break
         self.prices = prices
-        # At the centre 1 / (weight * slack) is a nearly feasible fractional plan; scaled up, it is one.
+        # At the centre, shares 1 / (weight * slack) of the rows nearly meet all demands. Scaled up until they do, they
+        # are a solution of the linear program with the rows so far.
         share = 1 / (weight * (costs - _sums(starts, index, amounts, prices)))
         met = _spread(starts, index, amounts, share, len(prices))
         self.value = min(self.value, float(costs @ share * (demand / met).max()))
         return steps
 
     def _price(self) -> tuple[int, bool, int]:
-        """Add the dearest rows; each next one among the leaves that the ones before it left.
+        """Add the rows with the highest profit, each next one without earnings from the leaves of the rows before it.
 
-        Returns how many are new, whether the bound is better, and how many tables were filled.
+        Returns the number of new rows, whether the bound is better, and the number of tables that were filled.
         """
         program, new = self.program, 0
         profits = self._profits(self.prices)
@@ -236,10 +253,12 @@ class _Generator:
         if improved:
             self.best, self.best_prices = bound, self.prices
         tables = 1
-        while tables <= ROWS_A_ROUND:
-            if self.table[0, -1] <= scale * 1e-5 * program.upper / program.most_rows:
+        while tables <= ROWS_PER_ROUND:
+            # With so small a profit, `max_rows` rows lower the bound by at most 1e-5 of the cost.
+            if self.table[0, -1] <= scale * 1e-5 * program.upper / program.max_rows:
                 break
-            taken = dearest_row(self.sizes, program.tree.end, self.table)
+            taken = best_row(self.sizes, program.tree.end, self.table)
+            # Sizes in coarse units are rounded, so the row may be too long in tokens.
             if int(program.tree.size[taken].sum()) <= program.capacity:
                 new += self._add(taken)
             covered = taken & self.is_leaf
@@ -249,21 +268,23 @@ class _Generator:
         return new, improved, tables
 
     def _fill(self, profits: Float64) -> int:
-        """Fill the table with `profits`, times a scale that is returned."""
+        """Fill the table with `profits` times a scale, and return the scale."""
         scale = self._scale(profits, 30)
         fill_table(self.sizes, np.rint(profits * scale).astype(np.int32), self.program.tree.end, self.table)
         return scale
 
     def _estimate(self, prices: Float64, scale: int) -> float:
-        """The bound from `prices`, whose table is filled, but for rounding."""
+        """Return the bound of `prices`, whose table is filled; rounding makes it inexact."""
         earned = prices @ self.demand * scale
         return float(_bound(self.program, earned, self.table[0], unit=self.unit, scale=scale))
 
     def _profits(self, prices: Float64) -> Float64:
-        """What each node earns a row, less its cost."""
+        """Return the earnings of each node minus its cost, float64 [nodes]."""
         tree = self.program.tree
         earned = np.zeros(tree.num_nodes)
         earned[self.passed] = prices[: len(self.passed)]
+        # The price per token of a node is the sum over all demands above it: +p at the first node of each subtree, -p
+        # after its last one, summed up. Subtree 1 .. 2 at price 3 -> [0, 3, 0, -3] -> rates [0, 3, 3, 0].
         rate = np.zeros(tree.num_nodes + 1)
         per_token = prices[len(self.passed) :] / self.unit_of
         np.add.at(rate, self.spent, per_token)
@@ -271,15 +292,16 @@ class _Generator:
         return earned + np.cumsum(rate)[:-1] * tree.size - self.program.cost
 
     def _scale(self, profits: Float64, bits: int) -> int:
-        """A power of 2: profits times that, rounded, and all sums of them stay below 2**bits."""
+        """Return a power of 2 such that sums of profits, times it and rounded, stay below 2**bits."""
         highest = max(float(profits.clip(0).sum()), float(self.program.cost.max())) + 1
         return 1 << max(0, bits - 1 - math.frexp(highest)[1])
 
     def certified(self) -> int:
-        """The best bound, taken again in integers and whole tokens."""
+        """Return the best bound, computed again in integers and whole tokens, so that it is proven."""
         program, spent = self.program, self.spent
         tree, prices = program.tree, self.best_prices
         scale = self._scale(self._profits(prices), 52)
+        # Any prices >= 0 prove a bound, so rounding them down is allowed. From here on all numbers are exact.
         passed = np.floor(prices[: len(self.passed)] * scale).astype(np.int64)
         per_token = np.floor(prices[len(self.passed) :] / self.unit_of * scale).astype(np.int64)
         earned = sum(
@@ -291,30 +313,33 @@ class _Generator:
         profit[self.passed] += passed
         for node, rate in zip(spent.tolist(), per_token.tolist(), strict=True):
             profit[node : tree.end[node]] += rate * tree.size[node : tree.end[node]]
-        dearest = most_profit(tree, profit, program.capacity)
-        return math.ceil(_bound(program, earned, dearest, unit=1, scale=scale))
+        profits = best_profits(tree, profit, program.capacity)
+        return math.ceil(_bound(program, earned, profits, unit=1, scale=scale))
 
 
-def _bound(program: PricingProgram, earned: float, dearest: Int32 | Int64, *, unit: int, scale: int) -> Fraction:
-    """The better of two bounds from prices that earn `earned`; `dearest[room]` is the highest excess of price over cost
-    of a row of `room` units. Both are `scale` times too large.
+def _bound(program: PricingProgram, earned: float, profits: Int32 | Int64, *, unit: int, scale: int) -> Fraction:
+    """Return the better of two bounds from prices whose demands earn `earned` in total.
 
-    Either every row may exceed its cost by the highest excess, or prices are divided by the highest ratio to a cost:
-    rows that exceed theirs by dearest[room] first do so at `room` units of cost where tokens are what is paid.
+    `profits[room]` is the highest profit, earnings - cost, of a row of at most `room` units. `earned` and `profits` are
+    multiplied by `scale`.
+
+    The first bound assumes that each of `max_rows` rows has the highest profit. The second one divides all prices by
+    the highest ratio of earnings to cost, so that no row has a profit. If the cost of a row is its tokens, a row with
+    the profit `profits[room]` costs at least `room` units, because a row of fewer units has a smaller profit.
     """
-    excess = int(dearest[-1])
-    by_rows = (Fraction(earned) - program.most_rows * excess) / scale
+    excess = int(profits[-1])
+    by_rows = (Fraction(earned) - program.max_rows * excess) / scale
     if not program.pays_tokens:
         return max(by_rows, Fraction(earned) / (scale + excess))
     if not program.tree.size[0]:
         return by_rows  # a row may cost nothing
-    ratio = float((dearest[1:] / np.arange(1, len(dearest))).max()) * (1 + 2**-50)  # not below the true one
+    ratio = float((profits[1:] / np.arange(1, len(profits))).max()) * (1 + 2**-50)  # rounded up: not below the true one
     return max(by_rows, Fraction(earned) / (scale + Fraction(ratio) / unit))
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _union(parent: Int64, leaves: Int64) -> NDArray[np.bool_]:
-    """Which nodes lie on the paths of `leaves`."""
+    """Return the nodes on the paths to `leaves`, bool [nodes]."""
     taken = np.zeros(len(parent), np.bool_)
     for leaf in leaves:
         node = leaf
@@ -326,7 +351,8 @@ def _union(parent: Int64, leaves: Int64) -> NDArray[np.bool_]:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _sums(starts: Int64, index: Int64, amounts: Float64, values: Float64) -> Float64:
-    """Sum of `values` over each row."""
+    """Return the sum of `values` over the columns of each row, times the amounts; the sparse product A @ values."""
+    # Row r has the columns index[starts[r]:starts[r + 1]] and the amounts at the same places.
     out = np.zeros(len(starts) - 1)
     for row in range(len(out)):
         for i in range(starts[row], starts[row + 1]):
@@ -336,7 +362,7 @@ def _sums(starts: Int64, index: Int64, amounts: Float64, values: Float64) -> Flo
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _spread(starts: Int64, index: Int64, amounts: Float64, values: Float64, size: int) -> Float64:
-    """Sum over the rows that hold each column."""
+    """Return the sum of `values` over the rows of each column, times the amounts: A.T @ values."""
     out = np.zeros(size)
     for row in range(len(values)):
         for i in range(starts[row], starts[row + 1]):
@@ -346,7 +372,7 @@ def _spread(starts: Int64, index: Int64, amounts: Float64, values: Float64, size
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _outer(starts: Int64, index: Int64, amounts: Float64, weights: Float64, diagonal: Float64) -> Float64:
-    """The Newton matrix: sum over rows of weight times (row outer row), plus a diagonal."""
+    """Return the Newton matrix: the sum over rows of weight times (row outer row), plus a diagonal."""
     size = len(diagonal)
     out = np.zeros((size, size))
     for row in range(len(weights)):
@@ -359,7 +385,7 @@ def _outer(starts: Int64, index: Int64, amounts: Float64, weights: Float64, diag
 
 
 def _longest_step(change: Float64, slack: Float64, step: Float64, prices: Float64) -> float:
-    """At most a full step, and at most nine tenths of the way to a row's cost or to a price of 0."""
+    """Return a factor of the step: at most 1, and at most 0.9 of the way to the cost of a row or to a price of 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         to_cost = np.where(change > 0, slack / change, np.inf).min(initial=np.inf)
         to_zero = np.where(step < 0, -prices / step, np.inf).min(initial=np.inf)

@@ -1,4 +1,7 @@
-"""Counting along a tree, compiled. Import this module only where it is called: numba takes a while to load."""
+"""Counting along a tree, compiled: lower bounds carried from the leaves to the root, and rows through each node.
+
+`lower_bound.py` is the main user. Import this module inside functions only, because numba takes about a second to load.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,45 @@ import numpy as np
 
 from treepack.trajectory import Int64
 
-MOST_A_ROW = 16  # of the shares that are tried: items larger than a room's 2nd, 3rd, ... part
-MOST_THRESHOLDS = 32
+MAX_ITEMS_PER_BIN = 16  # items over 1/2, 1/3, ... 1/17 of the room are counted: at most 1, 2, ... 16 of them fit a bin
+MAX_THRESHOLDS = 32  # tried for the bound L2, evenly spread over the sizes; each costs O(items)
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def count(
     parent: Int64, end: Int64, size: Int64, stop: Int64, capacity: int, tokens: Int64, times: Int64
 ) -> tuple[Int64, Int64]:
-    """Tokens that each subtree needs and rows that pass through each node, at least; from the leaves up.
+    """Return lower bounds on the tokens of each subtree and on the rows through each node, from the leaves to the root.
 
-    `tokens` and `times` are what is known already, `stop` the tokens from the root to the end of each node. A row that
-    passes through node u has `capacity - stop[u]` tokens left for what is below it. If that needs D tokens, at least
-    D / left rows pass through u. And a row that goes on to a child brings at least the shortest path there, so as many
-    rows pass through u as bins are needed for the rows of all children with those sizes.
+    `tokens` and `times` int64 [nodes] are bounds that are already proven, `stop` the tokens from the root to the end of
+    each node. A row that passes through node u has `left = capacity - stop[u]` tokens left for the nodes below u. If
+    these need D tokens, at least D / left rows pass through u. In addition, a row that continues to a child contains at
+    least the shortest path there. So at least as many rows pass through u as bins of size `left` are needed for the
+    rows of all children, where each row is as large as this path.
     """
+    # The worked tree of docs/packing.md, capacity 12: below d (stop 8) are 5 tokens, 12 - 8 = 4 left -> 2 rows, and
+    # 2 * 4 + 5 = 13 tokens. Below the prompt (stop 4): 2 + 7 + 13 = 22, 8 left -> 3 rows -> 3 * 4 + 22 = 34 tokens.
     tokens, times = tokens.copy(), times.copy()
     shortest = size.copy()  # tokens of the shortest path down from the beginning of each node
     for node in range(len(parent) - 1, -1, -1):
         if end[node] > node + 1:
-            below, children, child, least = 0, 0, node + 1, capacity
+            below, children, child, shortest_below = 0, 0, node + 1, capacity
             while child < end[node]:
                 below += tokens[child]
                 times[node] = max(times[node], times[child])
-                least = min(least, shortest[child])
+                shortest_below = min(shortest_below, shortest[child])
                 children += 1
-                child = end[child]
+                child = end[child]  # the next child begins where the subtree of this one ends
             left = capacity - stop[node]
             if below:
                 times[node] = max(times[node], -(-below // left))
-            shortest[node] += least
+            shortest[node] += shortest_below
             sizes, copies = np.zeros(children, np.int64), np.zeros(children, np.int64)
             child = node + 1
             for i in range(children):
                 sizes[i], copies[i] = shortest[child], times[child]
                 child = end[child]
-            times[node] = max(times[node], _bins(sizes, copies, left))
+            times[node] = max(times[node], _min_bins(sizes, copies, left))
         tokens[node] = max(tokens[node], size[node] * times[node])
         if end[node] > node + 1:
             tokens[node] = max(tokens[node], below + size[node] * times[node])
@@ -50,16 +56,22 @@ def count(
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _bins(sizes: Int64, copies: Int64, room: int) -> int:
-    """Bins of `room` that items of `sizes` need at least: the bounds of Martello and Toth (1990), section 8.3."""
-    most = 0
-    for a_row in range(1, MOST_A_ROW + 1):
+def _min_bins(sizes: Int64, copies: Int64, room: int) -> int:
+    """Return a lower bound on the bins of size `room` for `copies[i]` items of `sizes[i]` each.
+
+    Martello and Toth (1990), section 8.3.
+    """
+    bound = 0
+    # At most n items over room / (n + 1) fit one bin: sizes [6, 6, 5, 2], room 10, n 1 -> 2 items over 5 -> 2 bins;
+    # n 2 -> 3 items over 10 / 3 -> 2 bins.
+    for per_bin in range(1, MAX_ITEMS_PER_BIN + 1):
         count = 0
         for i in range(len(sizes)):
-            if sizes[i] * (a_row + 1) > room:
+            if sizes[i] * (per_bin + 1) > room:
                 count += copies[i]
-        most = max(most, -(-count // a_row))
-    step = max(1, len(sizes) // MOST_THRESHOLDS)
+        bound = max(bound, -(-count // per_bin))
+    # L2 with threshold 5: items 6 and 6 leave no room for an item of 5 or more, so item 5 needs a third bin.
+    step = max(1, len(sizes) // MAX_THRESHOLDS)
     for t in range(0, len(sizes), step):
         threshold = sizes[t]
         if 2 * threshold > room:
@@ -72,13 +84,15 @@ def _bins(sizes: Int64, copies: Int64, room: int) -> int:
                     spare += copies[i] * (room - sizes[i])
             elif sizes[i] >= threshold:
                 small += copies[i] * sizes[i]
-        most = max(most, large + max(0, -(-(small - spare) // room) if small > spare else 0))
-    return most
+        bound = max(bound, large + max(0, -(-(small - spare) // room) if small > spare else 0))
+    return bound
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def passes(parent: Int64, leaf: Int64, rows: Int64) -> Int64:
-    """How many rows pass through each node, given the row of each leaf."""
+    """Return the number of rows that pass through each node, int64 [nodes], from the row of each leaf."""
+    # Leaves row by row, so `last[u]` is enough to count a row once: nodes [1, 3, 4, 6, 7] of the worked tree in rows
+    # [0, 1, 1, 0, 2] -> [3, 1, 1, 1, 1, 2, 1, 1]; the root (node 0) is in 3 rows, d (node 5) in 2.
     used = np.zeros(len(parent), np.int64)
     last = np.full(len(parent), -1)
     for k in np.argsort(rows, kind="mergesort"):

@@ -1,11 +1,12 @@
-"""The most profitable row of a tree, compiled: a knapsack whose items need their parents.
+"""The row of a tree with the highest profit, compiled: a knapsack in which a node can only be taken with its parent.
 
-In depth-first order, with what may be taken from node i on once i's parent is taken,
+Nodes are in depth-first order. `best[i][room]` is the maximum profit of nodes from i on, when the parent of i is taken:
 
-    best[i][room] = max(best[end[i]][room],                         leave out i and all below it
-                        profit[i] + best[i + 1][room - size[i]])    take i, then see what follows
+    best[i][room] = max(best[end[i]][room],                         leave out i and its subtree
+                        profit[i] + best[i + 1][room - size[i]])    take i, then continue with the next node
 
-Import this module only where it is called: numba takes a while to load.
+`column_generation.py` is the only user. Import this module inside functions only, because numba takes about a second
+to load.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from treepack.trajectory import Int32, Int64
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def fill_table(sizes: Int64, profits: Int32, end: Int64, table: Int32) -> None:
-    """All of `best` into `table` int32 [nodes + 1, room + 1]. O(nodes * room)."""
+    """Write all of `best` into `table` int32 [nodes + 1, room + 1]. O(nodes * room)."""
     nodes = len(sizes)
+    # The line after the last node: nothing is left to take. It is `best[end[i]]` of all nodes on the last path.
     table[nodes, :] = 0
     for i in range(nodes - 1, -1, -1):
         _take_or_leave(sizes[i], profits[i], table[i + 1], table[end[i]], table[i])
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def dearest_row(sizes: Int64, end: Int64, table: Int32) -> NDArray[np.bool_]:
-    """Which nodes a best row takes, read from a full table; bool [nodes]."""
+def best_row(sizes: Int64, end: Int64, table: Int32) -> NDArray[np.bool_]:
+    """Return the nodes that a best row takes, read from a full table; bool [nodes]."""
     nodes = len(sizes)
     taken = np.zeros(nodes, np.bool_)
     i, room = 0, table.shape[1] - 1
@@ -43,40 +45,45 @@ def dearest_row(sizes: Int64, end: Int64, table: Int32) -> NDArray[np.bool_]:
     return taken
 
 
-def most_profit(tree: PlanTree, profit: Int64, capacity: int) -> Int64:
-    """`best[0]` alone, int64 [capacity + 1], in whole tokens. O(nodes * capacity) time, O(capacity log nodes) memory.
+def best_profits(tree: PlanTree, profit: Int64, capacity: int) -> Int64:
+    """Return `best[0]` alone, int64 [capacity + 1], in whole tokens.
 
-    The order of children does not matter, and with the largest subtree last few lines are needed at a time: a node and
-    its last child leave out to the same one.
+    O(nodes * capacity) time, O(capacity log nodes) memory. The order of children does not change the result. With the
+    largest subtree last, few lines are needed at a time, because a node and its last child have the same `end`.
     """
     order, end = _largest_last(tree)
     return np.asarray(_first_line(tree.size[order], profit[order], end, capacity))
 
 
 def _largest_last(tree: PlanTree) -> tuple[Int64, Int64]:
-    """Depth-first order of the nodes in which the largest child's subtree comes last, and the ends in that order."""
-    held = tree.end - np.arange(tree.num_nodes)
+    """Return a depth-first order in which the child with most nodes comes last, and the subtree ends in that order.
+
+    Parents [-1, 0, 1, 1, 0] -> order [0, 4, 1, 2, 3]: node 4 has fewer nodes below it than node 1.
+    """
+    count = tree.end - np.arange(tree.num_nodes)
     place, free = np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64)
     before = np.zeros(tree.num_nodes, np.int64)
-    for node in np.argsort(held, kind="stable")[:-1].tolist():
+    # The smallest subtree comes first: before[node] is the distance to its parent, free[up] that of the next child.
+    for node in np.argsort(count, kind="stable")[:-1].tolist():
         up = tree.parent[node]
         before[node] = free[up]
-        free[up] += held[node]
+        free[up] += count[node]
     for node in range(1, tree.num_nodes):
         place[node] = place[tree.parent[node]] + before[node]
     order = np.argsort(place)
-    return order, np.arange(tree.num_nodes) + held[order]
+    return order, np.arange(tree.num_nodes) + count[order]
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _first_line(sizes: Int64, profits: Int64, end: Int64, capacity: int) -> Int64:
     nodes = len(sizes)
+    # Line i is read by node i - 1 and by every node whose subtree ends at i; after the last of them it is free again.
     readers = np.zeros(nodes + 1, np.int64)
     for i in range(nodes):
         readers[end[i]] += 1
         readers[i + 1] += 1
     lines = [np.zeros(capacity + 1, np.int64)]
-    free = [0]
+    free = [0]  # numba needs an element to infer the type of a list
     free.pop()
     line_of = np.zeros(nodes + 1, np.int64)
     for i in range(nodes - 1, -1, -1):
@@ -95,7 +102,8 @@ def _first_line(sizes: Int64, profits: Int64, end: Int64, capacity: int) -> Int6
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _take_or_leave(size: int, profit: int, taking: Int64, leaving: Int64, out: Int64) -> None:
-    """One node, for all rooms: `taking` and `leaving` are the best of what follows."""
+    """Write the line of one node: `taking` is the line of the next node, `leaving` that of the end of its subtree."""
+    # out[:size] = leaving[:size]; out[size + r] = max(taking[r] + profit, leaving[size + r])
     size = min(size, len(out))
     out[:size] = leaving[:size]
     rest, without, value = out[size:], leaving[size:], taking[: len(out) - size]

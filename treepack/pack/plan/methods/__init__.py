@@ -1,1 +1,1 @@
-"""Packing methods: each plans one tree, or a whole forest, under a capacity."""
+"""Packing methods: each one plans one tree, or all trees of a forest, within a capacity."""

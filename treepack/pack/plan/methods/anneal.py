@@ -1,14 +1,16 @@
-"""A plan made better by tearing out neighbouring leaves and putting them back, compiled: ruin and recreate.
+"""Improve a plan by tearing out neighbouring leaves and putting them back, compiled: ruin and recreate.
 
-    rows of a tree --tear out strings of neighbouring leaves from one to four rows--> put each back where it adds least
-                   --keep it if it costs no more than a cooling temperature allows--> repeat
+    rows of a tree --> tear strings of neighbouring leaves out of one to four rows
+                   --> put each leaf back into the row that grows least
+                   --> keep the result if its cost is within a falling temperature, and repeat
 
-Leaves that share much lie close in depth-first order, so the torn-out strings start at one leaf and its neighbours, as
-in the string removal of Christiaens and Vanden Berghe (Slack induction by string removals, 2020). A leaf goes back to
-the row that shares most with it and, among those, to the fullest that has room. Large trees are improved in windows of
-neighbouring rows, so the time is linear. Work is counted, not timed: the same plan on any machine.
+Leaves that share many tokens are close in depth-first order. So the torn strings start at one leaf and its neighbours,
+as in the string removal of Christiaens and Vanden Berghe (Slack induction by string removals, 2020). A leaf goes back
+to the rows that share the maximum with it, and of these rows to the fullest one that has room. Large trees are improved
+in windows of neighbouring rows, so the time is linear. The work is counted in steps, so the plan is the same on any
+machine.
 
-Import this module only where it is called: numba takes a while to load.
+Import this module inside functions only, because numba takes about a second to load.
 """
 
 from __future__ import annotations
@@ -22,17 +24,21 @@ from treepack.pack.plan.problem import Limits, PlanTree, path_pairs
 from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int64
 
-WINDOW = 48  # rows that are improved together: more find little better plans, and each step gets slower
-SPARE_ROWS = 4
-MOST_ROWS_TORN = 4
-LONGEST_STRING = 10
-BLINK = 0.01  # chance that a row is overlooked, so that the same leaves do not always fall back to the same places
-HOT, COLD = 0.5, 0.005  # temperatures, in mean node sizes
+WINDOW_ROWS = 48  # rows that are improved together; with more, steps get slower and plans hardly better
+SPARE_ROWS = 4  # empty rows of a window, so that a step can open rows
+MAX_ROWS_TORN = 4  # per step
+MAX_STRING_LEAVES = 10  # torn out of one row in one step
+SKIP_PROBABILITY = 0.01  # of a row with room, so that leaves do not always return to the same rows
+FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.5, 0.005  # in mean node sizes; it falls by a constant factor per step
 NO_LIMIT = 2**62
 
 
 class AnnealShape(NamedTuple):
-    """The tree: for each node its parent, a `jump` to an ancestor, tokens and score pairs to its end; its leaves."""
+    """A tree, as arrays by node and by leaf.
+
+    By node: the parent, an ancestor to `jump` to, and the tokens and score pairs from the root to its end. By leaf: its
+    node, its loss terms, and the tokens that it shares with the leaf before it.
+    """
 
     parent: Int64
     jump: Int64
@@ -44,9 +50,11 @@ class AnnealShape(NamedTuple):
 
 
 class AnnealedRows(NamedTuple):
-    """`through` int32 [nodes, rows]: children of the node that the row passes through, and leaves of it that end there.
+    """Rows while leaves move.
 
-    `passing` [nodes] counts the rows that pass through each node; what each row holds, [rows].
+    `row_of` [leaves] is the row of each leaf, -1 if it is torn out. `through` int32 [nodes, rows] counts the children
+    of the node that the row passes through, and its leaves that end at the node: 0 if the row does not pass through the
+    node. `passing` [nodes] counts the rows that pass through each node. The others, [rows], are the sums of each row.
     """
 
     row_of: Int64
@@ -59,10 +67,10 @@ class AnnealedRows(NamedTuple):
 
 
 def anneal(tree: PlanTree, limits: Limits, row_of_leaf: Int64, *, steps_per_leaf: int, passes: int = 3) -> Int64:
-    """A plan that is at least as good as `row_of_leaf` int64 [leaves]: fewer tokens, then fewer rows.
+    """Return a plan with fewer tokens than `row_of_leaf` int64 [leaves], or as many and fewer rows, or the same plan.
 
-    Each pass takes about `steps_per_leaf` steps for each leaf and starts from the result of the one before, its windows
-    shifted by half.
+    Each pass makes `steps_per_leaf` steps per leaf and starts from the result of the pass before, with its windows
+    shifted by half of their length.
     """
     lengths, shared, terms = tree.length, tree.shared, tree.terms
     caps = np.array([limits.capacity, *(NO_LIMIT if cap is None else cap for cap in (limits.pairs, limits.terms))])
@@ -70,28 +78,31 @@ def anneal(tree: PlanTree, limits: Limits, row_of_leaf: Int64, *, steps_per_leaf
     for turn in range(passes):
         for leaves in _windows(rows, _fill(lengths, shared, rows), turn):
             shape = _shape(lengths[leaves], _shared_within(shared, leaves), terms[leaves])
+            # rows [7, 2, 7] of the leaves -> names [2, 7], local [1, 0, 1]; rows 2 .. 5 of the window are spare.
             names, local = np.unique(rows[leaves], return_inverse=True)
             steps = steps_per_leaf * len(leaves)
             local = _anneal(shape, caps, local.astype(np.int64), len(names) + SPARE_ROWS, steps, turn)
             fresh = rows.max() + 1 + np.arange(SPARE_ROWS)
             rows[leaves] = np.concatenate([names, fresh])[local]
+        # Number the rows without gaps again: [9, 2, 9] -> [1, 0, 1].
         rows = np.unique(rows, return_inverse=True)[1].astype(np.int64)
     return rows
 
 
 def _windows(rows: Int64, fill: Int64, turn: int) -> list[Int64]:
-    """Leaves, ascending, of `WINDOW` rows each.
+    """Return the leaves, ascending, of windows of `WINDOW_ROWS` rows each.
 
-    These are next to each other in the tree, half a window further on every turn; on every third turn they are alike in
-    how much they hold, so that the emptiest meet.
+    The rows of a window are next to each other in the tree, and every turn shifts the windows by half of their length.
+    On every third turn the rows of a window have about equal tokens instead, so that the emptiest rows are together.
     """
     num_rows = len(fill)
-    if num_rows <= WINDOW:
+    if num_rows <= WINDOW_ROWS:
         return [np.arange(len(rows))]
+    # The mean leaf of each row: rows [0, 0, 1, 0] -> (0 + 1 + 3) / 3 and 2.
     middle = np.bincount(rows, weights=np.arange(len(rows))) / np.bincount(rows)
     order = np.argsort(fill if turn % 3 == 2 else middle, kind="stable")
     window_of_row = np.zeros(num_rows, np.int64)
-    window_of_row[order] = (np.arange(num_rows) + turn * WINDOW // 2) // WINDOW
+    window_of_row[order] = (np.arange(num_rows) + turn * WINDOW_ROWS // 2) // WINDOW_ROWS
     window = window_of_row[rows]
     by_window = np.argsort(window, kind="stable")
     pieces = np.split(by_window, np.flatnonzero(np.diff(window[by_window])) + 1)
@@ -99,13 +110,15 @@ def _windows(rows: Int64, fill: Int64, turn: int) -> list[Int64]:
 
 
 def _shared_within(shared: Int64, leaves: Int64) -> Int64:
-    """Tokens that each of `leaves`, ascending, shares with the one before it there, 0 for the first."""
+    """Return the tokens that each of `leaves`, ascending, shares with the one before it there, 0 for the first."""
+    # Leaves 1 and 4 share the minimum over shared[2:5].
     return np.concatenate([[0], range_minima(shared, leaves[:-1] + 1, leaves[1:] + 1)]).astype(np.int64)
 
 
 def _fill(lengths: Int64, shared: Int64, rows: Int64) -> Int64:
-    """Tokens of each row."""
+    """Return the tokens of each row, int64 [rows]."""
     by_row = np.argsort(rows, kind="stable")
+    # rows [0, 1, 0] -> by_row [0, 2, 1], rows in order [0, 0, 1] -> follows [1]: leaf 2 comes after leaf 0 in row 0.
     follows = np.flatnonzero(np.diff(rows[by_row]) == 0) + 1
     repeated = np.zeros(len(rows), np.int64)
     repeated[follows] = range_minima(shared, by_row[follows - 1] + 1, by_row[follows] + 1)
@@ -114,15 +127,19 @@ def _fill(lengths: Int64, shared: Int64, rows: Int64) -> Int64:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _nodes(lengths: Int64, shared: Int64) -> tuple[Int64, Int64, Int64]:
-    """Parent and tokens from the root to the end of each node, and each leaf's node; nodes in no particular order.
+    """Return the parent of each node, the tokens from the root to its end, and the node of each leaf.
 
-    The open path is a stack. A leaf that leaves it inside a node cuts that node in two.
+    Nodes are in no particular order. The path to the last leaf is a stack. If the next leaf leaves it inside a node,
+    this node is split in two.
     """
+    # lengths [6, 9, 7], shared [0, 4, 5] -> nodes 0 (leaf 0), 1 (split at 4), 2 (leaf 1), 3 (split at 5), 4 (leaf 2):
+    # parent [1, -1, 3, 1, 3], stop [6, 4, 9, 5, 7], leaf [0, 2, 4].
     num = len(lengths)
     parent, stop, leaf = np.full(2 * num, -1), np.zeros(2 * num, np.int64), np.zeros(num, np.int64)
     path = np.zeros(num + 1, np.int64)
     depth, made = 0, 0
     for k in range(num):
+        # Leave the path down to the last node that ends within the shared tokens; `last` is the child that was left.
         last = -1
         while depth and stop[path[depth - 1]] > shared[k]:
             depth -= 1
@@ -146,12 +163,14 @@ def _shape(lengths: Int64, shared: Int64, terms: Int64) -> AnnealShape:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _jumps(parent: Int64, stop: Int64) -> Int64:
-    """An ancestor of each node such that any other is reached in O(log depth) jumps and steps to parents.
+    """Return an ancestor of each node, so that any ancestor is reached in O(log depth) jumps and steps to parents.
 
-    Myers (1983), An applicative random-access stack: a jump is as long as the two that it skips, and one.
+    Myers (1983), An applicative random-access stack: if two jumps in a row have the same length, the jump of the next
+    node covers both of them and one step more.
     """
+    # A chain of 9 nodes, parents [-1, 0, 1, ..., 7] -> jumps [-1, 0, 1, 0, 3, 4, 3, 0, 7].
     jump, depth = np.full(len(parent), -1), np.zeros(len(parent), np.int64)
-    for node in np.argsort(stop, kind="mergesort"):
+    for node in np.argsort(stop, kind="mergesort"):  # parents before their children
         up = parent[node]
         if up >= 0:
             depth[node] = depth[up] + 1
@@ -164,12 +183,13 @@ def _jumps(parent: Int64, stop: Int64) -> Int64:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _random(state: Any) -> float:
-    """The next number in [0, 1) of xorshift64*; `state` uint64 [1], not 0."""
+    """Return the next number in [0, 1) of xorshift64*; `state` is uint64 [1], not 0."""
     x = state[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
     x ^= x >> np.uint64(27)
     state[0] = x
+    # The high 53 bits, over 2**53.
     return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
@@ -181,7 +201,7 @@ def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
     while node >= 0:
         rows.through[node, row] += 1
         if rows.through[node, row] > 1:
-            break
+            break  # the row passed through the node before, so the path above it is paid
         rows.passing[node] += 1
         node = shape.parent[node]
     rows.tokens[row] += shape.stop[end] - (shape.stop[node] if node >= 0 else 0)
@@ -199,7 +219,7 @@ def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
     while node >= 0:
         rows.through[node, row] -= 1
         if rows.through[node, row] > 0:
-            break
+            break  # other leaves of the row still need the node
         rows.passing[node] -= 1
         node = shape.parent[node]
     rows.tokens[row] -= shape.stop[end] - (shape.stop[node] if node >= 0 else 0)
@@ -211,35 +231,41 @@ def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64, state: Any) -> int:
-    """Take strings of neighbouring leaves out of a few rows; returns how many, in `removed` and `was_in` which."""
+    """Take strings of neighbouring leaves out of a few rows, and return the number of leaves.
+
+    The leaves are written to `removed`, and their rows to `was_in`.
+    """
+    # Leaves low .. high - 1 have been visited: a start leaf, then neighbours on either side. Each new row on the way
+    # loses a string of its own leaves that contains the visited leaf, until enough rows are torn.
     num = len(shape.leaf)
     low = int(_random(state) * num)
     high, at, count = low + 1, low, 0
-    longest = 1 + int(_random(state) * LONGEST_STRING)
+    longest = 1 + int(_random(state) * MAX_STRING_LEAVES)
     is_torn = np.zeros(len(rows.tokens), np.bool_)
-    wanted, found = 1 + int(_random(state) * MOST_ROWS_TORN), 0
+    target, num_torn = 1 + int(_random(state) * MAX_ROWS_TORN), 0
     while True:
         row = rows.row_of[at]
         if row >= 0 and not is_torn[row]:
             is_torn[row] = True
-            found += 1
+            num_torn += 1
             size = min(rows.leaves[row], 1 + int(_random(state) * longest))
             left = int(_random(state) * size)
-            before, got, j = at, 0, at
-            while j >= 0 and got <= left:
+            # Back by `left` leaves of the row to the begin of the string, then forward to take `size` of them.
+            begin, num_leaves, j = at, 0, at
+            while j >= 0 and num_leaves <= left:
                 if rows.row_of[j] == row:
-                    before, got = j, got + 1
+                    begin, num_leaves = j, num_leaves + 1
                 j -= 1
-            got, j = 0, before
-            while j < num and got < size:
+            num_leaves, j = 0, begin
+            while j < num and num_leaves < size:
                 if rows.row_of[j] == row:
                     _take(shape, rows, j)
                     removed[count], was_in[count] = j, row
-                    count, got = count + 1, got + 1
+                    count, num_leaves = count + 1, num_leaves + 1
                 j += 1
-        if found == wanted or (low == 0 and high == num):
+        if num_torn == target or (low == 0 and high == num):
             return count
-        # The next neighbour is the one on the side that shares more.
+        # The next neighbour is on the side that shares more tokens.
         if high == num or (low > 0 and shape.shared[low] > shape.shared[high]):
             low -= 1
             at = low
@@ -250,24 +276,30 @@ def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64,
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state: Any) -> int:
-    """The row where leaf k adds fewest tokens, the fullest of those; an empty one if none has room, -1 if none is."""
+    """Return the row to which leaf k adds the minimum of tokens, and of these rows the fullest.
+
+    If no row of the tree has room, return an empty row, and -1 if there is none.
+    """
+    # From the leaf up: a row that passes through a deeper node shares more with the leaf.
     end = shape.leaf[k]
     node, seen = end, 0
     while node >= 0:
-        if rows.passing[node] == seen:  # the same rows as through the node before, and none had room
+        # As many rows as at the node below it are the same rows, and none of them had room: continue above, by a jump
+        # if all nodes up to its target have the same rows.
+        if rows.passing[node] == seen:
             far = shape.jump[node]
             node = far if far >= 0 and rows.passing[far] == seen else shape.parent[node]
             continue
         seen = rows.passing[node]
         tokens, pairs = shape.stop[end] - shape.stop[node], shape.pairs[end] - shape.pairs[node]
-        best, most = -1, -1
+        best, best_tokens = -1, -1
         for row in range(len(rows.tokens)):
-            if rows.through[node, row] and rows.tokens[row] > most and rows.tokens[row] + tokens <= caps[0]:
+            if rows.through[node, row] and rows.tokens[row] > best_tokens and rows.tokens[row] + tokens <= caps[0]:
                 fits = rows.pairs[row] + pairs <= caps[1] and rows.terms[row] + shape.terms[k] <= caps[2]
-                if fits and _random(state) >= BLINK:
-                    best, most = row, rows.tokens[row]
+                if fits and _random(state) >= SKIP_PROBABILITY:
+                    best, best_tokens = row, rows.tokens[row]
                 elif fits:
-                    seen = -1
+                    seen = -1  # a skipped row gets another chance at the node above
         if best >= 0:
             return best
         node = shape.parent[node]
@@ -279,7 +311,10 @@ def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int64, state: Any) -> bool:
-    """Put all of `removed` somewhere: in random order, longest first, or along the tree from either side."""
+    """Put all leaves of `removed` into rows, and return False if a leaf finds no row.
+
+    The order is one of four: random, longest first, or along the tree from either side.
+    """
     num = len(removed)
     keys = np.zeros(num)
     order = int(_random(state) * 4)
@@ -301,6 +336,7 @@ def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int6
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _anneal(shape: AnnealShape, caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
+    """Return the best rows of the leaves, int64 [leaves], of `steps` steps from `row_of`; at most `num_rows` rows."""
     num, nodes = len(row_of), len(shape.parent)
     state = np.array([88172645463325252 + 2654435761 * (seed + 1)], np.uint64)
     empty = np.zeros(num_rows, np.int64)
@@ -314,19 +350,22 @@ def _anneal(shape: AnnealShape, caps: Int64, row_of: Int64, num_rows: int, steps
     scale = num + 1  # tokens first, rows second
     cost = rows.tokens.sum() * scale + (rows.leaves > 0).sum()
     best = cost
-    heat = HOT * scale * rows.tokens.sum() / nodes
-    factor = (COLD / HOT) ** (1 / steps)
+    # The temperature falls from FIRST_TEMPERATURE to LAST_TEMPERATURE times the mean tokens per node.
+    heat = FIRST_TEMPERATURE * scale * rows.tokens.sum() / nodes
+    factor = (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** (1 / steps)
     for _ in range(steps):
         heat *= factor
         count = _tear(shape, rows, removed, was_in, state)
-        placed = _put_back(shape, rows, caps, removed[:count], state)
+        is_complete = _put_back(shape, rows, caps, removed[:count], state)
         new = rows.tokens.sum() * scale + (rows.leaves > 0).sum()
-        if placed and new < cost - heat * np.log(1 - _random(state)):
+        # Accept an increase d of the cost with the probability exp(-d / heat).
+        if is_complete and new < cost - heat * np.log(1 - _random(state)):
             cost = new
             if cost < best:
                 best = cost
                 best_rows[:] = rows.row_of
         else:
+            # Undo the step: out of the new rows, then back into the old ones.
             for i in range(count):
                 if rows.row_of[removed[i]] >= 0:
                     _take(shape, rows, removed[i])

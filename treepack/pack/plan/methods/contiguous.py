@@ -1,10 +1,11 @@
-"""Methods that order the leaves and cut the order into rows.
+"""The methods contiguous and heuristic: order the leaves, then cut the order into rows.
 
-For leaves in any depth-first order, the union of consecutive ones costs the first one's length plus what each later
-one does not share with its predecessor. So a cut before leaf k costs exactly what k shares with k - 1, and the total
-of all rows is N_tree plus the cost of the cuts. Score pairs add up in the same way, loss terms leaf by leaf.
+In any depth-first order of the leaves, a row of consecutive leaves has the tokens of its first leaf, plus the tokens
+that each later leaf does not share with the leaf before it. So a cut before leaf k costs exactly the tokens that k
+shares with k - 1, and the total of all rows is N_tree plus the cost of the cuts. Score pairs add up in the same way.
+Loss terms are added leaf by leaf.
 
-    leaves   A    B      C      D                 cut before C: the row of C and D pays 4 again
+    leaves   A    B      C      D                 cut before C: the row of C and D has 4 shared tokens again
     shares   0    6      4      9
 """
 
@@ -21,9 +22,9 @@ from treepack.trajectory import Int64
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """One limit over leaves in some order: a row of leaves a .. b - 1 holds `total[b] - total[a] + again[a]`.
+    """One limit, for leaves in some order: a row of leaves a .. b - 1 uses `total[b] - total[a] + again[a]` of it.
 
-    `again[a]` is what leaf a shares with the leaf before it, which counts anew where a row begins with a.
+    `again[a]` is the amount that leaf a shares with the leaf before it. It counts again in a row that begins with a.
     """
 
     total: list[int]
@@ -32,30 +33,39 @@ class _Measure:
 
 
 def _measures(tree: PlanTree, limits: Limits, order: Int64, shared: Int64) -> list[_Measure]:
-    """The limits that are set, for the leaves in `order`, of which each shares `shared` tokens with the one before."""
+    """Return a measure for each limit that is set; each leaf of `order` shares `shared` tokens with the one before."""
     lengths = tree.length[order]
+    # The worked tree of docs/packing.md: lengths [6, 9, 7, 9, 12], shared [0, 4, 5, 4, 8] -> new tokens [6, 5, 2, 5, 4]
+    # -> total [0, 6, 11, 13, 18, 22]. The row of leaves 2 and 3 has 18 - 11 + 5 = 12 tokens.
 
     def measure(whole: Int64, again: Int64, limit: int) -> _Measure:
         return _Measure(np.concatenate([[0], np.cumsum(whole - again)]).tolist(), again.tolist(), limit)
 
-    found = [measure(lengths, shared, limits.capacity)]
+    measures = [measure(lengths, shared, limits.capacity)]
     if limits.pairs is not None:
-        found.append(measure(path_pairs(lengths), path_pairs(shared), limits.pairs))
+        measures.append(measure(path_pairs(lengths), path_pairs(shared), limits.pairs))
     if limits.terms is not None:
-        found.append(measure(tree.terms[order], np.zeros_like(shared), limits.terms))
-    return found
+        measures.append(measure(tree.terms[order], np.zeros_like(shared), limits.terms))
+    return measures
 
 
 def contiguous(tree: PlanTree, limits: Limits, search: Search) -> Solution:
-    """The best cut of the depth-first order: fewest tokens, then fewest rows. O(leaves).
+    """Cut the depth-first order of the leaves into rows with minimum tokens, then minimum rows. O(leaves).
 
-    The rows that can end at a leaf are a window that only moves forward, so a queue of window minima suffices.
+    best[k] is the cost of the first k leaves, over all first leaves a of the last row:
+
+        best[k] = min over a of best[a] + (tokens that leaf a shares with a - 1, one row)
+
+    The leaves a whose row can end at leaf k - 1 are a window that only moves forward, so a queue of window minima finds
+    the best one.
     """
     num, shared = tree.num_leaves, tree.shared
     repeated = shared.tolist()
     measures = [(m.total, m.again, m.limit) for m in _measures(tree, limits, np.arange(num), shared)]
     best = [(0, 0)] + [(0, 0)] * num
     begin = [0] * num
+    # (cost, a) with rising costs: the first is the minimum. A later candidate stays in the window longer, so it makes
+    # all earlier ones of higher cost useless.
     window: deque[tuple[tuple[int, int], int]] = deque()
     for k in range(num):
         tokens, rows = best[k]
@@ -71,7 +81,9 @@ def contiguous(tree: PlanTree, limits: Limits, search: Search) -> Solution:
 
 
 def _rows_of_begins(begin: list[int]) -> Int64:
-    """Row of each leaf, given where the row that ends at each leaf begins."""
+    """Return the row of each leaf; `begin[k]` is the first leaf of the row whose last leaf is k, if there is one."""
+    # begin [0, 0, 2, 2, 4]: the last row is leaf 4, the one before leaves 2 and 3, then 0 and 1 -> first leaves marked
+    # [1, 0, 1, 0, 1] -> rows [0, 0, 1, 1, 2].
     rows = np.zeros(len(begin), np.int64)
     stop = len(begin)
     while stop:
@@ -82,7 +94,7 @@ def _rows_of_begins(begin: list[int]) -> Int64:
 
 
 def deepest_first(tree: PlanTree, limits: Limits, search: Search) -> Solution:
-    """Visit children by their deepest leaf, deepest first; a new row when the next leaf does not fit.
+    """Visit children by their deepest leaf, deepest first, and begin a new row if the next leaf does not fit.
 
     Tree Training (arXiv 2511.00413), section 2.2.2, "heuristic algorithm".
     """
@@ -98,7 +110,7 @@ def deepest_first(tree: PlanTree, limits: Limits, search: Search) -> Solution:
 
 
 def _deepest_first_order(tree: PlanTree) -> tuple[list[int], list[int]]:
-    """Leaves in that order and the tokens that each shares with the one before it."""
+    """Return the leaves in that order, and the tokens that each one shares with the one before it."""
     deepest = (tree.depth + tree.size).tolist()
     parent, depth = tree.parent.tolist(), tree.depth.tolist()
     children: list[list[int]] = [[] for _ in parent]
@@ -107,11 +119,13 @@ def _deepest_first_order(tree: PlanTree) -> tuple[list[int], list[int]]:
         deepest[up] = max(deepest[up], deepest[node])
         children[up].append(node)
     leaf_at = dict(zip(tree.leaf.tolist(), range(tree.num_leaves), strict=True))
+    # `common` is the minimum depth of the nodes entered since the last leaf: the shared tokens of the next leaf.
     open_nodes, order, shared, common = [0], [], [], 0
     while open_nodes:
         node = open_nodes.pop()
         common = min(common, depth[node])
         if children[node]:
+            # A stack: the last one is visited next, so the deepest child comes last.
             open_nodes.extend(sorted(children[node], key=lambda child: (deepest[child], -child)))
         else:
             order.append(leaf_at[node])

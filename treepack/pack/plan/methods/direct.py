@@ -1,12 +1,13 @@
-"""The packing problem as one integer program for CP-SAT: the check of the other exact methods, and the one for limits.
+"""The packing problem as one integer program for CP-SAT: for budgets of pairs and terms, and to test exact methods.
 
-    on[v, r]  1 if row r holds node v; row r is named after its lowest leaf, so only leaves >= r can be in it
+    on[v, r]  1 if row r contains node v; row r is named after its lowest leaf, so only leaves >= r can be in it
 
     every leaf in exactly one row                     on[v, r] <= on[parent of v, r]
     on[root, r] = on[leaf r, r]: row r is in use      below each v: sum of size * on[., r] <= room below v * on[v, r]
 
-The last constraint at the root is the capacity; at other nodes it follows from it, but makes the relaxation as strong
-as `recursive_bound`. Naming rows after their lowest leaf leaves one assignment for each partition.
+At the root, the last constraint is the capacity. At other nodes it follows from that, but there it makes the linear
+relaxation as strong as `recursive_bound`. Because rows are named after their lowest leaf, each partition of the leaves
+has exactly one assignment.
 """
 
 from __future__ import annotations
@@ -18,40 +19,43 @@ import numpy as np
 from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution
 from treepack.trajectory import Int64
 
-# Units of CP-SAT's own count of work, about a second each, for one tree without a time limit.
+# Work for one tree without a time limit, in units of CP-SAT's own deterministic count, about a second each.
 _WORK = {"low": 5.0, "normal": 30.0, "high": 300.0}
 
 
 def direct(tree: PlanTree, limits: Limits, search: Search, *, incumbent: Int64) -> Solution:
-    """The best plan found that is no worse than `incumbent` (rows of the leaves), and the bound proven.
+    """Return the best plan that CP-SAT finds, never worse than `incumbent` int64 [leaves], and the bound it proves.
 
-    Fewest tokens, then fewest rows, within all limits; the same on any machine unless `search.time_limit` ends it.
-    O(nodes x leaves) variables.
+    The plan has minimum tokens, then minimum rows, within all limits. It is the same on any machine, unless
+    `search.time_limit` ends the search. O(nodes x leaves) variables.
     """
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
     on = _variables(model, tree)
     _add_constraints(model, on, tree, limits)
+    # One number compares tokens first and rows second; v == 0 adds 1 for each row in use.
     big = tree.num_leaves + 1
     sizes = tree.size.tolist()
     cost = {(v, r): sizes[v] * big + (v == 0) for v, r in on}
     total = cp_model.LinearExpr.weighted_sum(list(on.values()), list(cost.values()))
-    held = _held(tree, incumbent)
+    start = _nodes_of_rows(tree, incumbent)
+    # Several (v, r) share a variable, and CP-SAT refuses a second hint for it.
     for place, variable in {variable.index: (place, variable) for place, variable in on.items()}.values():
-        model.add_hint(variable, place in held)
-    model.add(total <= sum(cost[place] for place in held))
+        model.add_hint(variable, place in start)
+    model.add(total <= sum(cost[place] for place in start))
     model.minimize(total)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # else an interrupt after this one ends Python on the spot
+    solver.parameters.catch_sigint_signal = False  # else a later interrupt ends Python at once
     solver.parameters.random_seed = 0
     if search.time_limit is None:
         solver.parameters.max_deterministic_time = _WORK[search.effort]
     else:
         solver.parameters.max_time_in_seconds = search.time_limit
     status = solver.solve(model)
-    bound = max(0, int(np.ceil(solver.best_objective_bound - 1e-6))) // big  # rows < big
+    # The bound is a float of a whole number; 1e-6 keeps an error upwards from rounding up. Rows are fewer than `big`.
+    bound = max(0, int(np.ceil(solver.best_objective_bound - 1e-6))) // big
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Solution(incumbent, bound)
     name = [next(r for r in range(k + 1) if solver.boolean_value(on[v, r])) for k, v in enumerate(tree.leaf.tolist())]
@@ -59,7 +63,12 @@ def direct(tree: PlanTree, limits: Limits, search: Search, *, incumbent: Int64) 
 
 
 def _variables(model: Any, tree: PlanTree) -> dict[tuple[int, int], Any]:
-    """A variable of each node and row that may hold it; a row's lowest leaf and its ancestors share one."""
+    """Return a variable for each node and each row that may contain it.
+
+    The lowest leaf of a row and its ancestors share one variable, because the row contains all of them or none.
+    """
+    # The leaves below v are first[v] .. stop[v] - 1. Row r has leaves >= r only, so v can be in it if r < stop[v]. If
+    # also first[v] <= r, v is its lowest leaf or above it.
     first = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)).tolist()
     stop = np.searchsorted(tree.leaf, tree.end).tolist()
     used = [model.new_bool_var("") for _ in range(tree.num_leaves)]
@@ -95,15 +104,16 @@ def _add_constraints(model: Any, on: dict[tuple[int, int], Any], tree: PlanTree,
             model.add(weighted_sum([on[v, r] for v in leaves[r:]], terms[r:]) <= limits.terms * on[0, r])
 
 
-def _held(tree: PlanTree, rows: Int64) -> set[tuple[int, int]]:
-    """Nodes and the rows, named after their lowest leaves, that hold them."""
+def _nodes_of_rows(tree: PlanTree, rows: Int64) -> set[tuple[int, int]]:
+    """Return pairs of a node and a row that contains it, the rows named after their lowest leaves."""
+    # rows [1, 0, 1, 2] of the leaves -> lowest [1, 0, 3] of the rows -> names [0, 1, 0, 3] of the leaves' rows
     lowest = np.full(tree.num_leaves, tree.num_leaves)
     np.minimum.at(lowest, rows, np.arange(tree.num_leaves))
     parent = tree.parent.tolist()
-    held = set()
+    pairs = set()
     for leaf, r in zip(tree.leaf.tolist(), lowest[rows].tolist(), strict=True):
         v = leaf
-        while v >= 0 and (v, r) not in held:
-            held.add((v, r))
+        while v >= 0 and (v, r) not in pairs:
+            pairs.add((v, r))
             v = parent[v]
-    return held
+    return pairs

@@ -1,17 +1,18 @@
 """First fit over all rows of a forest, compiled: each trajectory in turn goes to the first row that still has room.
 
-What a trajectory adds to a row is what it does not share with the paths that are there already. Two ways lead to the
-first row, and the lower one wins:
+A trajectory adds to a row the tokens that it does not share with the paths of the row. There are two ways to find a row
+with room, and the row with the lower number wins:
 
-    sharing nothing   a tree of minima over the loads of all rows: the first row that has room for all of it
-    sharing           each node keeps the rows that pass through it, in blocks; walking from the leaf to the root, every
-                      row of these blocks that has room for what lies below the node
+    without sharing   a segment tree of minima over the loads of all rows finds the first row with room for the whole
+                      trajectory
+    with sharing      each node keeps the rows that pass through it, in blocks; on the walk from the leaf to the root,
+                      every row of these blocks is checked for room for the tokens below the node
 
-Loads only grow, so the least load that a block had when it was last read is a lower bound now: most blocks are passed
-over unread. A row leaves the blocks of a node for good once it has no room for the smallest of what could still come
-there. O(log rows + depth in nodes + blocks) for each trajectory.
+Loads only grow, so the minimum load of a block when it was last read is a lower bound now, and most blocks are skipped
+unread. A row is removed from the blocks of a node when it has no room for the shortest path from the node to a leaf.
+O(log rows + depth in nodes + blocks) for each trajectory.
 
-Import this module only where it is called: numba takes a second to load.
+Import this module inside functions only, because numba takes about a second to load.
 """
 
 from __future__ import annotations
@@ -21,24 +22,34 @@ import numpy as np
 
 from treepack.trajectory import Int32, Int64
 
-BLOCK = 16  # rows
+BLOCK = 16  # rows per block: few enough to read at once, many enough that most blocks are skipped by one comparison
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def first_fit(order: Int64, leaf: Int64, parent: Int64, path: Int64, least: Int64, limit: Int64, head: Int64) -> Int64:
-    """Row of each leaf of `order`, int64 [len(order)], rows numbered from 0 in the order in which they are opened.
+def first_fit(
+    order: Int64, leaf: Int64, parent: Int64, path: Int64, min_below: Int64, limit: Int64, head: Int64
+) -> Int64:
+    """Return the row of each leaf of `order`, int64 [len(order)]; rows are numbered from 0 as they are opened.
 
-    `order` leaves in order of arrival; `leaf` and `parent` as in `Tree`; `path` [limits, nodes] what a path down to the
-    end of each node adds to an empty row, within `limit` [limits] for every leaf; `least` [nodes] the fewest tokens
-    that a leaf adds below each node; `head` [nodes] all -1, overwritten.
+    All arrays are int64:
+
+    - `order` [any]: leaves in order of arrival; `leaf` [leaves] and `parent` [nodes] as in `PlanTree`
+    - `path` [limits, nodes]: the load of the path down to the end of each node in an empty row; the first is tokens
+    - `limit` [limits]: maximum loads of a row; every leaf is within them alone
+    - `min_below` [nodes]: minimum tokens from the end of each node to the end of a leaf below it
+    - `head` [nodes]: the first block of each node, -1 at the beginning; overwritten
     """
+    # A segment tree of `size` rows per limit: row r is load[:, size + r], and entry i is the minimum of entries 2 i
+    # and 2 i + 1. It has more rows than leaves, so that an empty row always exists: 3 leaves -> 4 rows, 5 -> 8.
     size = 1
     while size <= len(order):
         size *= 2
     load = np.zeros((len(limit), 2 * size), np.int64)
     rows = np.empty((16, BLOCK), np.int32)
-    block = np.empty((16, 3), np.int64)  # rows in it, a lower bound on their tokens, the next block of the node
+    block = np.empty((16, 3), np.int64)  # number of rows, a lower bound on their tokens, the next block of the node
     num_blocks = 0
+    # seen[row] is the last turn in which a row was met, seen_at[row] the deepest node that it shares with this leaf:
+    # the walk goes up, so the first node at which a row is met is the deepest.
     seen, seen_at = np.full(len(order) + 1, -1, np.int64), np.empty(len(order) + 1, np.int64)
     row_of = np.empty(len(order), np.int64)
     for turn in range(len(order)):
@@ -46,18 +57,20 @@ def first_fit(order: Int64, leaf: Int64, parent: Int64, path: Int64, least: Int6
         row = _first_with_room(load, size, limit - path[:, node])
         up = parent[node]
         while up >= 0:
+            # A row through `up` may have at most this load, because the leaf adds only its tokens below `up`.
             room = limit[0] - path[0, node] + path[0, up]
             before, at = -1, head[up]
             while at >= 0:
                 after = block[at, 2]
                 if block[at, 1] <= room:
-                    _refresh(rows[at], block[at], load[0, size:], limit[0] - least[up])
+                    _refresh(rows[at], block[at], load[0, size:], limit[0] - min_below[up])
                     for i in range(block[at, 0]):
                         candidate = rows[at, i]
                         if seen[candidate] != turn:
                             seen[candidate], seen_at[candidate] = turn, up
                             if candidate < row and _has_room(load, size + candidate, limit, path, node, up):
                                 row = candidate
+                # An empty block is taken out of the list of its node.
                 if block[at, 0] > 0:
                     before = at
                 elif before >= 0:
@@ -69,12 +82,13 @@ def first_fit(order: Int64, leaf: Int64, parent: Int64, path: Int64, least: Int6
         common = seen_at[row] if seen[row] == turn else -1
         row_of[turn] = row
         _add(load, size + row, path, node, common)
+        # The row is new to the nodes between the leaf and `common`: it goes into the first block of each, or a new one.
         up = parent[node]
         while up != common:
             at = head[up]
             if at < 0 or block[at, 0] == BLOCK:
                 if num_blocks == len(block):
-                    rows, block = _doubled(rows), _doubled(block)
+                    rows, block = _double(rows), _double(block)
                 at = num_blocks
                 num_blocks += 1
                 block[at, 0], block[at, 1], block[at, 2] = 0, load[0, size + row], head[up]
@@ -88,39 +102,43 @@ def first_fit(order: Int64, leaf: Int64, parent: Int64, path: Int64, least: Int6
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _refresh(rows: Int32, block: Int64, load: Int64, most: int) -> None:
-    """Drop the rows of a block whose load exceeds `most`, and set the bound to the least load of the others."""
-    kept = 0
+    """Drop the rows of a block whose load exceeds `most`, and set the bound to the minimum load of the others."""
+    # loads [7, 3, 9], most 7: rows [5, 6, 8] -> [5, 6], bound 3
+    count = 0
     block[1] = np.iinfo(np.int64).max
     for i in range(block[0]):
         row = rows[i]
         if load[row] <= most:
-            rows[kept] = row
-            kept += 1
+            rows[count] = row
+            count += 1
             block[1] = min(block[1], load[row])
-    block[0] = kept
+    block[0] = count
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _first_with_room(load: Int64, size: int, most: Int64) -> int:
-    """The first row whose loads are all at most `most`; there always is an empty one."""
+    """Return the first row whose loads are all at most `most` int64 [limits]; there always is an empty row."""
+    # Each limit moves the row forward, until no limit moves it any more.
     row, agreed = 0, False
     while not agreed:
         agreed = True
         for kind in range(len(most)):
-            found = _first_at_most(load[kind], size, most[kind], row)
-            if found != row:
-                row, agreed = found, False
+            candidate = _first_at_most(load[kind], size, most[kind], row)
+            if candidate != row:
+                row, agreed = candidate, False
     return row
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _first_at_most(minima: Int64, size: int, most: int, start: int) -> int:
-    """The first row from `start` on whose load is at most `most`, in a tree of minima with `size` rows."""
+    """Return the first row from `start` on whose load is at most `most`, in a segment tree of `size` rows."""
+    # Up: a right child (odd) has nothing more below its parent, so climb until a left child and step to its sibling.
     at = start + size
     while minima[at] > most:
         while at % 2 == 1:
             at //= 2
         at += 1
+    # Down: the left child if its minimum is small enough, else the right one.
     while at < size:
         at *= 2
         if minima[at] > most:
@@ -130,6 +148,7 @@ def _first_at_most(minima: Int64, size: int, most: int, start: int) -> int:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common: int) -> bool:
+    """Check that the row at entry `at` has room for the part of the path to `node` that is below `common`."""
     fits = True
     for kind in range(len(limit)):
         fits = fits and load[kind, at] + path[kind, node] - path[kind, common] <= limit[kind]
@@ -138,6 +157,7 @@ def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
+    """Add the path to `node` below `common` (-1: the whole path) to the row at entry `at`, and update the minima."""
     for kind in range(len(load)):
         minima, place = load[kind], at
         minima[place] += path[kind, node] - (path[kind, common] if common >= 0 else 0)
@@ -147,7 +167,7 @@ def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
 
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
-def _doubled(values: Int64) -> Int64:
+def _double(values: Int64) -> Int64:
     out = np.empty((2 * len(values), values.shape[1]), values.dtype)
     for i in range(len(values)):  # a slice takes numba 5 s to compile
         for k in range(values.shape[1]):

@@ -1,8 +1,8 @@
-"""Each group whole in one row, for objectives that compare the trajectories of a group (dpo).
+"""The method groups: each group whole in one row, for objectives that compare the trajectories of a group (dpo).
 
-    groups   g0: t0 t1 t2   g1: t3 t4   g2: t5      pieces 0 0 0 1 1 2     rows of whole pieces by `merge`
+    groups   g0: t0 t1 t2   g1: t3 t4   g2: t5      pieces 0 0 0 1 1 2     rows of whole pieces by `fill.py`
 
-Groups of one row share what prefixes they have in common, but are not put together for it.
+Groups in one row share their common prefixes, but common prefixes are no reason to put groups into one row.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from treepack.trie.trie import Trie
 
 
 def whole_groups(trie: Trie, limits: Limits) -> Int64:
-    """The piece of each trajectory, int64 [num_trajectories]: one per training step and group.
+    """Return the piece of each trajectory, int64 [num_trajectories]: one piece for each training step and group.
 
     Raises:
         TreepackError: a group exceeds a limit.
     """
     names = trie.trajectories["group_id"].combine_chunks().dictionary_encode()
     groups = names.indices.to_numpy().astype(np.int64)
+    # steps [0, 0, 1], groups [1, 0, 1] -> columns (0, 1), (0, 0), (1, 1) -> pieces [1, 0, 2]
     _, pieces = np.unique(np.stack([trie.step_rank.astype(np.int64), groups]), axis=1, return_inverse=True)
     pieces = pieces.reshape(-1).astype(np.int64)
     sizes = row_sizes(trie, pieces, int(pieces.max(initial=-1)) + 1)
@@ -38,6 +39,6 @@ def whole_groups(trie: Trie, limits: Limits) -> Int64:
             group = names.dictionary[int(groups[pieces == worst][0])].as_py()
             raise TreepackError(
                 f"group {group} has {values[worst]} {unit} and {name} is {limit} ({int((values > limit).sum())} such "
-                "groups); raise it, or pack by a method that splits groups"
+                "groups); raise it, or use a --method that splits groups"
             )
     return pieces

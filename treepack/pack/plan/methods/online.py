@@ -1,10 +1,10 @@
-"""How rows are filled elsewhere: first fit as rollouts arrive, and whole sequences that share nothing.
+"""Methods of other trainers, for comparison: first fit as rollouts arrive, and whole sequences that share nothing.
 
     greedy-online   each trajectory, in order of arrival, to the first row whose union with it fits
     sequence        each trajectory alone, longest first, to the first row that has room for all of it
 
-Both see all trees at once and fill rows across them, so nothing is left to merge. In the forests given here every
-trajectory is a leaf of its own (`forest_of(trie, split_ends=True)`).
+Both plan all trees at once, so no rows are left to merge. In their forests every trajectory is a leaf of its own
+(`forest_of(trie, split_ends=True)`). `first_fit.py` is the compiled loop.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from treepack.trie.trie import Trie
 
 
 def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
-    """Row of each leaf, int64 [num_leaves], by first fit in the `order` of arrival, a permutation of the leaves.
+    """Return the row of each leaf, int64 [num_leaves], by first fit in the `order` of arrival.
 
-    `steps` int64 [num_leaves] is each leaf's training step; rows never mix steps. The baseline of online trainers
-    such as AReaL, which look for the first row that the next rollout fits with what it shares.
+    `order` is a permutation of the leaves, and `steps` int64 [num_leaves] the training step of each leaf; rows never
+    mix steps. This is the baseline of online trainers such as AReaL, which put the next rollout into the first row that
+    has room for the tokens that it does not share with the row.
     """
     tree = forest.joined
     pairs = path_pairs(tree.depth + tree.size)
@@ -31,10 +32,11 @@ def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits
 
 
 def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
-    """Row of each leaf, int64 [num_leaves], by first fit decreasing over whole lengths: N_pack is N_flat.
+    """Return the row of each leaf, int64 [num_leaves], by first fit decreasing over whole lengths: N_pack is N_flat.
 
-    Rows of a trie that shares prefixes share them all the same; `trie.unshared` gives the trie whose rows do not.
+    If the trie shares prefixes, its rows still share them. The function `unshared` makes a trie whose rows do not.
     """
+    # Every trajectory becomes a tree of one node: parent -1, end i + 1, leaf i.
     length, nothing = forest.joined.length, np.full(forest.num_leaves, -1)
     alone = np.arange(forest.num_leaves)
     tree = PlanTree(length, np.zeros_like(length), nothing, alone + 1, alone, forest.joined.terms)
@@ -43,48 +45,56 @@ def sequence(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> 
 
 
 def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: Limits) -> Int64:
-    """Row of each leaf by first fit in `order`; `pairs` [nodes] score pairs of a path down to the end of each node."""
+    """Return the row of each leaf, int64 [num_leaves], by first fit in `order`.
+
+    `pairs` int64 [nodes] is the number of score pairs of the path from the root to the end of each node.
+    """
     from treepack.pack.plan.methods.first_fit import first_fit
 
     path = tree.depth + tree.size
+    # Terms are at the leaves only: whatever a leaf shares with a row, it adds all of its terms.
     terms = np.zeros_like(path)
     terms[tree.leaf] = tree.terms
-    given = [(path, limits.capacity), (pairs, limits.pairs), (terms, limits.terms)]
-    loads = np.stack([load for load, most in given if most is not None])
-    most = np.array([most for _, most in given if most is not None])
-    assert (loads[:, tree.leaf] <= most[:, None]).all(), "a trajectory exceeds a limit alone"
+    loads_and_limits = [(path, limits.capacity), (pairs, limits.pairs), (terms, limits.terms)]
+    loads = np.stack([load for load, limit in loads_and_limits if limit is not None])  # [limits, nodes]
+    maxima = np.array([limit for _, limit in loads_and_limits if limit is not None])
+    assert (loads[:, tree.leaf] <= maxima[:, None]).all(), "a trajectory exceeds a limit alone"
     head = np.full(tree.num_nodes, -1)
-    least = _least_below(tree)
+    min_below = _min_below(tree)
     row_of, num_rows = np.empty(len(order), np.int64), 0
+    # order [2, 0, 1], steps [1, 0, 1] -> by_step [1, 2, 0]: first leaf 1 of step 0, then leaves 2 and 0 of step 1.
     by_step = order[np.argsort(steps[order], kind="stable")]
     for arrived in np.split(by_step, np.flatnonzero(np.diff(steps[by_step])) + 1):
-        row_of[arrived] = num_rows + first_fit(arrived, tree.leaf, tree.parent, loads, least, most, head)
+        row_of[arrived] = num_rows + first_fit(arrived, tree.leaf, tree.parent, loads, min_below, maxima, head)
         num_rows = int(row_of[arrived].max()) + 1
     return row_of
 
 
-def _least_below(tree: PlanTree) -> Int64:
-    """Fewest tokens between the end of each node and the end of a leaf below it, int64 [num_nodes]."""
+def _min_below(tree: PlanTree) -> Int64:
+    """Return the minimum tokens from the end of each node to the end of a leaf below it, int64 [num_nodes]."""
     path = tree.depth + tree.size
     first, last = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)), np.searchsorted(tree.leaf, tree.end)
+    # The leaves of node u are first[u] .. last[u] - 1. reduceat takes the range from each entry to the next one, so
+    # every second result belongs to a node: first [0, 0, 1], last [3, 1, 3] -> bounds [0, 3, 0, 1, 1, 3].
     bounds = np.stack([first, last], axis=1).ravel()
     lengths = np.append(path[tree.leaf], np.iinfo(np.int64).max)  # so that the last bound has an entry
     return np.asarray(np.minimum.reduceat(lengths, bounds)[::2] - path, np.int64)
 
 
 def arrival_order(trie: Trie) -> Int64:
-    """Trajectories in the order of the file and line they were read from, then by id, int64 [num_trajectories].
+    """Return the trajectories by their source, which is a file and a line, and then by id, int64 [num_trajectories].
 
-    Numbers in names count as numbers: part-2 comes before part-10. Trajectories that tie keep the order of the trie.
+    Numbers in names are compared as numbers: part-2 comes before part-10. Equal names keep the order of the trie.
     """
     table = trie.trajectories
     keys = [
-        (_natural(source), _natural(name))
+        (_natural_key(source), _natural_key(name))
         for source, name in zip(table["source"].to_pylist(), table["trajectory_id"].to_pylist(), strict=True)
     ]
     return np.array(sorted(range(len(keys)), key=keys.__getitem__), np.int64)
 
 
-def _natural(text: str) -> str:
-    """`text` with the number of its digits, as a character, before each number: compares as people count."""
-    return re.sub(r"0*([0-9]+)", lambda found: chr(min(len(found[1]), sys.maxunicode)) + found[1], text)
+def _natural_key(text: str) -> str:
+    """Return `text` with the number of digits, as a character, before each number, so that strings sort by numbers."""
+    # "part-2" -> "part-\x012", "part-10" -> "part-\x0210", and "\x01" sorts before "\x02"
+    return re.sub(r"0*([0-9]+)", lambda match: chr(min(len(match[1]), sys.maxunicode)) + match[1], text)

@@ -1,8 +1,8 @@
-"""The last step of the multi-path program as a bin packing for CP-SAT, for roots where enumerating it is too much.
+"""The last step of the multi-path program as bin packing by CP-SAT, for roots with too many states to enumerate.
 
-Above the root there is nothing, so only how many rows there are counts, not what they have left: choose one state of
-every child, and put all traversals of the chosen states into as few rows as pay off, two of the same child never into
-the same row (they would be one traversal).
+Above the root there are no nodes, so only the number of rows matters, not the room left in them. Choose one state of
+every child, and put all traversals of the chosen states into rows, so that tokens of the states and rows together cost
+the minimum. Two traversals of the same child are never in the same row, because they would be one traversal.
 
     child 1   state {5, 3} or {9}         row 0  [5 . . 4 . .]        row 1  [3 . 7 . . . .]
     child 2   state {4, 7}
@@ -17,24 +17,25 @@ from typing import Any
 
 from treepack.pack.plan.methods.completion import State
 
-WORK_PER_SECOND = 200_000  # placements that take as long as one of CP-SAT's deterministic seconds
-_MOST_VARIABLES = 20_000
+WORK_PER_SECOND = 200_000  # placements that take as long as one deterministic second of CP-SAT
+_MAX_VARIABLES = 20_000  # with more, CP-SAT is too slow to be of use
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Plans of at most `tokens` tokens, and at most `rows` rows if of exactly that; never more than `most_rows`."""
+    """Plans of fewer than `tokens` tokens, or of exactly `tokens` in at most `rows` rows; all with up to `max_rows`."""
 
     tokens: int
     rows: int
-    most_rows: int
+    max_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The chosen state of each child and the row of each of its traversals; `work` is what finding it took.
+    """The chosen state of each child with the row of each of its traversals, and the work of finding it.
 
-    None if there is none within the target, or, unless `proven`, none was found; the best one if `proven`.
+    `chosen` is None if there is no packing within the target, or if CP-SAT found none and `proven` is False. If
+    `proven` is True, a packing is the best one.
     """
 
     chosen: list[tuple[State, tuple[int, ...]]] | None
@@ -43,25 +44,30 @@ class Packing:
 
 
 def is_small(children: list[list[State]], target: Target) -> bool:
-    """Whether CP-SAT can be expected to do it."""
+    """Check that the program has few enough variables for CP-SAT: one for each state, and for each kind and row."""
     kinds = sum(len(_kinds(states)) for states in children)
-    return kinds * target.most_rows + sum(map(len, children)) <= _MOST_VARIABLES
+    return kinds * target.max_rows + sum(map(len, children)) <= _MAX_VARIABLES
 
 
 def _kinds(states: list[State]) -> list[tuple[int, int]]:
-    """(left, n) for every traversal with `left` tokens left that is the n-th such one of some state."""
-    found: set[tuple[int, int]] = set()
+    """Return (left, n) for every traversal that is the n-th one with `left` tokens left of some state."""
+    # states of rooms (3, 3) and (3, 9) -> [(3, 0), (3, 1), (9, 0)]
+    kinds: set[tuple[int, int]] = set()
     for _, rooms in states:
-        found.update((left, n) for left, count in Counter(rooms).items() for n in range(count))
-    return sorted(found)
+        kinds.update((left, n) for left, count in Counter(rooms).items() for n in range(count))
+    return sorted(kinds)
 
 
 def pack(children: list[list[State]], room: int, size: int, target: Target, *, work: float, seconds: float) -> Packing:
-    """The best packing into rows of `room` tokens below a root of `size`; costs of states are up to the root's end."""
+    """Return the best packing into rows with `room` tokens below a root of `size` tokens.
+
+    The costs of the states are their tokens strictly below the root.
+    """
     from ortools.sat.python import cp_model
 
     model = cp_model.CpModel()
-    used = [model.new_bool_var("") for _ in range(target.most_rows)]
+    # Rows in use come first, which removes symmetric solutions.
+    used = [model.new_bool_var("") for _ in range(target.max_rows)]
     for before, after in pairwise(used):
         model.add_implication(after, before)
     picks = [[model.new_bool_var("") for _ in states] for states in children]
@@ -71,13 +77,14 @@ def pack(children: list[list[State]], room: int, size: int, target: Target, *, w
         for some, states in zip(picks, children, strict=True)
         for pick, (cost, _) in zip(some, states, strict=True)
     )
+    # One number compares tokens first and rows second: each row costs the root's tokens and 1.
     big = len(used) + 1
     total = tokens * big + sum(used) * (size * big + 1)
     model.add(total <= target.tokens * big + min(target.rows, len(used)))
     model.minimize(total)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # else an interrupt after this one ends Python on the spot
+    solver.parameters.catch_sigint_signal = False  # else a later interrupt ends Python at once
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = min(work / WORK_PER_SECOND, 1e6)
     solver.parameters.max_time_in_seconds = min(max(seconds, 0.0), 1e6)
@@ -100,12 +107,12 @@ def pack(children: list[list[State]], room: int, size: int, target: Target, *, w
 def _add_traversals(
     model: Any, children: list[list[State]], picks: list[list[Any]], used: list[Any], room: int
 ) -> list[dict[tuple[int, int], list[Any]]]:
-    """For each child, a variable for each kind of traversal and row.
+    """Add and return for each child a variable for each kind of traversal and each row.
 
-    Rows are numbered by the first child in them, so that a child's traversals are in one of the first rows: as many as
-    it and the children before it have traversals.
+    Rows are numbered by the first child in them. So the traversals of a child are in the first n rows; n is the maximum
+    number of traversals of this child and the children before it together.
     """
-    added: list[dict[tuple[int, int], list[Any]]] = []
+    variables: list[dict[tuple[int, int], list[Any]]] = []
     loads: list[Any] = [0] * len(used)
     reach = 0
     for states, some in zip(children, picks, strict=True):
@@ -114,15 +121,17 @@ def _add_traversals(
         rows = {}
         for left, n in _kinds(states):
             places = [model.new_bool_var("") for _ in range(reach)]
+            # A traversal of this kind is in exactly one row if the chosen state has it, else in none.
             having = [pick for pick, (_, rooms) in zip(some, states, strict=True) if rooms.count(left) > n]
             model.add(sum(places) == sum(having))
             for row, place in enumerate(places):
                 loads[row] += (room - left) * place
                 model.add_implication(place, used[row])
             rows[left, n] = places
+        # Two traversals of one child are never in the same row.
         for row in range(reach):
             model.add_at_most_one(places[row] for places in rows.values())
-        added.append(rows)
+        variables.append(rows)
     for load, row_used in zip(loads, used, strict=True):
         model.add(load <= room * row_used)
-    return added
+    return variables

@@ -1,27 +1,27 @@
-"""One run of the multi-path dynamic program: the ways worth keeping in which rows can pass through each node.
+"""One run of the multi-path dynamic program: the useful ways in which rows can pass through each node.
 
-A state of node u is a set of traversals: rows, as far as they are below u. The paper writes a traversal as what it
-holds below u; here it is what it has *left*, its room, which stays the same on the way up, since what a row gains in
-length on that way is taken from what the ancestor would have left. The cost of a state, the tokens strictly below u in
-all its traversals, is the paper's cost(b): every node v is paid size(v) times its number of traversals.
+A traversal of node u is the part of a row below u. A state of u is a set of traversals that together contain all leaves
+below u. The paper describes a traversal by the tokens it has below u. Here it is described by its room, the tokens that
+its row has left. The room already counts the path from the root, so it does not change on the way up. The cost of a
+state is the number of tokens strictly below u in all its traversals. It is cost(b) of the paper: every node v is paid
+size(v) times its number of traversals.
 
-    leaf l          one traversal, C - (tokens from the root to l's end) left, cost 0
-    child v to u    (lift) cost grows by size(v) for every traversal
-    merging         traversals of different children with x and y left can be one traversal, if what remains,
-                    x + y - (what a row has left at u), is not negative
+    leaf l          one traversal with room C - (tokens from the root to the end of l), cost 0
+    child v to u    (lift) the cost grows by size(v) for every traversal
+    merging         traversals of different children with rooms x and y can be one traversal, if its room,
+                    x + y - (C - tokens from the root to the end of u), is not negative: both count the path to u
 
-Two traversals of the same child are never merged: that would be one traversal of the child, and is one of its states.
-So the children of u are put together one after the other, each of the next one's traversals joining a different one so
-far or none. What keeps the number of states small, each time without losing the best plan:
+Two traversals of one child are never merged: they would be one traversal of the child, in another state of it. Children
+of u are merged one after another: each traversal of the next child joins a different traversal so far, or none. Four
+rules keep the number of states small, and none of them loses the best plan:
 
-- `completion.py`: a partial plan whose cheapest completion exceeds the target is dropped;
-- rounding (`Sums`): what is left of a traversal is rounded down to what can still be put there, so that many states
-  become equal; at the root nothing can, so all of one size and cost are;
-- `dominance.py`: a state is dropped if another one is as good whatever comes;
-- an exact fit: if a traversal fills up another one, x + y - room = 0, it may as well join that one. For in any plan
-  where it is elsewhere, in row q, and X is what that other one, in row p, gets instead: X takes at most x, so X can go
-  to q and the traversal to p. p and q pass through the same ancestors either way, so nothing is paid for
-  twice, and what X shares with q saves even more.
+- Completion (`completion.py`): a partial plan is dropped if its cheapest completion exceeds the target.
+- Rounding (`Sums`): the room of a traversal is rounded down to the largest sum that can still be added, so that many
+  states become equal. At the root nothing can be added, so all states of the same number of traversals are equal.
+- Dominance (`dominance.py`): a state is dropped if another one is at least as good in every plan.
+- Exact fit: if traversal t fills up traversal r exactly, t joins r or an earlier one. In a plan with t in another row
+  q, and r in row p with other tokens X, X needs at most the room of r. So X fits into q in place of t, and t into p.
+  Rows p and q pass through the same ancestors as before, so nothing is paid twice; X may even share tokens with q.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from treepack.pack.plan.methods.completion import Completion, Rooms, State, SubtreeShape, Sums, added, suffix_maximum
+from treepack.pack.plan.methods.completion import Completion, Rooms, State, SubtreeShape, Sums, add_sums, suffix_maximum
 from treepack.pack.plan.methods.packing import Target, is_small, pack
 from treepack.pack.plan.problem import Search
 from treepack.trajectory import Int64
 
-# How a partial state came about: the one before, the child's state, and for each traversal of the child the place of
-# the traversal that it joins in the one before, or NEW.
+# The origin of a partial state: the partial state before it, the state of the child, and for each traversal of the
+# child the index of the earlier traversal that it joins, or NEW.
 Step = tuple[Rooms, Rooms, tuple[int, ...]]
 NEW = -1
-MOST_STATES = 1_000_000  # of one run, half a gigabyte or so
+MAX_STATES = 1_000_000  # of one run, about half a gigabyte
 _WORK = {"low": 1e5, "normal": 1e6, "high": 1e7}  # placements for one tree without a time limit
-PACKED_BY_CP_SAT = 20_000  # states of the first of the root's children from which on all are packed by CP-SAT
+STATES_FOR_CP_SAT = 20_000  # of the first children of the root; with more, CP-SAT packs all of its children
 
 
 class OutOfWorkError(Exception):
@@ -54,19 +54,24 @@ class OutOfWorkError(Exception):
 
 @dataclass(slots=True)
 class Budget:
-    """Work left, counted in placements, and the time at which to stop."""
+    """The work that is left, counted in placements, and the time at which to stop."""
 
     work: float
     deadline: float
 
     @classmethod
     def of(cls, search: Search) -> Budget:
-        """From now on: the time limit if there is one, else work by effort."""
+        """Return a budget that begins now: the time limit if there is one, else the work of the effort."""
         if search.time_limit is None:
             return cls(_WORK[search.effort], math.inf)
         return cls(math.inf, time.monotonic() + search.time_limit)
 
     def spend(self, work: float) -> None:
+        """Take `work` off the budget.
+
+        Raises:
+            OutOfWorkError: the budget is used up.
+        """
         self.work -= work
         if self.work < 0 or time.monotonic() > self.deadline:
             raise OutOfWorkError
@@ -74,26 +79,27 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """Where a child is put together with those before it: `room` below their parent, and the bounds by traversals.
+    """Limits for merging a child with the children before it: `room` below their parent, and bounds by traversals.
 
-    `most[k]` tokens may be in k traversals or more; `fits[k]` of room may be taken up in k traversals so that the later
-    children still fit.
+    `max_tokens[k]` tokens may be in k traversals or more. In k traversals, `fits[k]` tokens of room may be used, so
+    that the later children still fit.
     """
 
     room: int
     rounding: _Rounding
-    most: list[int]
+    max_tokens: list[int]
     fits: list[int]
 
 
 class _Rounding(dict[int, int]):
-    """What a traversal has left, rounded down to what can be added to it."""
+    """The room of a traversal, rounded down to the largest sum that can be added to it; computed once for each room."""
 
     def __init__(self, sums: int | None) -> None:
         super().__init__()
         self.sums = sums
 
     def __missing__(self, left: int) -> int:
+        # sums {0, 3, 6} = 0b1001001, left 5: keep the bits 0 to 5 -> 0b001001, the highest is 3
         rounded = left if self.sums is None else (self.sums & ((2 << left) - 1)).bit_length() - 1
         self[left] = rounded
         return rounded
@@ -101,10 +107,10 @@ class _Rounding(dict[int, int]):
 
 @dataclass(slots=True)
 class Outcome:
-    """The best plan within the target, if there is one, and what the run proves.
+    """The best plan within the target, if there is one, and the proof of the run.
 
-    If `exhaustive`, no plan within the target is better than `rows` (None: there is none), and plans outside of it
-    have at least `excess` tokens more than the target.
+    `rows` int64 [leaves] is None if the run has no plan. If `exhaustive` is True, no plan within the target is better
+    than `rows`, and plans outside the target have at least `excess` tokens more than the target.
     """
 
     rows: Int64 | None
@@ -126,6 +132,11 @@ class TraversalProgram:
         self.states: list[list[State]] = [[] for _ in shape.size]
 
     def run(self) -> Outcome:
+        """Solve all nodes from the last to the root, and return the best plan of the root.
+
+        Raises:
+            OutOfWorkError: the budget or the memory is used up.
+        """
         shape = self.shape
         for node in range(len(shape.size) - 1, -1, -1):
             self.states[node] = self._solve(node) if shape.children[node] else [(0, (shape.room[node],))]
@@ -138,8 +149,8 @@ class TraversalProgram:
         return Outcome(self._rows(best[1]), self.exhaustive, 0)
 
     def _solve(self, node: int) -> list[State]:
-        """States of an inner node, cheapest first: those of its children put together one child after another."""
-        from treepack.pack.plan.methods.dominance import undominated
+        """Return the states of an inner node, cheapest first, by merging the states of one child after another."""
+        from treepack.pack.plan.methods.dominance import drop_dominated
 
         shape, room = self.shape, self.shape.room[node]
         self.budget.spend(shape.num_leaves)
@@ -147,28 +158,30 @@ class TraversalProgram:
         rest = self.completion.inner[node]
         partial: list[State] = [(0, ())]
         self.roundings[node] = self._roundings(node)
-        children = [self._lifted(child) for child in shape.children[node]]
+        children = [self._lift(child) for child in shape.children[node]]
         for at, child in enumerate(shape.children[node]):
+            # The minimum tokens of the children that are still to come.
             rest = rest - self.completion.lifted[child]
             fits = (np.arange(len(rest)) * room - rest).tolist()
             level = _Level(room, self.roundings[node][at], suffix_maximum(allowed - rest).tolist(), fits)
-            found = self._put_together(partial, children[at], level)
-            self.steps[node].append(found)
-            partial = undominated([(cost, rooms) for rooms, (cost, _) in found.items()])
+            merged = self._merge_child(partial, children[at], level)
+            self.steps[node].append(merged)
+            partial = drop_dominated([(cost, rooms) for rooms, (cost, _) in merged.items()])
             if len(partial) > self.width:
                 partial, self.exhaustive = partial[: self.width], False
-            if node == 0 and len(partial) > PACKED_BY_CP_SAT and at < len(children) - 1:
+            if node == 0 and len(partial) > STATES_FOR_CP_SAT and at < len(children) - 1:
                 target = Target(self.completion.tokens, self.completion.rows, int(np.flatnonzero(allowed >= 0)[-1]))
                 if is_small(children, target):
                     return self._pack_root(children, target)
         return partial
 
-    def _lifted(self, node: int) -> list[State]:
+    def _lift(self, node: int) -> list[State]:
+        """Return the states of a node with the cost up to the end of its parent, cheapest first."""
         size = self.shape.size[node]
         return sorted((cost + len(rooms) * size, rooms) for cost, rooms in self.states[node])
 
     def _pack_root(self, children: list[list[State]], target: Target) -> list[State]:
-        """The root's best state by way of CP-SAT, written down as steps like any other."""
+        """Return the best state of the root by CP-SAT, with steps as if its children had been merged one by one."""
         budget = self.budget
         seconds = budget.deadline - time.monotonic()
         packing = pack(children, self.shape.room[0], self.shape.size[0], target, work=budget.work, seconds=seconds)
@@ -182,6 +195,7 @@ class TraversalProgram:
         return [self._replay(packing.chosen)]
 
     def _replay(self, chosen: list[tuple[State, tuple[int, ...]]]) -> State:
+        """Write the chosen states of the children and the rows of their traversals as steps. Return the root state."""
         self.steps[0].clear()
         room, total = self.shape.room[0], 0
         rooms: Rooms = ()
@@ -190,6 +204,7 @@ class TraversalProgram:
             rounding = self.roundings[0][at]
             places = tuple(order.index(row) if row in order else NEW for row in rows)
             lefts = dict(zip(order, rooms, strict=True))
+            # A traversal with `item` left uses room - item of its row: row with 5 left, room 8, item 6 -> 3 left.
             for row, item in zip(rows, items, strict=True):
                 lefts[row] = lefts.get(row, room) + item - room
             total += cost
@@ -199,32 +214,42 @@ class TraversalProgram:
         return total, rooms
 
     def _roundings(self, node: int) -> list[_Rounding]:
-        """For what holds parts of the first 1, 2, ... children."""
+        """Return the roundings after the first, second, ... child is merged."""
+        # From the last child back: outside alone, outside and the last child, ...; then reversed.
         later = [self.sums.of_outside(node)]
         for child in self.shape.children[node][:0:-1]:
-            later.append(added(later[-1], self.sums.parts[child], self.shape.room[node]))
+            later.append(add_sums(later[-1], self.sums.parts[child], self.shape.room[node]))
         return [_Rounding(sums) for sums in reversed(later)]
 
-    def _put_together(self, partial: list[State], lifted: list[State], level: _Level) -> dict[Rooms, tuple[int, Step]]:
-        room, rounding, most, fits = level.room, level.rounding, level.most, level.fits
-        closed = rounding.sums == 1
-        found: dict[Rooms, tuple[int, Step]] = {}
-        last, falling = len(most) - 1, [-tokens for tokens in most]
+    def _merge_child(self, partial: list[State], lifted: list[State], level: _Level) -> dict[Rooms, tuple[int, Step]]:
+        """Return every set of rooms that merging a child can give, with its minimum cost and the step.
+
+        `partial` are the states of the children before it, `lifted` the states of the child; both are sorted by cost.
+
+        Raises:
+            OutOfWorkError: the budget or the memory is used up.
+        """
+        room, rounding, max_tokens, fits = level.room, level.rounding, level.max_tokens, level.fits
+        is_closed = rounding.sums == 1  # only the sum 0 can be added
+        merged: dict[Rooms, tuple[int, Step]] = {}
+        # max_tokens falls with k; bisect needs rising values: [34, 30, 22] -> [-34, -30, -22], total 25 -> widest 1.
+        last, rising = len(max_tokens) - 1, [-tokens for tokens in max_tokens]
         for cost, rooms in partial:
             rounded = [rounding[left] for left in rooms]
             work = 1
             for extra, items in lifted:
                 total = cost + extra
-                widest = bisect_right(falling, -total) - 1  # most traversals there can be
+                widest = bisect_right(rising, -total) - 1  # maximum number of traversals
+                # Plans with more traversals are dropped: remember by how many tokens they miss the target.
                 if widest < min(last, len(rooms) + len(items)):
-                    self.excess = min(self.excess, total - most[widest + 1])
+                    self.excess = min(self.excess, total - max_tokens[widest + 1])
                 if widest < max(len(rooms), len(items)):
                     if widest < 1:
-                        break
+                        break  # all later states of the child cost at least as much
                     continue
                 placements = (
-                    _closed(rooms, items, room)
-                    if closed
+                    _placements_of_closed(rooms, items, room)
+                    if is_closed
                     else _placements(rooms, rounded, items, widest - len(rooms), room, rounding)
                 )
                 for result, places in placements:
@@ -232,23 +257,25 @@ class TraversalProgram:
                     if work > 1000:
                         self.budget.spend(work)
                         work = 0
+                    # The room used so far must leave enough room for the later children.
                     need = max(len(result), bisect_left(fits, len(result) * room - sum(result)))
                     if need > widest:
                         if need <= last:
-                            self.excess = min(self.excess, total - most[need])
+                            self.excess = min(self.excess, total - max_tokens[need])
                         continue
-                    known = found.get(result)
+                    known = merged.get(result)
                     if known is None or total < known[0]:
-                        found[result] = total, (rooms, items, places)
+                        merged[result] = total, (rooms, items, places)
             self.budget.spend(work)
-            if len(found) + self.num_states > MOST_STATES:
+            if len(merged) + self.num_states > MAX_STATES:
                 raise OutOfWorkError
-        self.num_states += len(found)
-        return found
+        self.num_states += len(merged)
+        return merged
 
     def _rows(self, best: Rooms) -> Int64:
-        """Row of each leaf, by following the steps back from the root's state `best`."""
+        """Return the row of each leaf, by following the steps back from the state `best` of the root."""
         shape = self.shape
+        # First down: the state of every node, and how its children were merged, last child first.
         chosen: list[Rooms] = [()] * len(shape.size)
         chosen[0] = best
         taken: list[list[tuple[Rooms, tuple[int, ...]]]] = [[] for _ in shape.size]
@@ -259,36 +286,38 @@ class TraversalProgram:
                 taken[node].append((before, places))
                 chosen[children[at]] = items
                 rooms = before
-        holds: list[list[list[int]]] = [[] for _ in shape.size]  # leaf nodes of each traversal, in the state's order
+        leaves_of: list[list[list[int]]] = [[] for _ in shape.size]  # then up: of each traversal, in the state's order
         for node in range(len(shape.size) - 1, -1, -1):
             children = shape.children[node]
             if not children:
-                holds[node] = [[node]]
+                leaves_of[node] = [[node]]
                 continue
-            held: list[list[int]] = []
+            traversals: list[list[int]] = []
             for at, (child, (before, places)) in enumerate(zip(children, reversed(taken[node]), strict=True)):
                 room, rounding = shape.room[node], self.roundings[node][at]
                 lefts = list(before)
-                for place, left, leaves in zip(places, chosen[child], holds[child], strict=True):
+                for place, left, leaves in zip(places, chosen[child], leaves_of[child], strict=True):
                     if place == NEW:
                         lefts.append(left)
-                        held.append(leaves)
+                        traversals.append(leaves)
                     else:
                         lefts[place] += left - room
-                        held[place] = held[place] + leaves
-                order = sorted(range(len(held)), key=lambda i: rounding[lefts[i]])
-                held = [held[i] for i in order]
-            holds[node] = held
-        row_of_node = {leaf: row for row, leaves in enumerate(holds[0]) for leaf in leaves}
+                        traversals[place] = traversals[place] + leaves
+                # States are sorted by rounded room, so the traversals must be too.
+                order = sorted(range(len(traversals)), key=lambda i: rounding[lefts[i]])
+                traversals = [traversals[i] for i in order]
+            leaves_of[node] = traversals
+        row_of_node = {leaf: row for row, leaves in enumerate(leaves_of[0]) for leaf in leaves}
         return np.array([row_of_node[node] for node in sorted(row_of_node)], np.int64)
 
 
 def _placements(
     rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: _Rounding
 ) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
-    """Every way for a child's traversals to join different ones of `rooms` or, at most `most_new`, to be new.
+    """Yield every way to place the traversals `items` of a child: each joins a different one of `rooms` or is new.
 
-    Equal ones count as one. `rounded` are `rooms` as they are if nothing joins them.
+    At most `most_new` of them are new. Of equal rooms only the first is tried. A room that no traversal joins becomes
+    the one in `rounded`. Yields the new rooms, and for each item the index in `rooms` or NEW.
     """
     item = items[0]
     if len(items) == 1:
@@ -297,10 +326,11 @@ def _placements(
             if left == previous or left + item < room:
                 continue
             previous = left
+            # rooms [3, 5], room 8, item 6 -> join the 5: 5 + 6 - 8 = 3 left -> [3, 3]; or new: [3, 5, 6]
             result = rounded[:place] + rounded[place + 1 :]
             insort(result, rounding[left + item - room])
             yield tuple(result), (place,)
-            if left + item == room:
+            if left + item == room:  # an exact fit: nothing else can be better
                 return
         if most_new:
             result = rounded.copy()
@@ -313,6 +343,7 @@ def _placements(
 def _placements_of_many(
     rooms: Rooms, rounded: list[int], items: Rooms, most_new: int, room: int, rounding: _Rounding
 ) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
+    """Yield the placements of several items: the same as `_placements`, by depth-first search over the items."""
     num, end = len(items), len(rooms)
     places: list[int] = []
     free = [True] * end
@@ -353,8 +384,10 @@ def _placements_of_many(
     yield from place_next(most_new)
 
 
-def _closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
-    """Where nothing can be added any more only the number of traversals counts: as many as possible join."""
+def _placements_of_closed(rooms: Rooms, items: Rooms, room: int) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
+    """Yield the best placement if nothing can be added later: as many items as possible join a traversal."""
+    # The item with the largest room joins the first traversal with room for it: rooms (2, 5), items (4, 7), room 8 ->
+    # 7 joins the 2 (2 + 7 >= 8), 4 joins the 5 (5 + 4 >= 8) -> places [1, 0].
     places = [NEW] * len(items)
     widest = len(items) - 1
     for place, left in enumerate(rooms):
