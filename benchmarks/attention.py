@@ -4,13 +4,13 @@
         [--heads 32/8] [--head-dim 128] [--dtype bfloat16] [--layout bhtd|bthd] [--max-autotune] [--json FILE]
     python benchmarks/attention.py --dry-run       tiny rows on the CPU: does everything run?
 
-Prints one Markdown row per workload and implementation, then geometric means. Implementations of a workload take turns,
-and a figure is the median of `--repeats` turns; forward and backward are timed in the same turn by CUDA events, with
-the launches queued behind a pause, so that no time of the CPU is counted. TFLOP/s are those of the tree's own score
-pairs, 4 * pairs * D * H in the forward and 2.5 times that in the backward, whatever an implementation computes.
-`of matmul` is that over the rate of an 8192 x 8192 x 8192 matrix product of random bfloat16 measured here. `memory`
-is the peak beyond q, k, v, o, their gradients and the log-sum-exp, in percent of these, schedule included. `differs` is
-the greatest RMS ratio of output and gradients against the first implementation of the tree that ran.
+Prints one Markdown row per workload and implementation, then geometric means. The implementations of a workload take
+turns, and a figure is the median of `--repeats` turns. CUDA events time forward and backward in the same turn, and the
+launches are queued after a pause, so no time of the CPU is counted. TFLOP/s count only the tree's own score pairs:
+4 * pairs * D * H in the forward and 2.5 times that in the backward, no matter how many an implementation computes.
+`of matmul` is the ratio to the rate of an 8192 x 8192 x 8192 matrix product of random bfloat16 on the same GPU.
+`memory` is the peak beyond q, k, v, o, their gradients and the log-sum-exp, in percent of these, including the
+schedule. `differs` is the largest RMS ratio of output and gradients against the first implementation that ran the tree.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def schedule_workloads() -> list[Workload]:
 
 
 def run_once(candidate: Candidate) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output and the three gradients."""
+    """Return the output and the three gradients."""
     with candidate.around():
         out = candidate.forward()
         return out, torch.autograd.grad(out, candidate.inputs, candidate.weight)
 
 
 def mark(device: torch.device) -> Any:
-    """A point in time, on a GPU as an event."""
+    """Return a point in time: seconds on the CPU, an event on a GPU."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def mark(device: torch.device) -> Any:
 
 
 def between(first: Any, second: Any) -> float:
-    """Milliseconds from one mark to another."""
+    """Return the milliseconds from one mark to another."""
     return 1e3 * (second - first) if isinstance(first, float) else float(first.elapsed_time(second))
 
 
@@ -89,8 +89,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_turn(candidate: Candidate, flush: Tensor) -> tuple[Any, Any, Any]:
-    """Marks before the forward, between, and after the backward."""
-    flush.zero_()
+    """Return marks before the forward, before the backward, and after it."""
+    flush.zero_()  # 256 MiB, more than any L2 cache, so every turn starts with a cold one
     if flush.device.type == "cuda":
         torch.cuda._sleep(PAUSE)  # type: ignore[no-untyped-call]
     begin = mark(flush.device)
@@ -102,7 +102,7 @@ def time_turn(candidate: Candidate, flush: Tensor) -> tuple[Any, Any, Any]:
 
 
 def measure_times(candidates: list[Candidate], device: torch.device, repeats: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds of forward, backward and both, and how far both spreads (quartiles over the median)."""
+    """Return median milliseconds of forward, backward and both, and the spread of both (quartiles over the median)."""
     flush = torch.empty(1 << (28 if device.type == "cuda" else 10), dtype=torch.int8, device=device)
     turns: dict[str, list[tuple[float, float, float]]] = {c.name: [] for c in candidates}
     for _ in range(repeats):
@@ -110,17 +110,17 @@ def measure_times(candidates: list[Candidate], device: torch.device, repeats: in
             begin, middle, end = time_turn(candidate, flush)
             synchronize(device)
             turns[candidate.name].append((between(begin, middle), between(middle, end), between(begin, end)))
-    found = {}
+    medians = {}
     for name, times in turns.items():
         forward, backward, both = (statistics.median(column) for column in zip(*times, strict=True))
         ranked = sorted(t[2] for t in times)
         spread = (ranked[-1 - len(ranked) // 4] - ranked[len(ranked) // 4]) / both
-        found[name] = {"forward_ms": forward, "backward_ms": backward, "both_ms": both, "spread": spread}
-    return found
+        medians[name] = {"forward_ms": forward, "backward_ms": backward, "both_ms": both, "spread": spread}
+    return medians
 
 
 def extra_memory(candidate: Candidate, lse_bytes: int) -> float:
-    """Peak bytes beyond q, k, v, o, their gradients and the log-sum-exp, in percent of these."""
+    """Return the peak bytes beyond q, k, v, o, their gradients and the log-sum-exp, in percent of these."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -128,28 +128,28 @@ def extra_memory(candidate: Candidate, lse_bytes: int) -> float:
     out, gradients = run_once(candidate)
     torch.cuda.synchronize()
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-    made = sum(x.numel() * x.element_size() for x in (out, *gradients)) + lse_bytes
-    given = sum(x.numel() * x.element_size() for x in (*candidate.inputs, candidate.weight))
-    return 100 * float(peak - before - made + candidate.held) / (made + given)
+    outputs = sum(x.numel() * x.element_size() for x in (out, *gradients)) + lse_bytes
+    inputs = sum(x.numel() * x.element_size() for x in (*candidate.inputs, candidate.weight))
+    return 100 * float(peak - before - outputs + candidate.schedule_bytes) / (outputs + inputs)
 
 
-def rms_ratio(found: Tensor, expected: Tensor) -> float:
-    """RMS of the difference over the RMS of `expected`, over the tokens that both have."""
-    length = min(found.shape[2], expected.shape[2])
-    a, b = found.detach()[:, :, :length], expected.detach()[:, :, :length]
+def rms_ratio(result: Tensor, expected: Tensor) -> float:
+    """Return RMS of the difference over RMS of `expected`, for the tokens that both have."""
+    length = min(result.shape[2], expected.shape[2])
+    a, b = result.detach()[:, :, :length], expected.detach()[:, :, :length]
     squares = [((x - y).float().norm(), y.float().norm()) for x, y in zip(a[0], b[0], strict=True)]  # by head
     difference, size = (torch.stack(column).norm() for column in zip(*squares, strict=True))
     return float(difference / size)
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of what it says."""
+    """Return the kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def warm_up(case: Case, names: list[str]) -> tuple[list[Candidate], list[dict[str, Any]]]:
-    """Prepare and compile: what runs, and a record of each, with its error if it raised one."""
+    """Prepare and compile; return the candidates that run, and one record per name, with its error if there is one."""
     ready, records, expected = [], [], None
     for name in names:
         record: dict[str, Any] = {"implementation": name}
@@ -171,14 +171,14 @@ def warm_up(case: Case, names: list[str]) -> tuple[list[Candidate], list[dict[st
                 lse = 4 * case.heads.query * candidate.inputs[0].numel() // (case.heads.query * case.heads.size)
                 record["memory_percent"] = extra_memory(candidate, lse)
             ready.append(candidate)
-        except Exception as error:  # one that cannot run must not end the comparison; the table names it
+        except Exception as error:  # a candidate that cannot run must not end the comparison; the table shows its error
             record["error"] = first_line(error)
             gc.collect()
     return ready, records
 
 
 def measure(workload: Workload, heads: Heads, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per implementation, with times and rates."""
+    """Return one record per implementation, with times and rates."""
     torch._dynamo.reset()
     gc.collect()
     device = torch.device("cpu" if options.dry_run else "cuda")
@@ -188,7 +188,7 @@ def measure(workload: Workload, heads: Heads, names: list[str], options: argpars
     ready, records = warm_up(case, names)
     gc.collect()
     for candidate in ready * 2:
-        # What fitted when it was prepared may no longer fit beside those prepared after it.
+        # A candidate that fitted alone may no longer fit beside the candidates prepared after it.
         try:
             run_once(candidate)
         except torch.OutOfMemoryError as error:
@@ -199,11 +199,11 @@ def measure(workload: Workload, heads: Heads, names: list[str], options: argpars
     for record in records:
         record |= {"workload": workload.name, "tokens": workload.tokens, "tokens_flat": workload.tokens_flat}
         record["pairs"] = workload.pairs
-        found = times.get(record["implementation"])
-        if found:
-            record |= found
+        medians = times.get(record["implementation"])
+        if medians:
+            record |= medians
             for name, factor in (("forward", 1.0), ("backward", 2.5), ("both", 3.5)):
-                record[f"{name}_tflops"] = factor * work / found[f"{name}_ms"]
+                record[f"{name}_tflops"] = factor * work / medians[f"{name}_ms"]
     for record in records:
         for other in BASELINES:
             if "both_ms" in record and "both_ms" in times.get(other, {}):
@@ -212,7 +212,7 @@ def measure(workload: Workload, heads: Heads, names: list[str], options: argpars
 
 
 def table_row(record: dict[str, Any], matmul: float) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     workload = f"{record['workload']} | {record['tokens']:,} / {record['tokens_flat']:,}"
     name = record["implementation"] + (f" ({record['note']})" if record.get("note") else "")
     if "both_ms" not in record:
@@ -252,7 +252,7 @@ def print_summary(records: list[dict[str, Any]]) -> None:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """TFLOP/s of a matrix product of random bfloat16: 8192 cubed, median of 20."""
+    """Return the TFLOP/s of a matrix product of random bfloat16: 8192 cubed, median of 20."""
     size = 8192 if device.type == "cuda" else 128
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     for _ in range(3):
@@ -268,14 +268,14 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
-    """Median wall-clock milliseconds of a call and what it launches."""
+    """Return the median wall-clock milliseconds of a call, including the kernels that it launches."""
     times = []
     for i in range(repeats + 3):
         synchronize(device)
         began = time.perf_counter()
         run()
         synchronize(device)
-        if i >= 3:
+        if i >= 3:  # after three warm-ups
             times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
 
@@ -311,7 +311,7 @@ def measure_schedules(device: torch.device, *, repeats: int) -> list[dict[str, A
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--impls", help=f"some of {', '.join(CANDIDATES)}; default {','.join(DEFAULT)}")
     parser.add_argument("--workloads", help=f"some of {', '.join(WORKLOADS)}, or none; default all")

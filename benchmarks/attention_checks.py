@@ -1,16 +1,16 @@
-"""What tree attention must hold on a GPU: accuracy against the float64 reference, stray memory, sizes, determinism.
+"""Checks of tree attention on a GPU: accuracy against the float64 reference, stray memory, sizes, determinism.
 
     check(name, device)  ->  [Result, ...]      for every name of `CHECKS`; each runs in a process of its own
 
-An implementation is `flex`, `portable` (the project's Triton kernels) or `hopper` (those for Hopper, where they run).
-An error is the RMS of the difference over the RMS of the reference, for the output and the gradients of q, k and v;
-where the reference is zero, over the RMS of the gradient that came in.
+An implementation is `flex`, `portable` (the project's Triton kernels) or `hopper` (its Hopper kernels, on such a GPU).
+An error is the RMS of the difference over the RMS of the reference; there is one error for the output and one for each
+gradient of q, k and v. If the reference is zero, the error is relative to the RMS of the incoming gradient.
 
 Bounds. float32: 50 times its rounding of 2**-24 for flex, 1e-5 for the kernels. bfloat16 and float16: 8 times their
-rounding of 2**-9 and 2**-12; and for the kernels, where flex ran on the same input, 1.2 times its error, or twice the
-rounding on rows too short for two errors to be compared.
+rounding of 2**-9 and 2**-12. If flex ran on the same input, the bound of the kernels is also 1.2 times its error, and
+at least twice the rounding on rows that are too short to compare two errors.
 
-Before every call the allocator's free memory is filled with NaN, and inputs lie in a buffer of NaN.
+Before every call the free memory of the allocator is filled with NaN, and the inputs are views into buffers of NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from treepack.attention import reference_attention, tree_attention
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 KERNEL_FLOAT32 = 1e-5
-SHORT = 1000
+SHORT = 1000  # rows below this many tokens have too few elements to compare the errors of two implementations
 LENGTHS = (1, 12, 127, 129, 1000, 4095, 8192)
 QUICK_LENGTHS = (1, 129, 1000)
 
@@ -68,21 +68,22 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether every error is a number within its bound."""
+        """Return whether every error is a number within its bound."""
         return not self.note.startswith("raised") and all(a <= b for a, b in zip(self.errors, self.bounds, strict=True))
 
     @property
     def use(self) -> float:
-        """The greatest share of a bound that an error takes up."""
+        """Return the largest ratio of an error to its bound."""
         return max((a / b if b else float(a > 0) for a, b in zip(self.errors, self.bounds, strict=True)), default=0.0)
 
 
 def random_forest_ends(length: int, seed: int) -> Tensor:
-    """subtree_end int32 [T] of a random depth-first forest: runs, branches at any offset, now and then a new root."""
+    """Return subtree_end int32 [T] of a random depth-first forest: runs, branches at any offset, a few new roots."""
     generator = np.random.default_rng(seed)
     end, path = np.arange(1, length + 1), list[int]()
     for i in range(length):
         draw = generator.random()
+        # 1 token in 50 starts a branch, and 1 in 500 may start a new root.
         if path and draw < 0.02:
             keep = int(generator.integers(0 if draw < 0.002 else 1, len(path) + 1))
             end[path[keep:]] = i
@@ -93,7 +94,7 @@ def random_forest_ends(length: int, seed: int) -> Tensor:
 
 
 def poison(like: Tensor) -> None:
-    """Leave nothing but NaN in the allocator's free memory: four tensors like this one and some of every size."""
+    """Fill the free memory of the allocator with NaN: four tensors like this one, and some of every size."""
     if like.device.type == "cuda":
         torch.cuda.empty_cache()
         sizes = [like.numel()] * 4 + [1 << 28] + [1 << n for n in range(8, 24) for _ in range(4)]
@@ -102,10 +103,11 @@ def poison(like: Tensor) -> None:
 
 
 def amid_nan(values: Tensor, *, extra: int = 8) -> Tensor:
-    """`values` [B, H, T, D] as a view, tokens before heads, into a buffer of NaN on every side.
+    """Return `values` [B, H, T, D] as a view, tokens before heads, into a buffer with NaN on every side.
 
     Rows of the buffer are `extra` elements longer: 8 keeps every address a multiple of 16 bytes, 1 does not.
     """
+    # [B, T + 64, H + 2, D + extra] -> [B, T, H, D] -> [B, H, T, D]
     batch, heads, length, size = values.shape
     buffer = values.new_full((batch, length + 64, heads + 2, size + extra), torch.nan)
     view = buffer[:, 32 : 32 + length, 1 : 1 + heads, :size].transpose(1, 2)
@@ -114,7 +116,7 @@ def amid_nan(values: Tensor, *, extra: int = 8) -> Tensor:
 
 
 def draw_inputs(end: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Inputs, Tensor]:
-    """Random q, k and v and the gradient of the output; the same for the same row and layout."""
+    """Draw q, k, v and the gradient of the output; equal rows and layouts give equal numbers."""
     heads, kv_heads, size, _ = layout
     batch, length = end.shape
     generator = torch.Generator(end.device).manual_seed(length)
@@ -124,14 +126,14 @@ def draw_inputs(end: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Inputs
 
 
 def outputs(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs, weight: Tensor) -> Outputs:
-    """The output and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v."""
     q, k, v = (x.detach().requires_grad_() for x in inputs)
     out = attend(q, k, v)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), weight)
 
 
 def run(name: str, end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor) -> Outputs:
-    """`outputs` of the implementation called `name`."""
+    """Return `outputs` of the implementation called `name`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tree_attention(q, k, v, end, scale=scale, impl="flex" if name == "flex" else "triton")
@@ -142,22 +144,22 @@ def run(name: str, end: Tensor, scale: float | None, inputs: Inputs, weight: Ten
 
 
 def exact(end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor) -> Outputs:
-    """`outputs` of the reference in float64."""
+    """Return `outputs` of the reference in float64."""
     q, k, v = (x.double() for x in inputs)
     return outputs(lambda q, k, v: reference_attention(q, k, v, end, scale=scale), (q, k, v), weight.double())
 
 
 def kernels(query: Tensor) -> list[str]:
-    """The project's own implementations that run on these tensors."""
+    """Return the names of the project's own kernels that run on these tensors."""
     from treepack.attention import autograd as kernel
 
     return list(dict.fromkeys([kernel.backend(query), "portable"]))
 
 
-def measure(found: Outputs, expected: Outputs, weight: Tensor) -> tuple[float, ...]:
-    """Errors as the file header defines them."""
+def measure(results: Outputs, expected: Outputs, weight: Tensor) -> tuple[float, ...]:
+    """Return the errors that the file header defines."""
     errors = []
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         size = float(b.double().norm())
         # A zero gradient, as of the query of a token that sees only itself, is zero up to rounding.
         floor = float(weight.double().norm()) * (b.numel() / weight.numel()) ** 0.5
@@ -166,30 +168,30 @@ def measure(found: Outputs, expected: Outputs, weight: Tensor) -> tuple[float, .
 
 
 def bounds_of(name: str, dtype: torch.dtype, length: int, flex: tuple[float, ...] | None) -> tuple[float, ...]:
-    """What the file header allows `name`, given the errors of flex if it ran."""
+    """Return the bounds of `name` that the file header defines; `flex` has the errors of flex, if it ran."""
     if dtype == torch.float32:
         return ((50 * ROUNDING[dtype]) if name == "flex" else KERNEL_FLOAT32,) * 4
     absolute = 8 * ROUNDING[dtype]
     if name == "flex" or flex is None:
         return (absolute,) * 4
-    least = 2 * ROUNDING[dtype] if length < SHORT else 0.0
-    return tuple(min(absolute, max(1.2 * error, least)) for error in flex)
+    minimum = 2 * ROUNDING[dtype] if length < SHORT else 0.0
+    return tuple(min(absolute, max(1.2 * error, minimum)) for error in flex)
 
 
 def compare(
     check: str, case: str, end: Tensor, layout: Layout, dtype: torch.dtype, *, with_flex: bool, extra: int = 8
 ) -> Iterator[Result]:
-    """Every implementation on rows `end` [B, T], against the reference."""
+    """Yield the result of every implementation on rows `end` [B, T], against the reference."""
     drawn, weight = draw_inputs(end, layout, dtype)
     expected = exact(end, layout[3], drawn, weight)
     inputs = (amid_nan(drawn[0], extra=extra), amid_nan(drawn[1], extra=extra), amid_nan(drawn[2], extra=extra))
-    own = amid_nan(weight, extra=extra)
+    incoming = amid_nan(weight, extra=extra)
     flex: tuple[float, ...] | None = None
     for name in (["flex"] if with_flex else []) + kernels(inputs[0]):
         try:
-            # FlexAttention pads to whole blocks, so that NaN beyond the row never meets it.
-            errors = measure(run(name, end, layout[3], inputs, own), expected, weight)
-        except Exception as error:  # one that raises must not hide the others; it counts as a failure
+            # FlexAttention copies the row into whole blocks, so it never reads the NaN beyond the row.
+            errors = measure(run(name, end, layout[3], inputs, incoming), expected, weight)
+        except Exception as error:  # an error must not hide the other results; it counts as a failure
             first = (str(error).strip().splitlines() or [""])[0]
             yield Result(check, case, name, (), (), f"raised {type(error).__name__}: {first[:120]}")
             continue
@@ -198,7 +200,7 @@ def compare(
 
 
 def check_layout(index: int, check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """Rows of every length under one layout and dtype."""
+    """Check rows of every length in one layout and dtype."""
     layout, dtype, with_flex = LAYOUTS[index]
     for length in QUICK_LENGTHS if quick else LENGTHS:
         end = random_forest_ends(length, length).to(device)[None]
@@ -209,10 +211,11 @@ def check_layout(index: int, check: str, device: torch.device, *, quick: bool) -
 
 
 def check_shapes_of_trees(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """Branches at every offset, one-token branches, block edges, padding only."""
+    """Check branches at every offset, one-token branches, block edges, and padding only."""
     layout, offsets = (4, 2, 64, None), 8 if quick else 128
     rows = []
     for offset in range(offsets):
+        # A stem and three teeth: sizes 1 129 64 130 -> teeth 1 130 194 324, subtree_end 324, 130, 194, 324
         sizes = [1 + offset, 129, 64, 130]
         teeth = np.cumsum(sizes)
         comb = np.repeat([teeth[-1], *teeth[1:]], sizes)
@@ -231,7 +234,7 @@ def check_shapes_of_trees(check: str, device: torch.device, *, quick: bool) -> I
 
 
 def check_gradients_in(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """Gradients of the output that no memory holds: those of a sum."""
+    """Check the incoming gradient of a sum, which has stride 0 and no memory of its own."""
     layout, length = (4, 2, 64, None), 300 if quick else 1500
     end = random_forest_ends(length, 3).to(device)[None]
     inputs, weight = draw_inputs(end, layout, torch.bfloat16)
@@ -243,7 +246,7 @@ def check_gradients_in(check: str, device: torch.device, *, quick: bool) -> Iter
 
 
 def check_determinism(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """Two runs are bitwise equal; the error is the number of elements that differ."""
+    """Check that two runs are equal in every bit; the error is the number of elements that differ."""
     for size, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)):
         layout = (14, 2, size, None)
         end = random_forest_ends(300 if quick else 8000, 5).to(device)[None]
@@ -251,7 +254,7 @@ def check_determinism(check: str, device: torch.device, *, quick: bool) -> Itera
         for name in kernels(inputs[0]):
             first = run(name, end, None, inputs, weight)
             again = run(name, end, None, inputs, weight)
-            # Bits, for NaN would equal nothing.
+            # Compare bits, because NaN is not equal to itself.
             kind = torch.int32 if dtype == torch.float32 else torch.int16
             differing = [float((a.view(kind) != b.view(kind)).sum()) for a, b in zip(first, again, strict=True)]
             case = f"head size {size}, {str(dtype).removeprefix('torch.')}"
@@ -259,7 +262,7 @@ def check_determinism(check: str, device: torch.device, *, quick: bool) -> Itera
 
 
 def check_long(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """131,072 tokens, against flex: each has its own rounding, so the bound is that of one alone."""
+    """Check 131,072 tokens against flex; both round, but the bound stays that of one implementation."""
     layout, length = (4, 2, 128, None), 1024 if quick else 131_072
     end = torch.tensor(agent_tree("", max(length, 3500), seed=7).subtree_end, dtype=torch.int32, device=device)[None]
     inputs, weight = draw_inputs(end, layout, torch.bfloat16)
@@ -272,7 +275,7 @@ def check_long(check: str, device: torch.device, *, quick: bool) -> Iterator[Res
 
 
 def check_overflow(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
-    """More than 2**31 elements in each of q, k and v: some chains at the ends against the reference."""
+    """Check more than 2**31 elements in each of q, k and v: chains at both ends against the reference."""
     batch, heads, size, chain = (3, 48, 128, 1024) if not quick else (2, 2, 64, 256)
     count = 128 if not quick else 3
     length = count * chain
@@ -282,26 +285,26 @@ def check_overflow(check: str, device: torch.device, *, quick: bool) -> Iterator
     drawn = [torch.randn(sizes, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(4)]
     places = [(0, 0, 0), (batch - 1, heads - 1, count - 1), (batch - 1, 0, count - 1), (1, heads // 2, count // 2)]
     for order in ("heads first", "tokens first"):
-        # The same memory read in another order; the numbers are random either way.
+        # The same memory, read in another order; its numbers are random in both orders.
         q, k, v, weight = (
             x if order == "heads first" else x.view(batch, length, heads, size).transpose(1, 2) for x in drawn
         )
         for name in kernels(q):
-            found = run(name, end, None, (q, k, v), weight)
+            results = run(name, end, None, (q, k, v), weight)
             worst: tuple[float, ...] = (0.0,) * 4
             for row, head, number in places:
                 at = (slice(row, row + 1), slice(head, head + 1), slice(number * chain, (number + 1) * chain))
-                own = (q[at], k[at], v[at])
+                part = (q[at], k[at], v[at])
                 causal = torch.full((1, chain), chain, dtype=torch.int32, device=device)
-                errors = measure(tuple(x[at] for x in found), exact(causal, None, own, weight[at]), weight[at])
+                errors = measure(tuple(x[at] for x in results), exact(causal, None, part, weight[at]), weight[at])
                 worst = tuple(max(a, b) for a, b in zip(worst, errors, strict=True))
-            del found
+            del results
             case = f"{q.numel() / 2**31:.2f} * 2**31 elements, {order}"
             yield Result(check, case, name, worst, (8 * ROUNDING[torch.bfloat16],) * 4)
 
 
 def layout_name(index: int) -> str:
-    """Query heads / key heads / size of a head, and the dtype."""
+    """Return query heads / key heads / size of a head, and the dtype, as text."""
     layout, dtype, _ = LAYOUTS[index]
     return f"{'/'.join(map(str, layout[:3]))} {str(dtype).removeprefix('torch.')}"
 
@@ -313,12 +316,12 @@ CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
     "bitwise equal runs": check_determinism,
     "long row": check_long,
 }
-# Alone on the GPU, for it takes 50 GB.
+# This check runs alone on the GPU, because it takes 50 GB.
 LAST = {"offsets past 2**31": check_overflow}
 
 
 def check(name: str, device: torch.device, *, quick: bool) -> list[Result]:
-    """The results of one of `CHECKS` or `LAST`; an error of a kernel or a launch is a result too."""
+    """Return the results of one of `CHECKS` or `LAST`; an error of a kernel or a launch is a result too."""
     results = []
     try:
         for result in {**CHECKS, **LAST}[name](name, device, quick=quick):

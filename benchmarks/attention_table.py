@@ -2,10 +2,11 @@
 
     python benchmarks/attention_table.py RUN.json ... > table.md
 
-Prints for every run a sentence that says what ran and a Markdown table: one row per workload, one column per
-implementation with milliseconds of forward and backward together and, in brackets, TFLOP/s on the tree's own score
-pairs; then for `triton` the fraction of the measured matrix product rate and how many times faster it is than what else
-computes the tree, with geometric means in the last row. What did not run is a dash, and named below the table.
+Prints for every run a sentence (hardware, versions, shapes) and a Markdown table. The table has one row per workload
+and one column per implementation, with milliseconds of forward and backward together and, in brackets, TFLOP/s on the
+tree's own score pairs. Further columns give, for `triton`, the fraction of the measured matrix product rate and the
+speedup over each other implementation of the tree, with geometric means in the last row. An implementation that did not
+run has a dash, and its error follows below the table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Record = dict[str, Any]
 
 
 def about(run: dict[str, Any]) -> str:
-    """Hardware, versions and shapes of a run, in lines of at most 120."""
+    """Return hardware, versions and shapes of a run, in lines of at most 120 characters."""
     query, key = run["heads"].split("/")
     order = {"bhtd": "heads before tokens", "bthd": "tokens before heads"}[run["layout"]]
     return textwrap.fill(
@@ -37,21 +38,21 @@ def about(run: dict[str, Any]) -> str:
 
 
 def cells_of(records: dict[str, Record], names: list[str], baselines: list[str], matmul: float) -> list[str]:
-    """The row of one workload, from its records by implementation."""
+    """Return the row of one workload, from its records by implementation."""
     first = next(iter(records.values()))
     cells = [first["workload"], f"{first['tokens']:,} / {first['tokens_flat']:,}"]
     for name in names:
         record = records.get(name, {})
         cells.append(f"{record['both_ms']:.1f} ({record['both_tflops']:.0f})" if "both_ms" in record else "-")
-    own = records.get(SUBJECT, {})
-    cells.append(f"{own['both_tflops'] / matmul:.2f}" if "both_tflops" in own else "-")
+    subject = records.get(SUBJECT, {})
+    cells.append(f"{subject['both_tflops'] / matmul:.2f}" if "both_tflops" in subject else "-")
     for name in baselines:
-        cells.append(f"{own[f'over_{name}']:.2f}" if f"over_{name}" in own else "-")
+        cells.append(f"{subject[f'over_{name}']:.2f}" if f"over_{name}" in subject else "-")
     return cells
 
 
 def table(run: dict[str, Any]) -> list[str]:
-    """The lines of one run."""
+    """Return the lines of one run."""
     workloads: dict[str, dict[str, Record]] = {}
     for record in run["rows"]:
         workloads.setdefault(record["workload"], {})[record["implementation"]] = record
@@ -64,7 +65,8 @@ def table(run: dict[str, Any]) -> list[str]:
         lines.append(f"| {' | '.join(cells_of(records, names, baselines, run['matmul_tflops']))} |")
     means = []
     for name in baselines:
-        ratios = [found[f"over_{name}"] for r in workloads.values() if f"over_{name}" in (found := r.get(SUBJECT, {}))]
+        subjects = [records.get(SUBJECT, {}) for records in workloads.values()]
+        ratios = [subject[f"over_{name}"] for subject in subjects if f"over_{name}" in subject]
         means.append(f"{geometric_mean(ratios):.2f}" if ratios else "-")
     lines.append(f"| {' | '.join(['geometric mean', *[''] * (len(names) + 2), *means])} |")
     failed = [f"- {r['implementation']} on {r['workload']}: {r['error']}" for r in run["rows"] if "error" in r]

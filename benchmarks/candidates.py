@@ -1,10 +1,10 @@
 """The implementations that benchmarks/attention.py compares, each as one function that prepares it for a workload.
 
-    Case (workload, heads, inputs) --prepare--> Candidate: forward(), and what its backward needs
+    Case (workload, heads, inputs) --prepare--> Candidate: forward(), and the inputs of its backward
 
 On the tree [1, H, T, D]:
 
-    triton            treepack's kernels, as `tree_attention(impl="triton")` picks them
+    triton            treepack's kernels, as `tree_attention(impl="triton")` chooses them
     triton-portable   the same, always the portable ones
     auto              `tree_attention(impl="auto")`, prepared as the trainer does
     flex              FlexAttention, compiled for this shape
@@ -12,12 +12,12 @@ On the tree [1, H, T, D]:
     flash             FlexAttention's FlashAttention-4 backend, compiled for this shape
     reference         the dense twin; for dry runs
 
-Every path on its own, [tokens_flat, H, D]:
+Every path alone, [tokens_flat, H, D]:
 
     flat-fa2          varlen FlashAttention through torch
     flat-fa4          varlen FlashAttention-4
 
-Masks and schedules are made beforehand and free of charge, and FlexAttention gets its inputs padded to whole blocks.
+Masks and schedules are computed before the timing starts, and FlexAttention gets inputs padded to whole blocks.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Candidate:
     forward: Callable[[], Tensor]
     inputs: tuple[Tensor, Tensor, Tensor]
     weight: Tensor
-    held: int  # bytes of its mask or schedule
-    around: Callable[[], AbstractContextManager[None]] = nullcontext  # holds during the forward and the backward
+    schedule_bytes: int  # of its mask or schedule
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # active during the forward and the backward
 
 
 class Case:
@@ -84,14 +84,15 @@ class Case:
         self.weight = draw(heads.query)
 
     def padded(self, total: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-        """The inputs as leaves, and the weight, with zero tokens up to `total`."""
+        """Return the inputs as leaves, and the weight, padded with zero tokens to `total`."""
         q, k, v, weight = (pad(x, (0, 0, 0, total - x.shape[2])) for x in (*self.inputs, self.weight))
         return leaves(q, k, v), weight
 
     @cached_property
     def flat(self) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor, int]:
-        """Random inputs of all paths end to end, [tokens, heads, D], their weight, cu_seqlens and the longest."""
+        """Random inputs of all paths in one sequence [tokens, heads, D], their weight, cu_seqlens, maximum length."""
         paths = torch.tensor(self.workload.paths)
+        # paths 5 3 4 -> cu_seqlens 0 5 8 12
         offsets = pad(paths.cumsum(0), (1, 0)).to(self.device, torch.int32)
         made = []
         for count in (self.heads.query, self.heads.key, self.heads.key, self.heads.query):
@@ -101,33 +102,33 @@ class Case:
 
 
 def leaves(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three as leaves that want a gradient; they share their memory."""
+    """Return the three as leaves with gradients; they share the memory of the arguments."""
     return q.detach().requires_grad_(), k.detach().requires_grad_(), v.detach().requires_grad_()
 
 
-def held_bytes(value: Any) -> int:
-    """Bytes of all tensors in a schedule or block mask."""
+def num_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in a schedule or block mask."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if hasattr(value, "as_tuple"):
-        return held_bytes(value.as_tuple())
+        return num_bytes(value.as_tuple())
     if isinstance(value, list | tuple):
-        return sum(map(held_bytes, value))
+        return sum(map(num_bytes, value))
     if is_dataclass(value):
-        return sum(held_bytes(getattr(value, field.name)) for field in fields(value))
+        return sum(num_bytes(getattr(value, field.name)) for field in fields(value))
     return 0
 
 
 def mend_interpreter() -> None:
-    """Make Triton's interpreter fit to run the kernels, as the tests do; a dry run with TRITON_INTERPRET=1 needs it."""
+    """Repair Triton's interpreter so that it runs the kernels, as the tests do; TRITON_INTERPRET=1 needs it."""
     folder = str(Path(__file__).parents[1] / "tests")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    importlib.import_module("interpreter")
+    importlib.import_module("support.interpreter")
 
 
 def prepare_triton(case: Case) -> Candidate:
-    """The project's own kernels, whichever they are on this device."""
+    """Prepare the project's own kernels for this device."""
     from treepack.attention import autograd as kernel
 
     if case.device.type == "cpu":
@@ -137,12 +138,12 @@ def prepare_triton(case: Case) -> Candidate:
     def forward() -> Tensor:
         return tree_attention(*inputs, case.end, impl="triton", schedule=schedule)
 
-    return Candidate("triton", kernel.backend(inputs[0]), forward, inputs, case.weight, held_bytes(schedule))
+    return Candidate("triton", kernel.backend(inputs[0]), forward, inputs, case.weight, num_bytes(schedule))
 
 
 @contextmanager
 def portable_kernels() -> Iterator[None]:
-    """Inside, the portable kernels run on every device."""
+    """Run the portable kernels on every device while this context is active."""
     from treepack.attention import autograd as kernel
 
     original = kernel.backend
@@ -154,14 +155,14 @@ def portable_kernels() -> Iterator[None]:
 
 
 def prepare_portable(case: Case) -> Candidate:
-    """The project's own portable kernels."""
+    """Prepare the project's own portable kernels."""
     plain = prepare_triton(case)
 
     return replace(plain, name="triton-portable", note="portable", around=portable_kernels)
 
 
 def prepare_auto(case: Case) -> Candidate:
-    """What the trainer runs by default."""
+    """Prepare the default of the trainer."""
     inputs, size = leaves(*case.inputs), (case.heads.size, case.heads.size)
     chosen = resolve("auto", case.device, case.dtype, size)
     schedule = prepare(case.end, chosen, varlen=takes_chains(case.device, case.dtype, size))
@@ -170,42 +171,42 @@ def prepare_auto(case: Case) -> Candidate:
         return tree_attention(*inputs, case.end, impl="auto", schedule=schedule)
 
     note = f"{chosen}, {type(schedule).__name__}"
-    return Candidate("auto", note, forward, inputs, case.weight, held_bytes(schedule))
+    return Candidate("auto", note, forward, inputs, case.weight, num_bytes(schedule))
 
 
 def prepare_reference(case: Case) -> Candidate:
-    """The dense twin."""
+    """Prepare the dense twin."""
     inputs = leaves(*case.inputs)
     return Candidate("reference", "", lambda: reference_attention(*inputs, case.end), inputs, case.weight, 0)
 
 
 def prepare_flex(case: Case, *, name: str = "flex", mode: str | None = None, backend: str = "AUTO") -> Candidate:
-    """FlexAttention, eager on the CPU."""
+    """Prepare FlexAttention, eager on the CPU."""
     mask = build_flash_mask(case.end) if backend == "FLASH" else build_block_mask(case.end)
     if case.device.type == "cpu":
-        # The public function has no gradient there, the project's own has.
-        own = leaves(*case.inputs)
-        return Candidate(name, "eager", lambda: tree_flex(*own, case.end, block_mask=mask), own, case.weight, 0)
+        # On the CPU the public function has no gradient; the project's own function has one.
+        inputs = leaves(*case.inputs)
+        return Candidate(name, "eager", lambda: tree_flex(*inputs, case.end, block_mask=mask), inputs, case.weight, 0)
     inputs, weight = case.padded(mask.seq_lengths[0])
     options: dict[str, Any] = {"block_mask": mask, "enable_gqa": case.heads.query != case.heads.key}
     if backend != "AUTO":
         options["kernel_options"] = {"BACKEND": backend}
     compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
-    return Candidate(name, "", lambda: compiled(*inputs, **options), inputs, weight, held_bytes(mask))
+    return Candidate(name, "", lambda: compiled(*inputs, **options), inputs, weight, num_bytes(mask))
 
 
 def prepare_autotuned(case: Case) -> Candidate:
-    """FlexAttention, its tiles tuned for this very shape."""
+    """Prepare FlexAttention with tiles tuned for this shape."""
     return prepare_flex(case, name="flex-autotune", mode="max-autotune-no-cudagraphs")
 
 
 def prepare_flash(case: Case) -> Candidate:
-    """FlexAttention's FlashAttention-4 backend."""
+    """Prepare FlexAttention's FlashAttention-4 backend."""
     return prepare_flex(case, name="flash", backend="FLASH")
 
 
 def prepare_flat_fa2(case: Case) -> Candidate:
-    """The FlashAttention that torch holds, over all paths one by one."""
+    """Prepare torch's FlashAttention over all paths, one after another."""
     inputs, weight, offsets, longest = case.flat
 
     def forward() -> Tensor:
@@ -218,14 +219,14 @@ def prepare_flat_fa2(case: Case) -> Candidate:
 
 
 def prepare_flat_fa4(case: Case) -> Candidate:
-    """FlashAttention-4 over all paths one by one."""
+    """Prepare FlashAttention-4 over all paths, one after another."""
     attend: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     inputs, weight, offsets, longest = case.flat
     limits = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def forward() -> Tensor:
-        found = attend(*inputs, **limits, causal=True)
-        out: Tensor = found[0] if isinstance(found, tuple) else found
+        result = attend(*inputs, **limits, causal=True)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         return out
 
     return Candidate("flat-fa4", "", forward, inputs, weight, 0)

@@ -1,14 +1,14 @@
-"""Does tree attention hold on this GPU? Every implementation against the float64 reference, and packed gradients.
+"""Check tree attention on this GPU: every implementation against the float64 reference, and packed gradients.
 
     python benchmarks/check_gpu.py [--quick] [--only NAME,...] [--workers N]
-    TRITON_INTERPRET=1 python benchmarks/check_gpu.py --dry-run      tiny rows on the CPU, where the interpreter cuts
-        bfloat16 off instead of rounding it, so that the kernels fail the bounds of that dtype
+    TRITON_INTERPRET=1 python benchmarks/check_gpu.py --dry-run      tiny rows on the CPU; the interpreter cuts off
+        bfloat16 instead of rounding it, so the kernels fail the bounds of that dtype
 
-Needs torch with CUDA, triton and transformers, and neither polars nor ortools. The checks of `attention_checks`, whose
-bounds are given there, and of four tiny models run side by side, each in a process of its own, for most of their time
-goes into compiling. Prints a table of them: the worst error of output, dq, dk and dv over all cases, the greatest share
-of a bound, and where; and for each model the worst relative error of a parameter's gradient, packed against one by one.
-Exits 1 if a bound is exceeded or anything raised.
+Needs torch with CUDA, triton and transformers, but neither polars nor ortools. The checks of `attention_checks` (which
+defines their bounds) and of four tiny models run at the same time, each in its own process, because most of the time is
+spent on compiling. Prints a table of them: the largest error of output, dq, dk and dv over all cases, and the largest
+ratio of an error to its bound with its case; for each model, the largest relative error of a parameter's gradient,
+packed against one by one. Exits 1 if an error exceeds its bound or if anything raised.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def random_forest(length: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """`parent` of a random depth-first forest: runs, branches at any offset, now and then a new root."""
+    """Return `parent` of a random depth-first forest: runs, branches at any offset, and a few new roots."""
     generator = np.random.default_rng(seed)
     parent, path = np.full(length, -1), list[int]()
     for i in range(length):
@@ -61,7 +61,8 @@ def random_forest(length: int, seed: int) -> np.ndarray[Any, np.dtype[np.int64]]
 
 
 def subtree_ends(parent: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """One past the last token of each token's subtree."""
+    """Return one past the last token of each token's subtree."""
+    # parent -1 0 1 0 3 -> end 5 3 3 5 5
     end = np.arange(1, len(parent) + 1)
     for i in range(len(parent) - 1, 0, -1):
         if parent[i] >= 0:
@@ -70,11 +71,12 @@ def subtree_ends(parent: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any,
 
 
 def packed_row(length: int, row_id: int, vocabulary: int) -> Batch:
-    """A random packed row whose every leaf ends one trajectory and whose every token but the roots is trained."""
+    """Return a random packed row: every leaf ends one trajectory, and every token except the roots is trained."""
     parent = random_forest(length, 1000 + row_id)
     generator = np.random.default_rng(row_id)
     leaves = np.setdiff1d(np.arange(length), parent)
     scale, position = np.zeros(length, np.int64), np.zeros(length, np.int64)
+    # parent -1 0 1 0 3 -> leaves 2 4 -> scale 2 1 1 1 1 (trajectories through each token), position 0 1 2 1 2
     scale[leaves] = 1
     for i in range(length - 1, -1, -1):
         if parent[i] >= 0:
@@ -99,7 +101,7 @@ def packed_row(length: int, row_id: int, vocabulary: int) -> Batch:
 
 
 def check_model(name: str, device: torch.device) -> list[Result]:
-    """A tiny model, named as `kind attention dtype`; the errors are of the worst gradient and of the loss."""
+    """Check a tiny model, named as `kind attention dtype`; the errors belong to the worst gradient and to the loss."""
     kind, attention, precision = name.split()
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -108,20 +110,20 @@ def check_model(name: str, device: torch.device) -> list[Result]:
             loaded = load_model(path, attention=attention, dtype=getattr(torch, precision), device=device)
         rows = [packed_row(length, i, COMMON["vocab_size"]).to(device) for i, length in enumerate((65, 300, 511))]
         report = verify_gradients(loaded, rows)
-    except Exception as error:  # the other checks must still run; it counts as a failure
+    except Exception as error:  # the other checks must still run; an error counts as a failure
         return [Result(name, "", "", (), (), f"raised {type(error).__name__}: {str(error)[:160]}")]
     worst, largest = report.worst
     return [Result(name, worst, attention, (largest, report.loss_error), (report.tolerance,) * 2)]
 
 
 def model_names(*, quick: bool) -> list[str]:
-    """Every model in the implementations that a model runs in."""
+    """Return the name of every model check: each kind in each attention that models use."""
     ways = ("reference float64", "flex float32", "triton float32")
     return [f"{kind} {way}" for kind in list(MODELS)[: 1 if quick else None] for way in ways]
 
 
 def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
-    """One check in a worker process."""
+    """Run one check in a worker process."""
     device = torch.device(kind)
     if kind == "cpu":
         mend_interpreter()
@@ -129,10 +131,10 @@ def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
 
 
 def run_all(names: list[str], kind: str, *, quick: bool, workers: int) -> Iterator[tuple[str, list[Result]]]:
-    """The results of each check as it ends; those of `LAST` after all others, one by one."""
+    """Yield the results of each check when it ends; the checks of `LAST` run after all others, one by one."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     for chosen, count in (([n for n in names if n not in LAST], workers), ([n for n in names if n in LAST], 1)):
-        # One process per check: compiled code, caches and a lost CUDA context stay with the check.
+        # One process per check, so that its compiled code, caches or lost CUDA context cannot affect other checks.
         with ProcessPoolExecutor(count, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
             waiting: dict[Future[list[Result]], str] = {
                 pool.submit(run_one, name, kind, quick=quick): name for name in chosen
@@ -142,13 +144,13 @@ def run_all(names: list[str], kind: str, *, quick: bool, workers: int) -> Iterat
 
 
 def summary(name: str, results: list[Result]) -> list[str]:
-    """One line per implementation: the worst of each error, and the case that comes nearest to its bound."""
+    """Return one line per implementation: the largest of each error, and the case nearest to its bound."""
     lines = []
     for implementation in dict.fromkeys(result.implementation for result in results):
         mine = [result for result in results if result.implementation == implementation]
         measured = [result.errors for result in mine if result.errors]
         worst = [max(column) for column in zip(*measured, strict=True)]
-        # What failed before what merely comes near; NaN compares as neither.
+        # Failures first, then the largest ratio; NaN compares as neither larger nor smaller, so it becomes 1e9.
         nearest = max(mine, key=lambda result: (not result.passed, result.use if result.use == result.use else 1e9))
         cells = " ".join(f"{value:9.1e}" for value in worst) + " " * 10 * (4 - len(worst))
         failed = [result for result in mine if not result.passed]
@@ -173,9 +175,9 @@ def main() -> None:
     wanted = options.only.split(",")
     names = [name for name in names if any(part in name for part in wanted)]
     print("CPU" if options.dry_run else torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    found: dict[str, list[Result]] = {}
+    results_of: dict[str, list[Result]] = {}
     for name, results in run_all(names, "cpu" if options.dry_run else "cuda", quick=quick, workers=options.workers):
-        found[name] = results
+        results_of[name] = results
         bad = [result for result in results if not result.passed]
         print(f"{time.time() - began:5.0f} s  {name}: {len(results)} results, {len(bad)} failures", flush=True)
         for result in bad[:8]:
@@ -183,8 +185,8 @@ def main() -> None:
             print(f"         {result.implementation} {result.case} {result.note} {errors}", flush=True)
     print(f"\n{'check':>27} {'':>9} {'output':>9} {'dq':>9} {'dk':>9} {'dv':>9} {'share':>6} of the bound, in")
     for name in names:
-        print("\n".join(summary(name, found[name])))
-    failed = not found or any(not result.passed for results in found.values() for result in results)
+        print("\n".join(summary(name, results_of[name])))
+    failed = not results_of or any(not result.passed for results in results_of.values() for result in results)
     print(f"\n{'FAILED' if failed else 'passed'} in {time.time() - began:.0f} s")
     sys.exit(failed)
 

@@ -1,9 +1,9 @@
-"""Rows for benchmarks of tree attention: what agents and samplers make, and what a packed directory holds.
+"""Rows for benchmarks of tree attention: trees as agents and samplers produce them, and rows of a packed directory.
 
     (parent, size) per node, depth-first --row_of_nodes--> Workload: subtree_end of every token, length of every path
 
-`tree` counts each token once, `flat` once for every root-to-leaf path through it; a score pair is a token and one that
-it sees. Sizes are tokens.
+`tree` counts each token once, `flat` once for every root-to-leaf path through it. A score pair is a token and one token
+that it sees. Sizes are in tokens.
 
     chains      8 sequences of 8,192, nothing shared                            65,536 /  65,536
     star-4k     a prompt of 4,096 and 16 answers of 1,024                       20,480 /  81,920
@@ -34,8 +34,8 @@ BRANCHING = 0.35
 class Workload:
     """One row of T tokens.
 
-    subtree_end is int64 [T], one past the last token of each token's subtree; paths int64, the tokens of each sequence
-    if all stand alone.
+    subtree_end is int64 [T], one past the last token of each token's subtree. paths is int64, the number of tokens of
+    each sequence from a root to a leaf.
     """
 
     name: str
@@ -59,14 +59,16 @@ class Workload:
 
 
 def depths(subtree_end: Int64) -> Int64:
-    """How many tokens each token sees, itself included: those up to it less those whose subtree is over."""
+    """Return the number of tokens that each token sees: all up to and including it, minus the ended subtrees."""
+    # subtree_end 5 3 3 5 5 -> over 0 0 0 2 2 (tokens whose subtree has ended) -> depths 1 2 3 2 3
     length = len(subtree_end)
     over: Int64 = np.bincount(subtree_end, minlength=length + 1)[:length].cumsum()
     return np.arange(1, length + 1) - over
 
 
 def row_of_nodes(name: str, parent: list[int], size: list[int]) -> Workload:
-    """The row of a forest whose nodes are listed depth-first, each with its parent's number (-1 at a root)."""
+    """Return the row of a forest; nodes are in depth-first order, each with the number of its parent (root: -1)."""
+    # parent -1 0 0, size 2 1 3 -> node ends 6 3 6 -> subtree_end 6 6 3 6 6 6
     end = np.cumsum(size)
     for node in range(len(size) - 1, -1, -1):
         if parent[node] >= 0:
@@ -75,23 +77,23 @@ def row_of_nodes(name: str, parent: list[int], size: list[int]) -> Workload:
 
 
 def row_of_ends(name: str, subtree_end: Int64) -> Workload:
-    """The row with these intervals and a path to every leaf."""
+    """Return the row with these intervals and a path to every leaf."""
     leaves = subtree_end == np.arange(1, len(subtree_end) + 1)
     return Workload(name, subtree_end, depths(subtree_end)[leaves])
 
 
 def chains(name: str, count: int, size: int) -> Workload:
-    """`count` sequences that share nothing."""
+    """Return `count` sequences that share nothing."""
     return row_of_nodes(name, [-1] * count, [size] * count)
 
 
 def star(name: str, prompt: int, count: int, size: int) -> Workload:
-    """`count` answers to one prompt."""
+    """Return `count` answers to one prompt."""
     return row_of_nodes(name, [-1] + [0] * count, [prompt] + [size] * count)
 
 
 def caterpillar(name: str, turns: int) -> Workload:
-    """A conversation off which every turn leaves one short side branch."""
+    """Return a conversation with one short side branch per turn."""
     parent, size, trunk = [-1], [2000], 0
     for _ in range(turns):
         parent += [trunk, trunk]
@@ -101,7 +103,7 @@ def caterpillar(name: str, turns: int) -> Workload:
 
 
 def agent_tree(name: str, tokens: int, seed: int) -> Workload:
-    """A random tree: any open end grows next, by one node or, with probability `BRANCHING`, by two to four."""
+    """Return a random tree: a random open end grows by one node or, with probability `BRANCHING`, by two to four."""
     generator = np.random.default_rng(seed)
     parent, size, children, ends, total = [-1], [TRUNK], [list[int]()], [0], TRUNK
     while total < tokens:
@@ -133,12 +135,12 @@ WORKLOADS: dict[str, Callable[[str], Workload]] = {
 
 
 def make_workload(name: str) -> Workload:
-    """The workload called `name`."""
+    """Return the workload called `name`."""
     return WORKLOADS[name](name)
 
 
 def packed_workloads(directory: Path, count: int) -> list[Workload]:
-    """`count` rows of a packed directory, from the most score pairs to the fewest at equal distances."""
+    """Return `count` rows of a packed directory, evenly spaced in the order of their score pairs, largest first."""
     from treepack.pack.files import read_rows
 
     rows = sorted(read_rows(directory), key=lambda row: (-row.num_pairs, row.row_id))
