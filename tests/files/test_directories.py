@@ -1,4 +1,4 @@
-"""Directories: whole or absent, the same bytes for the same input, and damage is named."""
+"""Directories: complete or absent, equal bytes for equal input, and a sentence for each kind of damage."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from treepack.trie.build import build_trie
 from treepack.trie.files import read_trie, write_trie
 from treepack.trie.trie import Trie
 
+# All examples of a property share one tmp_path; each example overwrites the directory of the one before.
 once_per_function = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def equal(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        # NaN stands for a missing value in float columns, so NaN equals NaN.
         return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, pa.Table):
         return bool(a.equals(b))
@@ -63,22 +65,23 @@ def rows_of(trajectories: list[Trajectory], capacity: int = 20) -> list[Row]:
 
 
 @once_per_function
-@given(given_ones=strategies.trajectories())
-def test_a_trie_reads_back_as_written(tmp_path: Path, given_ones: list[Trajectory]) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories())
+def test_a_trie_reads_back_as_written(tmp_path: Path, trajectories: list[Trajectory]) -> None:
+    trie = build_trie(trajectories)
     assert equal(read_trie(save_trie(trie, tmp_path / "trie")), trie)
 
 
 @once_per_function
-@given(given_ones=strategies.trajectories())
-def test_rows_read_back_as_written(tmp_path: Path, given_ones: list[Trajectory]) -> None:
-    rows = rows_of(given_ones)
+@given(trajectories=strategies.trajectories())
+def test_rows_read_back_as_written(tmp_path: Path, trajectories: list[Trajectory]) -> None:
+    rows = rows_of(trajectories)
     back = list(read_rows(save_packed(rows, tmp_path / "packed")))
     assert len(back) == len(rows)
     assert all(map(equal, back, rows))
 
 
 def test_terms_read_back_as_written(tmp_path: Path) -> None:
+    # "b" has no reward, advantages or log-probabilities: its values in these columns must come back as missing.
     a = make("a", [1, 2, 3], reward=1.0, advantages=np.array([0.5, -1]), old_logprobs=np.array([-1, -2], np.float32))
     rows = rows_of([a, make("b", [1, 5])])
     (back,) = read_rows(save_packed(rows, tmp_path / "packed"))
@@ -86,20 +89,22 @@ def test_terms_read_back_as_written(tmp_path: Path) -> None:
 
 
 def test_several_parts_and_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 30 trajectories of 10 tokens without a common prefix: 300 tokens need several parts of 40 tokens.
     monkeypatch.setattr(parts, "PART_TOKENS", 40)
     monkeypatch.setattr(trie_files, "PART_TOKENS", 40)
     monkeypatch.setattr(packed_files, "GROUP_TOKENS", 20)
-    given_ones = [make(f"t{i:02}", [i, *range(9)]) for i in range(30)]
-    trie = build_trie(given_ones)
+    trajectories = [make(f"t{i:02}", [i, *range(9)]) for i in range(30)]
+    trie = build_trie(trajectories)
     assert equal(read_trie(save_trie(trie, tmp_path / "trie")), trie)
-    rows = rows_of(given_ones, capacity=10)
+    rows = rows_of(trajectories, capacity=10)
     assert all(map(equal, read_rows(save_packed(rows, tmp_path / "packed")), rows))
     assert len(read_manifest(tmp_path / "packed")["files"]) > 3
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:
-    given_ones = [make(f"t{i}", [1, 2, i, i]) for i in range(20)]
-    for name, order in (("a", given_ones), ("b", given_ones[::-1])):
+    trajectories = [make(f"t{i}", [1, 2, i, i]) for i in range(20)]
+    # "b" gets the same trajectories in reverse order.
+    for name, order in (("a", trajectories), ("b", trajectories[::-1])):
         save_trie(build_trie(order), tmp_path / name)
         save_packed(rows_of(order), tmp_path / f"{name}-rows")
     for first, second in (("a", "b"), ("a-rows", "b-rows")):
@@ -110,10 +115,11 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
 
 
 def test_at_most_6_bytes_a_token_with_a_vocabulary_of_150_000(tmp_path: Path) -> None:
+    # A random id of 150,000 needs 17.2 bits, 2.2 bytes; the rest is for positions, parents and weights.
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, 150_000, 1000).tolist()
-    given_ones = [make(f"t{i}", trunk + rng.integers(0, 150_000, 700).tolist()) for i in range(40)]
-    rows = rows_of(given_ones, capacity=8192)
+    trajectories = [make(f"t{i}", trunk + rng.integers(0, 150_000, 700).tolist()) for i in range(40)]
+    rows = rows_of(trajectories, capacity=8192)
     out = save_packed(rows, tmp_path / "packed")
     size = sum(path.stat().st_size for path in out.iterdir())
     assert size / sum(row.num_tokens for row in rows) <= 6
@@ -170,6 +176,7 @@ with directory.finished_directory(pathlib.Path("trie"), overwrite=True) as tempo
 
 @pytest.mark.parametrize(
     ("patch", "last"),
+    # An overwrite writes a temporary directory, moves the old output away, and moves the new one to its place.
     [
         ("", "die()"),
         ("directory._swap = die", "pass"),
@@ -183,6 +190,7 @@ def test_a_run_killed_at_any_point_can_be_repeated(tmp_path: Path, patch: str, l
     code = KILLED.format(patch=patch, last=last)
     killed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False)
     assert killed.returncode == -9
+    # The killed run has left a temporary or a moved directory, which the next run must remove.
     assert len(list(tmp_path.iterdir())) > 1
     save_trie(build_trie([make("b", [3, 4])]), tmp_path / "trie")
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
@@ -191,6 +199,7 @@ def test_a_run_killed_at_any_point_can_be_repeated(tmp_path: Path, patch: str, l
 
 def test_an_output_that_a_killed_swap_moved_away_is_not_overwritten_unasked(tmp_path: Path) -> None:
     out = save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    # The state between the two moves of an overwrite. Linux has no process 999999999, so the run is over.
     out.rename(tmp_path / ".trie.old-999999999")
     with pytest.raises(TreepackError, match="exists; choose another --out"):
         write_again(out)
@@ -198,7 +207,7 @@ def test_an_output_that_a_killed_swap_moved_away_is_not_overwritten_unasked(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_run_removes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     left = tmp_path / ".trie.partial-999999999"
     left.mkdir()
     (left / "nodes-00000.parquet").write_bytes(b"half")
@@ -254,7 +263,7 @@ def test_truncated_part_is_named(packed: Path) -> None:
 def test_altered_part_is_named(packed: Path) -> None:
     path = packed / "part-00000.parquet"
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[len(data) // 2] ^= 1  # the size stays, so only the sha256 shows the change
     path.write_bytes(data)
     with pytest.raises(TreepackError, match=r"part-00000\.parquet: was altered since it was written"):
         list(read_rows(packed))
@@ -268,6 +277,7 @@ def test_stored_sums_must_match(packed: Path, column: str, value: float) -> None
     pq.write_table(
         table.set_column(index, table.schema.field(column), pa.array([value], table.schema.field(column).type)), path
     )
+    # A manifest that fits the changed part: only the other columns of the row can show the change.
     manifest = json.loads((packed / "manifest.json").read_text())
     manifest["files"][0] |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (packed / "manifest.json").write_text(json.dumps(manifest))

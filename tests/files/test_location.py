@@ -1,4 +1,4 @@
-"""A packed directory is the same wherever it lies, and what is wrong there is one sentence."""
+"""A packed directory has the same rows in every filesystem, and every error there is one sentence."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def packed(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory(packed: Path) -> Iterator[str]:
-    """The directory in fsspec's memory."""
+    """Address of a copy of the directory in the memory filesystem of fsspec."""
     store = fsspec.filesystem("memory")
     store.put(str(packed), "/bucket/packed", recursive=True)
     yield "memory://bucket/packed"
     store.rm("/bucket", recursive=True)
 
 
-def assert_same_rows(found: PackedDataset, expected: PackedDataset) -> None:
-    assert len(found) == len(expected) > 1
+def assert_same_rows(dataset: PackedDataset, expected: PackedDataset) -> None:
+    assert len(dataset) == len(expected) > 1
+    # In reverse order, so that reading cannot rely on the rows being read from the start.
     for i in reversed(range(len(expected))):
-        assert torch.equal(found[i].input_ids, expected[i].input_ids)
-        assert torch.equal(found[i].subtree_end, expected[i].subtree_end)
-    assert found.state_dict() == expected.state_dict()
+        assert torch.equal(dataset[i].input_ids, expected[i].input_ids)
+        assert torch.equal(dataset[i].subtree_end, expected[i].subtree_end)
+    assert dataset.state_dict() == expected.state_dict()
 
 
 def test_rows_come_from_uris_and_filesystems(packed: Path, memory: str) -> None:
@@ -60,11 +61,12 @@ def test_a_copy_in_a_worker_reads_the_same(packed: Path, memory: str) -> None:
     subtree = fs.SubTreeFileSystem(str(packed.parent), fs.LocalFileSystem())
     local = PackedDataset(packed)
     for dataset in (PackedDataset(memory), PackedDataset("packed", filesystem=subtree)):
+        # The file is open now. The copy must open it again: forked processes that share a connection read garbage.
         assert len(dataset[0].input_ids) > 0
         assert_same_rows(pickle.loads(pickle.dumps(dataset)), local)
         loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
-        found = [batch.input_ids.tolist() for batch in loader]
-        assert found == [local[i].input_ids.tolist() for i in range(len(local))]
+        rows = [batch.input_ids.tolist() for batch in loader]
+        assert rows == [local[i].input_ids.tolist() for i in range(len(local))]
 
 
 def test_a_file_uri_is_checked_like_a_path(packed: Path) -> None:
@@ -83,6 +85,7 @@ def test_remote_parts_are_checked_by_size_and_pages_by_checksum(packed: Path, me
     store.pipe_file(part, whole[:-1])
     with pytest.raises(TreepackError, match=r"memory://bucket/packed/part-00000\.parquet: has \d+ bytes"):
         PackedDataset(memory)
+    # A changed byte in the middle of input_ids (column 5). The size is right, so only the page's checksum shows it.
     dataset = PackedDataset(packed)
     chunk = dataset._open("part-00000.parquet").metadata.row_group(0).column(5)
     middle = (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size // 2
@@ -94,7 +97,7 @@ def test_remote_parts_are_checked_by_size_and_pages_by_checksum(packed: Path, me
         PackedDataset(memory)
 
 
-def test_what_is_not_there_is_one_sentence(tmp_path: Path, memory: str) -> None:
+def test_a_missing_directory_is_one_sentence(tmp_path: Path, memory: str) -> None:
     cases = {
         "nowhere://bucket/packed": r"neither pyarrow nor fsspec reads nowhere://",
         "memory://bucket/other": r"memory://bucket/other: has no manifest\.json",
@@ -111,6 +114,7 @@ def test_what_is_not_there_is_one_sentence(tmp_path: Path, memory: str) -> None:
 def test_a_scheme_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.registry import known_implementations
 
+    # fsspec has a list of schemes with the package of each; this one has no package.
     entry = {"class": "no_such_package.Files", "err": "Install no_such_package to access far away"}
     monkeypatch.setitem(known_implementations, "faraway", entry)
     with pytest.raises(TreepackError, match=r"faraway://packed: needs a package.*Install no_such_package"):

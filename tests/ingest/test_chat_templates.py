@@ -83,12 +83,12 @@ def calling(arguments: Any, **more: Any) -> Trajectory:
         ("{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }}{% endfor %}", "a=é"),
     ],
 )
-@pytest.mark.parametrize("given_arguments", ['{"a": "é"}', {"a": "é"}])
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
 def test_tool_call_arguments_take_the_form_that_the_template_renders(
-    bare: Any, rendering: str, expected: str, given_arguments: Any
+    bare: Any, rendering: str, expected: str, arguments: Any
 ) -> None:
     tokenizer = with_template(bare, START + rendering + END)
-    (sample,) = samples(calling(given_arguments), tokenizer)
+    (sample,) = samples(calling(arguments), tokenizer)
     assert trained_texts(sample, tokenizer) == [expected + "<|im_end|>"]
 
 
@@ -112,12 +112,12 @@ def insists(condition: str) -> str:
     ],
 )
 @pytest.mark.parametrize("rendering", ["{{ call.function.arguments }}", "{{ call.function.arguments | tojson }}"])
-@pytest.mark.parametrize("given_arguments", ['{"a": "é"}', {"a": "é"}])
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
 def test_arguments_are_never_printed_twice_encoded_whatever_a_template_insists_on(
-    bare: Any, condition: str, rendering: str, given_arguments: Any
+    bare: Any, condition: str, rendering: str, arguments: Any
 ) -> None:
     tokenizer = with_template(bare, insists(condition) + START + rendering + END)
-    (sample,) = samples(calling(given_arguments, tools=TOOLS), tokenizer)
+    (sample,) = samples(calling(arguments, tools=TOOLS), tokenizer)
     assert trained_texts(sample, tokenizer) == ['{"a": "é"}<|im_end|>']
 
 
@@ -142,8 +142,8 @@ def test_each_of_several_templates_is_probed(bare: Any) -> None:
     }
     tokenizer = with_template(bare, templates)
     for tools in (None, TOOLS):
-        for given_arguments in ('{"a": 1}', {"a": 1}):
-            (sample,) = samples(calling(given_arguments, tools=tools), tokenizer)
+        for arguments in ('{"a": 1}', {"a": 1}):
+            (sample,) = samples(calling(arguments, tools=tools), tokenizer)
             assert trained_texts(sample, tokenizer) == ['{"a": 1}<|im_end|>']
 
 
