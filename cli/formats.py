@@ -9,9 +9,9 @@ import click
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def formats(name: str | None, as_json: bool) -> None:
-    """List the formats that rollouts are read in, and what each keeps; with NAME, print all facts of one format.
+    """List the formats of rollouts and the information that each keeps. With NAME, print all facts of one format.
 
-    A format is recognised by content; --format NAME of build-trie and stats insists on one.
+    The content of a file decides its format. --format NAME of build-trie and stats requires one format.
     """
     import json
 

@@ -279,7 +279,7 @@ def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:
     path.write_text('{"x": 1, "y": 2}')
     with pytest.raises(TreepackError) as caught:
         list(read_trajectories([path]))
-    expected = f"{path}:1: is of no known format, with the fields x, y; "
+    expected = f"{path}:1: has no known format, but the fields x, y; "
     expected += "'treepack formats' lists the formats and their fields"
     assert str(caught.value) == expected
     with pytest.raises(TreepackError) as caught:

@@ -10,7 +10,7 @@
         read=read,
     )
 
-`requires` lists alternatives. A record is of the format if it has all fields of at least one alternative:
+`requires` lists alternatives. A record has the format if it has all fields of at least one alternative:
 
     "state.history": OBJECTS          the field `history` of the object `state` is a list of objects
     ("messages", "ticks"): ANY        at least one of these fields is present
@@ -160,14 +160,14 @@ class Format:
         assert (self.read is None) != (self.read_file is None), self.name
 
     def matches(self, value: dict[str, Any]) -> bool:
-        """Return whether the record `value` is of this format."""
+        """Return whether the record `value` has this format."""
         return has_fields(value, self.requires)
 
     def check(self, record: Record) -> None:
-        """Refuse a record that is not of this format.
+        """Refuse a record that does not have this format.
 
         Raises:
-            TreepackError: `record` lacks a required field, or the field is of another kind.
+            TreepackError: `record` lacks a required field, or the field has another kind.
         """
         if not self.matches(record.value):
             raise TreepackError(f"{record.source}: {self._refusal(record.value)}")
@@ -176,7 +176,7 @@ class Format:
         """Read the `records` of one file.
 
         Raises:
-            TreepackError: a record is not of this format, or its fields contradict each other.
+            TreepackError: a record does not have this format, or its fields contradict each other.
         """
         if self.read_file is not None:
             yield from self.read_file(self._checked(records), options)
@@ -196,9 +196,11 @@ class Format:
         form = f"{self.recognised_by.replace('`', '')} (format {self.name})"
         if callable(self.requires):
             return f"is not a record of {self.program}; expected {form}"
+        # {"messages": 7} is closest to the alternative with `messages`, so the message is about this field.
         closest = max(self.requires, key=lambda fields: _num_present(value, fields))
         names, kind = next((names, kind) for names, kind in closest.items() if not _has_field(value, names, kind))
         names = (names,) if isinstance(names, str) else names
+        # If one of several names is present, its value is wrong; if none is, the field is missing.
         for name in names:
             if (field := _field(value, name)) is not MISSING:
                 return f"{name} is {shown(field)}; expected {kind.text} (format {self.name})"

@@ -224,7 +224,7 @@ def read_parts(
         else:
             records = (record for piece in file_pieces for record in piece.records())
             yield from map(Done, batched(file_format.trajectories(records, options)))
-    # A folder in which no file is of a known format is a wrong folder, not a folder with extra files.
+    # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
     if unknown and len(unknown) == len(files):
         raise unknown[0]
 
@@ -240,14 +240,14 @@ def check_format(name: str) -> None:
 
 
 class UnknownFormatError(TreepackError):
-    """A record is of no known format."""
+    """No format matches a record."""
 
 
 def detect_format(record: Record) -> str:
     """Return the name of the first format in `FORMATS` that `record` matches.
 
     Raises:
-        UnknownFormatError: the record is of no known format; the message lists its fields.
+        UnknownFormatError: no format matches; the message lists the fields of the record.
         TreepackError: the record is a row of a trie or packed directory.
     """
     # The columns of a packed row, and of a node of a trie. Both have token ids, so `tokens` would match them.
@@ -260,7 +260,7 @@ def detect_format(record: Record) -> str:
         if each.matches(record.value):
             return each.name
     raise UnknownFormatError(
-        f"{record.source}: is of no known format, with the fields {_list_fields(record.value)}; "
+        f"{record.source}: has no known format, but the fields {_list_fields(record.value)}; "
         "'treepack formats' lists the formats and their fields"
     )
 

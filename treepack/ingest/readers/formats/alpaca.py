@@ -37,6 +37,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     query = f"{value['instruction']}\n{details}" if details else value["instruction"]
     prompt = rounds(value.get("system"), value.get("history"), query, None, source=source)
     if isinstance(value.get("chosen"), str) and isinstance(value.get("rejected"), str):
+        # Without tools, a pair of texts becomes a pair of one message each.
         chosen, rejected = ([{"role": "assistant", "content": value[name]}] for name in ("chosen", "rejected"))
         yield from read_pair(record, prompt, chosen, rejected, options, used=USED | PAIR)
         return

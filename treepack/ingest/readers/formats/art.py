@@ -45,6 +45,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             named = {"trajectory_id": f"{record.label}/{place}", "group_id": record.source}
             yield from _read_trajectory(record, member, named, options)
         return
+    # A row of a log has no id of its own.
     named = {"trajectory_id": record.label}
     if value.get("group_index") is not None:
         named["group_id"] = f"{record.path}/{value['group_index']}"  # group_index starts at 0 in every file
@@ -60,12 +61,14 @@ def _read_trajectory(
     )
     histories = [_history(each, source) for each in (trajectory, *more)]
     rest = without(trajectory, DROPPED)
+    # The fields of `extra` become metadata.
     rest |= {"metadata": _parsed(rest.get("metadata"), source), "extra": _parsed(trajectory.get("metrics"), source)}
     one = replace(record, value=rest | named)
     choices = [item for items, _ in histories for item in items if "message" in item]
     if not choices:
         yield Skipped(source, "no message that the model wrote")
         return
+    # Ids of some choices only would mix two tokenisations in one trajectory, so then all are read as text.
     calls = [_token_call(choice) for choice in choices]
     if all(call is not None for call in calls):
         yield from read_calls(one, [call for call in calls if call is not None], options)

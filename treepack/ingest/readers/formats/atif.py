@@ -35,7 +35,9 @@ from treepack.ingest.readers.records import NoObjectError, Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Chat, Skipped, Trajectory
 
+# The sources of ATIF -> the roles of chat.
 ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+# Fields of a document that are read, or that repeat the steps.
 TOP = frozenset({"schema_version", "trajectory_id", "agent", "steps", "final_metrics"})
 LINKS = frozenset({"continued_trajectory_ref", "subagent_trajectories"})
 MAIN = "trajectory.json"
@@ -47,7 +49,7 @@ CONTEXT_NOTE = "steps after an event of the harness, such as a summary, not used
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of `record`, named after the trial or the session, and those of embedded agents.
+    """Read the trajectories of `record`, named after the trial or the session, and of its embedded agents.
 
     Raises:
         TreepackError: steps of another kind, token ids that contradict each other, or several rewards.
@@ -59,6 +61,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if path is None:
         yield from _read_document(record, {}, options)
         return
+    # steps/<name>/agent/trajectory.json -> the step <name>; agent/trajectory.json -> the whole trial
     step = Path(record.path).parent.parent
     is_step = step.parent.name == "steps"
     part = _step_result(result, step.name, record.source) if is_step else result
@@ -68,6 +71,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     main = beside(record, MAIN)
     if not _is_in_details(part, main, str(path)):
         yield from _read_document(record, described, options)
+    # The result has the ids of the whole trial: only its main file yields them, and other files are skipped.
     elif main is not None and main.name == Path(record.path).name:
         yield from _read_details(Record(str(path), str(path), described), part, options)
     else:
@@ -126,6 +130,7 @@ def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
         raise TreepackError(
             f"{source}: rollout_details has different numbers of prompts and completions; expected one of each per call"
         )
+    # Log-probabilities are optional, but they cannot be assigned to calls if their number differs.
     if not isinstance(logprobs, list) or len(logprobs) != len(prompts):
         logprobs = [None] * len(prompts)
     calls = zip(prompts, completions, logprobs, strict=True)
@@ -147,6 +152,7 @@ def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) 
     slim = replace(record, value=described)
     trained = [step for step in steps if _is_trained(step)]
     with_ids = [step for step in trained if _has_ids(step)]
+    # Ids of some steps only would mix two tokenisations in one trajectory, so then all are read as text.
     if trained and len(with_ids) == len(trained):
         yield from read_calls(slim, [_token_call(step) for step in trained], options)
     else:
@@ -235,6 +241,7 @@ def _result(result: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, An
     """Return the message with the result of a call, or with the result of an action that was not a tool call."""
     call = result.get("source_call_id")
     content = result.get("content")
+    # An action that was not a tool call: its result is what the user says next.
     if call is None:
         return {"role": "user", "content": content}
     name = next((each.get("function_name") for each in calls if each.get("tool_call_id") == call), None)
@@ -277,6 +284,7 @@ def _reward(result: dict[str, Any], source: str, options: ReadOptions) -> float 
     rewards = verdict.get("rewards") if isinstance(verdict, dict) else None
     if not rewards:
         return None
+    # {"reward": 1.0, "tests": 3} -> 1.0, {"tests": 3} -> 3, {"a": 1, "b": 2} -> refused by reward_of
     if isinstance(rewards, dict) and options.reward_key is None:
         rewards = rewards.get("reward", next(iter(rewards.values())) if len(rewards) == 1 else rewards)
     return reward_of({"reward": rewards}, source, reward_key=options.reward_key)[0]

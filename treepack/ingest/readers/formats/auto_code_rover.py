@@ -29,6 +29,7 @@ from treepack.trajectory import Chat, Skipped, Trajectory
 # "conversation_round_12.json.gz" -> 12, and "sympy__sympy-1_2024-04-06_13-51-50" -> "sympy__sympy-1"
 ROUND = re.compile(r"conversation_round_(\d+)\.json(\.gz|\.zst)?")
 TIME = re.compile(r"_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d$")
+# Any other field makes it a record of another format, which a list of messages is not.
 FIELDS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name"})
 
 
@@ -52,6 +53,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     messages = [row.value for row in rows]
     rounds = _rounds(path)
     this_round = ROUND.fullmatch(Path(path).name)
+    # Round 2 of rounds 0, 1, 2, 3 -> the path of round 3.
     later = next((each for number, each in rounds if this_round is not None and number > int(this_round[1])), None)
     if later is not None and _shared(messages, later) == len(messages):
         yield Skipped(path, f"beginning of {later.name}")
@@ -77,7 +79,7 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
 
 
 def _shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
-    """Count the first `messages` that equal those of the file at `path`, whose first `start` messages are ignored."""
+    """Count the first `messages` that equal the messages of the file at `path` from message `start`."""
     others = islice(read_records(str(path)), start, None)
     pairs = zip(messages, (record.value for record in others), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -30,6 +30,7 @@ from treepack.ingest.readers.messages import (
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
+# Fields that become content; the others are metadata.
 USED = frozenset({"messages", "prompt", "completion", "tools", "chat_template_kwargs"})
 
 
@@ -51,6 +52,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         prompt, completion = value.get("prompt"), value.get("completion")
         if prompt is None or completion is None:
             raise TreepackError(f"{source}: has no messages; expected messages, or prompt and completion")
+        # Text has no turns, so no chat template is applied to it.
         if isinstance(prompt, str) and isinstance(completion, str):
             yield describe(record, Text(prompt, completion), used={"prompt", "completion"}, options=options)
             return

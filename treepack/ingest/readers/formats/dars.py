@@ -23,6 +23,7 @@ from treepack.ingest.readers.trajectories import conversation
 from treepack.ingest.readers.trees import leaf_paths
 from treepack.trajectory import Skipped, Trajectory
 
+# The tree, and the bookkeeping of the search, which repeats it.
 USED = frozenset({"root", "node_count", "iterations", "current_node_id", "node_id_stack"})
 CHECKPOINTS = (".cur", ".prev")  # `x.cur.root` and `x.prev.root` are copies of an unfinished `x.root`
 BY_PROGRAM = "Auto-submitting"  # the thought in a submission by the program, not by the model
@@ -68,12 +69,14 @@ def _is_alternative(node: dict[str, Any]) -> bool:
 
 def _message(node: dict[str, Any]) -> dict[str, Any]:
     message = {"role": node.get("role"), "content": node.get("content")}
+    # Every other assistant message on a path is a real turn of that path.
     trained = not node.get("is_demo") and node.get("thought") != BY_PROGRAM and not _is_alternative(node)
     return message if trained else message | {"loss": False}
 
 
 def _asking_messages(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the conversation that the alternative at the end of `path` answered; only that answer is trained."""
+    # [system, user, answer with expansion_prompt] -> [system, user + request, answer]
     *before, node = path
     messages = [_message(each) | {"loss": False} for each in before]
     request = str(node["expansion_prompt"])

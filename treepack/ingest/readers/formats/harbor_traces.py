@@ -28,6 +28,7 @@ from treepack.trajectory import Skipped, Trajectory
 FIRST = "episode-0"
 MAIN = "main"
 TOOLS_MARK = "<tools>"  # the first message starts with it if the export embedded the tools
+# Fields that are read under another name, or that `FORMAT.dropped` lists.
 KNOWN = frozenset(
     """
     conversations conversations_sharegpt task trial_name episode result tool_definitions trace_source run_id date
@@ -72,7 +73,7 @@ def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator
     if not calls:
         yield Skipped(rows[0].source, "no message that the model wrote")
         return
-    # The last row knows the result of the trial.
+    # Only the last row has the result of the trial.
     described = {
         **without(value, KNOWN),
         "trajectory_id": name,
@@ -85,12 +86,14 @@ def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator
 def _call(row: dict[str, Any], end: int) -> ChatCall:
     """Return the call that wrote the message before `end`."""
     messages = row["conversations"][:end]
+    # Tools in the first message and in `tools` would appear twice in the prompt.
     embedded = any(str(message.get("content")).startswith(TOOLS_MARK) for message in messages[:1])
     return ChatCall(messages[:-1], messages[-1:], None if embedded else row.get("tool_definitions") or None)
 
 
 def _result(result: Any) -> dict[str, Any]:
     """Return the reward, or the name of the error that ended the trial."""
+    # "1.0" -> reward 1.0, "AgentTimeoutError" -> error "AgentTimeoutError"
     try:
         return {"reward": float(result)}
     except (TypeError, ValueError):

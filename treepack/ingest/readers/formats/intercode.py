@@ -27,6 +27,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 BLOCKED = "blocked"  # the action if the model gave no reply; it has no observation
 OUT_OF_TURNS = "EXCEEDED MAX TURNS: submit"  # the thought in a submission by the program, not by the model
+# Fields of an episode that are read under another name, and `info`, which repeats the reward.
 USED = frozenset({"query", "turn_history", "summary", "task_id", "dataset", "info"})
 
 
@@ -75,6 +76,7 @@ def _messages(episode: dict[str, Any], source: str) -> list[dict[str, Any]]:
     # actions [ls, submit], observations [a.txt] -> query, ls, a.txt, submit
     for turn, action in enumerate(actions):
         thought = thoughts[turn] if turn < len(thoughts) else None
+        # After these turns the program acts alone.
         if thought == OUT_OF_TURNS or (action == BLOCKED and turn >= len(observations)):
             break
         content = action if thought is None else f"Thought {turn + 1}: {thought}\nAction {turn + 1}: {action}"

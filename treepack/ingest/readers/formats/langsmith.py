@@ -68,6 +68,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     for record in records:
         for name, run in _nested(record):
             trace = traces.setdefault(name, _Trace(replace(record, value={})))
+            # The example and the feedback of the root describe the whole trace.
             is_root = run.get("parent_run_id") is None
             trace.example = (run.get("reference_example_id") if is_root else None) or trace.example
             scores = _scores(run, record.source)
@@ -117,6 +118,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
     calls: list[ChatCall] = []
     models: dict[str, None] = {}
     outer = ""
+    # Exports are in any order; dotted_order sorts by time, a parent before its children.
     for source, run in sorted(
         trace.runs, key=lambda item: str(item[1].get("dotted_order") or item[1].get("start_time"))
     ):
@@ -226,6 +228,7 @@ def _by_parts(message: Message) -> list[Message]:
     parts = message.get("content")
     if not is_messages(parts):
         return [message]
+    # content [thinking, text, tool_use] -> {"thinking": [..], "text": [..], "tool_use": [..]}
     kinds: dict[str, list[dict[str, Any]]] = {}
     for part in parts:
         kinds.setdefault(str(part.get("type")), []).append(part)

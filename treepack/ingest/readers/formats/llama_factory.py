@@ -59,6 +59,7 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
     return done
 
 
+# The first message decides: plain chat has text there, or parts with `text` in place of `value`.
 IN_PARTS = first({"content": first({"type": ANY, "value": ANY})})
 FORMAT = Format(
     name="llama-factory",

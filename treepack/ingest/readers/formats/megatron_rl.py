@@ -27,16 +27,18 @@ from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Float64, Skipped, Trajectory
 
 LAST_NOTE = "the last token has no log-probability and is not trained"
+# Bookkeeping of the sampler, and fields that become calls.
 DROPPED = frozenset(
     """
     policy_epoch kv_cache_epoch num_evictions trajectory generation_mask logprobs advantage_override
     """.split()
 )
+# Fields of the group that its rollouts do not inherit.
 GROUP = frozenset({"rollouts", "batch_id", "index_in_batch", "uid"})
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of a group, `<record>/<place>`, or those of the one rollout.
+    """Read the trajectories of a group, `<record>/<place>`, or of a single rollout.
 
     Raises:
         TreepackError: turns, masks and log-probabilities that contradict each other.
@@ -77,6 +79,7 @@ def _read_rollout(record: Record, options: ReadOptions) -> Iterator[Trajectory |
         notes = notes or call_notes
     rest = without(value, DROPPED)
     if rest.get("group_id") is None:
+        # The rollouts of a problem form a group, even if they are in different records.
         rest["group_id"] = rest.pop("problem_id", None)
     yield from with_notes(read_calls(replace(record, value=rest), calls, options), notes)
 
@@ -85,6 +88,7 @@ def _by_turn(value: Any, name: str, source: str) -> list[Any]:
     """Return one list per turn; a flat list belongs to the only turn."""
     if not isinstance(value, list):
         raise TreepackError(f"{source}: {name} is {shown(value)}; expected one list per turn")
+    # [[1, 2], [1, 2, 3]] -> 2 turns, [1, 2, 3] -> 1 turn
     nested = all(isinstance(each, list | np.ndarray | str) for each in value)
     return value if nested else [value]
 

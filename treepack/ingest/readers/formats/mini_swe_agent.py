@@ -30,6 +30,7 @@ from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
 EXIT = "exit"  # the role of the last message, which no model read
+# Fields of the agent and of LiteLLM that no model read.
 BOOKKEEPING = frozenset({"extra", "timestamp", "provider_specific_fields", "thinking_blocks", "annotations", "refusal"})
 UNREADABLE_NOTE = "refused reply in an unknown form not used"
 
@@ -45,11 +46,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     calls: list[ChatCall] = []
     tokens: list[TokenCall | None] = []
     history: list[dict[str, Any]] = []
+    # A logged response of the Responses API repeats the tools of its request.
     tools = next((message["tools"] for message in value["messages"] if message.get("tools")), None)
     # [system, user, assistant, user] -> one call, with 2 messages of prompt
     for message in value["messages"]:
         if message.get("role") == EXIT:
             continue
+        # The refused reply answered the same prompt as the next accepted reply.
         if (refused := _refused_reply(message, record.source, notes)) is not None:
             calls.append(ChatCall(list(history), [refused], tools))
             tokens.append(_token_call(message))

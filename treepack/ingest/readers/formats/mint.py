@@ -33,6 +33,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     success = state.get("success")
     if not isinstance(success, bool | None):
         raise TreepackError(f"{record.source}: state.success is {shown(success)}; expected true or false")
+    # Only the outcome of `state` and the name in `task` are short metadata.
     value = {
         **without(record.value, ("state", "task")),
         "trajectory_id": record.label if group is None else f"{group}/{record.label}",

@@ -7,7 +7,7 @@
 The id of a block identifies the block and all blocks before it, so requests share exactly the blocks with equal ids.
 The tokens made here share in the same way: a block repeats its hash id, and the output repeats an id that no other
 request of the file has. These tokens are for counting only. Blocks have 512 tokens (Mooncake) or 16 (Bailian); the
-number of blocks tells which. The last block may be short, or missing.
+number of blocks decides. The last block may be short, or missing.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         raise TreepackError(
             f"{source}: hash_ids has the id {hashes.max()}; number the blocks from 0 to {FIRST_OWN_ID - 1}"
         )
+    # [46, 47] in blocks of 512 -> 46 repeated 512 times, then 47 repeated 512 times, cut to the input
     size = _block_size(num_input, len(hashes), source)
     tokens = np.full(num_input + num_output, _own_id(record), np.int32)
     blocks = np.repeat(hashes, size)[:num_input]
@@ -78,6 +79,7 @@ def _own_id(record: Record) -> int:
     """Return an id for the output of this request; two requests of one file never have the same id."""
     # "trace.jsonl:17" -> 17, "trace.json[3]" -> 3
     place = NUMBER.search(record.source[len(record.path) :])
+    # The line number makes ids of one file differ; the path makes equal ids in two files unlikely.
     mixed = zlib.crc32(record.path.encode("utf-8", "surrogateescape")) ^ int(place[0] if place else 0)
     return FIRST_OWN_ID + mixed % FIRST_OWN_ID
 

@@ -23,7 +23,9 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.sft_messages import calls_of_text, read_chat, read_whole_pair, rounds
 from treepack.trajectory import Skipped, Trajectory
 
+# Roles that ms-swift adds to chat.
 CALL, RESULTS = "tool_call", ("tool_response", "tool")
+# Marks of a message that decide whether it is trained.
 MARKS = ("loss", "loss_scale")
 USED = frozenset(
     """
@@ -102,6 +104,7 @@ def _merged(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]
         last = done[-1] if done and part.get("role") == done[-1].get("role") == "assistant" else None
         if last is None:
             done.append(part)
+        # Parts of one turn become one message, which has one weight.
         elif not role == CALL == before and _marks(last) != _marks(part):
             return None
         else:

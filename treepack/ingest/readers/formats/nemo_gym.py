@@ -27,6 +27,7 @@ from treepack.trajectory import Skipped, Trajectory
 TASK, ROLLOUT = "_ng_task_index", "_ng_rollout_index"
 PROMPT, GENERATION = "prompt_token_ids", "generation_token_ids"
 PLACEHOLDER = [0]  # prompt and generation of the empty message that NeMo Gym adds to an empty output
+# Fields that become calls, or that are read under another name.
 USED = frozenset({"responses_create_params", "response", TASK, ROLLOUT, "agent_ref"})
 SOME_NOTE = "token ids of some turns only, not used"
 
@@ -47,6 +48,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         return
     steps = _is_steps(response["output"])
     calls = _calls_of_steps(value, source) if steps else _calls_of_items(value, source)
+    # Media cannot be trained, and neither can a turn after them.
     if not all(is_text([*chat.prompt, *chat.response]) for chat in calls.chats):
         yield Skipped(source, MEDIA_REASON)
         return

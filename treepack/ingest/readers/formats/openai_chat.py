@@ -80,6 +80,7 @@ def _choices(exchange: Exchange, options: ReadOptions) -> Iterator[Trajectory | 
         yield from _read(record, calls, options)
         return
     for number, call in enumerate(calls):
+        # "c1" with 2 choices -> rollouts "c1/choice-0" and "c1/choice-1" of the group "c1"
         of_choice = {"group_id": exchange.name} | record.value | {"rollout_id": f"{exchange.name}/choice-{number}"}
         yield from _read(replace(record, value=of_choice), [call], options)
 
@@ -117,6 +118,7 @@ def token_call(response: dict[str, Any], choice: dict[str, Any]) -> TokenCall | 
     """Return the call of a `choice` of `response` by its token ids; None if the server added none."""
     message, extra = (_object(choice.get(name)) for name in ("message", "provider_specific_fields"))
     parts = _parts(choice)
+    # vLLM adds the ids to the response and the choice, LiteLLM to provider_specific_fields, NeMo to the message.
     holders = (response, choice, extra, message)
     prompt = next((holder["prompt_token_ids"] for holder in holders if holder.get("prompt_token_ids")), None)
     generated = next((holder["token_ids"] for holder in (choice, extra) if holder.get("token_ids")), None)

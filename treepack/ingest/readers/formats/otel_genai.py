@@ -29,6 +29,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 # Operations of an LLM call; older instrumentations name no operation.
 CALLS = (None, "chat", "generate_content", "text_completion")
+# Names of events and attributes in the conventions.
 EVALUATION = "gen_ai.evaluation.result"
 INSTRUCTIONS, INPUT, OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
 TOOLS = "gen_ai.tool.definitions"
@@ -115,6 +116,7 @@ def _spans(record: Record) -> Iterator[_TraceSpan]:
                 )
             else:
                 attributes |= event_attributes
+        # The span's own attributes come last: they replace those of its events.
         attributes |= _attributes(span.get("attributes"), source)
         yield _TraceSpan(source, str(trace), start if isinstance(start, int | float | str) else 0, attributes, scores)
 
@@ -155,6 +157,7 @@ def _unwrapped(value: Any) -> Any:
 def _calls(span: _TraceSpan) -> Iterator[ChatCall]:
     """Yield one call for each response of `span`."""
     instructions = _parsed(span, INSTRUCTIONS)
+    # Instructions are text, or a list of parts.
     parts = [{"type": "text", "content": instructions}] if isinstance(instructions, str) else instructions
     prompt = _messages([{"role": "system", "parts": parts}], span, INSTRUCTIONS) if parts else []
     prompt += _messages(_parsed(span, INPUT) or [], span, INPUT)
@@ -206,6 +209,7 @@ def _message(role: Any, parts: list[dict[str, Any]], span: _TraceSpan, name: str
         elif kind in ("text", "reasoning") and isinstance(content, str):
             key = "content" if kind == "text" else "reasoning_content"
             message[key] = message.get(key, "") + content
+        # A blob or a file: `is_text` finds the part, and the call is skipped.
         elif isinstance(kind, str) and kind not in ("text", "reasoning"):
             return {"role": role, "content": [{"type": kind}]}
         else:
@@ -252,7 +256,7 @@ FORMAT = Format(
         events.attributes.gen_ai.evaluation.score.value
     """.split(),
     dropped=(
-        "spans of tools, agents and embeddings (the calls hold what they gave)",
+        "spans of tools, agents and embeddings (the calls contain their results)",
         "blobs, files, uris and server-side tools (calls that have some are skipped)",
         "usage, finish reasons, resources",
     ),

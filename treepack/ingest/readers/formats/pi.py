@@ -31,6 +31,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 # The parent session is the path of a file, whose name ends with the id: "../2026-01-01_<uuid>.jsonl" -> "<uuid>"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+# Stop reasons of an incomplete message.
 FAILED = frozenset({"aborted", "error"})
 # Entries of these types add nothing to a prompt.
 NO_CONTEXT = frozenset({"session", "model_change", "thinking_level_change", "custom", "label", "session_info"})
@@ -92,6 +93,7 @@ def _chains(entries: dict[str, Record]) -> tuple[list[_Chain], tuple[str, ...], 
             notes[FAILED_NOTE] = None
             continue
         num_calls += 1
+        # Without a chain to extend, the prompt is the whole path.
         between, before = _since_last_call(entries, record)
         # A second call after the same call is a branch: pop() leaves no chain to continue, so it starts a new one.
         chain = ends.pop(before, None) if before is not None else None
@@ -148,6 +150,7 @@ def _entries(records: list[Record]) -> dict[str, Record]:
         value = record.value
         if value.get("type") == "session":
             raise TreepackError(f"{record.source}: begins a second session; put each session into a file of its own")
+        # Version 1: entries 1, 2, 3 -> ids "1", "2", "3", each the parent of the next.
         if not isinstance(value.get("id"), str):
             kept = value.get("firstKeptEntryIndex")
             value = value | {
@@ -172,6 +175,7 @@ def _prompt(entries: dict[str, Record], last: Record) -> list[dict[str, Any]]:
         parent = entries[parent].value.get("parentId")
     path.reverse()
     # [a, b, compaction that keeps b, c] -> [summary, b, c]; a cycle of parents ends at `seen`.
+    # The summary of the last compaction replaces everything before the entries that it kept.
     compactions = [place for place, record in enumerate(path) if record.value.get("type") == "compaction"]
     messages: list[dict[str, Any]] = []
     if compactions:

@@ -32,8 +32,10 @@ from treepack.trajectory import Skipped, Trajectory
 
 IDS_OF = ("token_ids", "input_ids")
 MASKS_OF = ("loss_mask", "mask")
+# One weight per token for each part of the loss: policy, cross-entropy, KL to a reference.
 STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
 LENGTHS = ("sequence_lengths", "seq_lens")
+# Settings of the sampler, and metrics that the trainer computes from the other fields.
 DROPPED = frozenset(
     """
     temperatures routed_experts mm_kwargs mm_token_type_ids position_ids env_names rank micro_step
@@ -44,7 +46,7 @@ DROPPED = frozenset(
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the one trajectory of a sample or an export, or those of a micro batch, `<record>/sequence-<k>`.
+    """Read the one trajectory of a sample or an export, or all trajectories of a micro batch, `<record>/sequence-<k>`.
 
     Raises:
         TreepackError: weights or lengths that do not fit the tokens, or an error of the `tokens` reader.
@@ -99,6 +101,7 @@ def _weights(value: dict[str, Any], num_tokens: int, source: str) -> tuple[Any, 
         if len(weights) != num_tokens:
             raise TreepackError(f"{source}: {name} has {len(weights)} values; expected {num_tokens}, one per token")
         weights = weights * rl_weights
+    # No token has a weight in the policy loss, so the sample trains by cross-entropy.
     if not weights.any() and streams["ce_weights"] is not None and streams["ce_weights"].any():
         used, weights = "ce_weights", streams["ce_weights"]
     others = (name for name, stream in streams.items() if name != used and stream is not None and stream.any())

@@ -3,7 +3,7 @@
     {"input_ids": [5, 6, 8], "target_ids": [6, 7, 9], "loss_mask": [false, true, true], "position_ids": [0, 1, 0],
      "seq_lens": [2, 1]}                                                                    =>  5 6 7      8 9
 
-The mask of a position tells whether its target is trained. A sequence is its inputs and its last target. Padding after
+A target is trained if the mask at its position is true. A sequence is its inputs and its last target. Padding after
 the last sequence, where the positions start again, is removed.
 """
 
@@ -26,6 +26,7 @@ from treepack.ingest.readers.token_fields import mask_values
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory, as_token_ids
 
+# Fields that become sequences, and media, which are skipped.
 DROPPED = frozenset("input_ids target_ids loss_mask position_ids seq_lens mm_kwargs mm_token_type_ids".split())
 
 
@@ -54,6 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     rest = without(value, DROPPED)
     for number, (stop, size) in enumerate(zip(ends, lengths, strict=True), 1):
         start, end = stop - size, stop - (padding if number == len(lengths) else 0)
+        # An empty sequence, or padding only.
         if start == end:
             continue
         if not np.array_equal(targets[start : end - 1], ids[start + 1 : end]):

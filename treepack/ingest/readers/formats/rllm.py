@@ -23,6 +23,7 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
 
+# Fields that are read under another name, or that `FORMAT.dropped` lists.
 KNOWN = frozenset(
     """
     id episode_id task task_hash termination_reason is_correct session_id trajectories metrics info metadata
@@ -71,6 +72,7 @@ def _described(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str,
     return {
         **without(episode | trajectory, KNOWN),
         "step": episode.get("training_step"),
+        # An episode that only judges right or wrong: true -> 1.0
         "reward": float(correct) if reward is None and isinstance(correct, bool) else reward,
         "is_correct": correct,
         "termination_reason": episode.get("termination_reason"),

@@ -24,6 +24,7 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
+# Fields that are read under another name, or that `FORMAT.dropped` lists.
 KNOWN = frozenset(
     """
     trace_id session_id model messages prompt_token_ids response_message logprobs completion_token_ids
@@ -55,6 +56,7 @@ def _read_session(session: str, traces: list[Record], options: ReadOptions) -> I
     names = {"rollout_id": session, "model": first.get("model") or None, "weight_version": last.get("weight_version")}
     more = without(first, KNOWN)
     one = replace(traces[0], value=more | (known if isinstance(known, dict) else {}) | names)
+    # Ids of some calls only would mix two tokenisations in one trajectory, so then all are read as text.
     if not all(trace.value.get("completion_token_ids") for trace in traces):
         chats = [_chat_call(trace) for trace in traces]
         yield from read_chats(one, chats, options)

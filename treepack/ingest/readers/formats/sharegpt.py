@@ -35,10 +35,12 @@ ROLES = {
 }
 CALL = "function_call"
 PAIRS = ({"from", "value"}, {"role", "content"})
+# Marks of a message that decide whether, and how much, it is trained.
 KEPT = ("weight", "loss", "loss_scale")
 USED = frozenset({"conversations", "system"})
+# A pair has these two fields besides the common conversation.
 PAIR = frozenset({"chosen", "rejected"})
-# Rows with both fields are of harbor-traces: each row repeats the start of the conversation, so they are no samples.
+# Rows with both fields have the format harbor-traces: each row repeats the start of one conversation.
 FIELDS_OF_HARBOR = ("trial_name", "episode")
 
 

@@ -38,6 +38,7 @@ OF_RESPONSE = tuple(
     loss_mask response_mask rollout_logprobs action_log_probs base_action_log_probs advantages
     """.split()
 )
+# Fields that describe the whole batch, so they are no columns.
 WHOLE_BATCH = frozenset({"rollout_metrics", "trajectory_time_splits", "trajectory_generation_times", "env_metrics"})
 DROPPED = frozenset({"rollout_expert_indices", "router_padding_mask", "values", "returns", "kl", *MEDIA})
 
@@ -75,6 +76,7 @@ def _described(row: dict[str, Any], record: Record, number: int) -> dict[str, An
     group, place = row.get("uids"), f"{record.label}[{number}]"
     if isinstance(name, dict):
         group = name.get("instance_id")
+        # {"instance_id": "q7", "repetition_id": 2} -> "q7/2" in the group "q7"
         name = f"{group}/{name.get('repetition_id')}"
     return rest | {
         "trajectory_id": place if name is None else name,

@@ -23,10 +23,12 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
+# Fields of a tokenised sample; the reader of chats would count them as not used.
 OF_TOKENS = frozenset({"tokens", "response_length", "loss_mask", "rollout_log_probs"})
 # Statuses of samples that the sampler did not complete.
 UNFINISHED = frozenset({"pending", "aborted"})
 TEXT = frozenset({"prompt", "response", "apply_chat_template_kwargs"})
+# Bookkeeping of the sampler, and fields that are read under another name.
 DROPPED = frozenset(
     """
     rollout_top_p_token_ids rollout_top_p_token_offsets rollout_routed_experts teacher_log_probs weight_versions

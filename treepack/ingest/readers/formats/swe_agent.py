@@ -31,6 +31,7 @@ from treepack.trajectory import Skipped, Trajectory
 REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", "tags", "cache_control"})
 # Fields of `info` that repeat the edits, or belong to another model.
 REPEATED = frozenset({"submission", "edited_files30", "edited_files50", "edited_files70", "review", "chooser"})
+# The first words of a message that the program wrote in the model's name.
 GAVE_UP = ("Exit due to", "Exiting due to")
 UNKNOWN_PROMPT = "call whose prompt is not in the file not used"
 UNKNOWN_REPLY = "refused reply whose tool calls are not in the file not used"
@@ -45,6 +46,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     folder, task = folder_and_document(record)
     name = f"{folder}/{task}" if folder else task
     attempts = as_objects(record.value.get("attempts"), source=record.source, name="attempts")
+    # [run, run] -> {"folder/task/attempt-0": run, "folder/task/attempt-1": run}
     runs = {f"{name}/attempt-{k}": run for k, run in enumerate(attempts)} if attempts else {name: record.value}
     for own_name, run in runs.items():
         source = record.source if run is record.value else f"{record.source}: {own_name.rpartition('/')[2]}"
@@ -130,6 +132,7 @@ def _prompt(steps: list[dict[str, Any]], number: int, source: str) -> list[dict[
         query = as_objects(step["query"], source=source, name="query")
         return [] if query == [{}] else query
     messages = as_objects(step.get("messages"), source=source, name="messages")
+    # Version 1.0: messages [.., reply, observation] -> the prompt is before the last two.
     accepted = _ends_with_step(messages, step)
     if number == 0:
         return messages[:-2] if accepted else messages

@@ -6,7 +6,7 @@
     results.json without simulations, beside simulations/<id>.json, one of them each       the same in many files
 
 Of the agent's system message, the file contains only the policy, which is used as the system message. Tool schemas are
-in the file only if the run was told to keep them. The agent does not see the tool calls of the simulated user or their
+in the file only if an option of the run kept them. The agent does not see the tool calls of the simulated user or their
 results, so they are left out. Text that no model wrote is not trained: the greeting, the messages that a task starts
 with, and the stop mark in place of the agent's last call if there is no user.
 """
@@ -30,6 +30,7 @@ from treepack.trajectory import Skipped, Trajectory
 STOP = "###STOP###"
 FOLDER = "simulations"
 TRUNCATED_NOTE = "call with a prompt cut to a budget of tokens read with its whole prompt"
+# Fields of a simulation that are read under another name.
 USED = frozenset({"messages", "ticks", "reward_info", "id", "task_id", "trial", "policy"})
 # Times and costs of a simulation, and what other models said of it.
 DROPPED = frozenset(
@@ -54,6 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             yield from _read_simulation(record, {}, options)
         return
     simulations = as_objects(value.get("simulations"), source=source, name="simulations")
+    # A run in many files has no simulations of its own.
     parts = [replace(record, source=f"{source}: simulations[{k}]", value=each) for k, each in enumerate(simulations)]
     for path in [] if simulations else _simulation_files(record):
         parts.append(replace(record, source=str(path), value=read_document(path)))
@@ -128,6 +130,7 @@ def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: s
                 seen.append({"role": role, "content": message.get("content")})
         else:
             said = _said(message, names, source)
+            # The agent's first message is fixed text of the benchmark.
             greeting = not has_user and not message.get("tool_calls")
             if role == "assistant" and (number < num_scripted or greeting or message.get("content") == STOP):
                 said["loss"] = False

@@ -26,6 +26,7 @@ from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids
 
 MASKED_METRIC = "parse_error_masked"  # tinker does not train a transition with this metric
+# Fields of the group that its trajectories do not inherit.
 GROUP = ("trajectories_G", "final_rewards_G", "metrics_G", "rollout_errors")
 
 
@@ -51,6 +52,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     for place, (member, final) in enumerate(zip(members, finals, strict=True)):
         fields = rest | {"group_id": source} | member | {"trajectory_id": f"{record.label}/{place}"}
         one = replace(record, value=fields)
+        # final_rewards_G may be a numpy array.
         final = as_number(float(final) if isinstance(final, np.floating) else final, source=source, name="final reward")
         yield from _read_trajectory(one, member, final, options)
 
@@ -72,6 +74,7 @@ def _read_trajectory(
         metrics = step.get("metrics")
         masked = isinstance(metrics, dict) and bool(metrics.get(MASKED_METRIC))
         values: dict[str, Any] = {"rollout_log_probs": action.get("maybe_logprobs")}
+        # The mask is 0 on the response, so the transition stays context of later ones.
         if masked and isinstance(sampled, list):
             values["loss_mask"] = [0] * len(sampled)
         calls.append(TokenCall(prompt, sampled, values))
@@ -104,7 +107,7 @@ FORMAT = Format(
         trajectories_G.transitions.metrics trajectories_G.stop_reason
     """.split(),
     dropped=(
-        "final_ob (nothing was sampled behind it)",
+        "final_ob (nothing was sampled after it)",
         "episode_done, ac.stop_reason and logs",
         "metrics_G and rollout_errors",
         "chunks that are not text (rollouts that have some are skipped)",

@@ -25,7 +25,9 @@ from treepack.ingest.readers.token_fields import number_values
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Float64, Skipped, Trajectory, as_token_ids
 
+# Loss functions of Tinker name their weights differently.
 WEIGHTS = ("mask", "weights")
+# Names of Tinker -> names of the reader of tokens.
 VALUES = {"logprobs": "rollout_log_probs", "advantages": "advantages"}
 
 

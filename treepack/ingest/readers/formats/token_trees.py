@@ -38,9 +38,11 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     rest = without(value, ("nodes", "prompt_ids", "completions"))
     notes: set[str] = set()
     for leaf, fields in enumerate(leaves):
+        # All leaves of a tree have the same group, because they answer the same task.
         named = {"trajectory_id": f"{record.label}/leaf-{leaf}", "group_id": record.source}
         for item in tokens.read(replace(record, value=named | rest | fields), options):
             if isinstance(item, Trajectory):
+                # A note that every path repeats is counted once.
                 item = replace(item, notes=tuple(note for note in item.notes if note not in notes))
                 notes.update(item.notes)
             yield item
@@ -60,7 +62,7 @@ def _mask(values: Any, num_tokens: int, where: str) -> Any:
 
 
 def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each path, for the reader of tokens."""
+    """Yield the fields of each path under names that the reader of tokens reads."""
     nodes, source = record.value["nodes"], record.source
     paths = graphs.before(nodes, source=source)
     ids = graphs.ids_of(nodes, source=source)

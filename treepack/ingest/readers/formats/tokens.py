@@ -5,7 +5,7 @@
     response                           x  x  x  x  x  x  x                   one per token of the response
     trained                            x  x        x  x  x                   one per trained token, in order
 
-The number of values of a field tells which tokens they belong to. A number that fits no row of the picture is refused,
+The tokens of a field follow from the number of its values. A number that fits no row of the picture is refused,
 and so is a number that fits two rows that place the values differently. Padding that an attention mask marks is
 removed. Every check is one numpy pass over the record; no Python loop runs over tokens.
 """
@@ -299,8 +299,7 @@ def _at_trained(values: Float64, name: str, mask: Mask, layout: _FieldLayout) ->
     `values` has one value per token, one per token of the response, or one per trained token.
 
     Raises:
-        TreepackError: another number of values, or a number that fits the response and the trained tokens but places the
-            values differently.
+        TreepackError: another number of values, or a number that fits two of these and places the values differently.
     """
     # The first token of a sequence is never predicted, so it has no term even if the mask marks it.
     trained: Int64 = np.flatnonzero(mask)
@@ -360,7 +359,7 @@ def _logprobs(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) ->
 
 
 def _advantages(fields: tf.Fields, mask: Mask, layout: _FieldLayout) -> tuple[float | None, Float64 | None]:
-    """Return the advantage of the trajectory, or those of its trained tokens; at most one of the two."""
+    """Return the advantage of the trajectory, or the advantages of its trained tokens; at most one of the two."""
     advantages = fields.get(tf.ADVANTAGE)
     if advantages is None:
         return None, None
@@ -387,7 +386,7 @@ FORMAT = Format(
     ],
     checked="none",
     used="input_ids loss_mask logprobs reward group_id".split(),
-    dropped=("what has no name in [inputs](inputs.md#tokens) and is no short metadata",),
+    dropped=("fields without a name in [inputs](inputs.md#tokens) that are no short metadata",),
     keeps=EVERYTHING,
     read=read,
 )

@@ -25,6 +25,7 @@ from treepack.ingest.readers.trees import leaf_paths
 from treepack.trajectory import Skipped, Trajectory
 
 ANSWER_ACCEPTED = 3  # observation_code of a Finish call that gives an answer; 4 is giving up
+# Fields that become messages, and options of the search.
 USED = frozenset({"tree", "answer_generation", "forward_args", "compare_candidates"})
 
 
@@ -79,6 +80,7 @@ class _SearchStep:
 
     def call(self, arguments: str, observation: Any) -> None:
         """End a turn with its call and, if there is one, the call's result."""
+        # Call 7 -> "call00007"
         call_id = f"call{self.num_calls:05}"
         call = {"id": call_id, "type": "function", "function": {"name": self.action, "arguments": arguments}}
         self.messages.append({"role": "assistant", "content": self.thought, "tool_calls": [call]})
@@ -115,6 +117,7 @@ def _messages(path: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
 def _reward(path: list[dict[str, Any]]) -> float:
     if len(path) < 2:
         return 0.0
+    # The last nodes are Action "Finish" and its Action Input.
     action, leaf = path[-2], path[-1]
     answered = action.get("description") == "Finish" and leaf.get("observation_code") == ANSWER_ACCEPTED
     return 1.0 if answered else 0.0
@@ -130,7 +133,7 @@ FORMAT = Format(
     """.split(),
     dropped=(
         "forward_args, compare_candidates (options of the search)",
-        "what else a node says of the search",
+        "the other fields of a node",
         "answer_generation.chain, answer_generation.final_answer (repeat the winning path)",
     ),
     keeps={REWARDS, LINEAGE},

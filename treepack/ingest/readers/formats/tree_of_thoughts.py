@@ -25,6 +25,7 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import conversation, without
 from treepack.trajectory import Skipped, Trajectory
 
+# Fields that become messages and rewards, and the cost of the whole run.
 USED = frozenset({"idx", "steps", "ys", "infos", "accs", "usage_so_far"})
 DROPPED_NOTE = "candidates that the search dropped before its last step not used"
 
@@ -82,6 +83,7 @@ def _rewards(value: dict[str, Any], source: str) -> dict[str, Any]:
 def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
     """Return whether a step before the last one made candidates that it did not select."""
     for step in steps[:-1]:
+        # new_ys [a, b, c] and select_new_ys [a, c] -> b was dropped
         kept = set(_texts(step.get("select_new_ys"), "steps.select_new_ys", source))
         if not kept.issuperset(_texts(step.get("new_ys"), "steps.new_ys", source)):
             return True
@@ -91,12 +93,12 @@ def _has_dropped(steps: list[dict[str, Any]], source: str) -> bool:
 FORMAT = Format(
     name="tree-of-thoughts",
     program="Tree of Thoughts",
-    recognised_by="`idx`, `ys`, and `infos` or `accs`, beside `steps` where there was a search",
+    recognised_by="`idx`, `ys`, and `infos` or `accs`; and `steps` if there was a search",
     requires=[{"idx": ANY, "ys": LIST, ("infos", "accs"): LIST}],
     used="idx steps.x steps.new_ys steps.values steps.select_new_ys ys infos.r".split(),
     dropped=(
         "steps.ys (the selection of the step before)",
-        "accs (0 where nothing was evaluated)",
+        "accs (0 if nothing was evaluated)",
         "usage_so_far (of the whole run)",
     ),
     keeps={REWARDS, LINEAGE},

@@ -26,6 +26,7 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
+# One of these fields marks a batch of TRL; other programs name ids in the same way.
 BATCH = ("completion_mask", "tool_mask", "env_mask", "old_per_token_logps", "sampling_per_token_logps")
 DROPPED = frozenset({"prompt", "completion", "metrics", "num_items_in_batch"})
 PADDING_NOTE = "right padding removed"
@@ -39,6 +40,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     value = without(record.value, DROPPED)
     if has_fields(record.value, [SAMPLE]):
+        # Both names: the sampler's log-probabilities, which the trainer takes as its old ones.
         value["rollout_log_probs"] = value["old_log_probs"]
         yield from tokens.read(replace(record, value=value), options)
         return

@@ -37,6 +37,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         reward = float(value["label"])
     else:
         right = _labels(value["labels"], len(value["completions"]), source)
+        # ["2 + 2", "= 4"] -> "2 + 2\n= 4"
         rest["completion"] = STEP_SEPARATOR.join(value["completions"])
         reward, notes = float(all(right)), (STEPS_NOTE,)
         if not value["completions"]:

@@ -23,6 +23,7 @@ from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
+# The rewards of the two sides: only their order matters to the loss.
 SIDES = {"chosen": 1.0, "rejected": 0.0}
 
 
@@ -47,6 +48,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             if not isinstance(item, Trajectory):
                 yield item
                 continue
+            # A note on the prompt concerns both sides and is counted once.
             name, notes = f"{item.trajectory_id}/{side}", item.notes if side == "chosen" else ()
             yield replace(item, trajectory_id=name, group_id=record.source, reward=reward, notes=notes)
 

@@ -43,6 +43,7 @@ from treepack.trajectory import Skipped, Trajectory
 AGENT = "agent"  # the name that verifiers gives to the only agent of an environment
 PARTIAL_NOTE = "token ids of some messages only, all messages read as text"
 WEIGHTS_NOTE = "loss weights of nodes not used"
+# Fields that are read under another name, or that `FORMAT.dropped` lists.
 KNOWN = frozenset(
     """
     version id verifiers task agent tools nodes calls request_rewrites rewards response_rewrites metrics info
@@ -122,7 +123,7 @@ def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], nu
 
 
 def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str) -> ChatCall:
-    """Return the call of node `number`. The tools of its root come first: those of the trace may be for other paths."""
+    """Return the call of node `number`. The tools of its root come first: the trace lists the tools of all paths."""
     nodes = [trace["nodes"][each] for each in (*path, number)]
     messages = [_object(node, "message", source) for node in nodes]
     return ChatCall(messages[:-1], messages[-1:], nodes[0].get("tools") or trace.get("tools"))
@@ -130,6 +131,7 @@ def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str)
 
 def _has_media(trace: dict[str, Any], ids: list[Any], source: str) -> bool:
     """Return whether a message contains more than text, or the tokens contain a placeholder for media."""
+    # The map's keys are the ids of placeholders: {"151655": 1} -> [151655]
     places = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
     messages = [_object(node, "message", source) for node in trace["nodes"]]
     return not is_text(messages) or any(np.isin(each, places).any() for each in ids)

@@ -25,6 +25,7 @@ from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
 SUMMARY = "metadata.json"
+# Fields that become messages, and measurements of the run.
 DROPPED = frozenset(
     """
     prompt completion trajectory tool_defs oai_tools timing token_usage metrics error error_chain long_error_chain
@@ -64,6 +65,7 @@ def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[
         return
     tools = value.get("tool_defs") or value.get("oai_tools")
     calls = []
+    # A record without steps is one call itself.
     for talk in steps or [value]:
         prompt, completion = (_messages(talk, name, source) for name in ("prompt", "completion"))
         calls.append(ChatCall(prompt, completion, tools))
@@ -111,6 +113,7 @@ def _parsed(message: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 TALK_OR_NULL = Kind("text, a list of messages or null", lambda value: value is None or TALK.test(value))
+# The summary of a run, `metadata.json`, is in the folder of its results.
 RUN: Fields = {"env_id": ANY, "num_examples": ANY, "rollouts_per_example": ANY}
 FORMAT = Format(
     name="verifiers-results",

@@ -33,17 +33,19 @@ OWN = tuple(
     token_level_rewards rm_scores
     """.split()
 )
+# Fields that are objects with content if the row has media.
 MEDIA = ("multi_modal_data", "multi_modal_inputs")
 DROPPED = frozenset(
     """
     raw_prompt raw_prompt_ids routed_experts metrics turn_scores tool_rewards reward_extra_info
     """.split()
 ) | frozenset(MEDIA)
+# In order of precedence.
 SCORES = ("reward_score", "rm_scores", "token_level_scores", "token_level_rewards")
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the one trajectory of `record`, or those of a batch, named after their rows.
+    """Read the one trajectory of `record`, or one for each row of a batch, named after the row.
 
     Raises:
         TreepackError: columns of different lengths, or an error of the `tokens` reader.
@@ -102,8 +104,8 @@ FORMAT = Format(
         advantages uid __num_turns__ data_source extra_info reward_model.ground_truth
     """.split(),
     dropped=(
-        "token_level_rewards where there are scores (they are the scores less the KL penalty)",
-        "returns where there are advantages",
+        "token_level_rewards if there are scores (they are the scores less the KL penalty)",
+        "returns if there are advantages",
         "raw_prompt (text of the prompt ids)",
         "routed_experts",
         "metrics",

@@ -25,7 +25,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the trajectories of `record`; those of generated responses are named `<record>/response-<k>` from 1.
+    """Read the trajectories of `record`; a generated response is named `<record>/response-<k>`, counted from 1.
 
     Raises:
         TreepackError: fields of another kind, or messages that the `chat` reader refuses.
@@ -39,6 +39,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield from chat.read(replace(record, value=_with_thinking(rest, record)), options)
         return
     responses = _list(value.get("responses") or [], "responses", record)
+    # A data set of prompts is an input of RL, not of a trie.
     if not responses:
         yield Skipped(record.source, "prompt without a response")
         return

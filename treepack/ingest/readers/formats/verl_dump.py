@@ -16,6 +16,7 @@ from treepack.ingest.readers.format import ANY, REWARDS, TEXT, Format
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Text, Trajectory
 
+# Counted once per record, so that a user notices that a better source may exist.
 DECODED_NOTE = "text of verl's dump, decoded without special tokens"
 
 
