@@ -85,13 +85,15 @@ def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwri
     from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows
     from treepack.train.ranks import refuse_ranks
 
+    # Everything that can be refused without the model is refused first: a large model takes minutes to load.
     refuse_ranks("treepack logprobs")
     refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
     scoring = open_scoring(packed, model, options)
     for note in scoring.notes:
         click.echo(f"note: {note}", err=True)
+    # Lazy: each row is scored when it is written.
     rows = progress(scored_rows(scoring), description="scoring", total=len(scoring.dataset))
-    with finished_directory(out, overwrite=overwrite) as temporary:
+    with finished_directory(out, overwrite=overwrite) as temporary:  # `out` appears whole, or not if scoring fails
         capacity = scoring.dataset.manifest["capacity"]
         provenance = scored_provenance(scoring)
         totals = write_packed(rows, temporary, capacity=capacity, provenance=provenance)["totals"]

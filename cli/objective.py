@@ -8,9 +8,11 @@ import click
 
 from .option_groups import option_group
 
+# `model.objectives.PRESETS` in the same order, repeated because that module imports torch; a test compares them.
 LOSSES = tuple("sft ppo grpo dapo dr_grpo gspo cispo dpo".split())
 
 _NOT_NEGATIVE = click.FloatRange(min=0)
+# Without defaults, because each loss has its own, and an option that the loss does not use is refused.
 _OPTIONS = [
     click.option(
         "--loss",

@@ -30,7 +30,7 @@ class OptimiserOptions:
 def optimiser_options(*, epochs: int, lr: float) -> Callable[[F], F]:
     """Return a decorator that adds the options as the argument `optimiser`; `epochs` and `lr` are defaults."""
     at_least_0, at_least_1 = click.IntRange(min=0), click.IntRange(min=1)
-    not_negative = click.FloatRange(min=0)
+    not_negative = click.FloatRange(min=0)  # 0 is allowed for --lr: a run that only measures losses
     numbers = (
         ("--epochs", at_least_1, epochs, "Passes over the rows."),
         ("--rows-per-step", at_least_1, 8, "Rows whose gradients are summed for one update, over all ranks."),
@@ -47,4 +47,5 @@ def optimiser_options(*, epochs: int, lr: float) -> Callable[[F], F]:
     checkpointing = click.option(
         "--gradient-checkpointing", is_flag=True, help="Compute activations again in the backward pass, to save memory."
     )
+    # Betas are no option: nearly everybody uses (0.9, 0.95) for language models.
     return option_group("optimiser", [*options, checkpointing], OptimiserOptions)

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("packed")
+@click.argument("packed")  # not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows"
 @click.option(
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
     help="Causal LM directory, hub name, or config file (random weights).",
 )
+# Required, except with --verify; checked in the command.
 @click.option("--out", type=click.Path(path_type=Path), help="Directory to write the trained model to.")
 @objective_options
 @run_options
@@ -105,6 +106,7 @@ def train(
     """
     from treepack.train.options import TrainOptions
 
+    # `resume`, `tensorboard` and `plot` of `run` are for the command and not part of the options that are stored.
     options = TrainOptions(
         steps=steps,
         **asdict(optimiser),
@@ -144,6 +146,7 @@ def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> No
 
     refuse_ranks("--verify")
     run = open_verification(packed, model, options)
+    # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible.
     rows = sorted(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))[:num_rows]
     batches = [run.dataset[row].to(run.loaded.device) for row in rows]
     report = verify_gradients(run.loaded, batches, objective=options.objective, factors=run.factors(rows))
@@ -159,5 +162,8 @@ def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> No
             "tolerance": f"{report.tolerance:.0e}",
         }
     )
-    if not report.passed:
-        raise TreepackError(f"{model}: packed gradients differ from one-by-one gradients by {error:.1e} at {name}")
+    if not report.passed:  # after the table, which shows by how much
+        raise TreepackError(
+            f"{model}: packed gradients differ from one-by-one gradients by {error:.1e} at {name}; do not train this "
+            "model on packed rows with this --attention"
+        )

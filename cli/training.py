@@ -138,7 +138,7 @@ def _run_steps(
             bar.update(metrics.step - bar.n)  # a resumed run starts at its step: bar at 0, step 41 -> 41
             rates = {"tok/s": text(metrics.tokens_per_second), "flat tok/s": text(metrics.tokens_flat_per_second)}
             bar.set_postfix(loss=f"{metrics.loss:.4f}", **rates)
-            if metrics.skipped_rows:
+            if metrics.skipped_rows:  # above the bar, at the time it happens
                 _note(run.ranks, f"step {metrics.step} was skipped: not finite in rows {metrics.skipped_rows}")
     return steps
 
@@ -154,18 +154,20 @@ def _require_extras(run_options: RunOptions) -> None:
     from treepack.errors import TreepackError
 
     for name, package in (("tensorboard", "tensorboard"), ("plot", "matplotlib")):
+        # The name of the extra is also the name of the option.
         if getattr(run_options, name) and find_spec(package) is None:
             raise TreepackError(f"--{name} needs {package}, which is not installed; pip install 'treepack[{name}]'")
 
 
 def _note(ranks: Ranks, note: str) -> None:
-    if ranks.leads:
+    if ranks.leads:  # every rank makes the same notes
         click.echo(f"note: {note}", err=True)
 
 
 @contextmanager
 def _catch_sigterm() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns true after SIGTERM, so that the run ends after its current step."""
+    # A handler only records the signal. Raising in it could interrupt a save or a collective of several ranks.
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:
@@ -181,7 +183,7 @@ def _show(run: TrainingRun, out: Path, steps: list[StepMetrics], *, plot: bool) 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
     if run.ranks.grouped:
         record["ranks"] = run.ranks.size
-    if steps:
+    if steps:  # none if the run was already complete
         seconds = sum(metrics.seconds for metrics in steps)
         tokens, flat = (sum(getattr(metrics, name) for metrics in steps) for name in ("tokens", "tokens_flat"))
         record |= {

@@ -49,6 +49,7 @@ _compute_options = option_group(
     ],
     ComputeOptions,
 )
+# Not one of the group: it is about the output, and not part of the computation.
 _overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
 
@@ -119,6 +120,7 @@ def fit(
     from treepack.train.predictor.fit import fit as fit_steps
     from treepack.train.ranks import refuse_ranks
 
+    # Everything that can be refused without the model is refused first: a large model takes minutes to load.
     refuse_ranks("treepack values fit")
     options = FitOptions(
         train=TrainOptions(**asdict(optimiser), **asdict(compute), seed=seed),
@@ -142,6 +144,7 @@ def fit(
             "first loss": steps[0].loss,
             "last loss": steps[-1].loss,
             "loss of the best constant": run.constant_loss,
+            # Packing saves the difference between these two numbers in every epoch.
             "tokens of an epoch": sum(row.row.num_tokens for row in run.rows),
             "tokens if each prefix is computed alone": run.tokens_alone,
             "saved": str(out),
@@ -156,6 +159,7 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
     from tqdm import tqdm
 
     results = []
+    # All are kept in memory, because the summary shows the first and the last loss: nine numbers a step.
     with tqdm(total=total, desc="fitting", unit="step", disable=not sys.stderr.isatty()) as bar:
         for step in steps:
             results.append(step)
@@ -198,12 +202,14 @@ def predict(
     from treepack.train.ranks import refuse_ranks
 
     refuse_ranks("treepack values predict")
-    refuse_name(out)
+    refuse_name(out)  # the name selects the format, .jsonl or .parquet
+    # --overwrite replaces only a file with these columns, which treepack wrote.
     refuse_output(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
     model = value_model.load_values(predictor, **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
     predictions = value_model.predict(model, trie, segment=segment, capacity=capacity, dtype=compute.dtype)
+    # Written at once: a table has a line per prefix, and predictions of half a trie are of no use.
     write_table(predictions.table, out)
     column = predictions.table["value"].to_numpy()
     show(

@@ -1,4 +1,4 @@
-"""Checkpoints: a run that goes on is the run that never stopped, and nothing that dies costs more than a save."""
+"""Checkpoints: a resumed run equals an uninterrupted run, and a process that dies loses at most one save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, rest
 
 
 def save(directory: Path, *steps: int, keep: int = 2) -> Path:
-    """Checkpoints of `steps` whose weights are all the step."""
+    """Save checkpoints of `steps`, in which every weight has the value of the step; return the path of the last."""
     checkpoints = Checkpoints(directory, keep=keep)
     for step in steps:
         checkpoints.save(step, *filled(step), {"step": step})
@@ -46,7 +46,7 @@ def save(directory: Path, *steps: int, keep: int = 2) -> Path:
 
 
 def restore_latest(directory: Path) -> SavedCheckpoint:
-    """The latest checkpoint, once it is restored and every weight is seen to be its step."""
+    """Return the latest checkpoint, after restoring it and checking that every weight has the value of its step."""
     checkpoint, _ = latest(directory)
     assert checkpoint is not None
     model, optimiser = filled(-1)
@@ -56,12 +56,12 @@ def restore_latest(directory: Path) -> SavedCheckpoint:
 
 
 def leftovers(directory: Path) -> list[str]:
-    """Names in `directory` that are no checkpoint's."""
+    """Return the names in `directory` of unfinished and replaced checkpoints."""
     return [path.name for path in directory.iterdir() if path.name.startswith(".") or "replaced" in path.name]
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two snapshots are equal bit for bit."""
+    """Return true if two snapshots are equal bit for bit."""
     if isinstance(first, torch.Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):
@@ -72,6 +72,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def test_a_run_that_goes_on_in_a_fresh_process_ends_bit_for_bit_as_one_that_never_stopped(tmp_path: Path) -> None:
+    # Five updates in one process; two updates with a save after them, then the other three in another process.
     for name, arguments in (("whole", (5, 9)), ("parts", (2, 2)), ("parts", (5, 9))):
         in_processes(1, tmp_path, train, tmp_path / name, tmp_path / f"{name}.pt", *arguments, False)
     whole, parts = torch.load(tmp_path / "whole.pt"), torch.load(tmp_path / "parts.pt")
@@ -102,7 +103,7 @@ def test_any_number_of_ranks_restores_what_any_other_number_saved(tmp_path: Path
     in_processes(before, tmp_path, train, tmp_path / "run", tmp_path / "before.pt", 2, 2, False)
     in_processes(after, tmp_path, reshard, tmp_path / "run", tmp_path / "after.pt")
     saved, restored = torch.load(tmp_path / "before.pt"), torch.load(tmp_path / "after.pt")
-    assert len(saved[1]) == 3 * len(saved[0])
+    assert len(saved[1]) == 3 * len(saved[0])  # AdamW has step, exp_avg and exp_avg_sq per parameter
     assert same(saved, restored)
 
 
@@ -123,7 +124,7 @@ def test_ranks_share_the_verification_and_agree(tmp_path: Path) -> None:
     for name in ("__0_0.distcp", "__1_0.distcp"):
         file = tmp_path / "run" / "step-00000002" / name
         written = file.read_bytes()
-        file.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))
+        file.write_bytes(written[:-1] + bytes([written[-1] ^ 1]))  # one bit differs, and the size is the same
         note = f"run/step-00000002 is damaged ({name} was altered); step-00000001 is used"
         in_processes(2, tmp_path, ranks_that_look, tmp_path / "run", note)
         file.write_bytes(written)
@@ -147,7 +148,7 @@ def test_save_returns_before_the_disk_does_and_what_changes_then_is_not_saved(
             nn.init.constant_(parameter, step)
         checkpoints.save(step, model, optimiser, {"step": step})
         for parameter in model.parameters():
-            nn.init.constant_(parameter, -1)
+            nn.init.constant_(parameter, -1)  # while the thread waits in fsync
         assert not (tmp_path / f"step-{step:08d}").exists()
         free.set()
         checkpoints.wait()
@@ -164,7 +165,7 @@ def test_the_newest_stay(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_does_not_count_among_those_that_stay(tmp_path: Path) -> None:
     (save(tmp_path, 1, 2) / "__0_0.distcp").unlink()
-    save(tmp_path, 3)
+    save(tmp_path, 3)  # keep is 2: step 3 and step 1, the newest whole one before it
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
@@ -191,7 +192,7 @@ def _lengthen(path: Path) -> None:
 
 def _alter(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2] ^= 1  # only the hash can show it
     path.write_bytes(content)
 
 
@@ -249,6 +250,7 @@ def _refusal(directory: Path, saved: tuple[Any, Any], target: tuple[Any, Any]) -
     checkpoints.close()
     checkpoint, _ = latest(directory)
     assert checkpoint is not None
+    # A refusal must not leave a model that is half restored.
     before = {name: value.clone() for name, value in target[0].state_dict().items()}
     with pytest.raises(TreepackError) as refusal:
         restore(checkpoint, *target)
@@ -309,7 +311,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_a_save_that_failed_is_told_at_the_next_one_and_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run")
     (tmp_path / "run").rmdir()
-    (tmp_path / "run").write_text("")
+    (tmp_path / "run").write_text("")  # a file in place of the directory makes the thread fail
     checkpoints.save(1, *filled(1), {})
     with pytest.raises(TreepackError, match=r"^[^\n]*step-00000001: the checkpoint could not be written[^\n]*$"):
         checkpoints.save(2, *filled(2), {})
@@ -334,6 +336,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Pat
 def test_a_run_killed_at_any_change_of_the_disk_has_the_checkpoint_before_or_the_new_one(
     tmp_path: Path, again: bool
 ) -> None:
+    # The process stops before its event-th fsync, rename or rmtree and is killed there, for every event until the save
+    # is done.
     outcomes, reached = [], []
     for event in range(100):
         run = tmp_path / str(event)
@@ -353,7 +357,7 @@ def test_a_run_killed_at_any_change_of_the_disk_has_the_checkpoint_before_or_the
     assert reached[-1] == "done"
     assert [reached.count(f"here {name}") > 0 for name in ("fsync", "rename", "rmtree")] == [True] * 3
     assert set(outcomes) == ({3} if again else {2, 3})
-    assert outcomes == sorted(outcomes)
+    assert outcomes == sorted(outcomes)  # once an event leaves the new checkpoint, all later ones do
 
 
 def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`treepack logprobs`: every token scored once, as its trajectory alone would be; whole directories or none."""
+"""`treepack logprobs`: every token is scored once, as in its trajectory alone; directories are whole or absent."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.logprobs import ScoreOptions, open_scoring, scored_rows, term_scores
 
+# The row of each of the ten rollouts: all in one row, two rows, and a row each.
 PACKINGS = [[0] * 10, [i % 2 for i in range(10)], list(range(10))]
 
 
@@ -34,7 +35,7 @@ def test_every_term_is_scored_as_its_trajectory_alone(tmp_path: Path, kind: str,
         assert row.terms is not None
         scores = np.stack(term_scores(packed_model(kind), row, chunk=3))
         for i, name in enumerate(row.trajectory_ids):
-            rollout = recorded[int(name[1:])]
+            rollout = recorded[int(name[1:])]  # "t7" -> rollout 7
             with torch.no_grad():
                 alone = [list(values.values()) for values in own_logprobs(plain(kind), rollout)]
             np.testing.assert_allclose(scores[:, row.terms.trajectory == i], np.array(alone), rtol=1e-9)
@@ -52,7 +53,7 @@ def test_a_model_computes_each_token_of_a_row_once(tmp_path: Path) -> None:
     term_scores(loaded, row)
     hook.remove()
     assert seen == [row.num_tokens]
-    assert row.num_tokens < row.scale.sum()
+    assert row.num_tokens < row.scale.sum()  # fewer than its trajectories have in total, so prefixes are shared
 
 
 def columns(row: Row, *, without: set[str]) -> dict[str, Any]:
@@ -90,11 +91,12 @@ def test_the_command_adds_columns_and_changes_nothing_else(treepack: Command, tm
     assert treepack("stats", tmp_path / "both", "--check", "--trie", tmp_path / "trie").status == 0
 
 
-def test_training_begins_where_its_own_logprobs_say(treepack: Command, tmp_path: Path) -> None:
+def test_training_starts_with_ratios_of_one_on_its_own_logprobs(treepack: Command, tmp_path: Path) -> None:
     config = tiny_config(tmp_path / "tiny.json")
     trajectories = as_trajectories(rollouts(), without=["old_logprobs", "ref_logprobs"])
     packed = write_rows(tmp_path / "packed", trajectories, PACKINGS[1])
     common = ("--model", config, "--device", "cpu")
+    # packed -> old, with term_old_logprob -> ref, with term_ref_logprob too
     for source, column in (("packed", "old"), ("old", "ref")):
         done = treepack("logprobs", tmp_path / source, *common, "--column", column, "--out", tmp_path / column)
         assert done.status == 0
@@ -102,6 +104,7 @@ def test_training_begins_where_its_own_logprobs_say(treepack: Command, tmp_path:
     options = ("--loss", "grpo", "--kl", "0.1", "--steps", "1", "--out", tmp_path / "model")
     assert treepack("train", tmp_path / "ref", *common, *options).status == 0
     line = json.loads((tmp_path / "model" / "metrics.jsonl").read_text())
+    # At the first step the policy is the model that scored the tokens: ratio 1, no divergence, nothing clipped.
     assert line["ratio"] == pytest.approx(1, abs=1e-5)
     assert line["kl"] == pytest.approx(0, abs=1e-9)
     assert line["clip_fraction_low"] == line["clip_fraction_high"] == 0
@@ -125,7 +128,7 @@ def test_what_is_not_finite_leaves_nothing_behind(
     scoring = open_scoring(packed, tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu"))
     with torch.no_grad():
         scoring.loaded.model.get_input_embeddings().weight.fill_(torch.nan)
-    monkeypatch.setattr("treepack.train.logprobs.open_scoring", lambda *_: scoring)
+    monkeypatch.setattr("treepack.train.logprobs.open_scoring", lambda *_: scoring)  # the model with NaN weights
     done = treepack("logprobs", packed, "--model", tmp_path / "tiny.json", "--out", tmp_path / "there" / "out")
     assert done.status == 1
     assert "a log-probability of row 0 is not finite" in done.err

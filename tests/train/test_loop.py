@@ -1,4 +1,4 @@
-"""The trainer: one global mean per step, every row in its turn, nothing half written; and the gradient check."""
+"""The trainer: one global mean per step, every row once per epoch, whole files; and the verification of gradients."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2)
 
 
 def rollouts(count: int = 9, *, num_steps: int | None = None) -> list[Trajectory]:
-    """Groups of three that share a prompt and part of their answers."""
+    """Return trajectories of 18 tokens, in groups of three that share a prompt of 9 tokens."""
     generator = np.random.default_rng(0)
     trajectories = []
     for i in range(count):
         prompt = [i // 3, *range(10, 18)]
-        tokens = [*prompt, 5, *generator.integers(20, 24, 8).tolist()]
+        tokens = [*prompt, 5, *generator.integers(20, 24, 8).tolist()]  # 4 different tokens: answers share prefixes too
         step = None if num_steps is None else i * num_steps // count
         trajectories.append(make(f"t{i}", tokens, spans=[(len(prompt), len(tokens), 1.0 + i % 2)], step=step))
     return trajectories
@@ -67,7 +67,7 @@ def test_training_learns_and_the_model_loads_without_treepack(packed: Path, conf
     assert saved.config._attn_implementation == "sdpa"
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [m.loss for m in metrics]
-    assert sum(line["tokens_flat"] for line in lines) == 8 * 9 * 18
+    assert sum(line["tokens_flat"] for line in lines) == 8 * 9 * 18  # epochs, trajectories, tokens
     record = json.loads((tmp_path / "out" / "train.json").read_text())
     assert (record["options"]["lr"], record["num_steps"]) == (CPU.lr, len(metrics))
 
@@ -81,7 +81,7 @@ def test_equal_runs_give_equal_weights(packed: Path, config: Path, tmp_path: Pat
 
 @torch.no_grad()
 def loss_alone(model: Any, trajectories: list[Trajectory]) -> float:
-    """Weighted mean of nll over all trained tokens, one trajectory at a time."""
+    """Return the weighted mean of nll over all trained tokens, computed for one trajectory at a time."""
     total, weight = 0.0, 0.0
     for trajectory in trajectories:
         content = trajectory.content
@@ -89,14 +89,14 @@ def loss_alone(model: Any, trajectories: list[Trajectory]) -> float:
         ids = torch.tensor(content.tokens, dtype=torch.int64)
         nll = cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none")
         for start, end, span_weight in zip(content.starts, content.ends, content.span_weights, strict=True):
-            total += span_weight * float(nll[start - 1 : end - 1].sum())
+            total += span_weight * float(nll[start - 1 : end - 1].sum())  # nll[i] is of token i + 1
             weight += span_weight * (end - start)
     return total / weight
 
 
 @pytest.mark.parametrize("rows_per_step", [1, 2, 100])
 def test_the_loss_of_a_step_is_one_mean_over_all_its_tokens(packed: Path, config: Path, rows_per_step: int) -> None:
-    run = open_run(packed, config, replace(CPU, rows_per_step=rows_per_step, lr=0.0))
+    run = open_run(packed, config, replace(CPU, rows_per_step=rows_per_step, lr=0.0))  # weights stay for the oracle
     by_id = {t.trajectory_id: t for t in rollouts()}
     plain = AutoModelForCausalLM.from_config(deepcopy(run.loaded.model.config), attn_implementation="sdpa")
     plain.load_state_dict(run.loaded.model.state_dict())
@@ -108,7 +108,7 @@ def test_the_loss_of_a_step_is_one_mean_over_all_its_tokens(packed: Path, config
 
 def test_accumulation_over_rows_gives_the_gradient_of_one_mean(tmp_path: Path, config: Path) -> None:
     weights = []
-    for capacity in (20, 40, 400):
+    for capacity in (20, 40, 400):  # about one trajectory a row, a few, and all in one row; always one step
         path = packed_directory(tmp_path / str(capacity), rollouts(), capacity=capacity)
         run = open_run(path, config, replace(CPU, rows_per_step=100, clip=0.0))
         list(train(run, tmp_path / f"out{capacity}"))
@@ -136,7 +136,7 @@ def test_bf16_computes_under_autocast_on_float32_weights(
     metrics = list(train(run, tmp_path / "b"))
     assert all(parameter.dtype == torch.float32 for parameter in run.loaded.model.parameters())
     for ours, theirs in zip(metrics, expected, strict=True):
-        assert ours.loss != theirs.loss
+        assert ours.loss != theirs.loss  # otherwise autocast was not in effect
         assert ours.loss == pytest.approx(theirs.loss, rel=2e-2)
 
 
@@ -147,7 +147,7 @@ def test_every_epoch_takes_every_row_once_in_another_order(packed: Path, config:
     assert len({tuple(rows) for rows in epochs}) > 1
     assert plan_steps(run.dataset, run.options) == run.schedule
     assert plan_steps(run.dataset, replace(run.options, seed=1)) != run.schedule
-    longer = plan_steps(run.dataset, replace(run.options, steps=50))
+    longer = plan_steps(run.dataset, replace(run.options, steps=50))  # --steps overrides --epochs
     assert len(longer) == 50
     assert longer[: len(run.schedule)] == run.schedule
 
@@ -174,7 +174,7 @@ def test_rows_without_trained_tokens_are_left_out_and_counted(tmp_path: Path, co
         open_run(packed_directory(tmp_path / "empty", [idle], capacity=30), config, CPU)
 
 
-def test_the_learning_rate_warms_up_and_ends_at_its_least() -> None:
+def test_the_learning_rate_warms_up_and_ends_at_its_minimum() -> None:
     options = TrainOptions(lr=1.0, warmup_steps=4, min_lr_ratio=0.1)
     rates = [learning_rate(options, step, 20) for step in range(20)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
@@ -183,7 +183,7 @@ def test_the_learning_rate_warms_up_and_ends_at_its_least() -> None:
 
 
 def poison_run(packed: Path, config: Path, **changes: Any) -> tuple[TrainingRun, set[int]]:
-    """A run whose model gives no number for rows that hold the token 2, and these rows (indices)."""
+    """Return a run whose loss is NaN for rows that contain the token 2, and the indices of these rows."""
     run = open_run(packed, config, replace(CPU, **changes))
     with torch.no_grad():
         run.loaded.model.get_input_embeddings().weight[2] = torch.nan
@@ -192,6 +192,7 @@ def poison_run(packed: Path, config: Path, **changes: Any) -> tuple[TrainingRun,
 
 @pytest.fixture
 def untied(tmp_path: Path) -> Path:
+    # With tied weights the NaN of token 2 would be in the output layer too, and so in the logits of every row.
     return tiny_config(tmp_path / "untied.json", tie_word_embeddings=False)
 
 
@@ -227,6 +228,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_and_name_the_rows(
     with pytest.raises(TreepackError, match="loss or gradient of 3 steps in a row was not finite") as caught:
         seen.extend(metrics.step for metrics in train(run, tmp_path / "out"))
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
+    # ..., the last in rows 0, 2; inspect these rows, ...
     named = str(caught.value).split("in rows ")[1].split(";")[0]
     assert set(named.split(", ")) == {str(run.dataset.row_ids[row]) for row in bad}
 
@@ -238,6 +240,7 @@ def test_out_of_memory_names_the_row_and_a_capacity(packed: Path, config: Path, 
         raise torch.OutOfMemoryError("no memory")
 
     run.loaded.model.base_model.layers[1].register_forward_hook(fails)
+    # The row with most tokens is computed first, so it is the row of the error.
     row = max(run.schedule[0].rows, key=lambda row: int(run.dataset.num_tokens[row]))
     expected = (
         f"out of memory in row {run.dataset.row_ids[row]} of {run.dataset.num_tokens[row]} tokens; pack with --cap"
@@ -259,6 +262,7 @@ def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path,
 def test_generation_settings_are_saved_or_mended_before_training(packed: Path, config: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     open_run(packed, config, CPU).loaded.model.save_pretrained(source)
+    # transformers loads the second, a temperature without do_sample, and would refuse to save it.
     for settings in ({"do_sample": True, "temperature": 0.6, "eos_token_id": [3, 7]}, {"temperature": 0.6}):
         (source / "generation_config.json").write_text(json.dumps(settings))
         list(train(open_run(packed, source, replace(CPU, steps=1)), tmp_path / "out", overwrite=True))
@@ -317,7 +321,7 @@ def test_verification_passes_in_float64_without_help(packed: Path, tmp_path: Pat
     assert report.passed
     assert (report.dtype, report.attention, report.num_trajectories) == ("float64", attention, 9)
     assert set(report.errors) == {name for name, _ in run.loaded.model.named_parameters()}
-    assert report.worst[1] < 1e-12
+    assert report.worst[1] < 1e-12  # float64's rounding is 1e-16
     assert run.loaded.model.config._attn_implementation == f"treepack_{attention}"
     assert all(parameter.grad is None for parameter in run.loaded.model.parameters())
 
@@ -367,6 +371,7 @@ def test_a_missing_tokenizer_is_a_note_and_about_tokenizers(tmp_path: Path, conf
 def test_verification_fails_on_a_wrong_mask(packed: Path, config: Path) -> None:
     run = open_verification(packed, config, CPU)
     rows = list(run.dataset)
+    # Every token sees all tokens before it, those of other branches too.
     wrong = [replace(row, subtree_end=torch.full_like(row.subtree_end, len(row.subtree_end))) for row in rows]
     assert not verify_gradients(run.loaded, wrong).passed
 

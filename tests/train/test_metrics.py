@@ -1,4 +1,4 @@
-"""The file of metrics: strict JSON, nothing lost to a kill, resumed without a trace of what was undone."""
+"""The metrics file: strict JSON, no line lost to a kill, and after a resume no line of steps that are repeated."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def test_a_killed_process_loses_no_line_that_it_wrote(tmp_path: Path) -> None:
         "for step in (1, 2, 3): log.write({'step': step})\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
+    # SIGKILL runs no handler, so nothing in a buffer of Python would reach the file.
     assert run_python(code, tmp_path / "m.jsonl").returncode == -9
     assert read_metrics(tmp_path / "m.jsonl") == {"step": [1, 2, 3]}
 
@@ -63,7 +64,7 @@ def test_a_full_disk_is_one_sentence_and_a_resumed_run_goes_on(tmp_path: Path) -
     code = (
         "import resource, sys; from pathlib import Path; from treepack.errors import TreepackError\n"
         "from treepack.train.metrics import MetricsLog\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (30, 30))\n"  # 30 bytes: two lines of 11 and part of a third
         "try:\n"
         "    with MetricsLog(Path(sys.argv[1]), keep_until=None) as log:\n"
         "        for step in range(1, 9): log.write({'step': step})\n"
@@ -83,13 +84,13 @@ def test_a_resumed_run_finds_the_whole_lines_up_to_its_step_byte_for_byte(
 ) -> None:
     path = tmp_path / "m.jsonl"
     path.unlink(missing_ok=True)
-    # Spaced as our own writer does not: lines are kept, not written again.
+    # json puts spaces after ":" and orjson does not, so a line that is parsed and written again would differ.
     lines = [json.dumps({"step": step, "loss": 1 / step}).encode() for step in range(1, count + 1)]
     whole = b"\n".join([*lines, b""])
-    left = whole[: max(0, len(whole) - lost)]
+    left = whole[: max(0, len(whole) - lost)]  # a crash lost the last bytes
     path.write_bytes(left)
     MetricsLog(path, keep_until=keep_until).close()
-    # A last line that lacks its end only is whole.
+    # A line without only its line end counts: its record is whole.
     survived = [
         line for number, line in enumerate(lines[:keep_until], 1) if len(b"\n".join(lines[:number])) <= len(left)
     ]
@@ -112,7 +113,7 @@ def test_a_new_run_refuses_a_file_that_is_there(tmp_path: Path) -> None:
 
 def test_columns_are_as_long_as_the_run_with_none_where_a_line_lacks_the_name(tmp_path: Path) -> None:
     path = write_log(tmp_path / "m.jsonl", {"step": 1, "loss": 2.5}, {"step": 3, "kl": 0.1, "skipped_rows": [4]})
-    path.write_bytes(path.read_bytes() + b'{"step":4,"lo')
+    path.write_bytes(path.read_bytes() + b'{"step":4,"lo')  # a line that is still being written
     assert read_metrics(path) == {"step": [1, 3], "loss": [2.5, None], "kl": [None, 0.1], "skipped_rows": [None, [4]]}
     path.write_bytes(b"")
     assert read_metrics(path) == {}
@@ -153,6 +154,7 @@ def test_a_missing_file_or_directory_is_named(tmp_path: Path) -> None:
 def test_tensorboard_shows_the_numbers_of_a_resumed_run_once(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    # Steps 1 to 4, then a run resumed after step 2 that computes steps 3 and 4 again.
     for keep_until, first, loss in ((None, 1, 0.5), (2, 3, 0.25)):
         with TensorBoardLog(tmp_path, keep_until=keep_until) as log:
             for step in range(first, 5):
@@ -168,6 +170,7 @@ def test_tensorboard_shows_the_numbers_of_a_resumed_run_once(tmp_path: Path) -> 
 
 
 def test_without_tensorboard_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in sys.modules makes an import fail, unless torch's module has already imported it.
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)

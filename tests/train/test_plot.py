@@ -1,4 +1,4 @@
-"""The picture of a run: the panels that its metrics call for, every point in its place, the same bytes each time."""
+"""The picture of a run: a panel for each metric, every point in its place, and the same bytes each time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BASE = ["Loss", "Gradient norm", "Learning rate", "Tokens per second"]
 
 
 def record(step: int, **more: Any) -> dict[str, Any]:
-    """A line of metrics.jsonl, as the trainer writes it."""
+    """Return the record of a line of metrics.jsonl, as the trainer writes it."""
     common = {"step": step, "epoch": 0, "loss": 2 / step, "lr": 1e-5 * step, "grad_norm": 1.5, "num_rows": 8}
     sums = {"tokens": 1000, "tokens_flat": 5000, "total_weight": 300.0, "seconds": 0.5, "wait_seconds": 0.01}
     speeds = {"tokens_per_second": 2000.0, "tokens_flat_per_second": 10000.0, "skipped_rows": []}
@@ -52,6 +52,7 @@ def points(line: Line2D) -> list[tuple[float, float]]:
 def test_a_run_has_four_panels_over_the_same_steps_and_each_other_mean_one_more(tmp_path: Path) -> None:
     plain = panels(curves_figure(write_log(tmp_path / "a", *(record(step) for step in (1, 2, 3)))))
     assert list(plain) == BASE
+    # A column without a finite number, and one that is no number, have no panel.
     more = {"old_kl": 0.1, "truncated": 0.2, "mean_turns": 4, "always_nan": math.nan, "note": "x"}
     rich = panels(curves_figure(write_log(tmp_path / "b", *(record(step, **more) for step in (1, 2, 3)))))
     assert list(rich) == [*BASE, "KL from the old policy", "Truncated", "Mean turns"]
@@ -63,7 +64,7 @@ def test_every_finite_value_is_a_point_of_its_line(tmp_path: Path) -> None:
     axes_of = panels(curves_figure(write_log(tmp_path / "m", *records)))
     assert points(axes_of["Loss"].lines[0]) == [(1, 2), (3, 2 / 3)]
     assert points(axes_of["Learning rate"].lines[0]) == [(1, 1e-5), (2, 2e-5), (3, 4e-5)]
-    computed, flat, _ = axes_of["Tokens per second"].lines
+    computed, flat, _ = axes_of["Tokens per second"].lines  # the third has the marks of skipped steps
     assert points(computed) == [(1, 2000), (2, 2000), (3, 1500)]
     assert points(flat) == [(1, 10000), (2, 10000), (3, 10000)]
     names = {text.get_text(): to_rgba(text.get_color()) for text in axes_of["Tokens per second"].texts}
@@ -74,7 +75,7 @@ def test_skipped_steps_are_marked_in_every_panel_and_counted(tmp_path: Path) -> 
     records = [record(step, skipped_rows=[7] if step in (2, 5) else []) for step in range(1, 7)]
     figure = curves_figure(write_log(tmp_path / "m", *records))
     for axes in panels(figure).values():
-        assert points(axes.lines[-1]) == [(2, 1), (5, 1)]
+        assert points(axes.lines[-1]) == [(2, 1), (5, 1)]  # (step, 1): 1 is the upper edge of the panel
         assert axes.lines[-1].get_transform() == axes.get_xaxis_transform()
     assert any("2 steps skipped" in text.get_text() for text in figure.texts)
 
@@ -95,11 +96,12 @@ def test_the_gradient_norm_has_a_logarithmic_axis_where_it_spans_decades(
 
 
 def test_a_long_run_has_the_mean_of_the_steps_around_each(tmp_path: Path) -> None:
+    # 151 steps: a radius of 150 // 50 = 3, so each mean is of 7 steps.
     records = [record(step, loss=float(step % 2), grad_norm=10.0 ** (step % 3)) for step in range(1, 152)]
     figure = curves_figure(write_log(tmp_path / "m", *records))
     each, mean = panels(figure)["Loss"].lines
     assert [y for _, y in points(each)] == [step % 2 for step in range(1, 152)]
-    assert points(mean)[75] == pytest.approx((76, 4 / 7))
+    assert points(mean)[75] == pytest.approx((76, 4 / 7))  # steps 73 to 79, of which 4 are odd
     assert any("mean over 7 steps" in text.get_text() for text in figure.texts)
     geometric = panels(figure)["Gradient norm"].lines[1]
     assert points(geometric)[75] == pytest.approx((76, 10 ** (sum(step % 3 for step in range(73, 80)) / 7)))
@@ -138,11 +140,12 @@ def test_no_title_or_name_covers_another(tmp_path: Path, count: int) -> None:
     for axes in panels(figure).values():
         boxes += [text.get_window_extent() for text in [axes._left_title, *axes.texts] if text.get_text()]  # type: ignore[attr-defined]
     assert len(boxes) > 2 * len(panels(figure))
+    # No two texts overlap, and all of them are inside the picture.
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1 for box in boxes)
 
 
-def test_equal_metrics_give_equal_bytes_of_a_png_wherever_they_lie(tmp_path: Path) -> None:
+def test_equal_metrics_give_equal_bytes_of_a_png_in_any_directory(tmp_path: Path) -> None:
     records = [record(1, kl=0.1), record(2, kl=0.3, skipped_rows=[3])]
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -162,7 +165,7 @@ def test_drawing_touches_no_state_that_others_share(tmp_path: Path) -> None:
         "print('matplotlib.figure' in sys.modules, 'matplotlib.pyplot' in sys.modules, before == matplotlib.rcParams)"
     )
     command = [sys.executable, "-c", code, str(path), str(tmp_path / "m.png")]
-    # Without a backend's name, to compare the settings would choose one and import pyplot.
+    # With no backend set, comparing the settings would choose one and import pyplot.
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "agg"})
     assert result.stdout == "True False True\n", result.stderr
 
@@ -182,6 +185,6 @@ def test_what_cannot_be_drawn_is_refused_and_the_older_picture_stays(tmp_path: P
 
 
 def test_without_matplotlib_one_sentence_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # makes its import fail
     with pytest.raises(TreepackError, match=r"^curves cannot be drawn \(.*\); pip install 'treepack\[plot\]'$"):
         draw_curves(write_log(tmp_path / "m", record(1)), tmp_path / "m.png")

@@ -1,4 +1,4 @@
-"""Several ranks: their losses and gradients are those of one process, whatever is sharded, offloaded or padded."""
+"""Several ranks: losses and gradients equal the results of one process, with sharding, offloading and padding."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from treepack.trajectory import Trajectory
 
 
 def rollouts() -> list[Trajectory]:
-    """Groups of three that share a prompt, with rewards, advantages and unequal weights."""
+    """Return trajectories in groups of three that share a prompt, with rewards, advantages and unequal weights."""
     generator = np.random.default_rng(0)
     trajectories = []
     for i in range(12):
-        prompt = [i // 3, *range(10, 12 + 2 * (i // 3))]
+        prompt = [i // 3, *range(10, 12 + 2 * (i // 3))]  # 3, 5, 7 and 9 tokens: rows differ in length
         tokens = [*prompt, 5, *generator.integers(20, 24, 4 + i).tolist()]
         spans = [(len(prompt), len(tokens), 1.0 + i % 2)]
         trajectories.append(
@@ -41,7 +41,7 @@ def packed(tmp_path: Path) -> Path:
 
 
 def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal losses, norms, counts and means in every step, and equal gradients in the last, to float32's rounding."""
+    """Check that all metrics, the gradients of the last step and the weights are equal except for float32 rounding."""
     assert len(result["records"]) == len(expected["records"]) > 1
     for ours, theirs in zip(result["records"], expected["records"], strict=True):
         assert ours.keys() == theirs.keys()
@@ -69,7 +69,7 @@ def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
         Case("grpo", packed, untied, uneven, "grpo"),
         Case("gspo", packed, tied, uneven, "gspo"),
     ]
-    results, expected = (train_over(size, folder, cases) for size in (2, 0))
+    results, expected = (train_over(size, folder, cases) for size in (2, 0))  # 0: this process, without a group
     for case in cases:
         assert_same(results[case.name], expected[case.name])
     graphs = [record["graphs"] for record in results["compiled"]["records"]]
@@ -85,7 +85,7 @@ def test_weights_are_read_shard_by_shard_and_those_that_transformers_converts_wh
         config = AutoConfig.for_model(name, **{key: value for key, value in fields.items() if key != "model_type"})
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name, max_shard_size="8KB")
-        assert len(list((folder / name).glob("*.safetensors"))) > 1
+        assert len(list((folder / name).glob("*.safetensors"))) > 1  # otherwise no index would be read
         (folder / name / "generation_config.json").write_text('{"eos_token_id": [3, 7], "max_new_tokens": 99}')
     cases = [Case(name, packed, folder / name, {"epochs": 2, "seed": 3}) for name in ("qwen3", "gpt2", "qwen3_moe")]
     results, expected = (train_over(size, folder, cases) for size in (3, 0))
@@ -97,7 +97,7 @@ def test_weights_are_read_shard_by_shard_and_those_that_transformers_converts_wh
         assert whole is (case.name == "qwen3_moe")
 
 
-def test_an_index_left_beside_one_file_is_not_what_is_read(tmp_path: Path) -> None:
+def test_a_single_file_is_read_and_an_index_in_the_same_directory_is_not(tmp_path: Path) -> None:
     config = json.loads(tiny_config(tmp_path / "model.json").read_text())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     model.save_pretrained(tmp_path / "source", max_shard_size="8KB")
@@ -115,9 +115,12 @@ def test_rows_are_dealt_once_in_equally_many_micro_batches(costs: list[float], s
     assert len(shares) == size
     assert {len(share) for share in shares} == {-(-len(rows) // size)}
     assert sorted(row for share in shares for row in share if row is not None) == rows
+    # A micro-batch takes as long as its most expensive row. With costs in descending order, every size-th row starts a
+    # micro-batch, and no distribution has a smaller sum.
     durations = [max(costs[row] for row in batch if row is not None) for batch in zip(*shares, strict=True)]
     assert sum(durations) == pytest.approx(sum(sorted(costs, reverse=True)[::size]))
 
 
-def test_the_dearest_row_goes_to_the_rank_with_the_least_so_far() -> None:
+def test_the_most_expensive_row_goes_to_the_rank_with_the_smallest_sum() -> None:
+    # Order of rows by cost: 0 3 2 1 4. Sums after the first micro-batch 9 and 8, after the second 13 and 13.
     assert deal([0, 1, 2, 3, 4], np.array([9.0, 4.0, 5.0, 8.0, 2.0]), 2) == [[0, 1, 4], [3, 2, None]]

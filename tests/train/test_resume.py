@@ -1,4 +1,4 @@
-"""A run that was cut off goes on as if it had not been: stopped, killed, killed while it saved, with damaged files."""
+"""An interrupted run continues as if it were not interrupted: stopped, killed, killed in a save, with damaged files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config(tmp_path: Path) -> Path:
 def go(
     packed: Path, config: Path, out: Path, *, until: int | None = None, **changes: Any
 ) -> tuple[list[StepMetrics], list[str]]:
-    """Begin or go on with a run, as a new process would, up to step `until`; its steps and notes."""
+    """Start or resume a run like a new process, up to step `until`; return its steps and notes."""
     run = open_run(packed, config, replace(OPTIONS, **changes))
     steps: list[StepMetrics] = []
     notes: list[str] = []
@@ -54,18 +54,18 @@ def go(
     )
     for metrics in iterator:
         steps.append(metrics)
-        torch.rand(3)  # whoever trains may draw random numbers
+        torch.rand(3)  # the caller may draw random numbers between steps, and a resumed run continues the sequence
     return steps, notes
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl without what a clock gave."""
+    """Return the records of metrics.jsonl without times and rates."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in record.items() if name not in TIMES} for record in records]
 
 
 def assert_equal_runs(out: Path, whole: Path) -> None:
-    """The same bits in the weights and in every line of the metrics."""
+    """Check that weights have the same bits and every line of the metrics is equal."""
     assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert lines(out) == lines(whole)
 
@@ -73,7 +73,7 @@ def assert_equal_runs(out: Path, whole: Path) -> None:
 def test_a_stopped_run_goes_on_bit_for_bit(packed: Path, config: Path, tmp_path: Path) -> None:
     whole, _ = go(packed, config, tmp_path / "whole")
     parts: list[StepMetrics] = []
-    for until in (3, 4, None):
+    for until in (3, 4, None):  # steps 1 to 3, step 4, and the rest
         steps, notes = go(packed, config, tmp_path / "parts", until=until)
         assert notes == ([f"resumed after step {len(parts)} of {len(whole)}"] if parts else [])
         parts += steps
@@ -87,7 +87,7 @@ def test_a_closed_iterator_loses_at_most_the_steps_since_the_last_checkpoint(
 ) -> None:
     go(packed, config, tmp_path / "whole")
     steps = train(open_run(packed, config, OPTIONS), tmp_path / "out")
-    for _ in range(5):
+    for _ in range(5):  # checkpoint_every is 2: the last checkpoint is of step 4
         next(steps)
     steps.close()  # type: ignore[attr-defined]
     assert len(lines(tmp_path / "out")) == 5
@@ -116,6 +116,7 @@ def test_the_count_of_skipped_steps_outlives_the_process(packed: Path, config: P
         seen: list[int] = []
         seen.extend(metrics.step for metrics in train(run, out, resume=True, stop=lambda: until is not None))
 
+    # One skipped step in each process, which stops after it; the third process fails at its second step.
     poison(tmp_path / "out", 1)
     poison(tmp_path / "out", 1)
     with pytest.raises(TreepackError, match="of 4 steps in a row was not finite"):
@@ -189,7 +190,7 @@ def test_a_model_that_could_not_be_written_is_written_by_resume(packed: Path, co
 def test_another_configuration_of_the_model_is_not_resumed(packed: Path, config: Path, tmp_path: Path) -> None:
     go(packed, config, tmp_path / "out", until=3)
     moved = config.rename(tmp_path / "elsewhere.json")
-    go(packed, moved, tmp_path / "out", until=1)
+    go(packed, moved, tmp_path / "out", until=1)  # another path to the same configuration is accepted
     tiny_config(config, rms_norm_eps=0.5)
     with pytest.raises(TreepackError, match="cannot resume: config_sha256 was"):
         go(packed, config, tmp_path / "out")
@@ -215,6 +216,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, 
     second = Case("second", packed, config, changes, out=parts, until=1)
     last = Case("last", packed, config, changes, out=parts)
     records = []
+    # One process for steps 1 and 2, two ranks for step 3, and one process for steps 4 to 6.
     for size, case, until in ((0, first, 2), (2, second, 3), (0, last, 6)):
         records += train_over(size, tmp_path, [case])[case.name]["records"]
         assert len(records) == until
@@ -226,7 +228,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, 
 
 
 def command(packed: Path, config: Path, out: Path) -> list[str]:
-    """Enough small steps, each with a checkpoint, that a kill falls into a save as often as not."""
+    """Return the command of a run of small steps, each with a checkpoint: about half of the kills hit a save."""
     options = {"--model": config, "--out": out, "--steps": 60, "--lr": 1e-2, "--rows-per-step": 2}
     words = [str(word) for pair in options.items() for word in pair]
     return ["train", str(packed), *words, "--device", "cpu", "--checkpoint-every", "1", "--resume"]
@@ -239,7 +241,7 @@ def start(arguments: list[str], folder: Path) -> BaseProcess:
 
 
 def wait_for_lines(out: Path, count: int, process: BaseProcess) -> None:
-    """Until the run has written that many lines, or ends."""
+    """Wait until the run has written that many lines, or ends."""
     log = out / "metrics.jsonl"
     while process.is_alive() and not (log.exists() and log.read_bytes().count(b"\n") >= count):
         time.sleep(0.002)
@@ -255,12 +257,13 @@ def test_a_run_killed_at_random_moments_and_stopped_by_sigterm_ends_bit_for_bit(
     assert run_to_its_end.exitcode == 0
     for sign in (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
         before = len(lines(out)) if out.exists() else 0
-        process = start(command(packed, config, out), tmp_path)
+        process = start(command(packed, config, out), tmp_path)  # the same command each time, always with --resume
         wait_for_lines(out, before + generator.randint(3, 8), process)
         time.sleep(generator.random() * 0.05)
         assert process.pid is not None
         os.kill(process.pid, sign)
         process.join()
+        # SIGTERM ends a run in order, after its step; a killed process has the signal as its exit code.
         assert process.exitcode == (0 if sign == signal.SIGTERM else -sign)
         assert not is_finished(out)
         if sign == signal.SIGTERM:

@@ -19,7 +19,7 @@ TREEPACK = Path(sys.executable).parent / "treepack"
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Eight steps of a tiny model on rows that share prompts."""
+    """Return the arguments of a run of eight steps: a tiny model on trajectories that share prompts."""
     generator = np.random.default_rng(0)
     rollouts = [make(f"t{i}", [i // 3, *range(9), 5, *generator.integers(20, 24, 8).tolist()]) for i in range(12)]
     packed = packed_directory(tmp_path / "packed", rollouts, capacity=40)
@@ -64,13 +64,14 @@ def test_an_unfinished_run_is_named_as_such_before_anything_is_loaded(
     treepack: Run, arguments: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
+    # run.json without train.json is an unfinished run, whatever it contains.
     (tmp_path / "out" / "run.json").write_text('{"format": "treepack-train"}')
     done = treepack(*arguments)
     assert (done.status, done.out) == (1, "")
     assert "contains a run that is not complete; continue it with --resume or replace it with --overwrite" in done.err
 
 
-def test_a_job_may_always_be_started_with_resume(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
+def test_a_job_can_always_be_started_with_resume(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     assert treepack(*arguments, "--resume").status == 0
     assert (tmp_path / "out" / "train.json").exists()
 
@@ -78,7 +79,7 @@ def test_a_job_may_always_be_started_with_resume(treepack: Run, arguments: list[
 def test_rows_are_read_from_any_filesystem(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
     assert treepack(*arguments).status == 0
     expected = (tmp_path / "out" / "model.safetensors").read_bytes()
-    arguments[1] = Path(arguments[1]).as_uri()
+    arguments[1] = Path(arguments[1]).as_uri()  # file:///...
     done = treepack(*arguments, "--overwrite")
     assert done.status == 0, done.err
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
@@ -96,7 +97,7 @@ def test_two_processes_of_torchrun_write_what_one_process_writes(
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run([*launch, str(TREEPACK), *arguments, "--overwrite"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("last loss") == 1
+    assert done.stdout.count("last loss") == 1  # only the first rank prints
     over_two = [json.loads(line)["loss"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert over_two == pytest.approx(losses, rel=1e-4)
     assert json.loads((tmp_path / "out" / "train.json").read_text())["num_ranks"] == 2
@@ -105,7 +106,7 @@ def test_two_processes_of_torchrun_write_what_one_process_writes(
 def test_what_one_process_does_is_refused_in_several(
     treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # as torchrun sets it
     done = treepack(*arguments, "--verify")
     assert (done.status, done.out) == (1, "")
     assert "--verify runs in one process; start it without torchrun" in done.err

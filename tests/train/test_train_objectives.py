@@ -1,4 +1,4 @@
-"""`treepack train --loss`: the objective of a whole step, whatever its rows; refusals; verification; the options."""
+"""`treepack train --loss`: the objective of a whole step for any rows; refusals; verification; the options."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from treepack.train.run import TrainingRun, open_run, open_verification
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
 OVER_TERMS = [name for name in PRESETS if name != "sft"]
+# The row of each of the ten rollouts: the two groups in a row each, four rows that mix groups, and one row.
 BY_GROUP, MIXED, ONE = [i % 2 for i in range(10)], [0, 0, 1, 1, 1, 2, 2, 2, 3, 3], [0] * 10
 
 
@@ -46,6 +47,7 @@ def test_a_step_does_not_depend_on_its_rows_and_is_that_of_trajectories_alone(
 ) -> None:
     objective = choose_objective(name)
     results = []
+    # A pair of dpo must be in one row, so MIXED has other pairs and another loss.
     for i, rows in enumerate([ONE, BY_GROUP] if name == "dpo" else [ONE, BY_GROUP, MIXED]):
         packed = write_rows(tmp_path / str(i), as_trajectories(rollouts()), rows)
         (metrics,), run = train_on(packed, config, objective, epochs=1)
@@ -64,6 +66,7 @@ def test_a_step_does_not_depend_on_its_rows_and_is_that_of_trajectories_alone(
 
 
 def test_training_moves_probability_towards_advantages(tmp_path: Path, config: Path) -> None:
+    # Advantage 1 for every token of one half of the rollouts and -1 for the other half.
     good = [replace(r, advantages=[1.0 if i % 2 else -1.0] * len(r.tokens)) for i, r in enumerate(rollouts())]
     packed = write_rows(tmp_path / "packed", as_trajectories(good, without=["old_logprobs"]), MIXED)
     metrics, _ = train_on(packed, config, choose_objective("cispo"), epochs=12)
@@ -89,6 +92,7 @@ def test_groups_in_several_rows_and_steps_are_counted_per_step(tmp_path: Path) -
     table = trajectory_table(dataset, objective)
     for rows in ([0, 1, 2, 3], [3, 1], [2]):
         factors = step_factors(table, rows, objective)
+        # Factors times weights, summed over the step, are 1 for each denominator.
         total = sum(
             float((row_factors * table.weight[table.first[row] : table.first[row + 1]]).sum())
             for row, row_factors in zip(rows, factors, strict=True)
@@ -118,6 +122,7 @@ def test_verification_is_of_the_objective(tmp_path: Path, config: Path, name: st
     assert report.passed
     assert report.dtype == "float64"
     assert report.worst[1] < 1e-10
+    # Every token sees all tokens before it, those of other branches too.
     wrong = [replace(b, subtree_end=torch.full_like(b.subtree_end, len(b.subtree_end))) for b in batches]
     assert not verify_gradients(run.loaded, wrong, **arguments).passed
 
@@ -125,11 +130,13 @@ def test_verification_is_of_the_objective(tmp_path: Path, config: Path, name: st
 def test_unsuitable_data_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
     packed = write_rows(tmp_path / "packed", as_trajectories(rollouts(), without=["advantages"]), ONE)
     with pytest.raises(TreepackError, match="has no term_advantage"):
+        # A model that does not exist: loading it would raise another error.
         open_run(packed, tmp_path / "no-such-model", replace(CPU, objective=choose_objective("grpo")))
 
 
 def test_rows_without_pairs_are_left_out_of_dpo_and_counted(tmp_path: Path, config: Path) -> None:
     samples = [replace(r, group=f"{r.group}{i // 6}", reward=float(i % 4 > 1)) for i, r in enumerate(rollouts())]
+    # Alone in its group, so its row has no pair.
     lone = replace(samples[0], group="lone")
     packed = write_rows(tmp_path / "packed", as_trajectories([*samples, lone]), [*ONE, 1])
     run = open_run(packed, config, replace(CPU, objective=choose_objective("dpo")))
@@ -160,5 +167,6 @@ def test_the_command_trains_and_verifies(treepack: Command, tmp_path: Path, conf
 def test_the_command_has_the_options_of_the_objective() -> None:
     options = import_module("treepack_cli.objective")
     assert options.LOSSES == PRESETS
+    # click turns the decorated function into a command, which lists its options.
     command = click.command()(options.objective_options(lambda objective: None))
     assert {parameter.name for parameter in command.params} == {field.name for field in fields(Objective)}

@@ -1,4 +1,4 @@
-"""The programs of docs/your-trainer.md run as they stand, and every gradient is that of trajectories run one by one."""
+"""The programs of docs/your-trainer.md run unchanged, and every gradient equals that of trajectories one by one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def programs() -> list[str]:
 
 
 class Recorder:
-    """What a program did: the rows that it read, and weights and gradients, not yet clipped, of every update."""
+    """A record of a program: the rows that it read, and weights and unclipped gradients of every update."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -44,14 +44,16 @@ class Recorder:
     def update(self, optimiser: Any, *_: object) -> None:
         parameters = [p for group in optimiser.param_groups for p in group["params"]]
         assert all(p.grad is not None for p in parameters)
+        # By id(parameter), because the optimiser has no names.
         self.updates.append(
             {id(p): (p.detach().clone(), self.unclipped.get(id(p), p.grad).clone()) for p in parameters}
         )
         self.unclipped = {}
 
     def steps(self) -> Iterator[tuple[list[int], dict[int, tuple[Tensor, Tensor]]]]:
-        """Rows and update of each step, an epoch being six rows."""
+        """Return rows and update of each step; an epoch has six rows."""
         epochs = [self.rows[i : i + 6] for i in range(0, len(self.rows), 6)]
+        # rows 3 1 0 5 2 4 -> steps 3 1 0 5 and 2 4
         cut = [epoch[i : i + PER_STEP] for epoch in epochs for i in range(0, len(epoch), PER_STEP)]
         return zip(cut, self.updates, strict=True)
 
@@ -77,7 +79,7 @@ def record(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorde
     clip = torch.nn.utils.clip_grad_norm_
 
     def clipping(parameters: Any, *arguments: Any, **options: Any) -> Tensor:
-        listed = list(parameters)
+        listed = list(parameters)  # may be a generator, which can be read once
         recorder.unclipped = {id(p): p.grad.clone() for p in listed}
         return clip(listed, *arguments, **options)
 
@@ -89,7 +91,7 @@ def record(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorde
 
 
 def supervised(model: Any, chosen: Sequence[Rollout]) -> Tensor:
-    """Weighted mean of nll over the trained tokens of all of them."""
+    """Return the weighted mean of nll over the trained tokens of all `chosen` rollouts."""
     total: Any = 0
     for rollout in chosen:
         logprobs, _ = own_logprobs(model, rollout)
@@ -103,7 +105,7 @@ def policy(model: Any, chosen: Sequence[Rollout]) -> Tensor:
 
 
 def assert_exact(model: Any, record: Recorder, loss: Callable[[Any, Sequence[Rollout]], Tensor]) -> None:
-    """Every update's gradient is that of `loss` over its rollouts, each alone, at its weights."""
+    """Check that the gradient of every update is that of `loss` over its rollouts, each alone, at its weights."""
     for rows, update in record.steps():
         pairs = {name: update[id(p)] for name, p in model.named_parameters()}
         chosen = [rollout for row, rollout in zip(ROWS, rollouts(), strict=True) if row in rows]
@@ -111,9 +113,9 @@ def assert_exact(model: Any, record: Recorder, loss: Callable[[Any, Sequence[Rol
 
 
 def assert_gradient(config: Any, pairs: dict[str, tuple[Tensor, Tensor]], loss: Callable[[Any], Tensor]) -> None:
-    """The gradient beside each weight is that of `loss`, computed in float64.
+    """Check that the gradient of each (weight, gradient) pair is that of `loss`, computed in float64.
 
-    The programs compute in float32: rounding is some 1e-6, and a token counted wrongly some 1e-2.
+    The programs compute in float32: rounding changes a gradient by about 1e-6, and a token counted wrongly by 1e-2.
     """
     plain = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="sdpa", dtype=torch.float64)
     keep_norms(plain)
@@ -150,7 +152,7 @@ def test_the_loop_in_pytorch_goes_on_where_it_was_killed(record: Recorder, monke
     def save_and_die(*arguments: Any) -> None:
         save(*arguments)
         saves[0] += 1
-        if saves[0] == 1:
+        if saves[0] == 1:  # after the first file is whole; the resumed program saves again
             raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "save", save_and_die)
@@ -175,7 +177,7 @@ def test_the_policy_loss_in_trl(record: Recorder) -> None:
     assert_exact(names["trainer"].model, record, policy)
 
 
-# Runs both programs in every process, as imports take longest, and saves what each did in its only update.
+# Runs both programs in every process, because imports take longest, and saves weights and gradients of their updates.
 BOTH = """
 import os, torch
 from pathlib import Path

@@ -39,7 +39,7 @@ def check_out(out: Path, *, inputs: Iterable[str | Path], overwrite: bool, resum
         TreepackError: `out` contains an unfinished run, a finished run, other files, or an input.
     """
     if resume and (out / RUN).exists():
-        return
+        return  # `begin` compares the runs when the model is loaded
     if not overwrite and (out / RUN).exists() and not is_finished(out):
         raise TreepackError(
             f"{out} contains a run that is not complete; continue it with --resume or replace it with --overwrite"
@@ -109,6 +109,7 @@ def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         model.eval()
+        # Written under a temporary name first, because the library writes several files and may fail between them.
         with hide_progress_bars():
             model.save_pretrained(temporary, **({} if weights is None else {"state_dict": weights}))
         if run.tokenizer is not None:
@@ -126,6 +127,7 @@ def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
 
 def _identity(run: TrainingRun) -> dict[str, Any]:
     """Return the entries that are equal if two runs compute the same, except for the weights that they start from."""
+    # The manifest has the hash of every part, so the hash of these hashes identifies the data without reading it.
     parts = [entry["sha256"] for entry in run.dataset.manifest["files"]]
     config = {name: value for name, value in run.loaded.model.config.to_dict().items() if name not in _INCIDENTAL}
     return {

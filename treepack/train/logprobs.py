@@ -32,7 +32,7 @@ from treepack.pack.row import Row
 from treepack.train.ranks import find_device
 from treepack.trajectory import Float64
 
-COLUMNS = ("old", "ref")
+COLUMNS = ("old", "ref")  # the columns term_old_logprob and term_ref_logprob
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,12 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     loaded = load_model(
         model,
         attention=options.attention,
-        dtype=torch.float32,
+        dtype=torch.float32,  # as in training, so that the first ratios of a run are 1
         autocast=autocast,
         device=device,
         seed=options.seed,
     )
+    # Reads a column of all rows, so only for models that have a maximum position.
     positions = dataset.max_position() if position_limit(loaded.model) else 0
     check_fits(
         loaded,
@@ -117,6 +118,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
     for row in read_rows(scoring.dataset.path):
         with torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
             logprobs, entropies = term_scores(loaded, row, chunk=options.loss_chunk)
+        # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(logprobs).all():
             raise TreepackError(
                 f"{loaded.source}: a log-probability of row {row.row_id} is not finite; inspect the model and the row"
@@ -134,7 +136,7 @@ def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[F
     batch = make_batch(row, multiple=row_multiple(loaded.attention))
     terms = batch.terms
     assert terms is not None, "checked when the data was opened"
-    if len(terms.tokens) == 0:
+    if len(terms.tokens) == 0:  # no trained token in this row: nothing to compute
         return np.zeros(0), np.zeros(0)
     # One value per trained token, which `index` repeats for its terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2]
     scores = row_logprobs(loaded, prepare_batch(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)

@@ -208,7 +208,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     lr = learning_rate(run.options, number, len(run.schedule))
     for group in optimiser.param_groups:
         group["lr"] = lr
-    optimiser.zero_grad(set_to_none=True)
+    optimiser.zero_grad(set_to_none=True)  # frees the memory of gradients until the first backward pass
     # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
     denominator = float(run.dataset.total_weight[step.rows].sum())
     report = _Report(run, step.rows)
@@ -227,7 +227,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     else:
         bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
     tokens = int(run.dataset.num_tokens[step.rows].sum())
-    weight = sums.pop("weight", 1.0)
+    weight = sums.pop("weight", 1.0)  # total weight of the terms, or pairs, by which the other sums are divided
     seconds = time.perf_counter() - start
     return StepMetrics(
         step=number + 1,

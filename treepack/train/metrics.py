@@ -47,7 +47,7 @@ class MetricsLog:
         if keep_until is not None and path.exists():
             _remove_lines_after(path, keep_until)
         with _disk_errors(path):
-            self._file = path.open("ab")
+            self._file = path.open("ab")  # appends, so that nothing is lost if two runs use one file by mistake
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a line; numbers that are not finite become null.
@@ -59,6 +59,7 @@ class MetricsLog:
             TreepackError: the disk fails.
         """
         assert isinstance(record.get("step"), int), "a record without a step cannot be dropped when a run is resumed"
+        # orjson writes NaN and infinities as null; json would write NaN, which is not JSON.
         line = orjson.dumps(dict(record), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
         with _disk_errors(self._path):
             self._file.write(line)
@@ -97,6 +98,7 @@ class TensorBoardLog:
             raise TreepackError(f"TensorBoard cannot be used ({error}); pip install 'treepack[tensorboard]'") from error
         self._directory = directory
         with _disk_errors(directory):
+            # Each process writes a file of its own. purge_step hides the steps that a resumed run computes again.
             self._writer = SummaryWriter(directory, purge_step=None if keep_until is None else keep_until + 1)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -109,7 +111,7 @@ class TensorBoardLog:
             for name, value in record.items():
                 if name != "step" and is_number(value):
                     self._writer.add_scalar(f"train/{name}", value, record["step"])
-            self._writer.flush()
+            self._writer.flush()  # the default is every two minutes, and a crash would lose them
 
     def close(self) -> None:
         """Close the file.
@@ -143,6 +145,7 @@ def read_metrics(path: Path) -> dict[str, list[Any]]:
 
 def is_number(value: object) -> bool:
     """Return true if `value` is a finite number; a boolean is not a number."""
+    # True is an int, and so a Real, for Python; numpy's scalars are registered as Real too.
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
@@ -153,7 +156,7 @@ def _remove_lines_after(path: Path, keep_until: int) -> None:
         TreepackError: a line is damaged, or the disk fails.
     """
     lines = b"".join(line + b"\n" for line, record in _lines(path) if record["step"] <= keep_until)
-    with finished_file(path) as temporary:
+    with finished_file(path) as temporary:  # renamed over `path` when it is whole: a crash leaves the old file
         temporary.write_bytes(lines)
 
 

@@ -36,7 +36,7 @@ class Ranks:
         """Return the sum of the `values` of all ranks, which have equal shapes; the same bits on every rank."""
         if not self.grouped:
             return values
-        total = values.clone()
+        total = values.clone()  # all_reduce works in place
         distributed.all_reduce(total)
         return total
 
@@ -80,6 +80,7 @@ def join_ranks(device: torch.device) -> Ranks:
     if not distributed.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        # Both on a GPU, because `Ranks.any` sums values that are on the CPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             distributed.init_process_group(backend)

@@ -83,6 +83,7 @@ def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks
             the model.
     """
     ranks, device = ranks or Ranks(), find_device(options.device)
+    # The data first: it opens in seconds, and a large model loads in minutes.
     dataset, table, schedule = _open_data(packed, options)
     if ranks.grouped:
         loaded = load_sharded(model, options, device)
@@ -113,7 +114,7 @@ def _open_data(
     packed: str | Path, options: TrainOptions
 ) -> tuple[PackedDataset, TrajectoryTable | None, list[OptimiserStep]]:
     objective = options.objective
-    dataset = PackedDataset(packed, terms=objective.loss != "sft")
+    dataset = PackedDataset(packed, terms=objective.loss != "sft")  # sft reads loss weights of tokens, not terms
     check_columns(dataset, objective)
     table = None if objective.loss == "sft" else trajectory_table(dataset, objective)
     return dataset, table, plan_steps(dataset, options, table)
@@ -171,6 +172,7 @@ def _repair_generation_config(model: Any) -> tuple[str, ...]:
 
 
 def _is_savable(config: Any) -> bool:
+    # transformers checks the settings only when it saves them, so saving is the one way to ask.
     with tempfile.TemporaryDirectory() as folder:
         try:
             config.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Packed rows value prefixes as each alone would be, with the loss and the gradients of each alone."""
+"""Packed rows give each prefix its value, loss and gradients as if it were encoded alone."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ CAPACITIES = [16, 24, 400]  # many rows that repeat prefixes, some, and one
 
 
 def samples(*, seed: int = 0, count: int = 14) -> list[Rollout]:
-    """Rollouts of three groups whose turns branch, repeat and are cut at different places."""
+    """Return rollouts of three groups whose turns branch, repeat and are cut at different places."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCABULARY, 2 + group).tolist() for group in range(3)]
-    prompts[1][:2] = prompts[0]  # groups share what they begin with
+    prompts[1][:2] = prompts[0]  # two groups share a prefix of their prompts
     rollouts: list[Rollout] = []
     for i in range(count):
         group = i % 3
         earlier = [one for one in rollouts if one.group == f"g{group}"]
         tokens, cuts = list(prompts[group]), [len(prompts[group])]
-        if earlier and i % 4:
+        if earlier and i % 4:  # three of four branch from an earlier rollout of their group
             base = earlier[int(rng.integers(len(earlier)))]
             num_turns = int(rng.integers(1, len(base.cuts) + 1))
             cuts = base.cuts[:num_turns]
             tokens = base.tokens[: cuts[-1]]
         for _ in range(int(rng.integers(1, 4))):
             tokens += rng.integers(0, VOCABULARY, int(rng.integers(2, 5))).tolist()
-            if len(tokens) < 14 and rng.random() < 0.8:
+            if len(tokens) < 14 and rng.random() < 0.8:  # sometimes a turn continues, so that cuts differ
                 cuts.append(len(tokens))
                 tokens += rng.integers(0, VOCABULARY, 1).tolist()
         rollouts.append(Rollout(tokens[:16], [c for c in cuts if c < 15], f"g{group}", -1, float(rng.random() < 0.5)))
@@ -52,7 +52,7 @@ def samples(*, seed: int = 0, count: int = 14) -> list[Rollout]:
 
 
 def as_trie(rollouts: Sequence[Rollout], *, share: str = "all") -> Trie:
-    """The rollouts with a turn at each cut: its first token is trained, so that a turn is a run of trained tokens."""
+    """Return the trie of the rollouts; the first token after each cut is trained, so that a turn starts there."""
     made = [
         make(f"t{i}", one.tokens, spans=[(at, at + 1, 1.0) for at in one.cuts], group=one.group, reward=one.reward)
         for i, one in enumerate(rollouts)
@@ -61,7 +61,7 @@ def as_trie(rollouts: Sequence[Rollout], *, share: str = "all") -> Trie:
 
 
 def nodes_of(rollouts: Sequence[Rollout]) -> dict[tuple[str, Prefix, tuple[int, ...]], float]:
-    """Target of every prompt and prefix, by group, tokens and cuts: the mean reward of the rollouts through it."""
+    """Return the target of every prompt and prefix by group, tokens and cuts: the mean reward of its rollouts."""
     rewards = defaultdict(list)
     for one, path in zip(rollouts, paths(list(rollouts)), strict=True):
         for turn, _ in enumerate(path):
@@ -91,7 +91,7 @@ def prepare(rollouts: Sequence[Rollout]) -> tuple[Trie, Prefixes, np.ndarray[Any
 
 
 def tokens_at(row: AnchorRow, at: int) -> Prefix:
-    """The tokens on the path to a token of a row, by its column `parent`."""
+    """Return the tokens on the path to a token of a row, by its column `parent`."""
     path = []
     while at >= 0:
         path.append(int(row.row.input_ids[at]))
@@ -101,7 +101,7 @@ def tokens_at(row: AnchorRow, at: int) -> Prefix:
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("seed", range(4))
-def test_every_prompt_and_prefix_ends_in_one_row_and_nothing_lies_behind(capacity: int, seed: int) -> None:
+def test_every_prompt_and_prefix_ends_in_one_row_and_no_token_comes_after(capacity: int, seed: int) -> None:
     rollouts = samples(seed=seed)
     _, prefixes, target = prepare(rollouts)
     rows = anchor_rows(prefixes, np.arange(len(prefixes.owner)), capacity=capacity)
@@ -114,6 +114,7 @@ def test_every_prompt_and_prefix_ends_in_one_row_and_nothing_lies_behind(capacit
     assert len(expected) > 10
     for row in rows:
         assert row.row.num_tokens <= capacity
+        # A token whose subtree ends right after it is a leaf. Every leaf is an end, so no token comes after an end.
         leaves = np.flatnonzero(row.row.subtree_end == np.arange(row.row.num_tokens) + 1)
         assert set(leaves.tolist()) <= set(row.token.tolist())
     if capacity == CAPACITIES[0]:
@@ -154,7 +155,7 @@ def test_predictions_are_those_of_every_prefix_alone(capacity: int) -> None:
     assert np.ptp(values) > 0.1
 
 
-def test_all_prompts_and_the_asked_share_of_prefixes_are_drawn() -> None:
+def test_all_prompts_and_the_given_share_of_prefixes_are_drawn() -> None:
     _, prefixes, _ = prepare(samples(count=40))
     size, groups = len(prefixes.owner), prefixes.num_groups
     assert draw_nodes(prefixes, prefix_share=0, seed=0).tolist() == list(range(groups))
@@ -174,6 +175,7 @@ def test_prefixes_that_several_rollouts_share_are_drawn_before_others() -> None:
     assert len(shared) > 3
     assert len(alone) > 1
     for wanted in (len(shared) - 2, len(shared) + 1):
+        # share / (1 - share) * groups = wanted - 0.5, which `draw_nodes` rounds up to `wanted`
         share = (wanted - 0.5) / (wanted - 0.5 + groups)
         drawn = set(draw_nodes(prefixes, prefix_share=share, seed=0)[groups:].tolist())
         assert len(drawn) == wanted

@@ -1,4 +1,4 @@
-"""`treepack values fit` and `predict`: what is fitted predicts unseen prompts, and what cannot be is refused."""
+"""`treepack values fit` and `predict`: the predictor ranks unseen prompts, and unsuitable input is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from treepack.trie.files import read_trie
 
 
 def rollout_records(groups: range, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rollouts of two turns whose chance of success is a token of the prompt over 9, all else being noise."""
+    """Return rollouts of two turns whose chance of success is (a token of the prompt - 20) / 9; the rest is noise."""
     rng = np.random.default_rng([seed, groups.start])
     records = []
     for group in groups:
@@ -34,7 +34,7 @@ def rollout_records(groups: range, *, seed: int = 0) -> list[dict[str, Any]]:
         for trial in range(4):
             first, second = (rng.integers(30, 48, 3).tolist() for _ in range(2))
             ids = [*prompt, *first, 3, *second]
-            mask = [*[0] * len(prompt), 1, 1, 1, 0, 1, 1, 1]
+            mask = [*[0] * len(prompt), 1, 1, 1, 0, 1, 1, 1]  # two turns of three tokens; token 3 is the user's
             success = int(rng.random() < (group % 10) / 9)
             name = f"task-{group:03}"
             records.append(
@@ -72,8 +72,8 @@ def test_fitting_ranks_prompts_that_were_held_out_and_serves_allocate_and_stats(
     assert (done.status, done.err) == (0, "")
     predictions = read_predictions(file)
     assert len(predictions.group_ids) == 40
-    assert len(predictions.prefix_value) == 160
-    chance = np.array([int(name[-3:]) % 10 / 9 for name in predictions.group_ids])
+    assert len(predictions.prefix_value) == 160  # 40 groups of 4 rollouts, each with one prefix, after its first turn
+    chance = np.array([int(name[-3:]) % 10 / 9 for name in predictions.group_ids])  # "task-157" -> 7/9
     assert (spearman(predictions.root_value, chance).rho or 0) > 0.8
 
     done = treepack("stats", unseen, "--predictions", file, "--json")
@@ -107,20 +107,22 @@ def test_a_frozen_backbone_stays_and_runs_once_per_row(treepack: Command, tmp_pa
     _, out = small_fit(treepack, tmp_path, "--freeze", "--epochs", 3, "--lr", 0.1)
     metrics = read_metrics(out / "metrics.jsonl")
     assert metrics["tokens"][0] > 0
+    # In later epochs the backbone computes nothing.
     assert [tokens for tokens, epoch in zip(metrics["tokens"], metrics["epoch"], strict=True) if epoch] == [0, 0]
     fitted = load_values(out, device="cpu")
-    small_fit(treepack, tmp_path, "--freeze", "--epochs", 1, "--lr", 0.0, "--overwrite")
+    small_fit(treepack, tmp_path, "--freeze", "--epochs", 1, "--lr", 0.0, "--overwrite")  # the weights of the start
     start = load_values(out, device="cpu")
     for name, value in start.loaded.model.state_dict().items():
         assert torch.equal(value, fitted.loaded.model.state_dict()[name]), name
     assert not torch.equal(start.head.weight, fitted.head.weight)
 
 
-def test_a_fit_goes_on_with_the_head_of_an_earlier_one(treepack: Command, tmp_path: Path) -> None:
+def test_a_fit_can_start_from_the_head_of_an_earlier_one(treepack: Command, tmp_path: Path) -> None:
     trie, out = small_fit(treepack, tmp_path, "--epochs", 8)
     again = tmp_path / "again"
     done = treepack("values", "fit", trie, "--model", out, "--out", again, *FAST)
     assert (done.status, done.err) == (0, f"note: the head of {out} is used and fitted further\n")
+    # Its first loss is the last state of the first fit, so the head was loaded too.
     first = read_metrics(again / "metrics.jsonl")["loss"][0]
     assert first == pytest.approx(_loss(out, trie), rel=1e-4)
     assert first < read_metrics(out / "metrics.jsonl")["loss"][0]
@@ -172,7 +174,7 @@ def test_a_loss_that_is_not_finite_ends_the_fit_and_leaves_nothing(treepack: Com
     trie = write_trie(treepack, tmp_path / "trie", rollout_records(range(3, 6)))
     run = open_fit(trie, tiny_config(tmp_path / "config.json"), FitOptions(TrainOptions(device="cpu")))
     with torch.no_grad():
-        run.model.head.bias.fill_(torch.nan)
+        run.model.head.bias.fill_(torch.nan)  # the first loss is NaN
     place = tmp_path / "place"
     place.mkdir()
     with pytest.raises(TreepackError, match=r"^the loss or gradient of step 1 is not finite; lower --lr"):
@@ -182,6 +184,7 @@ def test_a_loss_that_is_not_finite_ends_the_fit_and_leaves_nothing(treepack: Com
 
 def test_what_cannot_be_predicted_is_one_sentence_and_leaves_nothing(treepack: Command, tmp_path: Path) -> None:
     trie, out = small_fit(treepack, tmp_path)
+    # The same groups in two training steps; a token beyond the vocabulary of 50; a head with the right size.
     steps = [one | {"step": step, "id": f"{step}{one['id']}"} for step in range(2) for one in rollout_records(range(2))]
     several = write_trie(treepack, tmp_path / "several", steps)
     strange = [one | {"input_ids": [55, *one["input_ids"][1:]]} for one in rollout_records(range(2))]
@@ -216,7 +219,7 @@ def test_predictions_of_one_trie_are_refused_for_another(treepack: Command, tmp_
     file = tmp_path / "values.parquet"
     command = ("values", "predict", trie, "--values", out, "--device", "cpu", "--out")
     assert treepack(*command, file).status == 0
-    assert treepack(*command, file, "--overwrite").status == 0
+    assert treepack(*command, file, "--overwrite").status == 0  # its own output, unlike the rollouts in the next line
     assert "was not written by treepack" in treepack(*command, trie.with_suffix(".jsonl"), "--overwrite").err
     other = write_trie(treepack, tmp_path / "other", rollout_records(range(4, 8)))
     done = treepack("allocate", "prefixes", other, "--predictions", file, "--expand", 1, "--out", tmp_path / "p.jsonl")

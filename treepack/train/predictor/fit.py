@@ -126,6 +126,7 @@ class FitStep:
 
 def squared_error(head: nn.Linear, states: Tensor, target: Float64) -> Tensor:
     """Return the sum of squared differences between the values of `states` [n, D] and `target` [n]: float64, eq. 19."""
+    # In float64, so that the sum over thousands of prefixes is as exact as their values.
     targets = torch.from_numpy(target).to(states.device)
     return (state_values(head, states).double() - targets).square().sum()
 
@@ -143,6 +144,7 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
     reward = binary_rewards(rollouts)
     ends = anchors(rollouts, segment=options.segment)
     prefixes = anchor_prefixes(rollouts, ends)
+    # Drawn once for all epochs, so that each node has the same row in every epoch.
     nodes = draw_nodes(prefixes, prefix_share=options.prefix_share, seed=train.seed)
     rows = anchor_rows(prefixes, nodes, capacity=options.capacity)
     predictor = start_values(model, train.dtype, train.attention, device, train.seed)
@@ -187,11 +189,13 @@ def fit(run: Fit, out: str | Path, *, overwrite: bool = False) -> Iterator[FitSt
     """
     loaded, parameters = run.model.loaded, list(run.model.head.parameters())
     if not run.options.freeze:
+        # `base_model` is the model without its output layer, which has no part in the values.
         parameters = [*loaded.model.base_model.parameters(), *parameters]
         loaded.model.train()  # only for checkpointing, which transformers does in this mode; all dropouts are 0
     optimiser = _optimiser(parameters, run.options.train)
     states_of = _frozen_states(run) if run.options.freeze else lambda row: end_states(loaded, row, dtype=_dtype(run))
     with finished_directory(Path(out), overwrite=overwrite) as temporary:
+        # The log is closed before the directory gets its name. A fit is short and cannot be resumed.
         with MetricsLog(temporary / METRICS, keep_until=None) as log:
             for number in range(len(run.schedule)):
                 step = _fit_step(run, optimiser, number, states_of)
@@ -246,12 +250,12 @@ def _fit_step(
     start, step, train = time.perf_counter(), run.schedule[number], run.options.train
     rows = [run.rows[i] for i in step.rows]
     lr = learning_rate(train, number, len(run.schedule))
-    for group in optimiser.param_groups:
+    for group in optimiser.param_groups:  # all groups have one rate; they differ in weight decay
         group["lr"] = lr
     optimiser.zero_grad(set_to_none=True)
     loss = accumulate(run.model.head, rows, run.target, states_of)
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    norm = float(torch.nn.utils.clip_grad_norm_(parameters, train.clip or math.inf))
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, train.clip or math.inf))  # infinity: only measure
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise TreepackError(
             f"the loss or gradient of step {number + 1} is not finite; lower --lr, or check that the model computes "
@@ -288,11 +292,11 @@ def accumulate(
     Raises:
         TreepackError: memory is too small for a row.
     """
-    denominator = sum(len(row.node) for row in rows)
+    denominator = sum(len(row.node) for row in rows)  # rows of 3 and 5 ends: each squared error counts 1/8
     losses = []
     for row in rows:
         with memory_errors(row):
             loss = squared_error(head, states_of(row), target[row.node]) / denominator
             torch.autograd.backward(loss)
-        losses.append(loss.detach())
+        losses.append(loss.detach())  # not float(loss), which would wait for the GPU after every row
     return float(torch.stack(losses).sum())

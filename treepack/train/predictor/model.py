@@ -95,6 +95,7 @@ def memory_errors(row: AnchorRow) -> Iterator[None]:
 
 def state_values(head: nn.Linear, states: Tensor) -> Tensor:
     """Return the values [n] in 0 .. 1 of hidden states [n, D], in the dtype of the head: equation 17."""
+    # The head's float32, outside autocast: in bf16, values near 1 would have steps of 0.004.
     values: Tensor = torch.sigmoid(head(states.to(head.weight.dtype)))[:, 0]
     return values
 
@@ -127,6 +128,7 @@ def save_values(model: ValueModel, directory: Path, entries: dict[str, Any]) -> 
     with hide_progress_bars():
         model.loaded.model.save_pretrained(directory)
     save_file({name: value.cpu().contiguous() for name, value in _tensors(model.head).items()}, directory / HEAD)
+    # The metrics are not hashed: they have the seconds of each step, and equal fits must have equal records.
     files = sorted(path for path in directory.iterdir() if path.name != METRICS)
     hashed = [{"name": path.name, "bytes": path.stat().st_size, "sha256": file_sha256(path)} for path in files]
     record = {"format": FORMAT, "version": VERSION, "treepack": __version__, **entries, "files": hashed}
@@ -158,7 +160,7 @@ def load_values(
 
     path = Path(directory)
     record = read_record(path)
-    for entry in record["files"]:
+    for entry in record["files"]:  # before any file is read as a model
         check_part(path, entry)
     lower = torch.bfloat16 if dtype == "bf16" else None
     loaded = load_model(path, attention=attention, autocast=lower, device=find_device(device))
@@ -208,7 +210,7 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
     Raises:
         TreepackError: a value is not finite, or memory is too small.
     """
-    values = np.full(num_inner, np.nan)
+    values = np.full(num_inner, np.nan)  # each node ends in one row, so no value is written twice
     for row in rows:
         with memory_errors(row):
             row_values = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
@@ -248,7 +250,7 @@ def predict(
     manifest, rollouts = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
     ends = anchors(rollouts, segment=segment or model.record["options"]["segment"])
     prefixes = anchor_prefixes(rollouts, ends)
-    nodes = np.arange(ends.tree.num_inner)
+    nodes = np.arange(ends.tree.num_inner)  # groups 0 to num_groups - 1, then prefixes
     names = group_ids(rollouts, ends)
     # A group_id in two training steps is two groups of the trie, and a file of predictions has one value for it.
     if len(set(names)) < len(names):
