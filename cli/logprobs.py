@@ -85,7 +85,7 @@ def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwri
     from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows
     from treepack.train.ranks import refuse_ranks
 
-    # Everything that can be refused without the model is refused first: a large model takes minutes to load.
+    # All checks that do not need the model come first, because a large model takes minutes to load.
     refuse_ranks("treepack logprobs")
     refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
     scoring = open_scoring(packed, model, options)

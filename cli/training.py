@@ -89,7 +89,7 @@ def train_model(
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
     from treepack.train.run import open_run
 
-    # What can be refused without the model is refused first: a large model takes minutes to load.
+    # All checks that do not need the model come first, because a large model takes minutes to load.
     check_out(out, inputs=[packed, model], overwrite=overwrite, resume=run_options.resume)
     _require_extras(run_options)
     ranks = join_ranks(find_device(options.device))
@@ -144,7 +144,7 @@ def _run_steps(
 
 
 def _require_extras(run_options: RunOptions) -> None:
-    """Refuse options whose package is not installed, before anything is trained or removed.
+    """Refuse an option if its package is not installed, before anything is trained or removed.
 
     Raises:
         TreepackError: a package is missing.

@@ -120,7 +120,7 @@ def fit(
     from treepack.train.predictor.fit import fit as fit_steps
     from treepack.train.ranks import refuse_ranks
 
-    # Everything that can be refused without the model is refused first: a large model takes minutes to load.
+    # All checks that do not need the model come first, because a large model takes minutes to load.
     refuse_ranks("treepack values fit")
     options = FitOptions(
         train=TrainOptions(**asdict(optimiser), **asdict(compute), seed=seed),
@@ -209,7 +209,7 @@ def predict(
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
     predictions = value_model.predict(model, trie, segment=segment, capacity=capacity, dtype=compute.dtype)
-    # Written at once: a table has a line per prefix, and predictions of half a trie are of no use.
+    # Written at the end and at once, because allocate and stats refuse a file that lacks prefixes.
     write_table(predictions.table, out)
     column = predictions.table["value"].to_numpy()
     show(

@@ -336,8 +336,8 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Pat
 def test_a_run_killed_at_any_change_of_the_disk_has_the_checkpoint_before_or_the_new_one(
     tmp_path: Path, again: bool
 ) -> None:
-    # The process stops before its event-th fsync, rename or rmtree and is killed there, for every event until the save
-    # is done.
+    # The process stops before its event-th fsync, rename or rmtree and is killed there. The loop ends when the save
+    # has fewer events.
     outcomes, reached = [], []
     for event in range(100):
         run = tmp_path / str(event)
@@ -377,7 +377,7 @@ def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: P
                 latest_step = connection.recv()
             except EOFError:
                 break
-        # `begun` is sent before `save` waits for the step before it, so the one before that is surely whole.
+        # The number is sent before `save` waits for the previous step, so the step before that is surely whole.
         step = restore_latest(tmp_path).step
         assert latest_step - 2 <= step <= latest_step
         latest_step = step

@@ -89,7 +89,7 @@ def loss_alone(model: Any, trajectories: list[Trajectory]) -> float:
         ids = torch.tensor(content.tokens, dtype=torch.int64)
         nll = cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none")
         for start, end, span_weight in zip(content.starts, content.ends, content.span_weights, strict=True):
-            total += span_weight * float(nll[start - 1 : end - 1].sum())  # nll[i] is of token i + 1
+            total += span_weight * float(nll[start - 1 : end - 1].sum())  # nll[0] belongs to token 1
             weight += span_weight * (end - start)
     return total / weight
 
@@ -122,9 +122,9 @@ def test_accumulation_over_rows_gives_the_gradient_of_one_mean(tmp_path: Path, c
 def test_what_saves_memory_changes_nothing(packed: Path, config: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     expected = list(train(open_run(packed, config, CPU), tmp_path / "a"))
     metrics = list(train(open_run(packed, config, replace(CPU, **changes)), tmp_path / "b"))
-    for ours, theirs in zip(metrics, expected, strict=True):
-        assert ours.loss == pytest.approx(theirs.loss, rel=1e-4)
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-3)
+    for step, reference in zip(metrics, expected, strict=True):
+        assert step.loss == pytest.approx(reference.loss, rel=1e-4)
+        assert step.grad_norm == pytest.approx(reference.grad_norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("attention", ["reference", "flex"])
@@ -135,9 +135,9 @@ def test_bf16_computes_under_autocast_on_float32_weights(
     run = open_run(packed, config, replace(CPU, steps=2, dtype="bf16", attention=attention))
     metrics = list(train(run, tmp_path / "b"))
     assert all(parameter.dtype == torch.float32 for parameter in run.loaded.model.parameters())
-    for ours, theirs in zip(metrics, expected, strict=True):
-        assert ours.loss != theirs.loss  # otherwise autocast was not in effect
-        assert ours.loss == pytest.approx(theirs.loss, rel=2e-2)
+    for step, reference in zip(metrics, expected, strict=True):
+        assert step.loss != reference.loss  # otherwise autocast was not in effect
+        assert step.loss == pytest.approx(reference.loss, rel=2e-2)
 
 
 def test_every_epoch_takes_every_row_once_in_another_order(packed: Path, config: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_missing_tokenizer_is_a_note_and_about_tokenizers(tmp_path: Path, conf
 def test_verification_fails_on_a_wrong_mask(packed: Path, config: Path) -> None:
     run = open_verification(packed, config, CPU)
     rows = list(run.dataset)
-    # Every token sees all tokens before it, those of other branches too.
+    # Every token sees all tokens before it, also on other branches.
     wrong = [replace(row, subtree_end=torch.full_like(row.subtree_end, len(row.subtree_end))) for row in rows]
     assert not verify_gradients(run.loaded, wrong).passed
 

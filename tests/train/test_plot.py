@@ -96,7 +96,7 @@ def test_the_gradient_norm_has_a_logarithmic_axis_where_it_spans_decades(
 
 
 def test_a_long_run_has_the_mean_of_the_steps_around_each(tmp_path: Path) -> None:
-    # 151 steps: a radius of 150 // 50 = 3, so each mean is of 7 steps.
+    # 151 steps: a radius of 150 // 50 = 3, so each mean takes 7 steps.
     records = [record(step, loss=float(step % 2), grad_norm=10.0 ** (step % 3)) for step in range(1, 152)]
     figure = curves_figure(write_log(tmp_path / "m", *records))
     each, mean = panels(figure)["Loss"].lines

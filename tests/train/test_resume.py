@@ -87,7 +87,7 @@ def test_a_closed_iterator_loses_at_most_the_steps_since_the_last_checkpoint(
 ) -> None:
     go(packed, config, tmp_path / "whole")
     steps = train(open_run(packed, config, OPTIONS), tmp_path / "out")
-    for _ in range(5):  # checkpoint_every is 2: the last checkpoint is of step 4
+    for _ in range(5):  # checkpoint_every is 2: the last checkpoint is step 4
         next(steps)
     steps.close()  # type: ignore[attr-defined]
     assert len(lines(tmp_path / "out")) == 5
@@ -222,9 +222,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, 
         assert len(records) == until
     whole = train_over(0, tmp_path, [Case("whole", packed, config, changes)])["whole"]["records"]
     assert [record["step"] for record in records] == [record["step"] for record in whole]
-    for ours, theirs in zip(records, whole, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    for record, reference in zip(records, whole, strict=True):
+        assert record["loss"] == pytest.approx(reference["loss"], rel=2e-5)
+        assert record["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)
 
 
 def command(packed: Path, config: Path, out: Path) -> list[str]:

@@ -122,7 +122,7 @@ def test_verification_is_of_the_objective(tmp_path: Path, config: Path, name: st
     assert report.passed
     assert report.dtype == "float64"
     assert report.worst[1] < 1e-10
-    # Every token sees all tokens before it, those of other branches too.
+    # Every token sees all tokens before it, also on other branches.
     wrong = [replace(b, subtree_end=torch.full_like(b.subtree_end, len(b.subtree_end))) for b in batches]
     assert not verify_gradients(run.loaded, wrong, **arguments).passed
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, from which it continues whatever happened to the process that wrote them.
+"""Checkpoints of a training run, from which it can continue after any crash.
 
     RUN/checkpoints/
         step-00000010/            whole or absent
@@ -114,7 +114,7 @@ class Checkpoints:
         # A group of its own: the collectives of the thread must not mix with the collectives of training, which run at
         # the same time. gloo, because the copies are on the CPU.
         self._ranks = _all_ranks(new_group=True)
-        token, problem = self._ranks.gather(_prepare(directory) if self._ranks.rank == 0 else ("", None))[0]
+        token, problem = self._ranks.gather(_prepare_directory(directory) if self._ranks.rank == 0 else ("", None))[0]
         if problem:
             raise TreepackError(f"{directory}: cannot hold checkpoints ({problem}); choose another directory")
         # step-00000010 -> .step-00000010.partial-1f2e3d4c and step-00000010.replaced-1f2e3d4c
@@ -309,12 +309,12 @@ def restore(checkpoint: SavedCheckpoint, model: nn.Module, optimiser: torch.opti
 
 
 def _expect_one_process() -> None:
-    """Silence DCP's warning that torch.distributed is not in use, for the rest of the process."""
+    """Silence DCP's warning that torch.distributed is not in use, until the process ends."""
     # Not with `warnings.catch_warnings`, which is not safe in threads: the thread saves too.
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 
-def _prepare(directory: Path) -> tuple[str, str | None]:
+def _prepare_directory(directory: Path) -> tuple[str, str | None]:
     """Create `directory` and remove unfinished checkpoints; return a name for this process, and the error or None."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ def step_of(path: Path) -> int:
 
 
 def write_record(path: Path, fields: dict[str, Any], files: list[dict[str, Any]], *, world_size: int) -> None:
-    """Write checkpoint.json into the directory `path` and have it and the names in `path` on disk.
+    """Write checkpoint.json into the directory `path`, and flush the file and the directory to disk.
 
     Args:
         path: directory of the checkpoint, which already contains all other files.
@@ -116,7 +116,7 @@ def has_all_files(path: Path) -> bool:
 
 
 def sync_names(directory: Path) -> None:
-    """Have the names in `directory` on disk, as fsync of a file does for its bytes."""
+    """Flush the names in `directory` to disk; fsync of a file flushes only its bytes."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -126,7 +126,7 @@ def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
 
 
 def _identity(run: TrainingRun) -> dict[str, Any]:
-    """Return the entries that are equal if two runs compute the same, except for the weights that they start from."""
+    """Return the entries that two runs must have in common to compute the same, if they start from equal weights."""
     # The manifest has the hash of every part, so the hash of these hashes identifies the data without reading it.
     parts = [entry["sha256"] for entry in run.dataset.manifest["files"]]
     config = {name: value for name, value in run.loaded.model.config.to_dict().items() if name not in _INCIDENTAL}
@@ -137,7 +137,7 @@ def _identity(run: TrainingRun) -> dict[str, Any]:
         "packed_sha256": _sha256("".join(parts)),
         "model": run.loaded.source,
         "config_sha256": _sha256(json.dumps(config, sort_keys=True, default=str)),
-        "options": run.options.fixed,
+        "options": run.options.fixed_options,
     }
 
 

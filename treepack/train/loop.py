@@ -108,6 +108,11 @@ def train(
 
 
 def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable[[str], None]) -> Iterator[StepMetrics]:
+    """Carry out the remaining steps with checkpoints and metrics, and write the model.
+
+    Raises:
+        TreepackError: too many steps were skipped, memory is too small, or the disk fails.
+    """
     options, ranks, model = run.options, run.ranks, run.loaded.model
     optimiser = make_optimiser(run)
     done, skipped = _restore_position(run, out, optimiser, note)

@@ -94,6 +94,6 @@ class TrainOptions:
         return {**record, "betas": list(self.betas)}
 
     @property
-    def fixed(self) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Any]:
         """The options that a resumed run may not change, as JSON values."""
         return {name: value for name, value in self.as_record().items() if name not in CHANGEABLE_ON_RESUME}

@@ -1,4 +1,4 @@
-"""Fitting of the prefix value predictor, which predicts success from a prompt or from a prefix of a rollout.
+"""Fitting of the prefix value predictor, which predicts success from a prompt or a prefix of a rollout.
 
     trie, model, options --open_fit--> Fit     unsuitable data, models and options are refused here
     Fit --fit--> out/                          one FitStep per optimiser step; the directory is whole or absent

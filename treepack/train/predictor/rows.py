@@ -59,8 +59,8 @@ class AnchorRow(NamedTuple):
 def anchor_prefixes(trie: Trie, ends: Anchors) -> Prefixes:
     """Return the prefix of every inner node of `ends.tree`.
 
-    The prompt of a group is the longest common prefix of its trajectories before their first trained token, for every
-    kind of segment: the tokens that are known before any of the trajectories is sampled.
+    The prompt of a group is the longest common prefix of its trajectories before their first trained token: the tokens
+    that are known before any of the trajectories is sampled. It does not depend on the kind of segments.
 
     Raises:
         TreepackError: the trajectories of a group differ in their first token.
@@ -163,6 +163,11 @@ def _anchor_row(prefixes: Prefixes, row: Row, nodes_of: dict[int, Int64]) -> Anc
 
 
 def _refuse_too_long(prefixes: Prefixes, nodes: Int64, capacity: int) -> None:
+    """Refuse prefixes that do not fit in a row.
+
+    Raises:
+        TreepackError: with the number of tokens of the longest prefix.
+    """
     longest = int(nodes[prefixes.num_tokens[nodes].argmax()])
     if prefixes.num_tokens[longest] > capacity:
         name = prefixes.trie.trajectories["trajectory_id"][int(prefixes.owner[longest])].as_py()
