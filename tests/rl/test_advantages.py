@@ -1,4 +1,4 @@
-"""Advantages: fast equals slow, what the theory says of sums and stars, and what a packed row holds of them."""
+"""Advantages: equality with the slow twins, the properties of sums and stars, and the terms of packed rows."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 few = settings(max_examples=40)  # every example builds a trie
+# 0.1 and 1/3 have no exact binary form, so means of equal rewards are off by rounding.
 REWARDS = [0.0, 0.5, 1.0, 0.1, 1 / 3]
 
 
@@ -45,9 +46,9 @@ def tokens_of(trajectory: Trajectory) -> Tokens:
 
 @st.composite
 def forests(draw: st.DrawFn, *, missing: bool = True) -> tuple[Trie, str]:
-    """A trie of rewarded trajectories, often of several groups and steps, and how its segments are to be cut.
+    """Draw a trie of rewarded trajectories, often of several groups and steps, and a `segment` to cut it by.
 
-    One group of two different rewards is always there; another may have lost one of its rewards.
+    The trie always contains a group x of two different rewards. Another group may lack one of its rewards.
     """
     made = draw(trajectories(max_count=10))
     made += [
@@ -55,46 +56,47 @@ def forests(draw: st.DrawFn, *, missing: bool = True) -> tuple[Trie, str]:
         make("x1", [0, 1, 2, 1, 0], group="x", step=made[0].step, reward=1.0),
     ]
     segment = draw(st.sampled_from(["node", "turn", "recorded", "1", "2", "3"]))
-    found = []
+    rewarded = []
     for trajectory in made:
         offsets = draw(st.sets(st.integers(1, len(tokens_of(trajectory).tokens) - 1), min_size=1))
         metadata = {"segments": sorted(offsets)} if segment == "recorded" else {}
         reward = trajectory.reward if trajectory.group_id == "x" else draw(st.sampled_from(REWARDS))
-        found.append(replace(trajectory, reward=reward, metadata=metadata))
-    if missing and draw(st.booleans()) and found[0].group_id != "x":
-        found[0] = replace(found[0], reward=None)
-    return build_trie(found, share=draw(st.sampled_from(["all", "group"]))), segment
+        rewarded.append(replace(trajectory, reward=reward, metadata=metadata))
+    if missing and draw(st.booleans()) and rewarded[0].group_id != "x":
+        rewarded[0] = replace(rewarded[0], reward=None)
+    return build_trie(rewarded, share=draw(st.sampled_from(["all", "group"]))), segment
 
 
 def as_rollouts(members: list[Trajectory], segment: str, min_depth: int = 0) -> list[Rollout]:
-    """The members of groups as the oracle has them, cut as `segment` says."""
-    found = []
+    """Convert members of groups to rollouts of the oracle, cut by `segment`."""
+    rollouts = []
     for t in members:
         content = tokens_of(t)
         trained = positions(content.starts, content.ends).tolist()
         cuts = [p for p in trained if p - 1 not in trained]
-        found.append(Rollout(content.tokens.tolist(), cuts, str(t.group_id), t.step or 0, float(t.reward or 0)))
+        rollouts.append(Rollout(content.tokens.tolist(), cuts, str(t.group_id), t.step or 0, float(t.reward or 0)))
     cut = {
         "node": oracle.branch_cuts,
         "turn": oracle.turn_cuts,
         "recorded": lambda _: [t.metadata["segments"] for t in members],
     }.get(segment) or partial(oracle.even_cuts, size=int(segment))
+    # min_depth removes cuts within so many tokens after the first one: [2, 4, 7] with 3 -> [2, 7].
     return [
         replace(rollout, cuts=[at for at in cuts if at == cuts[0] or at - cuts[0] >= min_depth])
-        for rollout, cuts in zip(found, cut(found), strict=True)
+        for rollout, cuts in zip(rollouts, cut(rollouts), strict=True)
     ]
 
 
-def estimated(trie: Trie, **options: Any) -> tuple[list[Trajectory], Estimates]:
-    """Estimates beside the trajectories they are of."""
+def estimate(trie: Trie, **options: Any) -> tuple[list[Trajectory], Estimates]:
+    """Return the estimates and the trajectories to which they belong."""
     everyone = list(trajectories_of(trie))
-    found = estimate_advantages(trie, AdvantageOptions(**options))
-    assert len(found.kept) >= 2
-    return [everyone[i] for i in found.kept], found
+    estimates = estimate_advantages(trie, AdvantageOptions(**options))
+    assert len(estimates.kept) >= 2
+    return [everyone[i] for i in estimates.kept], estimates
 
 
-def close(found: Any, expected: Any) -> None:
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+def close(values: Any, expected: Any) -> None:
+    np.testing.assert_allclose(values, expected, rtol=1e-12, atol=1e-12)
 
 
 FLAT_CASES = [
@@ -110,8 +112,8 @@ FLAT_CASES = [
 @few
 @given(forest=forests())
 def test_flat_estimators_equal_their_formulas(estimator: str, options: Any, forest: Any) -> None:
-    kept, found = estimated(forest[0], estimator=estimator, **options)
-    close(found.values, oracle.flat(as_rollouts(kept, "node"), estimator, batch="std" in options))
+    kept, estimates = estimate(forest[0], estimator=estimator, **options)
+    close(estimates.values, oracle.flat(as_rollouts(kept, "node"), estimator, batch="std" in options))
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -125,16 +127,18 @@ def test_flat_estimators_equal_their_formulas(estimator: str, options: Any, fore
 )
 def test_treepo_equals_its_equations(batch: bool, forest: Any, variants: dict[str, bool], min_depth: int) -> None:
     std = "batch" if batch else "group"
-    kept, found = estimated(forest[0], estimator="treepo", segment=forest[1], min_depth=min_depth, std=std, **variants)
+    kept, estimates = estimate(
+        forest[0], estimator="treepo", segment=forest[1], min_depth=min_depth, std=std, **variants
+    )
     slow = {name: value for name, value in variants.items() if name != "reject_equal"}
-    close(found.values, oracle.treepo(as_rollouts(kept, forest[1], min_depth), batch=batch, **slow))
+    close(estimates.values, oracle.treepo(as_rollouts(kept, forest[1], min_depth), batch=batch, **slow))
 
 
 @few
 @given(forest=forests(), min_depth=st.sampled_from([0, 0, 2]))
 def test_tree_grpo_equals_its_equation(forest: Any, min_depth: int) -> None:
-    kept, found = estimated(forest[0], estimator="tree-grpo", segment=forest[1], min_depth=min_depth)
-    close(found.values, oracle.tree_grpo(as_rollouts(kept, forest[1], min_depth)))
+    kept, estimates = estimate(forest[0], estimator="tree-grpo", segment=forest[1], min_depth=min_depth)
+    close(estimates.values, oracle.tree_grpo(as_rollouts(kept, forest[1], min_depth)))
 
 
 SEGMENT_CASES = [
@@ -151,7 +155,7 @@ SEGMENT_CASES = [
 def test_every_trained_token_gets_the_advantage_of_its_segment(
     estimator: str, options: dict[str, Any], forest: Any, min_depth: int
 ) -> None:
-    kept, found = estimated(forest[0], estimator=estimator, segment=forest[1], min_depth=min_depth, **options)
+    kept, estimates = estimate(forest[0], estimator=estimator, segment=forest[1], min_depth=min_depth, **options)
     rollouts = as_rollouts(kept, forest[1], min_depth)
     scaled = {name: value for name, value in options.items() if name == "leaf_scaled"}
     lines = oracle.segments(rollouts, estimator, **scaled)
@@ -160,22 +164,22 @@ def test_every_trained_token_gets_the_advantage_of_its_segment(
         for trajectory, rollout, line in zip(kept, rollouts, lines, strict=True)
         for position in positions(tokens_of(trajectory).starts, tokens_of(trajectory).ends).tolist()
     ]
-    close(found.values, expected)
+    close(estimates.values, expected)
 
 
 def by_id(trie: Trie, **options: Any) -> dict[str, list[float]]:
-    """Advantages of the trained tokens of each kept trajectory."""
+    """Return the advantages of the trained tokens of each kept trajectory."""
     filled = with_advantages(trie, estimate_advantages(trie, AdvantageOptions(**options)))
-    found = {}
+    lines = {}
     for trajectory in trajectories_of(filled):
         content = tokens_of(trajectory)
         assert (content.advantages is None) != (trajectory.advantage is None)
-        found[trajectory.trajectory_id] = line_of(trajectory).tolist()
-    return found
+        lines[trajectory.trajectory_id] = line_of(trajectory).tolist()
+    return lines
 
 
 def line_of(trajectory: Trajectory) -> Float64:
-    """The advantage of each trained token."""
+    """Return the advantage of each trained token."""
     content = tokens_of(trajectory)
     return np.full(content.num_trained, trajectory.advantage) if content.advantages is None else content.advantages
 
@@ -192,20 +196,22 @@ def test_neither_the_order_of_trajectories_nor_the_names_of_tokens_matter(
         replace(t, content=replace(tokens_of(t), tokens=np.array(names, np.int32)[tokens_of(t).tokens]))
         for t in reversed(list(trajectories_of(trie)))
     ]
-    found, expected = (
+    lines, expected = (
         by_id(made, estimator=estimator, **options) for made in (build_trie(renamed, share=trie.share), trie)
     )
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
+    assert lines.keys() == expected.keys()
+    for name, values in lines.items():
         close(values, expected[name])
 
 
+# In a star: tree estimator, flat estimator, and the factor between them.
 TWINS = [("treepo", "grpo", 1), ("treerpo", "grpo", 1), ("tree-grpo", "grpo", 2), ("treerl", "dr-grpo", 2)]
 
 
 @few
 @given(forest=forests(), segment=st.sampled_from(["turn", "1", "2"]))
 def test_in_a_star_every_tree_estimator_is_a_flat_one(forest: tuple[Trie, str], segment: str) -> None:
+    # No cut within 10^6 tokens after the first one: every trajectory is a root and a leaf.
     trie = forest[0]
     flat = {name: by_id(trie, estimator=name) for name in ("grpo", "dr-grpo")}
     for estimator, twin, times in TWINS:
@@ -221,6 +227,7 @@ def test_in_a_star_every_tree_estimator_is_a_flat_one(forest: tuple[Trie, str], 
 )
 @pytest.mark.parametrize("per_segment", [False, True])
 def test_rollouts_of_several_segments_that_share_the_prompt_alone_are_a_star(per_segment: bool, rest: Any) -> None:
+    # Token 10 + i after the prompt keeps the rollouts apart, so their later segments are chains of only children.
     made = [
         make(f"t{i}", [7, 10 + i, *tail], reward=reward, metadata={"segments": [1, 2, len(tail)]})
         for i, (tail, reward) in enumerate(rest)
@@ -237,26 +244,28 @@ def test_rollouts_of_several_segments_that_share_the_prompt_alone_are_a_star(per
 @given(forest=forests())
 def test_sums_over_a_group_vanish(forest: tuple[Trie, str]) -> None:
     trie, segment = forest
-    kept, found = estimated(trie, estimator="treepo", segment=segment)
+    kept, estimates = estimate(trie, estimator="treepo", segment=segment)
     rollouts = as_rollouts(kept, segment)
     rewards = oracle.below(rollouts)
+    # |J| of each trajectory, by which treepo divides.
     counts = [sum(len(rewards[node]) > 1 for node in path) for path in oracle.paths(rollouts)]
     for family in {rollout.family for rollout in rollouts}:
-        mine = np.array([rollout.family == family for rollout in rollouts])
-        reward = np.array([rollout.reward for rollout in rollouts])[mine]
+        members = np.array([rollout.family == family for rollout in rollouts])
+        reward = np.array([rollout.reward for rollout in rollouts])[members]
         group = np.zeros(len(reward), np.int64)
         for values in (grpo(reward, group), dr_grpo(reward, group), rloo(reward, group)):
             assert abs(values.sum()) < 1e-9
-        assert abs((found.values * counts)[mine].sum()) < 1e-9  # each subgroup's differences cancel
+        assert abs((estimates.values * counts)[members].sum()) < 1e-9  # each subgroup's differences cancel
 
 
 @few
 @given(forest=forests())
 def test_what_siblings_gain_their_siblings_lose(forest: tuple[Trie, str]) -> None:
     trie, segment = forest
-    kept, _ = estimated(trie, estimator="treerpo", segment=segment)
+    kept, _ = estimate(trie, estimator="treerpo", segment=segment)
     rollouts = as_rollouts(kept, segment)
     all_paths, inter = oracle.paths(rollouts), oracle.flat(rollouts, "grpo")
+    # For each node: treerpo of its children, and the first term of tree-grpo of each trajectory through it.
     children: dict[Any, dict[Any, float]] = {}
     steps: dict[Any, list[float]] = {}
     values = {name: lines_of(trie, segment, name) for name in ("treerpo", "tree-grpo")}
@@ -271,7 +280,7 @@ def test_what_siblings_gain_their_siblings_lose(forest: tuple[Trie, str]) -> Non
 
 
 def lines_of(trie: Trie, segment: str, estimator: str) -> list[list[float]]:
-    """The advantages of the listed segments of every kept trajectory, root first."""
+    """Return the advantages of the listed segments of every kept trajectory, root first."""
     kept = estimate_advantages(trie, AdvantageOptions(estimator)).kept
     reward = trie.trajectories["reward"].to_numpy()[kept]
     tree = segment_tree(trie, kept, np.unique(group_codes(trie)[kept], return_inverse=True)[1], segment=segment)
@@ -285,6 +294,7 @@ def lines_of(trie: Trie, segment: str, estimator: str) -> list[list[float]]:
 def test_terms_of_a_shared_token_add_up_as_trajectory_by_trajectory(estimator: str, forest: tuple[Trie, str]) -> None:
     options: dict[str, Any] = {"segment": forest[1]} if estimator.startswith("tree") else {}
     trie = with_advantages(forest[0], estimate_advantages(forest[0], AdvantageOptions(estimator, **options)))
+    # Sum of weight * advantage for each step and token path: trajectory by trajectory, and over the terms of rows.
     alone: dict[Any, float] = {}
     for trajectory in trajectories_of(trie):
         content = tokens_of(trajectory)
@@ -299,6 +309,7 @@ def test_terms_of_a_shared_token_add_up_as_trajectory_by_trajectory(estimator: s
         assert terms is not None
         assert terms.advantage is not None
         for token, weight, advantage in zip(terms.token.tolist(), terms.weight, terms.advantage, strict=True):
+            # From the token up to the root of the row; reversed, this is the prefix that ends with the token.
             path, at = [], token
             while at >= 0:
                 path.append(int(row.input_ids[at]))
@@ -310,7 +321,7 @@ def test_terms_of_a_shared_token_add_up_as_trajectory_by_trajectory(estimator: s
 
 
 def example() -> Trie:
-    """The tree of the worked example of docs/tree-rl.md."""
+    """Build the tree of the worked example of docs/tree-rl.md."""
     spans = [(2, 5, 1.0)], [(2, 5, 1.0)], [(2, 4, 1.0)]
     tokens = {"a": [1, 2, 3, 4, 5], "b": [1, 2, 3, 4, 6], "c": [1, 2, 8, 9]}
     rewards = {"a": 1.0, "b": 0.0, "c": 0.0}
@@ -321,13 +332,15 @@ def test_the_worked_example_of_the_page() -> None:
     page = (ROOT / "docs" / "tree-rl.md").read_text()
     number = r"(-?\d+\.\d{4})"
     rows = re.findall(rf"^\| `([a-z+-]+)(?: --([a-z-]+))?` \| ((?:{number} \| ){{3,5}})", page, re.MULTILINE)
-    assert len(rows) == 12
+    assert len(rows) == 12  # eight rows of one value per trajectory, four of one value per segment
     for estimator, option, cells, _ in rows:
         shown = [float(cell) for cell in cells.split("|")[:-1]]
-        given = {option.replace("-", "_"): True} if option else {}
-        found = by_id(example(), estimator=estimator, epsilon=0.0, **given)
-        a, b, c = found["a"], found["b"], found["c"]
+        variant = {option.replace("-", "_"): True} if option else {}
+        lines = by_id(example(), estimator=estimator, epsilon=0.0, **variant)
+        a, b, c = lines["a"], lines["b"], lines["c"]
         assert (a[0], b[0], c[0]) == (a[1], b[1], c[1])
+        # Trained tokens of a: 3, 4 and 5. The first two are one segment, so columns are 3 4 | 5 of a, 3 4 | 6 of b, 8
+        # 9.
         values = [a[0], a[2], b[0], b[2], c[0]] if len(shown) == 5 else [a[0], b[0], c[0]]
         assert [round(value, 4) + 0.0 for value in values] == shown, (estimator, option)
 
@@ -346,16 +359,17 @@ def test_groups_that_cannot_be_used_are_counted_once_each() -> None:
         for i, reward in enumerate(rewards)
     ]
     trie = build_trie(made)
-    found = estimate_advantages(trie, AdvantageOptions("treepo"))
-    assert found.rejected == {"rewards missing": 2, "a single trajectory": 1, "rewards all equal": 1}
-    assert found.num_groups == 1
-    dropped = with_advantages(trie, found)
+    estimates = estimate_advantages(trie, AdvantageOptions("treepo"))
+    assert estimates.rejected == {"rewards missing": 2, "a single trajectory": 1, "rewards all equal": 1}
+    assert estimates.num_groups == 1
+    dropped = with_advantages(trie, estimates)
     assert sorted(dropped.trajectories["trajectory_id"].to_pylist()) == ["good0", "good1"]
-    zero = with_advantages(trie, found, rejected="zero")
+    zero = with_advantages(trie, estimates, rejected="zero")
     columns = {name: zero.trajectories[name].to_pylist() for name in ("trajectory_id", "advantage")}
-    given = dict(zip(columns["trajectory_id"], columns["advantage"], strict=True))
-    assert {name for name, value in given.items() if value} == {"good0", "good1"}
-    assert set(given) == {made_one.trajectory_id for made_one in made}
+    advantages = dict(zip(columns["trajectory_id"], columns["advantage"], strict=True))
+    assert {name for name, value in advantages.items() if value} == {"good0", "good1"}
+    assert set(advantages) == {made_one.trajectory_id for made_one in made}
+    # reinforce++ compares steps, so the single trajectory counts too; grpo keeps equal rewards, with 0.
     for estimator, groups_left in (("reinforce++", 3), ("grpo", 2)):
         assert estimate_advantages(trie, AdvantageOptions(estimator)).num_groups == groups_left
     assert by_id(trie, estimator="grpo")["equal0"] == [0.0, 0.0]
@@ -377,7 +391,8 @@ def test_trajectories_of_rejected_groups_can_stay_beside_those_with_advantages_p
 def test_values_that_differ_by_rounding_alone_are_equal() -> None:
     three = [make(f"t{i}", [7, 1, i], reward=0.1) for i in range(3)]  # their mean is not 0.1 in floating point
     trie = build_trie([*three, make("u", [7, 2, 2], reward=0.1), make("v", [7, 3, 3], reward=0.4)])
-    found = by_id(trie, estimator="treerpo", segment="1")
+    lines = by_id(trie, estimator="treerpo", segment="1")
+    # The subgroup of three has the value 0.1 up to rounding, so it equals the sibling with 0.1.
     assert np.mean([0.1] * 3) != 0.1
-    close(found["t0"][0], found["u"][0])
-    assert found["t0"][1] == 0.0
+    close(lines["t0"][0], lines["u"][0])
+    assert lines["t0"][1] == 0.0

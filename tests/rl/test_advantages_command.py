@@ -1,4 +1,4 @@
-"""`treepack advantages`: what it refuses, that pack and train take what it writes, and what it prints."""
+"""`treepack advantages`: its errors, its printed summary, and its output as the input of pack and train."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from treepack.trie.build import build_trie
 from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
+# Group q has a missing reward, so both of its trajectories are dropped; p has rewards 1 and 0, two tokens each.
 PRINTED = """\
 trajectories                      4
 groups compared                   1
@@ -45,7 +46,8 @@ def rewarded(rewards: list[float | None], **fields: Any) -> Trie:
 
 
 SINGLE = [make("a", [7, 1], reward=1.0, group="a"), make("b", [7, 2], reward=0.0, group="b")]
-BAD = [
+# trie, options, start of the message
+BAD: list[tuple[Trie, dict[str, Any], str]] = [
     (rewarded([0.0, 1.0]), {"estimator": "gae"}, "estimator is 'gae'; expected one of grpo, dr-grpo"),
     (rewarded([0.0, 1.0]), {"estimator": "grpo", "without_root": True}, "without_root is an option of treepo; grpo"),
     (rewarded([0.0, 1.0]), {"estimator": "grpo", "epsilon": -1.0}, "epsilon is -1.0; expected 0 or a small"),
@@ -56,16 +58,17 @@ BAD = [
     (rewarded([1e308, -1e308]), {"estimator": "grpo"}, "a reward of 1e+308 makes advantages overflow; give"),
     (build_trie([*trajectories_of(rewarded([0.0, 1.0]))], share="none"), {"estimator": "treepo"}, "--share none"),
     (rewarded([0.0, 1.0]), {"estimator": "treepo", "segment": "recorded"}, "no trajectory has 'segments' in its"),
-    *(
-        (rewarded([0.0, 1.0], metadata={"metadata": {"segments": wrong}}), {"estimator": "treepo"}, f"t0: {message}")
-        for wrong, message in (
-            ([1, 1], "'segments' does not ascend; expected the ascending token offsets"),
-            ([0, 1], "'segments' leaves 1 .. 2, the tokens after the first"),
-            ([3], "'segments' leaves 1 .. 2, the tokens after the first"),
-            ([True], "'segments' is no list of integers"),
-            ("1 2", "'segments' is no list of integers"),
-        )
-    ),
+]
+BAD_OFFSETS: list[tuple[object, str]] = [
+    ([1, 1], "'segments' does not ascend; expected the ascending token offsets"),
+    ([0, 1], "'segments' leaves 1 .. 2, the tokens after the first"),
+    ([3], "'segments' leaves 1 .. 2, the tokens after the first"),
+    ([True], "'segments' is no list of integers"),
+    ("1 2", "'segments' is no list of integers"),
+]
+BAD += [
+    (rewarded([0.0, 1.0], metadata={"metadata": {"segments": offsets}}), {"estimator": "treepo"}, f"t0: {message}")
+    for offsets, message in BAD_OFFSETS
 ]
 
 
@@ -84,6 +87,7 @@ def test_segments_of_some_trajectories_only_are_refused() -> None:
 def test_the_command_writes_what_pack_and_train_take(treepack: Run, tmp_path: Path) -> None:
     sample = (ROOT / "sample_data" / "tokens.jsonl").read_text().splitlines(keepends=True)
     lines = [json.loads(line) for line in sample[:10]]
+    # Short responses keep the training fast; segments start after the prompt and 8 tokens later.
     for line in lines:
         line["response_ids"], line["response_mask"] = line["response_ids"][:40], line["response_mask"][:40]
         line["rollout_log_probs"] = line["rollout_log_probs"][:40]
@@ -98,8 +102,12 @@ def test_the_command_writes_what_pack_and_train_take(treepack: Run, tmp_path: Pa
         assert treepack("stats", out, "--check").status == 0
         assert treepack("pack", out, "--capacity", 1024, "--out", packed).status == 0
         trained = treepack(
-            *("train", packed, "--model", config, "--loss", "grpo", "--steps", 2, "--device", "cpu"),
-            *("--out", tmp_path / f"{estimator}-trained"),
+            "train",
+            packed,
+            "--model",
+            config,
+            *"--loss grpo --steps 2 --device cpu --out".split(),
+            tmp_path / f"{estimator}-trained",
         )
         assert trained.status == 0, trained.err
         losses = (tmp_path / f"{estimator}-trained" / "metrics.jsonl").read_text().splitlines()
@@ -117,8 +125,8 @@ def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_pat
     )
     (tmp_path / "rollouts.jsonl").write_text(text)
     assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
-    given = ("advantages", tmp_path / "trie", "--estimator", "treerl", "--segment", "turn", "--out")
-    done = treepack(*given, tmp_path / "out")
+    command = ("advantages", tmp_path / "trie", "--estimator", "treerl", "--segment", "turn", "--out")
+    done = treepack(*command, tmp_path / "out")
     assert (done.status, done.err) == (0, "")
     assert done.out == PRINTED
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -126,9 +134,9 @@ def test_the_command_prints_what_it_compared_and_left_out(treepack: Run, tmp_pat
     again = treepack("advantages", tmp_path / "out", "--estimator", "grpo", "--out", tmp_path / "again")
     assert again.err == f"note: {tmp_path / 'out'} has advantages already; they are replaced\n"
     assert read_trie(tmp_path / "again").trajectories["advantages"].null_count == 2
-    refused = treepack(*given, tmp_path / "out")
+    refused = treepack(*command, tmp_path / "out")
     assert (refused.status, refused.err.count("\n")) == (1, 1)
-    assert treepack(*given, tmp_path / "twin").status == 0
+    assert treepack(*command, tmp_path / "twin").status == 0
     files = [sorted((path.name, path.read_bytes()) for path in (tmp_path / name).iterdir()) for name in ("out", "twin")]
     assert files[0] == files[1]
     assert treepack("advantages", tmp_path / "none", "--estimator", "grpo", "--out", tmp_path / "new").status == 1
@@ -144,5 +152,6 @@ def test_segments_cut_at_different_places_are_different_segments() -> None:
     )
     tree = segment_tree(trie, np.arange(2), np.zeros(2, np.int64), segment="recorded")
     first, second = (tree.node[tree.owner == i].tolist() for i in range(2))
+    # The tokens up to 5 are equal, but the cuts before differ: 2 and 5, and 3 and 5.
     assert first[0] == second[0] == 0, "one root"
     assert set(first[1:]).isdisjoint(second[1:]), "the segments 2 .. 4 and 3 .. 4 end alike and are two"

@@ -1,4 +1,4 @@
-"""Rollouts and what was sampled from their prefixes are one tree: targets, ratios and advantages worked by hand."""
+"""Rollouts and the continuations of their prefixes are one tree: targets, ratios and advantages by hand."""
 
 from __future__ import annotations
 
@@ -23,13 +23,21 @@ from treepack.trie.build import build_trie
 from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
-# Turns of one token with an observation after each but the last.
+# Turns of one token, each but the last with an observation after it. With the continuations, the tree is
+#
+#     7 -+- 1 2 -+- 3 4 -+- 5     a    1        two prefixes of a, after turns 1 and 2, and one of b
+#        |       |       '- 10    a2   1        targets 2/3, 1 and 1/3
+#        |       '- 9             a1   0
+#        '- 6 2 -+- 8             b    0
+#                |- 11 2 13       b1   1
+#                '- 12            b2   0
 ROLLOUTS: dict[str, tuple[list[int], float]] = {"a": ([7, 1, 2, 3, 4, 5], 1.0), "b": ([7, 6, 2, 8], 0.0)}
 VALUES = [("a", 1, 0.5), ("a", 2, 0.9), ("b", 1, 0.3)]
 CONTINUATIONS: dict[str, list[tuple[str, list[int], float]]] = {
     "a": [("a1", [9], 0.0), ("a2", [3, 4, 10], 1.0)],
     "b": [("b1", [11, 2, 13], 1.0), ("b2", [12], 0.0)],
 }
+# One prompt with both outcomes; of three shared prefixes, the ones after turn 1 of a and of b have both.
 STATS = """\
 effective ratio  anchors  of_anchors  of_rollouts
            root        1     100.0 %      100.0 %
@@ -47,7 +55,8 @@ def lines(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def record(name: str, prompt: list[int], response: list[int], reward: float) -> dict[str, Any]:
-    """A token record as a rollout system writes it: of the prompt nothing is trained."""
+    """Build a token record in the form of a rollout system, whose prompt is not trained."""
+    # Turns and observations alternate: a response of 3 tokens has the mask [1, 0, 1].
     mask = [1 - at % 2 for at in range(len(response))]
     fields = {"prompt_ids": prompt, "response_ids": response, "response_mask": mask}
     return {"id": name, "group_id": "A", "reward": reward, **fields}
@@ -55,42 +64,43 @@ def record(name: str, prompt: list[int], response: list[int], reward: float) -> 
 
 @pytest.fixture
 def together(treepack: Run, tmp_path: Path) -> Path:
-    """The trie of two rollouts and of what `allocate prefixes` had sampled from their prefixes."""
+    """Build the trie of two rollouts and of the continuations that `allocate prefixes` selected."""
     rollouts = [record(name, tokens[:1], tokens[1:], reward) for name, (tokens, reward) in ROLLOUTS.items()]
-    given = lines(tmp_path / "rollouts.jsonl", rollouts)
-    assert treepack("build-trie", given, "--out", tmp_path / "bare").status == 0
+    first = lines(tmp_path / "rollouts.jsonl", rollouts)
+    assert treepack("build-trie", first, "--out", tmp_path / "bare").status == 0
     values = [{"group_id": "A", "trajectory_id": name, "turn": turn, "value": value} for name, turn, value in VALUES]
     predictions, prefixes = lines(tmp_path / "values.jsonl", values), tmp_path / "prefixes.jsonl"
     options = ("--predictions", predictions, "--expand", 2, "--out", prefixes)
     assert treepack("allocate", "prefixes", tmp_path / "bare", *options).status == 0
     continued = []
-    for chosen in map(json.loads, prefixes.read_text().splitlines()):
-        name = chosen["trajectory_id"]
-        assert chosen["num_continuations"] == len(CONTINUATIONS[name])
-        prompt = ROLLOUTS[name][0][: chosen["num_tokens"]]
+    for prefix in map(json.loads, prefixes.read_text().splitlines()):
+        name = prefix["trajectory_id"]
+        assert prefix["num_continuations"] == len(CONTINUATIONS[name])
+        prompt = ROLLOUTS[name][0][: prefix["num_tokens"]]
         continued += [record(new, prompt, response, reward) for new, response, reward in CONTINUATIONS[name]]
     assert len(continued) == 4
-    both = (given, lines(tmp_path / "continued.jsonl", continued))
+    both = (first, lines(tmp_path / "continued.jsonl", continued))
     assert treepack("build-trie", *both, "--out", tmp_path / "trie").status == 0
     return tmp_path
 
 
 @st.composite
 def grown(draw: st.DrawFn) -> Trie:
-    """Rollouts of two groups, most of them begun somewhere inside an earlier one, of which they train nothing."""
+    """Draw rollouts of two groups; most start inside an earlier rollout and train only their own tokens."""
     made: list[tuple[list[int], str]] = []
-    found = []
+    rollouts = []
     for i in range(draw(st.integers(2, 9))):
         prompt, group = [0], draw(st.sampled_from(["g", "h"]))
         if made and draw(st.integers(0, 3)) > 0:
             tokens, group = made[draw(st.integers(0, len(made) - 1))]
             prompt = tokens[: draw(st.integers(1, len(tokens)))]
+        # A response starts with a trained token, and the mask of the rest is arbitrary.
         response = draw(st.lists(st.integers(0, 1), min_size=1, max_size=5))
         mask = [True, *(draw(st.booleans()) for _ in response[1:])]
         spans = [(at, at + 1, 1.0) for at, trained in enumerate(mask, start=len(prompt)) if trained]
         made.append((prompt + response, group))
-        found.append(make(f"t{i}", prompt + response, spans=spans, group=group))
-    return build_trie(found, share=draw(st.sampled_from(["all", "group"])))
+        rollouts.append(make(f"t{i}", prompt + response, spans=spans, group=group))
+    return build_trie(rollouts, share=draw(st.sampled_from(["all", "group"])))
 
 
 @settings(max_examples=150)
@@ -99,29 +109,35 @@ def test_cuts_are_those_of_the_rollouts_that_are_continued(trie: Trie) -> None:
     rollouts = []
     for one in trajectories_of(trie):
         assert isinstance(one.content, Tokens)
-        own = [at for at in one.content.starts.tolist() if at not in one.content.ends]
-        rollouts.append(oracle.Rollout(one.content.tokens.tolist(), own, one.group_id or "", 0, 1.0))
+        runs = [at for at in one.content.starts.tolist() if at not in one.content.ends]
+        rollouts.append(oracle.Rollout(one.content.tokens.tolist(), runs, one.group_id or "", 0, 1.0))
     for segment, expected in (("turn", oracle.turn_cuts(rollouts)), ("3", oracle.even_cuts(rollouts, 3))):
         tree = segment_tree(trie, np.arange(len(rollouts)), group_codes(trie), segment=segment)
-        found = [tree.start[tree.owner == i][1:].tolist() for i in range(len(rollouts))]
-        assert found == expected
+        cuts = [tree.start[tree.owner == i][1:].tolist() for i in range(len(rollouts))]
+        assert cuts == expected
 
 
 @pytest.mark.parametrize("segment", ["turn", "2"])
 def test_targets_are_those_of_the_tree(together: Path, segment: str) -> None:
     trie = read_trie(together / "trie")
-    found = anchors(trie, segment=segment)
-    target, below = recursive_targets(found.tree, binary_rewards(trie))
-    names = np.array(trie.trajectories["trajectory_id"].to_pylist())[found.trajectory]
+    prefixes = anchors(trie, segment=segment)
+    target, below = recursive_targets(prefixes.tree, binary_rewards(trie))
+    names = np.array(trie.trajectories["trajectory_id"].to_pylist())[prefixes.trajectory]
     shown = {
         (str(name), turn): (round(float(target[node]) * below[node]), int(below[node]))
-        for name, turn, node in zip(names, found.turn.tolist(), found.node, strict=True)
+        for name, turn, node in zip(names, prefixes.turn.tolist(), prefixes.node, strict=True)
     }
+    # (successes, rollouts) below the two prefixes of a and the one of b; b1 has a prefix of its own after turn 2.
     first, second, other = (2, 3), (2, 2), (1, 3)
-    assert shown == {
-        **{("a", 1): first, ("a1", 1): first, ("a2", 1): first, ("a", 2): second, ("a2", 2): second},
-        **{("b", 1): other, ("b1", 1): other, ("b2", 1): other, ("b1", 2): (1, 1)},
-    }
+    of_first = [("a", 1), ("a1", 1), ("a2", 1)]
+    of_second = [("a", 2), ("a2", 2)]
+    of_other = [("b", 1), ("b1", 1), ("b2", 1)]
+    assert shown == (
+        dict.fromkeys(of_first, first)
+        | dict.fromkeys(of_second, second)
+        | dict.fromkeys(of_other, other)
+        | {("b1", 2): (1, 1)}
+    )
     assert (target[0], below[0]) == (0.5, 6)
 
 
@@ -133,27 +149,34 @@ def test_stats_judges_the_predictions_that_the_prefixes_were_chosen_by(treepack:
 
 @pytest.mark.parametrize("segment", ["turn", "2"])
 def test_treepo_compares_in_the_subgroups_of_the_tree(treepack: Run, together: Path, segment: str) -> None:
-    given = ("advantages", together / "trie", "--estimator", "treepo", "--segment", segment, "--epsilon", 0)
-    assert treepack(*given, "--out", together / "credited").status == 0
+    command = ("advantages", together / "trie", "--estimator", "treepo", "--segment", segment, "--epsilon", 0)
+    assert treepack(*command, "--out", together / "credited").status == 0
     table = read_trie(together / "credited").trajectories
-    found = dict(zip(table["trajectory_id"].to_pylist(), table["advantage"].to_pylist(), strict=True))
+    advantages = dict(zip(table["trajectory_id"].to_pylist(), table["advantage"].to_pylist(), strict=True))
     # Reward less 1/2 in the group, 2/3 below the prefix of a, 1 below its second, 1/3 below the prefix of b.
     apart = {
-        **{"a": [1 / 2, 1 / 3, 0], "a1": [-1 / 2, -2 / 3], "a2": [1 / 2, 1 / 3, 0]},
-        **{"b": [-1 / 2, -1 / 3], "b1": [1 / 2, 2 / 3], "b2": [-1 / 2, -1 / 3]},
+        "a": [1 / 2, 1 / 3, 0],
+        "a1": [-1 / 2, -2 / 3],
+        "a2": [1 / 2, 1 / 3, 0],
+        "b": [-1 / 2, -1 / 3],
+        "b1": [1 / 2, 2 / 3],
+        "b2": [-1 / 2, -1 / 3],
     }
+    # 14 differences with mean 0. The squares of each subgroup of three sum to 2/3, and those of the group to 6/4.
     deviation = math.sqrt((4 * 13 / 36 + 2 * 25 / 36) / 13)
     expected = {name: sum(values) / len(values) / deviation for name, values in apart.items()}
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert advantages == pytest.approx(expected, rel=1e-12)
 
 
 def test_rollouts_that_share_less_than_the_first_trained_token_take_no_cuts() -> None:
+    # They share only the token 7, which neither trains: b is no continuation of a.
     trie = build_trie([make("a", [7, 1, 2, 3], spans=[(1, 4, 1.0)]), make("b", [7, 5, 2, 3], spans=[(3, 4, 1.0)])])
     tree = segment_tree(trie, np.arange(2), np.zeros(2, np.int64), segment="turn")
     assert [tree.start[tree.owner == i].tolist() for i in range(2)] == [[0, 1], [0, 3]]
 
 
 def test_of_rollouts_cut_in_different_ways_the_one_with_most_in_common_is_continued() -> None:
+    # c shares 7 1 2 3 4 with a, and only 7 1 2 3 with b, so it takes the cuts 1 and 3 of a.
     spans = {"a": [(1, 2), (3, 4)], "b": [(1, 2), (2, 3), (5, 6)], "c": [(5, 6)]}
     tokens = {"a": [7, 1, 2, 3, 4, 5], "b": [7, 1, 2, 3, 9, 9], "c": [7, 1, 2, 3, 4, 6]}
     made = [make(n, tokens[n], spans=[(*span, 1.0) for span in spans[n]]) for n in "abc"]

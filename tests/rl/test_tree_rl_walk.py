@@ -1,4 +1,4 @@
-"""The iteration that docs/tree-rl.md walks through runs as it stands, and its files are what they are said to be."""
+"""The iteration of docs/tree-rl.md runs unchanged, and its files have the content that the page describes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treepack.rl.trace.predictions import read_predictions
 
 
 def blocks() -> list[tuple[str, str]]:
-    """Language and text of each program of the section, in order."""
+    """Return language and text of each program of the section, in order."""
     section = (ROOT / "docs" / "tree-rl.md").read_text().partition("\n## Together\n")[2].partition("\n## ")[0]
     return re.findall(r"^```(\w+)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
@@ -36,6 +36,7 @@ def test_one_iteration_runs_as_it_stands(treepack: Run, tmp_path: Path, monkeypa
         if language == "python":
             subprocess.run([sys.executable, "-c", text], check=True)
             continue
+        # A backslash at the end of a line continues the command.
         for line in text.replace("\\\n", "").splitlines():
             name, *arguments = shlex.split(line)
             done = treepack(*arguments)
@@ -48,13 +49,14 @@ def test_one_iteration_runs_as_it_stands(treepack: Run, tmp_path: Path, monkeypa
     roots = lines(tmp_path / "roots.jsonl")
     assert [line["group_id"] for line in roots] == predictions.group_ids
     assert sum(line["num_rollouts"] for line in roots) == 32
+    # --expand 1: one continuation per rollout, so as many as the trie has rollouts.
     assert sum(line["num_continuations"] for line in lines(tmp_path / "prefixes.jsonl")) == 32
     known = {line["query_id"] for line in lines(tmp_path / "augmented.jsonl")} | set(predictions.group_ids)
     chosen = {line["query_id"] for line in lines(tmp_path / "next.jsonl")}
     assert len(chosen) == 8
     assert chosen <= known == set(pl.read_parquet(tmp_path / "state.parquet")["query_id"])
 
-    # The next iteration begins with what this one trained.
+    # The next iteration starts with the predictor of this one.
     again = treepack("values", "fit", "credited", "--model", "predictor", "--freeze", "--epochs", 1, "--out", "next")
     assert (again.status, again.err) == (0, "note: the head of predictor is used and fitted further\n")
     assert {path.name for path in (tmp_path / "policy").iterdir()} >= {"config.json", "model.safetensors", "train.json"}

@@ -1,4 +1,4 @@
-"""`treepack augment` as a rollout system meets it: what it writes, what it refuses, and the way back into training."""
+"""`treepack augment` for a rollout system: its output, its errors, and the way of new rollouts back into training."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ def written(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def first_rollouts() -> list[dict[str, Any]]:
-    """Two tasks, four rollouts each of twelve tokens, three of them successful."""
+    """Return rollouts of two tasks: four each, of twelve tokens, three of them successful."""
     rng = np.random.default_rng(3)
     return [
         {
-            **{"id": f"r{i}", "group_id": f"task{i // 4}", "reward": float(i % 4 > 0)},
+            "id": f"r{i}",
+            "group_id": f"task{i // 4}",
+            "reward": float(i % 4 > 0),
             "prompt_ids": [40 + i // 4, 41, 42, 43],
             "response_ids": [3, 3, *rng.integers(0, 30, 10).tolist()],
         }
@@ -40,17 +42,21 @@ def first_rollouts() -> list[dict[str, Any]]:
 
 
 def continued(queries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Two rollouts of each query: one as prompt and response, one whole, with a mask that trains what was reused."""
+    """Yield two rollouts of each query: one as prompt and response, one whole with a mask that trains reused tokens."""
     rng = np.random.default_rng(4)
     for query in queries:
         prompt, size = query["prompt_token_ids"], len(query["prompt_token_ids"])
+        # The second record has the fields in extra_info, one of the places where readers look.
         passed_on = {name: value for name, value in query.items() if name != "prompt_token_ids"}
         response, other = (rng.integers(0, 30, 5).tolist() for _ in range(2))
         yield {**query, "response_ids": response, "reward": 1.0}
         mask = [0] * (size - query["num_reused"]) + [1] * (query["num_reused"] + 5)
         yield {
-            **{"group_id": query["group_id"], "reward": 0.0, "extra_info": passed_on},
-            **{"input_ids": prompt + other, "loss_mask": mask},
+            "group_id": query["group_id"],
+            "reward": 0.0,
+            "extra_info": passed_on,
+            "input_ids": prompt + other,
+            "loss_mask": mask,
         }
 
 
@@ -85,28 +91,30 @@ def test_rollouts_of_augmented_queries_come_back_without_a_gradient_on_reused_to
         weights = np.zeros(len(content.tokens))
         weights[positions(content.starts, content.ends)] = 1.0
         samples.append(Sample(tuple(content.tokens.tolist()), tuple(weights.tolist())))
-    # Each prefix is there once, in the trie and in the row, and old rollouts go on training what new ones reuse.
+    # The trie and the row contain each prefix once, and old rollouts still train the tokens that new ones reuse.
     prefixes = {sample.tokens[:n] for sample in samples for n in range(1, len(sample.tokens) + 1)}
     assert len(prefixes) == trie.tokens_tree == row.num_tokens
     assert row.terms is not None
     reused = {tuple(query["prompt_token_ids"]): query["num_reused"] for query in queries}
     checked = 0
     for i, name in enumerate(row.trajectory_ids):
-        mine = row.position_ids[row.terms.token[row.terms.trajectory == i]]
+        trained = row.position_ids[row.terms.token[row.terms.trajectory == i]]
         if "~" not in row.trajectory_groups[i]:
-            assert mine.min() == 4, name
+            assert trained.min() == 4, name  # an old rollout: all tokens after its prompt of four
             continue
+        # A new rollout: only its own five tokens.
         size = row.position_ids[row.trajectory_ends[i]] + 1 - 5
-        assert mine.tolist() == list(range(size, size + 5))
+        assert trained.tolist() == list(range(size, size + 5))
         checked += 1
     assert checked == 12
     for prompt, num_reused in reused.items():
         at = path_of(row, prompt)[len(prompt) - num_reused :]
+        # Old rollouts that start with this prompt, each of which weighs its last token by 1.
         olds = sum(
             tuple(line["prompt_ids"] + line["response_ids"])[: len(prompt)] == prompt for line in first_rollouts()
         )
         assert row.loss_weight[at[-1]] == olds > 0
-    # The gradient of the row is that of every rollout alone, new ones weighted 0 on what they reused.
+    # The gradient of the row equals the sum over single rollouts, in which new ones weigh reused tokens by 0.
     assert_equal(gradients_of(packed("qwen3", "reference"), [make_batch(row)]), alone(plain("qwen3"), samples))
 
     run("advantages", tmp_path / "both", "--estimator", "grpo", "--keep-equal", "--out", tmp_path / "credited")
@@ -116,7 +124,8 @@ def test_rollouts_of_augmented_queries_come_back_without_a_gradient_on_reused_to
 
 
 def path_of(row: Row, prompt: tuple[int, ...]) -> list[int]:
-    """Row indices of the tokens of `prompt`, from the root."""
+    """Return the row indices of the tokens of `prompt`, from the root."""
+    # Exactly one place in the row ends this prefix, because equal prefixes are stored once.
     (end,) = (
         i
         for i in range(row.num_tokens)
@@ -138,8 +147,9 @@ def test_rollouts_whose_end_was_cut_off_are_used_if_three_quarters_were_packed(t
     first, trie = written(tmp_path / "first.jsonl", first_rollouts()), tmp_path / "trie"
     assert treepack("build-trie", first, "--out", trie).status == 0
     model = tiny_config(tmp_path / "tiny.json")
-    found, printed = {}, {}
-    for kept in (12, 9, 8):  # of twelve trained tokens after a prompt of four
+    queries, printed = {}, {}
+    # Capacity for 12, 9 and 8 of the twelve trained tokens: all, exactly three quarters, and too few.
+    for kept in (12, 9, 8):
         rows, scored, out = (tmp_path / f"{name}{kept}" for name in ("rows", "scored", "queries.jsonl"))
         packing = ("--capacity", 4 + kept, "--too-long", "truncate", "--out", rows)
         assert treepack("pack", trie, *packing).status == 0
@@ -147,10 +157,10 @@ def test_rollouts_whose_end_was_cut_off_are_used_if_three_quarters_were_packed(t
         assert treepack("logprobs", rows, *scoring).status == 0
         done = treepack("augment", trie, "--packed", scored, "--out", out)
         assert done.status == 0, done.err
-        found[kept], printed[kept] = out.read_text(), done.out
-    assert len(found[12].splitlines()) == 6
-    assert found[9] == found[12]
-    assert found[8] == ""
+        queries[kept], printed[kept] = out.read_text(), done.out
+    assert len(queries[12].splitlines()) == 6
+    assert queries[9] == queries[12]
+    assert queries[8] == ""
     assert "rollouts cut off in the packed rows, before three quarters of their tokens  6" in printed[8]
 
 
@@ -163,8 +173,8 @@ def test_the_command_writes_text_if_it_has_the_tokenizer_of_the_trie(treepack: R
     assert isinstance(rollout.content, Tokens)
     entropies = np.arange(rollout.content.num_trained)[::-1]
     signals = written(tmp_path / "signals.jsonl", [{"id": "c1", "entropies": entropies.tolist()}, {"id": "x"}])
-    given = ("augment", tmp_path / "trie", "--signals", signals, "--out")
-    done = treepack(*given, tmp_path / "text.jsonl", "--tokenizer", name)
+    command = ("augment", tmp_path / "trie", "--signals", signals, "--out")
+    done = treepack(*command, tmp_path / "text.jsonl", "--tokenizer", name)
     assert done.status == 0
     assert done.err == f"note: 1 records of {signals} name rollouts that {tmp_path / 'trie'} lacks\n"
     assert done.out.splitlines()[:3] == [
@@ -175,6 +185,7 @@ def test_the_command_writes_text_if_it_has_the_tokenizer_of_the_trie(treepack: R
     assert "texts that encode to other ids  0" in done.out
     query = json.loads((tmp_path / "text.jsonl").read_text())
     first = int(rollout.content.starts[0])
+    # Entropies descend, so the highest one in the window is its first, at ceil(T / 4).
     quarter = -(-rollout.content.num_trained // 4)
     assert query == {
         "query_id": query["query_id"],
@@ -188,13 +199,13 @@ def test_the_command_writes_text_if_it_has_the_tokenizer_of_the_trie(treepack: R
     }
     assert "Addtwo and 1 is".startswith(query["text"].replace("\n", ""))
     assert len(query["text"]) > len("Add")
-    plain_ids = treepack(*given, tmp_path / "ids.jsonl")
+    plain_ids = treepack(*command, tmp_path / "ids.jsonl")
     assert "note: no --tokenizer, so text is null and queries are token ids only\n" in plain_ids.err
     assert json.loads((tmp_path / "ids.jsonl").read_text()) == {**query, "text": None}
-    assert treepack(*given, tmp_path / "twin.jsonl").status == 0
+    assert treepack(*command, tmp_path / "twin.jsonl").status == 0
     assert (tmp_path / "ids.jsonl").read_bytes() == (tmp_path / "twin.jsonl").read_bytes()
     other = save(tmp_path / "other", PLAIN, special=["<other>"])
-    refused = treepack(*given, tmp_path / "new.jsonl", "--tokenizer", other)
+    refused = treepack(*command, tmp_path / "new.jsonl", "--tokenizer", other)
     assert (refused.status, "is another tokenizer than" in refused.err) == (1, True)
     assert not (tmp_path / "new.jsonl").exists()
 
@@ -224,7 +235,7 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
         done = treepack("augment", trie, "--signals", signals, "--out", out)
         assert (done.status, message in done.err) == (1, True)
     signals = written(tmp_path / "all.jsonl", [{"id": f"r{i}", "entropies": [0.5] * 12} for i in range(8)])
-    given = ("augment", trie, "--signals", signals, "--overwrite", "--out")
-    refused = treepack(*given, first)
+    command = ("augment", trie, "--signals", signals, "--overwrite", "--out")
+    refused = treepack(*command, first)
     assert (refused.status, "exists and was not written by treepack" in refused.err) == (1, True)
-    assert [treepack(*given, tmp_path / "out.jsonl").status for _ in range(2)] == [0, 0]
+    assert [treepack(*command, tmp_path / "out.jsonl").status for _ in range(2)] == [0, 0]

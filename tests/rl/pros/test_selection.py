@@ -1,4 +1,4 @@
-"""Selection: the counts that a state keeps, its file, the queries nearest to 0.5, and the command."""
+"""Selection: the counts of a state, its file, the queries nearest to 0.5, and the command."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def state_of(parents: dict[str, str | None], counts: dict[str, tuple[float, floa
     return replace(state, passed=np.array([p for p, _ in pairs]), tried=np.array([t for _, t in pairs]))
 
 
+# Query and parent: two original queries, two derived from q.
 POOL: dict[str, str | None] = {"q": None, "q~1": "q", "q~2": "q", "a": None}
 
 
@@ -57,6 +58,7 @@ def test_counts_are_those_of_forgetting_and_adding_step_by_step(
 ) -> None:
     state = state_of(POOL, {"q": (1.0, 3.0), "q~2": (2.0, 2.0)})
     passed, tried = state.passed.copy(), state.tried.copy()
+    # Steps may have gaps, for example 0 and 2: ranks are 0 and 1, and a step without rollouts forgets nothing.
     ranks = sorted({step for _, _, step in rollouts})
     for rank in ranks:
         passed, tried = passed * forgetting, tried * forgetting
@@ -69,14 +71,15 @@ def test_counts_are_those_of_forgetting_and_adding_step_by_step(
         np.array([success for _, success, _ in rollouts]),
     )
     step_ranks = np.array([ranks.index(step) for _, _, step in rollouts])
-    found = forget_and_add(state, queries, successes, step=step_ranks, forgetting=forgetting)
-    np.testing.assert_allclose(found.passed, passed, rtol=1e-12)
-    np.testing.assert_allclose(found.tried, tried, rtol=1e-12)
-    assert found.num_updates == len(ranks)
-    assert (found.passed <= found.tried).all()
+    result = forget_and_add(state, queries, successes, step=step_ranks, forgetting=forgetting)
+    np.testing.assert_allclose(result.passed, passed, rtol=1e-12)
+    np.testing.assert_allclose(result.tried, tried, rtol=1e-12)
+    assert result.num_updates == len(ranks)
+    assert (result.passed <= result.tried).all()
 
 
 def test_what_has_almost_been_forgotten_is_forgotten() -> None:
+    # 0.5^21 is below the limit of 1e-6. The counts of r approach 1 / (1 - 0.5) = 2.
     state = state_of({"q": None, "r": None}, {"q": (1.0, 1.0)})
     for _ in range(21):
         state = forget_and_add(state, np.array([1]), np.array([True]), forgetting=0.5)
@@ -87,6 +90,7 @@ def test_what_has_almost_been_forgotten_is_forgotten() -> None:
 def test_the_nearest_queries_are_those_of_least_log_odds_and_equals_are_drawn_by_the_seed() -> None:
     log_odds = np.array([3.0, -0.2, 0.1, -5.0, 0.2, 0.0])
     assert nearest(log_odds, 3).tolist() == [5, 2, *nearest(log_odds, 3).tolist()[2:]]
+    # Equal queries: 20 seeds choose more than ten different ones of 50.
     firsts = {nearest(np.zeros(50), 1, seed=seed).item() for seed in range(20)}
     assert len(firsts) > 10
     assert nearest(np.zeros(50), 50, seed=3).tolist() == nearest(np.zeros(50), 50, seed=3).tolist()
@@ -97,10 +101,10 @@ def test_a_state_comes_back_from_its_file_and_equal_states_have_equal_files(tmp_
     state = state_of(POOL, {"q": (1.25, 3.5)})
     for name in ("one", "two"):
         write_state(replace(state, num_updates=4), tmp_path / name)
-    found = read_state(tmp_path / "one")
-    assert (found.num_updates, found.parent.tolist()) == (4, state.parent.tolist())
-    assert found.query_id.to_pylist() == state.query_id.to_pylist()
-    assert (found.passed.tolist(), found.tried.tolist()) == (state.passed.tolist(), state.tried.tolist())
+    copy = read_state(tmp_path / "one")
+    assert (copy.num_updates, copy.parent.tolist()) == (4, state.parent.tolist())
+    assert copy.query_id.to_pylist() == state.query_id.to_pylist()
+    assert (copy.passed.tolist(), copy.tried.tolist()) == (state.passed.tolist(), state.tried.tolist())
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
     write_state(empty_state(), tmp_path / "none")
     assert read_state(tmp_path / "none").num_queries == 0
@@ -116,7 +120,7 @@ def test_the_columns_of_a_state_are_those_of_its_schema(tmp_path: Path) -> None:
 
 
 def damaged(path: Path, **columns: Any) -> Path:
-    """A state file of the queries a and b whose columns are replaced."""
+    """Write a state file of the queries a and b with some columns replaced."""
     good = {"query_id": ["a", "b"], "parent_id": [None, "a"], "passed": [0.0, 1.0], "tried": [0.0, 1.0]}
     about = {"format": "treepack-selection", "version": 1, "num_updates": 1} | columns.pop("about", {})
     arrays = {name: pa.array(values, schema.QUERIES.field(name).type) for name, values in {**good, **columns}.items()}
@@ -187,7 +191,7 @@ def trie_directory(path: Path, trajectories: list[Trajectory]) -> Path:
 
 
 def rollouts(path: Path) -> Path:
-    """Group easy passes 8 of 8, even 2 of 4, and one rollout of even has no reward."""
+    """Write a trie in which easy passes 8 of 8 and even 2 of 4; one more rollout of even has no reward."""
     rewards: dict[str, list[float | None]] = {"easy": [1.0] * 8, "even": [1.0, 0.0, 1.0, -1.0, None]}
     made = [
         make(f"{group}{i}", [5, len(group), i], group=group, reward=reward)
@@ -213,9 +217,10 @@ def test_the_command_keeps_counts_and_selects_what_is_neither_easy_nor_hard(tree
         "rollouts successful        10\nrollouts without a reward  1\nqueries tried              2\n"
         "training steps             1\n"
     )
-    held = pq.read_table(state).to_pydict()
-    assert held["query_id"] == ["easy", "easy~1", "even"]
-    assert (held["passed"], held["tried"]) == ([8, 0, 2], [8, 0, 4])
+    table = pq.read_table(state).to_pydict()
+    assert table["query_id"] == ["easy", "easy~1", "even"]
+    assert (table["passed"], table["tried"]) == ([8, 0, 2], [8, 0, 4])
+    # tried: 0.5 * 8 + 8 = 12 and 0.5 * 4 + 4 = 6.
     assert treepack(*update, "--rollouts", trie, "--forgetting", 0.5).status == 0
     assert pq.read_table(state)["tried"].to_pylist() == [12, 0, 6]
 
@@ -232,13 +237,14 @@ def test_the_command_keeps_counts_and_selects_what_is_neither_easy_nor_hard(tree
 
 
 def test_the_command_takes_groups_as_queries_if_asked(treepack: Run, tmp_path: Path) -> None:
+    # The rollout names the query even~1 and its parent, so both are added, and its group x is not.
     marks = {"query_id": "even~1", "parent_group": "even", "num_reused": 1, "untrained_prefix": 2}
     derived = make("r", [5, 1, 2], spans=[(2, 3, 1.0)], group="x", reward=1.0, metadata={"extra_info": marks})
     trie, state = trie_directory(tmp_path / "trie", [derived]), tmp_path / "state"
     assert treepack("select", "update", state, "--rollouts", trie, "--add-groups").status == 0
-    held = pq.read_table(state).to_pydict()
-    assert held["query_id"] == ["even", "even~1"]
-    assert (held["parent_id"], held["tried"]) == ([None, "even"], [0, 1])
+    table = pq.read_table(state).to_pydict()
+    assert table["query_id"] == ["even", "even~1"]
+    assert (table["parent_id"], table["tried"]) == ([None, "even"], [0, 1])
 
 
 def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_path: Path) -> None:
@@ -276,9 +282,9 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
 def test_the_worked_example_of_the_page() -> None:
     page = (ROOT / "docs" / "tree-rl.md").read_text()
     row = r"\| `(\w+~?\w*)` \| (\d) of (\d) \| (-?[\d.]+) \| ([\d.]+) \| ([\d.]+) \| (-?[\d.]+) \|"
-    found = [[name, *map(float, numbers)] for name, *numbers in re.findall(row, page)]
-    assert [line[0] for line in found] == ["q", "q~1"]
-    columns = np.array([line[1:] for line in found]).T
+    lines = [[name, *map(float, numbers)] for name, *numbers in re.findall(row, page)]
+    assert [line[0] for line in lines] == ["q", "q~1"]
+    columns = np.array([line[1:] for line in lines]).T
     passed, tried, kappa, omega, shrinkage, mean = columns
     np.testing.assert_array_equal(passed - tried / 2, kappa)
     shown = conditional(np.array([-1, 0]), kappa, omega, Prior(0.0, 1.0, 1.0))

@@ -1,4 +1,4 @@
-"""`treepack allocate`: the tables it writes and prints, what it refuses, and the worked example of the page."""
+"""`treepack allocate`: its tables and printed summaries, its errors, and the worked example of the page."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from treepack.rl.trace.targets import anchors, binary_rewards
 from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie
 
+# A and C get two rollouts each: 0.5 + 0.48 prompts of mixed outcomes, of 2.
 ROOTS = """\
 prompts                             3
 rollouts                            4
@@ -29,6 +30,7 @@ most rollouts of one                2
 expected prompts of mixed outcomes  0.98
 their share of those rolled out     49.0 %
 """
+# Prefixes a after turn 1 and b after turn 1 get two continuations each: 0.75 + 0.51. Group C has no prefixes.
 PREFIXES = """\
 rollouts                           4
 prefixes                           3
@@ -46,6 +48,7 @@ def prefix(trajectory: str, turn: int, value: float, *, group: str = "A") -> dic
 
 EXAMPLE_ROOTS = [{"group_id": name, "value": value} for name, value in (("A", 0.5), ("B", 0.9), ("C", 0.4))]
 EXAMPLE_PREFIXES = [prefix("a", 1, 0.5), prefix("a", 2, 0.9), prefix("b", 1, 0.3)]
+# id, group, reward, tokens, mask
 EXAMPLE_ROLLOUTS = [
     ("a", "A", 1, [7, 1, 2, 3, 4, 5], [0, 1, 0, 1, 0, 1]),
     ("b", "A", 0, [7, 6, 2, 8], [0, 1, 0, 1]),
@@ -74,24 +77,26 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_roots_writes_the_counts_of_every_prompt_by_id(treepack: Run, tmp_path: Path, suffix: str) -> None:
-    given = lines(tmp_path / "predictions.jsonl", [*reversed(EXAMPLE_ROOTS), *EXAMPLE_PREFIXES])
+    predictions = lines(tmp_path / "predictions.jsonl", [*reversed(EXAMPLE_ROOTS), *EXAMPLE_PREFIXES])
     out = tmp_path / f"roots{suffix}"
-    done = treepack("allocate", "roots", given, "--budget", 4, "--out", out)
+    done = treepack("allocate", "roots", predictions, "--budget", 4, "--out", out)
     assert (done.status, done.err, done.out) == (0, "", ROOTS)
-    found = rows(out)
-    assert [(row["group_id"], row["num_rollouts"]) for row in found] == [("A", 2), ("B", 0), ("C", 2)]
-    assert [row["utility"] for row in found] == pytest.approx([0.5, 0.0, 0.48])
-    refused = treepack("allocate", "roots", given, "--budget", 4, "--out", out)
+    table = rows(out)
+    assert [(row["group_id"], row["num_rollouts"]) for row in table] == [("A", 2), ("B", 0), ("C", 2)]
+    assert [row["utility"] for row in table] == pytest.approx([0.5, 0.0, 0.48])
+    refused = treepack("allocate", "roots", predictions, "--budget", 4, "--out", out)
     assert (refused.status, refused.err) == (1, f"treepack: {out} exists; choose another --out or give --overwrite\n")
-    assert treepack("allocate", "roots", given, "--budget", 5, "--out", out, "--overwrite").status == 0
+    # With one unit more, the third rollout of A fits too.
+    assert treepack("allocate", "roots", predictions, "--budget", 5, "--out", out, "--overwrite").status == 0
     assert [row["num_rollouts"] for row in rows(out)] == [3, 0, 2]
     most = ("--max-rollouts", 2, "--overwrite")
-    assert treepack("allocate", "roots", given, "--budget", 6, "--out", out, *most).status == 0
+    assert treepack("allocate", "roots", predictions, "--budget", 6, "--out", out, *most).status == 0
     assert [row["num_rollouts"] for row in rows(out)] == [2, 2, 2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["predictions.jsonl", out.name]
 
 
 def test_a_prompt_can_bound_its_own_rollouts(tmp_path: Path) -> None:
+    # 0: no rollouts of A; None: no limit for B; 3: at most three of C.
     bounded = [record | {"max_rollouts": most} for record, most in zip(EXAMPLE_ROOTS, (0, None, 3), strict=True)]
     table = root_table(read_predictions(lines(tmp_path / "p.jsonl", bounded)), budget=8)
     assert table["num_rollouts"].to_pylist() == [0, 5, 3]
@@ -104,20 +109,20 @@ def test_prefixes_writes_what_to_continue_from_where(treepack: Run, tmp_path: Pa
     assert built.status == 0
     predictions = tmp_path / "predictions.parquet"
     pl.DataFrame(EXAMPLE_PREFIXES).write_parquet(predictions)
-    given = ("allocate", "prefixes", tmp_path / "trie", "--predictions", predictions, "--expand", 2, "--out")
-    done = treepack(*given, tmp_path / "prefixes.jsonl")
+    command = ("allocate", "prefixes", tmp_path / "trie", "--predictions", predictions, "--expand", 2, "--out")
+    done = treepack(*command, tmp_path / "prefixes.jsonl")
     assert (done.status, done.err, done.out) == (0, "", PREFIXES)
-    found = rows(tmp_path / "prefixes.jsonl")
-    assert [tuple(row.values())[:5] for row in found] == [
+    table = rows(tmp_path / "prefixes.jsonl")
+    assert [tuple(row.values())[:5] for row in table] == [
         ("A", None, "a", 1, 3),
         ("A", None, "b", 1, 3),
         ("C", None, None, None, None),
     ]
-    assert [row["num_continuations"] for row in found] == [2, 2, 2]
-    assert [row["utility"] for row in found] == pytest.approx([0.75, 0.51, None])
-    assert [row["reward"] for row in found] == [1.0, 0.0, None]
-    assert treepack(*given, tmp_path / "prefixes.parquet").status == 0
-    assert rows(tmp_path / "prefixes.parquet") == found
+    assert [row["num_continuations"] for row in table] == [2, 2, 2]
+    assert [row["utility"] for row in table] == pytest.approx([0.75, 0.51, None])
+    assert [row["reward"] for row in table] == [1.0, 0.0, None]
+    assert treepack(*command, tmp_path / "prefixes.parquet").status == 0
+    assert rows(tmp_path / "prefixes.parquet") == table
 
 
 MISMATCHED: list[tuple[list[dict[str, Any]], str]] = [
@@ -133,25 +138,25 @@ MISMATCHED: list[tuple[list[dict[str, Any]], str]] = [
 
 @pytest.mark.parametrize(("records", "message"), MISMATCHED)
 def test_predictions_of_another_trie_are_refused(tmp_path: Path, records: list[dict[str, Any]], message: str) -> None:
-    given = lines(tmp_path / "p.jsonl", records)
-    with pytest.raises(TreepackError, match=f"^{re.escape(str(given))}: .*{re.escape(message)}"):
-        prefix_table(example(), read_predictions(given), expand=1)
+    path = lines(tmp_path / "p.jsonl", records)
+    with pytest.raises(TreepackError, match=f"^{re.escape(str(path))}: .*{re.escape(message)}"):
+        prefix_table(example(), read_predictions(path), expand=1)
 
 
 def test_turns_may_be_floats_as_pandas_writes_columns_with_missing_integers(tmp_path: Path) -> None:
     records = [{"group_id": "A", "trajectory_id": None, "turn": None, "value": 0.5}, *EXAMPLE_PREFIXES]
     pl.DataFrame(records).with_columns(pl.col("turn").cast(pl.Float64)).write_parquet(tmp_path / "p.parquet")
-    found = read_predictions(tmp_path / "p.parquet")
-    assert found.group_ids == ["A"]
-    assert sorted(found.prefix_value) == [("a", 1), ("a", 2), ("b", 1)]
+    predictions = read_predictions(tmp_path / "p.parquet")
+    assert predictions.group_ids == ["A"]
+    assert sorted(predictions.prefix_value) == [("a", 1), ("a", 2), ("b", 1)]
 
 
 def test_more_continuations_than_can_be_spent_are_refused(tmp_path: Path) -> None:
-    given = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_PREFIXES))
+    predictions = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_PREFIXES))
     with pytest.raises(
         TreepackError, match="continuations for each rollout are more than 1,000,000,000 in total; give"
     ):
-        prefix_table(example(), given, expand=10**9)
+        prefix_table(example(), predictions, expand=10**9)
 
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -170,17 +175,17 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("record", "message"), MALFORMED)
 def test_a_malformed_prediction_is_named_by_its_line(tmp_path: Path, record: dict[str, Any], message: str) -> None:
-    given = lines(tmp_path / "p.jsonl", [{"group_id": "B", "value": 0.5}, record])
-    with pytest.raises(TreepackError, match=f"^{re.escape(f'{given}:2: {message}')}"):
-        read_predictions(given)
+    path = lines(tmp_path / "p.jsonl", [{"group_id": "B", "value": 0.5}, record])
+    with pytest.raises(TreepackError, match=f"^{re.escape(f'{path}:2: {message}')}"):
+        read_predictions(path)
 
 
 def test_what_nothing_was_predicted_for_is_left_out_and_counted(tmp_path: Path) -> None:
-    given = [*EXAMPLE_ROOTS[:1], EXAMPLE_PREFIXES[1], prefix("z", 1, 0.2)]
-    found = correlations(
-        read_predictions(lines(tmp_path / "p.jsonl", given)), example(), anchors(example()), binary_rewards(example())
+    records = [*EXAMPLE_ROOTS[:1], EXAMPLE_PREFIXES[1], prefix("z", 1, 0.2)]
+    levels = correlations(
+        read_predictions(lines(tmp_path / "p.jsonl", records)), example(), anchors(example()), binary_rewards(example())
     )
-    counts = {name: (level.num_pairs, level.num_unpredicted) for name, level in found.items()}
+    counts = {name: (level.num_pairs, level.num_unpredicted) for name, level in levels.items()}
     assert counts == {"root": (1, 1), "prefix": (1, 2), "shared prefix": (0, 0)}
 
 
@@ -195,26 +200,26 @@ STRANGE: list[tuple[list[dict[str, Any]], str]] = [
 def test_predictions_of_other_rollouts_cannot_be_judged(
     tmp_path: Path, records: list[dict[str, Any]], message: str
 ) -> None:
-    given = lines(tmp_path / "p.jsonl", records)
-    with pytest.raises(TreepackError, match=f"^{re.escape(f'{given}: {message}')}"):
-        correlations(read_predictions(given), example(), anchors(example()), binary_rewards(example()))
+    path = lines(tmp_path / "p.jsonl", records)
+    with pytest.raises(TreepackError, match=f"^{re.escape(f'{path}: {message}')}"):
+        correlations(read_predictions(path), example(), anchors(example()), binary_rewards(example()))
 
 
 def test_a_group_of_several_steps_has_no_single_value(tmp_path: Path) -> None:
-    given = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_ROOTS[:2]))
+    predictions = read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_ROOTS[:2]))
     twice = build_trie([make(f"t{i}", [7, i], group="A", step=i, reward=1.0) for i in range(2)])
     with pytest.raises(TreepackError, match="one value per group_id and the trie has several training steps of one"):
-        correlations(given, twice, anchors(twice), binary_rewards(twice))
+        correlations(predictions, twice, anchors(twice), binary_rewards(twice))
 
 
 def test_what_cannot_be_allocated_is_one_sentence(treepack: Run, tmp_path: Path) -> None:
-    given = lines(tmp_path / "p.jsonl", EXAMPLE_ROOTS)
+    predictions = lines(tmp_path / "p.jsonl", EXAMPLE_ROOTS)
     empty = lines(tmp_path / "none.jsonl", EXAMPLE_PREFIXES)
     cases = [
-        (given, 1, "roots.jsonl", "a budget of 1 is too small for one group; give at least 2 rollouts"),
-        (given, 4, "roots.csv", "its name must end in .jsonl or .parquet, which selects the format"),
+        (predictions, 1, "roots.jsonl", "a budget of 1 is too small for one group; give at least 2 rollouts"),
+        (predictions, 4, "roots.csv", "its name must end in .jsonl or .parquet, which selects the format"),
         (empty, 4, "roots.jsonl", "predicts no prompt; add lines without trajectory_id"),
-        (given, 4, given.name, "is or lies inside the input"),
+        (predictions, 4, predictions.name, "is or lies inside the input"),
         (tmp_path / "nowhere", 4, "roots.jsonl", "cannot be read (No such file or directory)"),
     ]
     for path, budget, out, message in cases:
@@ -232,8 +237,8 @@ def test_the_worked_example_of_the_page(tmp_path: Path) -> None:
         zip(table["group_id"], table["value"], table["num_rollouts"], strict=True)
     )
     assert [float(utility) for *_, utility in shown] == pytest.approx(table["utility"], abs=1e-12)
-    found, _ = prefix_table(example(), read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_PREFIXES)), expand=2)
-    counts = {(row["trajectory_id"], row["turn"]): row["num_continuations"] for row in found.to_pylist()}
+    prefixes, _ = prefix_table(example(), read_predictions(lines(tmp_path / "p.jsonl", EXAMPLE_PREFIXES)), expand=2)
+    counts = {(row["trajectory_id"], row["turn"]): row["num_continuations"] for row in prefixes.to_pylist()}
     shown = re.findall(r"^\| `(\w)` after turn (\d) \| ([\d.]+) \| (\d) \| [^|]*\| (\d) \|$", page, re.MULTILINE)
     expected = [(r["trajectory_id"], str(r["turn"]), r["value"]) for r in EXAMPLE_PREFIXES]
     assert [(name, turn, float(value)) for name, turn, value, _, _ in shown] == expected

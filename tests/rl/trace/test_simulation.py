@@ -1,4 +1,4 @@
-"""Simulated allocation: worlds keep their chances, arms spend the same, and gains have the shape of the paper's."""
+"""Simulated allocation: worlds keep their chances, arms spend the same budget, and gains resemble the paper's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = Experiment(candidates=60, budget=120, steps=20)
 
 
 def recorded() -> Trie:
-    """Group p: a and b share the first of their three turns, c has two; group q: two rollouts of one turn."""
+    """Build group p, whose a and b share the first of three turns, and q with two single-turn rollouts."""
     turns = [(1, 2, 1.0), (3, 4, 1.0), (5, 6, 1.0)]
     return build_trie(
         [
@@ -43,20 +43,23 @@ def recorded() -> Trie:
 @pytest.mark.parametrize("value", [0.02, 0.5, 0.9])
 def test_chances_keep_their_mean_from_turn_to_turn_and_are_those_of_the_outcome(value: float) -> None:
     count, random = 40_000, np.random.default_rng(1)
-    found = MarkovWorld(max_turns=4).roll_out(np.zeros(count, np.int64), np.full(count, value), random)
+    rollouts = MarkovWorld(max_turns=4).roll_out(np.zeros(count, np.int64), np.full(count, value), random)
+    # Five standard errors of a mean of `count` draws in 0 .. 1 with this mean.
     bound = 5 * math.sqrt(value * (1 - value) / count)
-    assert np.abs(found.value.mean(axis=0) - value).max() < bound
-    assert abs(found.reward.mean() - value) < bound
-    assert set(found.num_turns.tolist()) == {2, 3, 4}
-    assert set(found.reward.tolist()) == {0.0, 1.0}
-    last = found.value[np.arange(count), found.num_turns - 1]
+    assert np.abs(rollouts.value.mean(axis=0) - value).max() < bound
+    assert abs(rollouts.reward.mean() - value) < bound
+    assert set(rollouts.num_turns.tolist()) == {2, 3, 4}
+    assert set(rollouts.reward.tolist()) == {0.0, 1.0}
+    last = rollouts.value[np.arange(count), rollouts.num_turns - 1]
+    # Among rollouts near one half, outcomes must match the last chance on average.
     sure = (last > 0.25) & (last < 0.75)
-    assert abs((found.reward - last)[sure].mean()) < 5 * 0.5 / math.sqrt(sure.sum())
+    assert abs((rollouts.reward - last)[sure].mean()) < 5 * 0.5 / math.sqrt(sure.sum())
 
 
 def test_recorded_chances_are_shares_of_successes_drawn_towards_those_before() -> None:
     world = recorded_world(recorded(), persistence=2.0)
     a, b, c, *_ = world.rollouts.value
+    # (s + p v) / (n + p) with s = 1 of n = 2 through the shared turn, v = 1/3 of the group, p = 2.
     shared = (1 + 2 / 3) / (2 + 2)
     assert world.value.tolist() == pytest.approx([1 / 3, 1.0])
     assert a.tolist() == pytest.approx([1 / 3, shared, (1 + 2 * shared) / 3])
@@ -72,10 +75,10 @@ def test_without_persistence_recorded_chances_are_those_of_the_recorded_rollouts
 
 def test_recorded_rollouts_are_drawn_evenly_from_their_group() -> None:
     world, random = recorded_world(recorded()), np.random.default_rng(0)
-    found = world.roll_out(np.repeat([0, 1], 30_000), np.zeros(60_000), random)
-    assert found.reward[:30_000].mean() == pytest.approx(1 / 3, abs=0.015)
-    assert found.reward[30_000:].min() == 1.0
-    assert (found.num_turns[:30_000] == 2).mean() == pytest.approx(1 / 3, abs=0.015)
+    rollouts = world.roll_out(np.repeat([0, 1], 30_000), np.zeros(60_000), random)
+    assert rollouts.reward[:30_000].mean() == pytest.approx(1 / 3, abs=0.015)
+    assert rollouts.reward[30_000:].min() == 1.0
+    assert (rollouts.num_turns[:30_000] == 2).mean() == pytest.approx(1 / 3, abs=0.015)
     assert sorted(world.draw_prompts(2, random)[0].tolist()) == [0, 1]
     assert set(world.draw_prompts(50, random)[0].tolist()) == {0, 1}
 
@@ -108,16 +111,16 @@ def test_rollouts_without_prefixes_buy_half_as_many_rollouts() -> None:
         assert (arm.prefix_ratio == 0).all()
 
 
-def slow(world: MarkovWorld, given: Experiment, *, active: tuple[bool, bool], seed: int) -> float:
-    """Equation 21 of one arm, rollout by rollout, over the steps of `given`; predictions are the true chances."""
+def slow(world: MarkovWorld, experiment: Experiment, *, active: tuple[bool, bool], seed: int) -> float:
+    """Compute equation 21 of one arm, rollout by rollout, over all steps; predictions are the true chances."""
     dice, mixed, rolled = plain.Random(seed), 0, 0
-    for _ in range(given.steps):
+    for _ in range(experiment.steps):
         a, b = world.spread * world.success, world.spread * (1 - world.success)
-        prompts = [dice.betavariate(a, b) for _ in range(given.candidates)]
-        chosen = dice.sample(range(given.candidates), given.num_selected)
-        counts = [given.budget // given.num_selected * (i in chosen) for i in range(given.candidates)]
+        prompts = [dice.betavariate(a, b) for _ in range(experiment.candidates)]
+        chosen = dice.sample(range(experiment.candidates), experiment.num_selected)
+        counts = [experiment.budget // experiment.num_selected * (i in chosen) for i in range(experiment.candidates)]
         if active[0]:
-            counts = allocate_roots(np.clip(prompts, 0.01, 0.99), given.budget).tolist()
+            counts = allocate_roots(np.clip(prompts, 0.01, 0.99), experiment.budget).tolist()
         for prompt, count in zip(prompts, counts, strict=True):
             if count == 0:
                 continue
@@ -128,16 +131,19 @@ def slow(world: MarkovWorld, given: Experiment, *, active: tuple[bool, bool], se
                     v = min(max(line[-1], 1e-9), 1 - 1e-9)
                     line.append(dice.betavariate(world.persistence * v, world.persistence * (1 - v)))
                 reward = dice.random() < line[-1]
+                # Anchors are the prefixes after each turn but the last, with the outcome of the rollout.
                 outcomes.append(reward)
                 anchors.append([(v, reward) for v in line[1:]])
+                # Uniform stage 2: expand continuations of each rollout, spread over its prefixes.
                 if not active[1]:
-                    ways = [given.expand // len(line[1:])] * len(line[1:])
-                    for at in dice.sample(range(len(ways)), given.expand % len(ways)):
+                    ways = [experiment.expand // len(line[1:])] * len(line[1:])
+                    for at in dice.sample(range(len(ways)), experiment.expand % len(ways)):
                         ways[at] += 1
                     outcomes += [dice.random() < v for v, way in zip(line[1:], ways, strict=True) for _ in range(way)]
+            # TRACE in stage 2: all prefixes of the prompt compete for its continuations.
             if active[1]:
                 value, seen = np.array([anchor for listed in anchors for anchor in listed], np.float64).T
-                none, budget = np.zeros(len(value), np.int64), np.array([count * given.expand])
+                none, budget = np.zeros(len(value), np.int64), np.array([count * experiment.expand])
                 ways = allocate_prefixes(np.clip(value, 0.01, 0.99), seen, none, budget).tolist()
                 outcomes += [dice.random() < v for v, way in zip(value, ways, strict=True) for _ in range(way)]
             rolled += 1
@@ -147,23 +153,24 @@ def slow(world: MarkovWorld, given: Experiment, *, active: tuple[bool, bool], se
 
 @pytest.mark.parametrize("active", ARMS)
 def test_fast_equals_slow(active: tuple[bool, bool]) -> None:
-    given = Experiment(candidates=30, budget=60, expand=2, root_noise=0.0, prefix_noise=0.0, steps=150)
+    experiment = Experiment(candidates=30, budget=60, expand=2, root_noise=0.0, prefix_noise=0.0, steps=150)
     world = MarkovWorld(max_turns=4, spread=1.0)
-    (arm,) = (arm for arm in simulate(world, given)[0] if (arm.active_roots, arm.active_prefixes) == active)
+    (arm,) = (arm for arm in simulate(world, experiment)[0] if (arm.active_roots, arm.active_prefixes) == active)
+    # Both means vary: the difference of two independent ones has sqrt(2) times the error of one.
     mean, half = interval(arm.root_ratio)
-    assert slow(world, given, active=active, seed=7) == pytest.approx(mean, abs=2.5 * math.sqrt(2) * half)
+    assert slow(world, experiment, active=active, seed=7) == pytest.approx(mean, abs=2.5 * math.sqrt(2) * half)
 
 
-def gains(world: World, given: Experiment) -> list[tuple[float, float]]:
-    """Points of effective ratio above uniform and half the width of their interval: prefixes, roots, both."""
-    arms, _ = simulate(world, given)
+def gains(world: World, experiment: Experiment) -> list[tuple[float, float]]:
+    """Return points of effective ratio above uniform and half of their interval: prefixes, roots, both."""
+    arms, _ = simulate(world, experiment)
     return [interval(100 * (arm.root_ratio - arms[0].root_ratio)) for arm in arms[1:]]
 
 
 def test_both_stages_gain_and_their_gains_stack_as_in_table_1() -> None:
-    given = Experiment(steps=40)
-    arms, _ = simulate(MarkovWorld(), given)
-    (prefixes, p), (roots, r), (both, b) = gains(MarkovWorld(), given)
+    experiment = Experiment(steps=40)
+    arms, _ = simulate(MarkovWorld(), experiment)
+    (prefixes, p), (roots, r), (both, b) = gains(MarkovWorld(), experiment)
     assert 100 * arms[0].root_ratio.mean() == pytest.approx(42.8, abs=3)  # the paper's uniform arm
     assert prefixes - p > 3
     assert roots - r > 3
@@ -173,9 +180,9 @@ def test_both_stages_gain_and_their_gains_stack_as_in_table_1() -> None:
 
 @pytest.mark.parametrize(("budget", "expand", "uniform"), [(512, 2, 32.2), (512, 6, 37.7), (1024, 2, 42.8)])
 def test_it_gains_several_points_at_every_budget_of_table_2(budget: int, expand: int, uniform: float) -> None:
-    given = Experiment(budget=budget, expand=expand, steps=40)
-    assert 100 * simulate(MarkovWorld(), given)[0][0].root_ratio.mean() == pytest.approx(uniform, abs=4)
-    both, half = gains(MarkovWorld(), given)[2]
+    experiment = Experiment(budget=budget, expand=expand, steps=40)
+    assert 100 * simulate(MarkovWorld(), experiment)[0][0].root_ratio.mean() == pytest.approx(uniform, abs=4)
+    both, half = gains(MarkovWorld(), experiment)[2]
     assert both - half > 9
 
 
@@ -230,8 +237,8 @@ def test_recorded_worlds_need_binary_rewards_and_a_persistence_that_is_not_negat
 
 
 def test_the_command_prints_every_arm_with_intervals(treepack: Run, tmp_path: Path) -> None:
-    given = ("simulate", "allocation", "--candidates", 60, "--budget", 120, "--steps", 20)
-    shown = treepack(*given)
+    command = ("simulate", "allocation", "--candidates", 60, "--budget", 120, "--steps", 20)
+    shown = treepack(*command)
     assert (shown.status, shown.err) == (0, "")
     lines = shown.out.splitlines()
     assert [line.split()[:2] for line in lines[-4:]] == [
@@ -240,7 +247,7 @@ def test_the_command_prints_every_arm_with_intervals(treepack: Run, tmp_path: Pa
         ["TRACE", "uniform"],
         ["TRACE", "TRACE"],
     ]
-    report = treepack(*given, "--json").json
+    report = treepack(*command, "--json").json
     arms = simulate(MarkovWorld(), SMALL)[0]
     assert isinstance(report["arms"], list)
     for line, stated, arm in zip(lines[-4:], report["arms"], arms, strict=True):
@@ -255,8 +262,10 @@ def test_the_table_of_the_page_is_what_the_command_prints_without_options(treepa
     shown = re.findall(rf"^\| (?:uniform|TRACE) \| (?:uniform|TRACE) \| {number} \+- {number} \|", page, re.MULTILINE)
     arms = treepack("simulate", "allocation", "--json").json["arms"]
     assert isinstance(arms, list)
-    found = [100 * arm["root_ratio"][i] for arm in arms for i in (0, 1)]
-    assert [float(part) for pair in shown for part in pair] == pytest.approx(found, abs=0.6)  # numpy's draws may change
+    ratios = [100 * arm["root_ratio"][i] for arm in arms for i in (0, 1)]
+    assert [float(part) for pair in shown for part in pair] == pytest.approx(
+        ratios, abs=0.6
+    )  # numpy's draws may change
 
 
 def test_the_command_draws_from_a_trie(treepack: Run, tmp_path: Path) -> None:
@@ -266,8 +275,8 @@ def test_the_command_draws_from_a_trie(treepack: Run, tmp_path: Path) -> None:
     ]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(rollout) + "\n" for rollout in rollouts))
     assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
-    given = ("simulate", "allocation", tmp_path / "trie", "--candidates", 10, "--budget", 20, "--steps", 5)
-    assert treepack(*given, "--persistence", 0, "--json").status == 0
-    refused = treepack(*given, "--max-turns", 4)
+    command = ("simulate", "allocation", tmp_path / "trie", "--candidates", 10, "--budget", 20, "--steps", 5)
+    assert treepack(*command, "--persistence", 0, "--json").status == 0
+    refused = treepack(*command, "--max-turns", 4)
     assert refused.status == 1
     assert refused.err == "treepack: --max-turns describes the Markov model; leave it out with a trie\n"

@@ -1,4 +1,4 @@
-"""Recursive targets, effective ratios and rank correlations: each as its equation says, on any tree."""
+"""Recursive targets, effective ratios and rank correlations: each equals its equation, on any tree."""
 
 from __future__ import annotations
 
@@ -44,28 +44,30 @@ def forests(draw: st.DrawFn) -> Trie:
 
 
 def runs(content: Tokens) -> list[int]:
-    """Where the runs of trained tokens start: turns."""
+    """Starts of the runs of trained tokens, which are the turns."""
+    # spans [1, 3) and [3, 4) and [6, 8) -> trained {1, 2, 3, 6, 7} -> [1, 6]
     trained = {at for a, b in zip(content.starts, content.ends, strict=True) for at in range(a, b)}
     return sorted(at for at in trained if at - 1 not in trained)
 
 
 def rollouts_of(trie: Trie) -> list[Rollout]:
-    found = []
+    rollouts = []
     for one in trajectories_of(trie):
         assert isinstance(one.content, Tokens)
         assert one.reward is not None
         step = -1 if one.step is None else one.step
-        found.append(
+        rollouts.append(
             Rollout(one.content.tokens.tolist(), runs(one.content), one.group_id or one.trajectory_id, step, one.reward)
         )
-    return [replace(one, cuts=cuts) for one, cuts in zip(found, turn_cuts(found), strict=True)]
+    return [replace(one, cuts=cuts) for one, cuts in zip(rollouts, turn_cuts(rollouts), strict=True)]
 
 
 def by_recursion(rollouts: list[Rollout]) -> dict[Node, tuple[int, float]]:
-    """Equation 18, as it is written: n_y and the target of every node above a leaf."""
+    """Equation 18 in its recursive form: n_y and the target of every node above a leaf."""
     children: dict[Node, list[Node]] = defaultdict(list)
     leaves: dict[Node, float] = {}
     for i, (rollout, path) in enumerate(zip(rollouts, paths(rollouts), strict=True)):
+        # Leaves are never shared, so the index of the rollout is part of the key.
         leaf: Node = (*path[-1], "leaf", i)
         leaves[leaf] = rollout.reward
         for up, node in itertools.pairwise([*path, leaf]):
@@ -85,17 +87,17 @@ def by_recursion(rollouts: list[Rollout]) -> dict[Node, tuple[int, float]]:
 @few
 @given(forests())
 def test_targets_are_the_average_of_children_weighted_by_their_leaves(trie: Trie) -> None:
-    rollouts, found, reward = rollouts_of(trie), anchors(trie), binary_rewards(trie)
-    expected, (target, below) = by_recursion(rollouts), recursive_targets(found.tree, reward)
-    assert len(expected) == found.tree.num_inner
+    rollouts, prefixes, reward = rollouts_of(trie), anchors(trie), binary_rewards(trie)
+    expected, (target, below) = by_recursion(rollouts), recursive_targets(prefixes.tree, reward)
+    assert len(expected) == prefixes.tree.num_inner
     for i, path in enumerate(paths(rollouts)):
-        nodes = found.tree.node[found.tree.owner == i][:-1]
+        nodes = prefixes.tree.node[prefixes.tree.owner == i][:-1]
         assert len(nodes) == len(path)
         for node, key in zip(nodes, path, strict=True):
             count, value = expected[key]
             assert below[node] == count
             assert target[node] == pytest.approx(value, rel=1e-12, abs=1e-12)
-    assert target[found.tree.num_inner :].tolist() == reward.tolist()
+    assert target[prefixes.tree.num_inner :].tolist() == reward.tolist()
 
 
 @few
@@ -103,6 +105,7 @@ def test_targets_are_the_average_of_children_weighted_by_their_leaves(trie: Trie
 def test_targets_of_trie_nodes_are_the_average_of_children_and_rollouts_that_end_there(trie: Trie) -> None:
     reward = binary_rewards(trie)
     count, total = np.zeros(trie.num_nodes), np.zeros(trie.num_nodes)
+    # Nodes are numbered depth-first, so the children of a node come after it.
     for node in reversed(range(trie.num_nodes)):
         ended = trie.end_node == node
         below = np.flatnonzero(trie.parent == node)
@@ -114,8 +117,8 @@ def test_targets_of_trie_nodes_are_the_average_of_children_and_rollouts_that_end
 @few
 @given(forests())
 def test_anchors_are_the_prefixes_before_every_turn_but_the_first(trie: Trie) -> None:
-    found = anchors(trie)
-    listed = list(zip(found.trajectory.tolist(), found.turn.tolist(), found.num_tokens.tolist(), strict=True))
+    prefixes = anchors(trie)
+    listed = list(zip(prefixes.trajectory.tolist(), prefixes.turn.tolist(), prefixes.num_tokens.tolist(), strict=True))
     expected = [
         (i, turn, start)
         for i, rollout in enumerate(rollouts_of(trie))
@@ -124,21 +127,21 @@ def test_anchors_are_the_prefixes_before_every_turn_but_the_first(trie: Trie) ->
     assert listed == expected
     tokens = [tuple(rollout.tokens) for rollout in rollouts_of(trie)]
     same: dict[int, set[Any]] = defaultdict(set)
-    for node, (i, _, length) in zip(found.node.tolist(), listed, strict=True):
-        same[node].add((found.group[i], tokens[i][:length]))
-    assert all(len(prefixes) == 1 for prefixes in same.values())
+    for node, (i, _, length) in zip(prefixes.node.tolist(), listed, strict=True):
+        same[node].add((prefixes.group[i], tokens[i][:length]))
+    assert all(len(token_lists) == 1 for token_lists in same.values())
 
 
 @few
 @given(forests())
 def test_effective_ratios_count_anchors_with_both_outcomes(trie: Trie) -> None:
-    rollouts, found, reward = rollouts_of(trie), anchors(trie), binary_rewards(trie)
+    rollouts, anchor_table, reward = rollouts_of(trie), anchors(trie), binary_rewards(trie)
     groups, prefixes = defaultdict(list), defaultdict(list)
     for rollout, path in zip(rollouts, paths(rollouts), strict=True):
         groups[path[0]].append(rollout.reward)
         for node in path[1:]:
             prefixes[node].append(rollout.reward)
-    ratios = effective_ratios(found, reward)
+    ratios = effective_ratios(anchor_table, reward)
     shared = [rewards for rewards in prefixes.values() if len(rewards) > 1]
     for name, sets in (("root", list(groups.values())), ("prefix", shared)):
         mixed = [rewards for rewards in sets if len(set(rewards)) == 2]
@@ -158,12 +161,13 @@ def test_spearman_is_the_correlation_of_mean_ranks(pairs: list[tuple[float, int]
     predicted, target = np.array(pairs, np.float64).T
     assume(np.ptp(predicted) > 0 and np.ptp(target) > 0)
 
+    # Equal values share the mean of their ranks: [5, 7, 7] -> [1, 2.5, 2.5].
     def ranks(values: Float64) -> Float64:
         return np.array([(values < value).sum() + ((values == value).sum() + 1) / 2 for value in values])
 
-    found = spearman(predicted, target)
-    assert found.rho == pytest.approx(np.corrcoef(ranks(predicted), ranks(target))[0, 1], abs=1e-12)
-    assert found.num_pairs == len(pairs)
+    correlation = spearman(predicted, target)
+    assert correlation.rho == pytest.approx(np.corrcoef(ranks(predicted), ranks(target))[0, 1], abs=1e-12)
+    assert correlation.num_pairs == len(pairs)
 
 
 def test_constant_values_have_no_rank_correlation() -> None:
@@ -177,13 +181,14 @@ def test_without_scipy_one_sentence_says_how_to_get_it(monkeypatch: pytest.Monke
         spearman(np.arange(5.0), np.arange(5.0))
 
 
-@pytest.mark.parametrize(("reward", "said"), [(None, "no reward"), (0.5, "the reward 0.5"), (-1.0, "the reward -1")])
-def test_rewards_that_are_not_binary_are_refused(reward: float | None, said: str) -> None:
+@pytest.mark.parametrize(("reward", "fault"), [(None, "no reward"), (0.5, "the reward 0.5"), (-1.0, "the reward -1")])
+def test_rewards_that_are_not_binary_are_refused(reward: float | None, fault: str) -> None:
     trie = build_trie([make("a", [1, 2], reward=1.0), make("b", [1, 3], reward=reward)])
-    with pytest.raises(TreepackError, match=f"made:b: has {said}; TRACE needs 0 for failure or 1 for success"):
+    with pytest.raises(TreepackError, match=f"made:b: has {fault}; TRACE needs 0 for failure or 1 for success"):
         binary_rewards(trie)
 
 
+# Group p is mixed with 3 of 5 rollouts. Its shared prefixes are a and b after turns 1 and 2, both mixed.
 STATS = """\
 effective ratio  anchors  of_anchors  of_rollouts
            root        2      50.0 %       60.0 %
@@ -194,6 +199,7 @@ effective ratio  anchors  of_anchors  of_rollouts
        prefix      3            0  0.866   0.3333
 shared prefix      2            0      -        -
 """
+# id, group, reward, tokens, mask: a and b share two turns, c leaves after the prompt, d and e have one turn each.
 ROLLOUTS = [
     ("a", "p", 1, [7, 1, 2, 3, 4, 5], [0, 1, 0, 1, 0, 1]),
     ("b", "p", 0, [7, 1, 2, 3, 4, 6], [0, 1, 0, 1, 0, 1]),
@@ -201,12 +207,10 @@ ROLLOUTS = [
     ("d", "q", 1, [7, 7], [0, 1]),
     ("e", "q", 1, [7, 9], [0, 1]),
 ]
-PREDICTED = [
-    *({"group_id": name, "value": 0.5} for name in "pq"),
-    *(
-        {"group_id": "p", "trajectory_id": name, "turn": turn, "value": value}
-        for name, turn, value in (("a", 1, 0.6), ("a", 2, 0.4), ("b", 1, 0.6), ("b", 2, 0.4), ("c", 1, 0.2))
-    ),
+# Targets of the prefixes: 1/2 after turn 1 of a and b, 1/2 after turn 2, 0 after turn 1 of c.
+PREFIX_VALUES = [("a", 1, 0.6), ("a", 2, 0.4), ("b", 1, 0.6), ("b", 2, 0.4), ("c", 1, 0.2)]
+PREDICTED: list[dict[str, Any]] = [{"group_id": name, "value": 0.5} for name in "pq"] + [
+    {"group_id": "p", "trajectory_id": name, "turn": turn, "value": value} for name, turn, value in PREFIX_VALUES
 ]
 
 
@@ -215,11 +219,11 @@ def test_stats_shows_effective_ratios_and_how_well_predictions_rank(treepack: Ru
     write_lines(tmp_path / "rollouts.jsonl", [dict(zip(fields, rollout, strict=True)) for rollout in ROLLOUTS])
     write_lines(tmp_path / "predictions.jsonl", PREDICTED)
     assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
-    given = ("stats", tmp_path / "trie", "--predictions", tmp_path / "predictions.jsonl")
-    shown = treepack(*given)
+    command = ("stats", tmp_path / "trie", "--predictions", tmp_path / "predictions.jsonl")
+    shown = treepack(*command)
     assert (shown.status, shown.err) == (0, "")
     assert STATS in shown.out
-    report = treepack(*given, "--json").json
+    report = treepack(*command, "--json").json
     assert report["effective_ratio"] == treepack("stats", tmp_path / "trie", "--effective-ratio", "--json").json.get(
         "effective_ratio"
     )
