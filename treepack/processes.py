@@ -16,7 +16,7 @@ import pickle
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import get_context, resource_tracker
@@ -125,7 +125,7 @@ def _value(result: Any) -> Any:
 
 def _pool(
     prepare: Any, job: Any, pieces: Iterator[Any], workers: int, *, max_queued: int, window: int | None
-) -> Iterator[tuple[int, Any]]:
+) -> Generator[tuple[int, Any], None, None]:
     """Yield number and result of each piece as soon as it is finished; the exception that a piece raised is a result.
 
     A worker has at most `max_queued` pieces at a time. A piece is taken from `pieces` only if a worker can have it and

@@ -38,7 +38,7 @@ once_per_function = settings(suppress_health_check=[HealthCheck.function_scoped_
 
 def equal(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        # NaN stands for a missing value in float columns, so NaN equals NaN.
+        # NaN means a missing value in float columns, so NaN equals NaN.
         return a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, pa.Table):
         return bool(a.equals(b))

@@ -259,7 +259,7 @@ def _converter(setting: _Setting) -> Convert | str:
             )
         # prints: {str: True, dict: True} -> unchanged; only str -> as text; only dict -> as object; none -> next probe.
         if prints.get(str):
-            return _unchanged if prints.get(dict) else _as_text
+            return _identity if prints.get(dict) else _as_text
         if prints.get(dict):
             return _as_object
     return reason
@@ -285,7 +285,7 @@ def _map_arguments(message: Message, convert: Convert) -> Message:
     return message | {"tool_calls": calls}
 
 
-def _unchanged(arguments: Any) -> Any:
+def _identity(arguments: Any) -> Any:
     return arguments
 
 

@@ -5,8 +5,8 @@
 
 Ids of tool calls, UUIDs and points in time are numbered per kind, in the order of their first use in the conversation.
 They are replaced everywhere: in calls, results, arguments and text. Equal ids stay equal and different ids stay
-different, so a text that refers to an id still refers to the same one. A text that computes with times becomes wrong:
-for this reason, ids are replaced only with the option.
+different, so a text that refers to an id still refers to the same one. A text that computes with times becomes wrong,
+so ids are replaced only with the option.
 """
 
 from __future__ import annotations

@@ -355,7 +355,7 @@ class Encoder:
 def _splitting_tokens(tokenizer: Any) -> dict[str, Int32]:
     """Return the special tokens at which text may be split before tokenisation, with their ids; none if it may not."""
     special = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Such a token takes whitespace from its neighbours, or is found only in some contexts.
+    # Such a token takes whitespace from its neighbours, or matches only in some contexts.
     if any(token.lstrip or token.rstrip or token.normalized or token.single_word for token in special.values()):
         return {}
 

@@ -120,10 +120,10 @@ def normalise_tools(tools: Any, *, source: str) -> list[dict[str, Any]] | None:
         raise TreepackError(f"{source}: tools is {shown(tools)}; expected a list of schemas or one as JSON text")
     if (fault := fault_in_json(tools)) is not None:
         raise TreepackError(f"{source}: tools is {fault}; expected schemas in JSON")
-    return [_nested(tool) for tool in tools] or None
+    return [_nest(tool) for tool in tools] or None
 
 
-def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+def _nest(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a function `tool` in the nested form; another tool, such as the search of a server, stays as it is."""
     # {"name": "f", "input_schema": S} -> {"type": "function", "function": {"name": "f", "parameters": S}}
     if "function" in tool or not isinstance(tool.get("name"), str) or tool.get("type", "function") != "function":

@@ -43,7 +43,7 @@ def plan_trees(forest: PlanForest, limits: Limits, method: Method, search: Searc
     largest_first = sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes)
     results = unordered(_planner, job, [parts[i] for i in largest_first], workers=min(workers, len(parts)))
     plan_of = {largest_first[number]: plan for number, plan in results}
-    return _joined(plan_of[i] for i in range(len(parts)))
+    return _join(plan_of[i] for i in range(len(parts)))
 
 
 _Job = tuple[Limits, Method, Search]
@@ -60,10 +60,10 @@ def _plan(job: _Job, forest: PlanForest) -> RowsAndBound:
         solution = method(tree, limits, search)
         # A method may prove less than the general bound, and the general bound less than an exact method.
         plans.append((solution.row_of_leaf, max(solution.lower_bound, bounds.recursive_bound(tree, limits.capacity))))
-    return _joined(plans)
+    return _join(plans)
 
 
-def _joined(plans: Iterable[RowsAndBound]) -> RowsAndBound:
+def _join(plans: Iterable[RowsAndBound]) -> RowsAndBound:
     """Join plans that each number their rows from 0: rows [0, 1, 0] and [0, 0, 1] -> [0, 1, 0, 2, 2, 3]."""
     rows, num_rows, bound = [], 0, 0
     for row_of_leaf, bound_of_plan in plans:
