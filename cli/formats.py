@@ -37,6 +37,7 @@ def _print_all() -> None:
     from treepack.ingest.readers.format import KEEPS
     from treepack.ingest.readers.registry import FORMATS
 
+    # Short heads: with the names of KEEPS the table would be wider than a terminal.
     heads = ("ids", "masks", "logprobs", "rewards", "lineage")
     width = max(len(each.name) for each in FORMATS)
     click.echo(f"{'':<{width}}  {'  '.join(heads)}  written by")

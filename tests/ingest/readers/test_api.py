@@ -155,7 +155,9 @@ def test_two_requests_of_one_custom_id_are_refused(tmp_path: Path) -> None:
     asks = [{"custom_id": "a", "body": {"messages": [each]}} for each in (ASK, MORE)]
     write(tmp_path / "requests.jsonl", *asks)
     answers = write(tmp_path / "answers.jsonl", batch_line("a", exchange([], said("5"))["response"]))
-    with pytest.raises(TreepackError, match=r"requests.jsonl:2: repeats the custom_id 'a' with another request; keep one of them$"):
+    with pytest.raises(
+        TreepackError, match=r"requests.jsonl:2: repeats the custom_id 'a' with another request; keep one of them$"
+    ):
         list(read_trajectories([answers]))
 
 

@@ -129,7 +129,9 @@ def test_embedded_agents_are_rollouts_of_their_own() -> None:
     inner = {"schema_version": "ATIF-v1.7", "trajectory_id": "t", "agent": {"name": "b"}, "steps": steps}
     found = chats(read_atif(told("Q"), agent_step("A"), subagent_trajectories=[inner]))
     assert [(item.trajectory_id, item.metadata["agent"]) for item, _ in found] == [("s", "a"), ("s/t", "b")]
-    with pytest.raises(TreepackError, match=r"subagent_trajectories\[0\] is \{\}; expected a trajectory with schema_version ATIF"):
+    with pytest.raises(
+        TreepackError, match=r"subagent_trajectories\[0\] is \{\}; expected a trajectory with schema_version ATIF"
+    ):
         read_atif(told("Q"), agent_step("A"), subagent_trajectories=[{}])
 
 
@@ -190,7 +192,9 @@ def test_token_ids_of_a_trial_without_a_trajectory_are_read_from_its_result(tmp_
 def test_prompts_and_completions_of_a_result_must_be_as_many(tmp_path: Path) -> None:
     detail = {"prompt_token_ids": [[1]], "completion_token_ids": [[2], [3]]}
     folder = trial(tmp_path, {"agent_result": {"rollout_details": [detail]}})
-    with pytest.raises(TreepackError, match="rollout_details has different numbers of prompts and completions; expected one of"):
+    with pytest.raises(
+        TreepackError, match="rollout_details has different numbers of prompts and completions; expected one of"
+    ):
         list(read_trajectories([folder]))
 
 

@@ -104,9 +104,7 @@ def test_what_was_broken_off_in_a_pi_session_is_neither_trained_nor_read() -> No
     empty = entry("Y", "X", "assistant", [], stopReason="stop")
     found = read_pi(*entries, broken, empty, entry("B", "Y", "assistant", text("B")))
     assert said_in(found) == {"S": "qAbB"}
-    assert [item.notes for item in found if isinstance(item, Trajectory)] == [
-        ("interrupted or failed turn not used",)
-    ]
+    assert [item.notes for item in found if isinstance(item, Trajectory)] == [("interrupted or failed turn not used",)]
 
 
 def test_calls_behind_an_image_are_left_out_of_a_pi_session() -> None:

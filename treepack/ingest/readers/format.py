@@ -36,6 +36,7 @@ from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
+# The columns of the table in docs/formats.md, in this order.
 TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = "token ids", "masks", "log-probabilities", "rewards", "lineage"
 KEEPS = (TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE)
 EVERYTHING = frozenset(KEEPS)
@@ -193,6 +194,7 @@ class Format:
 
     def _refusal(self, value: dict[str, Any]) -> str:
         """Name the first wrong field of the alternative that `value` is closest to."""
+        # "`task_id` and `traj`" -> "task_id and traj": backticks are for the docs page.
         form = f"{self.recognised_by.replace('`', '')} (format {self.name})"
         if callable(self.requires):
             return f"is not a record of {self.program}; expected {form}"
@@ -216,6 +218,7 @@ def has_fields(value: dict[str, Any], requires: Requirement) -> bool:
 
 def _has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: Kind) -> bool:
     names = (names,) if isinstance(names, str) else names
+    # A field that must be absent fails only if all names of the tuple are present.
     return any(kind.test(_field(value, name)) for name in names)
 
 

@@ -212,6 +212,7 @@ def read_parts(
         try:
             first = next(pieces)
             name = detect_format(next(first.records())) if format == "auto" else format
+        # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
         except (UnknownFormatError, NoObjectError, NotPlainError) as error:
             if path not in searched or format != "auto":
                 raise
@@ -223,6 +224,7 @@ def read_parts(
             yield from (Unread(piece, name, options) for piece in file_pieces)
         else:
             records = (record for piece in file_pieces for record in piece.records())
+            # Records that belong together cannot be split among workers; they are passed on in batches.
             yield from map(Done, batched(file_format.trajectories(records, options)))
     # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
     if unknown and len(unknown) == len(files):
@@ -268,5 +270,6 @@ def detect_format(record: Record) -> str:
 def _list_fields(fields: Iterable[str]) -> str:
     """Join the names of `fields` on one line, at most `MAX_FIELDS` of them."""
     names = [" ".join(name.split())[:MAX_FIELD] for name in fields]
+    # 25 fields -> the first 20 "and 5 more"
     more = f" and {len(names) - MAX_FIELDS:,} more" if len(names) > MAX_FIELDS else ""
     return ", ".join(names[:MAX_FIELDS]) + more if names else "no field"

@@ -12,7 +12,7 @@ from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 
-def without(value: dict[str, Any], names: Container[str]) -> dict[str, Any]:
+def without(value: dict[str, Any], names: Container[object]) -> dict[str, Any]:
     """Return the fields of `value` that are not in `names`, in their order."""
     return {name: field for name, field in value.items() if name not in names}
 

@@ -101,6 +101,7 @@ def _token_call(choice: dict[str, Any]) -> TokenCall | None:
     """Return the call of a choice by its token ids, or None if it has none."""
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    # `content` may be missing or null.
     entries = content if is_messages(content) else []
     ids = choice.get("token_ids")
     # ["token_id:5", "token_id:6"] -> [5, 6]

@@ -80,6 +80,7 @@ def _asking_messages(path: list[dict[str, Any]]) -> list[dict[str, Any]]:
     *before, node = path
     messages = [_message(each) | {"loss": False} for each in before]
     request = str(node["expansion_prompt"])
+    # The search appended the request to the message; after another role it is a message itself.
     if messages[-1]["role"] == "user":
         messages[-1] = messages[-1] | {"content": f"{messages[-1]['content']}\n\n{request}"}
     else:

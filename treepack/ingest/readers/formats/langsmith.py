@@ -71,6 +71,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             # The example and the feedback of the root describe the whole trace.
             is_root = run.get("parent_run_id") is None
             trace.example = (run.get("reference_example_id") if is_root else None) or trace.example
+            # Scores of other runs are kept, unless the root has a score of the same name.
             scores = _scores(run, record.source)
             trace.scores = trace.scores | scores if is_root else scores | trace.scores
             if run.get("run_type") != "llm":
@@ -151,6 +152,7 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
     inputs, outputs = _object(run.get("inputs")), _object(run.get("outputs"))
     params = _object(_object(run.get("extra")).get("invocation_params"))
     tools = inputs.get("tools") or params.get("tools") or params.get("functions") or None
+    # The form of OpenAI's Responses API.
     if "input" in inputs and isinstance(outputs.get("output"), list):
         system = [{"role": "system", "content": inputs["instructions"]}] if inputs.get("instructions") else []
         prompt = messages_of_items(inputs["input"], source=source).messages
@@ -177,6 +179,7 @@ def _responses(outputs: dict[str, Any], source: str) -> list[list[Any]]:
         return [[_object(each).get("message") or _object(each).get("text") for each in one] for one in lists]
     if isinstance(entries := outputs.get("choices"), list):
         return [[_object(each).get("message") for each in entries]]
+    # Forms of other wrappers: one message, or the whole conversation with the response at its end.
     for name in ("message", "output"):
         if isinstance(outputs.get(name), dict):
             return [[outputs[name]]]
@@ -247,6 +250,7 @@ def _by_parts(message: Message) -> list[Message]:
     if calls := kinds.pop("tool_use", []):
         named = [{"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in calls]
         message.setdefault("tool_calls", named)
+    # The parts repeat the calls of the message.
     if message.get("tool_calls"):
         kinds = without(kinds, ("tool_call", "function_call"))
     message["content"] = [part for part in parts if str(part.get("type")) in kinds]

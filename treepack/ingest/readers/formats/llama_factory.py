@@ -55,6 +55,7 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
                 chat["reasoning_content"] = chat.get("reasoning_content", "") + value
             else:
                 chat["content"].append({"type": kind, "text": value})
+        # `weight` is the name of the loss weight in chat form.
         done.append(chat if message.get("loss_weight") is None else chat | {"weight": message["loss_weight"]})
     return done
 

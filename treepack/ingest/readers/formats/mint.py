@@ -30,6 +30,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     # gsm8k/results.jsonl and task_id 7 -> group "gsm8k/7"
     folder = folder_and_stem(record)[0] or str(task.get("task_name"))
     group = None if task.get("task_id") is None else f"{folder}/{task['task_id']}"
+    # null means that the task was not judged.
     success = state.get("success")
     if not isinstance(success, bool | None):
         raise TreepackError(f"{record.source}: state.success is {shown(success)}; expected true or false")

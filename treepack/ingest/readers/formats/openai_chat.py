@@ -76,6 +76,7 @@ def _choices(exchange: Exchange, options: ReadOptions) -> Iterator[Trajectory | 
     """Read each choice of a call without a session as a rollout; several choices are a group."""
     calls = _calls(exchange)
     record = description([exchange], exchange.name)
+    # One choice keeps the name and the group of the record.
     if len(calls) == 1:
         yield from _read(record, calls, options)
         return
@@ -106,7 +107,9 @@ def _calls(exchange: Exchange) -> list[_Choice]:
         message = choice.get("message")
         if not isinstance(message, dict):
             raise TreepackError(f"{source}: a choice is {shown(choice)}; expected an object with a message")
+        # The response of a server has more fields than a message of a prompt.
         said = {"role": "assistant"} | {name: field for name, field in message.items() if name in READ}
+        # A refusal is text that the model wrote, in place of the content.
         if said.get("content") is None and isinstance(message.get("refusal"), str):
             said["content"] = message["refusal"]
         chat = ChatCall(request["messages"], [said], request.get("tools") or request.get("functions") or None)

@@ -29,6 +29,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     prompt = value["input"]
     # `read_pair` reads the tools from the record itself.
     with_tools = replace(record, value=value | {"tools": prompt.get("tools") or None})
+    # The common prompt is not trained; each output is.
     chosen, rejected = (value[side] for side in SIDES)
     yield from read_pair(with_tools, prompt["messages"], chosen, rejected, options, used={"input", *SIDES})
 

@@ -31,6 +31,7 @@ Messages = list[dict[str, Any]]
 def is_exchange(record: dict[str, Any]) -> bool:
     """Return whether `record` is a request with input, a response with output items, or both."""
     request, response = request_and_response(record)
+    # A line of a batch's input has no response yet.
     if "custom_id" in record and not response:
         return "input" in request
     output = response.get("output")
@@ -71,6 +72,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         if isinstance(exchange, Skipped):
             yield exchange
             continue
+        # A response whose predecessor is unknown has an unknown prompt.
         before = _named(exchange, "previous_response_id")
         if before is not None and before not in transcripts:
             yield Skipped(exchange.record.source, "response whose previous_response_id is not in the file")
@@ -98,6 +100,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             earlier.is_continued = True
         rollout = rollouts.setdefault(name, _ResponseRollout(root))
         now = _Transcript(name, _add(rollout, exchange, question, output, earlier.messages if earlier else []))
+        # A later input may refer to any item of this call by its id.
         for item_list in filter(is_messages, (input_items, exchange.response["output"])):
             items |= {item["id"]: item for item in item_list if isinstance(item.get("id"), str)}
         transcripts |= {known: now for known in (exchange.response.get("id"), conversation) if isinstance(known, str)}
@@ -133,6 +136,7 @@ def _add(
     instructions = request.get("instructions") or response.get("instructions")
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
     prompt = [*earlier, *question.messages]
+    # The response repeats the tools of its request, which a log may lack.
     tools = request.get("tools") or response.get("tools") or None
     rollout.exchanges.append(exchange)
     rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools))

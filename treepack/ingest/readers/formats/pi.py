@@ -53,6 +53,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     rows = list(records)
     header = rows[0]
     chains, notes, models = _chains(_entries(rows))
+    # A session without an answer trains nothing.
     if not chains:
         yield Skipped(header.source, "no turn of the model")
     name = str(header.value.get("id") or header.label)
@@ -89,6 +90,7 @@ def _chains(entries: dict[str, Record]) -> tuple[list[_Chain], tuple[str, ...], 
         message = record.value.get("message")
         if not isinstance(message, dict) or message.get("role") != "assistant":
             continue
+        # No later prompt contains an incomplete message.
         if not _is_call(record):
             notes[FAILED_NOTE] = None
             continue
@@ -193,6 +195,7 @@ def _messages_of(record: Record) -> list[dict[str, Any]]:
     """Return the messages that the entry of `record` adds to a prompt: one or none."""
     kind, message = record.value.get("type"), record.value.get("message")
     if kind == "message" and isinstance(message, dict):
+        # The user can hide a command from the model (`excludeFromContext`).
         failed = message.get("role") == "assistant" and not _is_call(record)
         hidden = message.get("role") == "bashExecution" and message.get("excludeFromContext")
         return [] if failed or hidden else [_chat_message(message, record.source)]
@@ -232,6 +235,7 @@ def _chat_message(message: dict[str, Any], source: str) -> dict[str, Any]:
             call = {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("arguments")}
             said.setdefault("tool_calls", []).append(call)
         else:
+            # Unknown kinds become parts without text, which `normalise_messages` refuses.
             said["content"].append({"type": kind, "text": part.get("text")})
     return said
 

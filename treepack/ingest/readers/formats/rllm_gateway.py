@@ -81,6 +81,7 @@ def _prompts(traces: list[Record]) -> dict[str, Int32 | None]:
     for start in by_id:
         chain: list[str] = []
         name: Any = start
+        # A cycle of parents ends at the first name that repeats; its prompts stay None.
         while isinstance(name, str) and name not in whole and name in by_id and name not in chain:
             chain.append(name)
             if by_id[name].value.get("prompt_delta_token_ids") is None:
@@ -94,6 +95,7 @@ def _prompts(traces: list[Record]) -> dict[str, Int32 | None]:
                 continue
             parent = trace.value.get("parent_trace_id")
             before = whole.get(parent) if isinstance(parent, str) else None
+            # The prompt stays unknown if the parent is missing.
             whole[link] = None
             if isinstance(parent, str) and before is not None:
                 parts = (before, _ids(by_id[parent], "completion_token_ids"), _ids(trace, "prompt_delta_token_ids"))

@@ -71,7 +71,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 def _described(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
     """Return the facts of a row besides its tokens, under the names that every reader uses."""
     read = {*GENERATOR, *BATCH, *OF_RESPONSE, "rewards", "trajectory_ids", "is_last_step", "stop_reasons", "uids"}
-    rest = without(row, DROPPED.union(read))
+    rest = without(row, {*read, *DROPPED})
     name = row.get("trajectory_ids")
     group, place = row.get("uids"), f"{record.label}[{number}]"
     if isinstance(name, dict):

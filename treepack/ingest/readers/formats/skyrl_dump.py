@@ -20,6 +20,7 @@ from treepack.trajectory import Skipped, Text, Trajectory
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, whose whole response is trained."""
     value = record.value
+    # An empty response has no token to train.
     if not value["output_response"]:
         yield Skipped(record.source, "empty response")
         return

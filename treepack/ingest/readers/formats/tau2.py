@@ -49,6 +49,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     value, source = record.value, record.source
     if has_fields(value, [SIMULATION]):
+        # A folder search finds simulations/<id>.json and results.json; the latter reads all of them.
         if Path(record.path).parent.name == FOLDER and (run := beside(record, "../results.json")) is not None:
             yield Skipped(source, f"read with {run.name}")
         else:
@@ -84,6 +85,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     spoken = _agent_messages(value["messages"], _num_scripted(run, value, source), source)
     domain, task = environment.get("domain_name"), value.get("task_id")
     group = f"{domain}/{task}" if isinstance(domain, str) else str(task)
+    # A simulation without a trial is named by its id.
     trial = value.get("id") if value.get("trial") is None else value["trial"]
     rest = without(value, USED | DROPPED)
     described = {
@@ -122,6 +124,7 @@ def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: s
         role = message.get("role")
         if role == "tool":
             results = message.get("tool_messages")
+            # One tool message may contain several results.
             several = [message] if results is None else as_objects(results, source=source, name="tool_messages")
             seen += [_result(each, names) for each in several if each.get("requestor") != "user"]
         elif role == "user":
@@ -140,6 +143,7 @@ def _agent_messages(messages: list[dict[str, Any]], num_scripted: int, source: s
 
 def _said(message: dict[str, Any], names: dict[Any, Any], source: str) -> dict[str, Any]:
     calls = as_objects(message.get("tool_calls"), source=source, name="tool_calls")
+    # Results name their call only by its id.
     names.update((call["id"], call.get("name")) for call in calls if isinstance(call.get("id"), str))
     kept = [without(call, {"requestor"}) for call in calls]
     said = {"role": message.get("role"), "content": message.get("content")}

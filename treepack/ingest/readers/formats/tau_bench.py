@@ -16,6 +16,7 @@ from treepack.trajectory import Skipped, Trajectory
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, named `<task_id>/<trial>`, in the group of its task."""
+    # The reward, the task and the trial have names that `describe` reads.
     yield conversation(record, record.value["traj"], options, used={"traj"})
 
 

@@ -43,6 +43,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield Skipped(source, MEDIA_REASON)
         return
     targets = as_token_ids(_data(inputs.get("target_tokens"), "target_tokens", source), source=source, name="targets")
+    # inputs [5, 6, 7] and targets [6, 7, 8] agree: targets[:-1] == inputs[1:]
     if len(targets) != len(ids) or len(ids) == 0 or not np.array_equal(targets[:-1], ids[1:]):
         raise TreepackError(
             f"{source}: target_tokens are not the tokens of model_input one place later; expected them shifted by one"

@@ -66,6 +66,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     fields = tf.sort_fields(record.value)
     ids, num_prompt = _ids(fields, record)
     if num_prompt is None:
+        # Without the length of the prompt, its mask cannot be placed.
         fields.pop(tf.PROMPT_MASK, None)
     layout = _layout(fields, record, num_tokens=len(ids), num_prompt=num_prompt)
     if layout.start == layout.end:
@@ -106,9 +107,11 @@ def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
         if prompt is None or response is None:
             expected = "input_ids, or prompt_ids and response_ids"
             raise TreepackError(f"{source}: has the fields {', '.join(record.value)}; expected {expected}")
+        # prompt [5, 6] and response [7] -> ids [5, 6, 7], 2
         return np.concatenate([prompt, response]), len(prompt)
     num_prompt = len(prompt) if prompt is not None else None
     if response is not None and num_prompt is None:
+        # whole [5, 6, 7] and response [7] -> a prompt of 2, which is checked below
         num_prompt = max(0, len(whole) - len(response))
     if prompt is not None and not np.array_equal(whole[:num_prompt], prompt):
         raise TreepackError(f"{source}: {whole_name} does not begin with {prompt_name}; drop the wrong one")
@@ -130,6 +133,7 @@ def _agreed(fields: tf.Fields, kind: str, source: str) -> tuple[Int32 | None, st
 
 def _layout(fields: tf.Fields, record: Record, *, num_tokens: int, num_prompt: int | None) -> _FieldLayout:
     source = record.source
+    # Without masks, nothing is padding.
     start, end = 0, num_tokens
     if tf.ATTENTION in fields:
         ((name, values),) = fields[tf.ATTENTION].items()
@@ -177,12 +181,14 @@ def _run_of_ones(flags: Mask, expected: int, source: str, name: str) -> tuple[in
 
 def _check_ids(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, vocab_size: int | None) -> None:
     source = layout.source
+    # Padding may have an id outside the vocabulary, so only the rollout is checked.
     if vocab_size is not None and (high := int(ids[layout.start : layout.end].max())) >= vocab_size:
         raise TreepackError(f"{source}: has the token id {high}; expected ids below the vocabulary size {vocab_size}")
     for name, values in fields.get(tf.LENGTHS, {}).items():
         if len(values) > 1:
             raise TreepackError(f"{source}: {name} has {len(values)} lengths; give one sequence per record")
     for name, values in fields.get(tf.POSITIONS, {}).items():
+        # Positions that start again mark packed sequences, which `read_packed` splits.
         positions = tf.as_array(values[layout.start : layout.end])
         if len(values) != layout.num_tokens or not np.array_equal(positions, np.arange(layout.end - layout.start)):
             raise TreepackError(
@@ -214,6 +220,7 @@ def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_
                 f"{layout.source}: marks neither the trained tokens nor the start of the response; "
                 "give loss_mask or response_length, or choose to train all tokens"
             )
+    # `mask` may be the array of the record, so it is copied before it is changed.
     if layout.start > 0 or layout.end < layout.num_tokens:
         mask = mask.copy()
         mask[: layout.start] = 0
@@ -244,6 +251,7 @@ def _on_all_tokens(values: NDArray[Any], name: str, layout: _FieldLayout) -> NDA
     if len(values) == layout.num_tokens:
         return values
     if layout.response is not None and len(values) == layout.num_response:
+        # 3 tokens of prompt and the response [1, 0, 1] -> [0, 0, 0, 1, 0, 1]
         whole = np.zeros(layout.num_tokens, values.dtype)
         whole[layout.response : layout.response_end] = values
         return whole
@@ -284,6 +292,7 @@ def _padding_notes(layout: _FieldLayout) -> tuple[str, ...]:
 
 def _spans(mask: Mask) -> tuple[Int32, Int32, Float64]:
     """Return the starts, ends and weights of the spans of a mask, whose first token is not trained."""
+    # Weights need a span for each value; flags need only the edges, which are faster to find.
     if mask.dtype == np.float64:
         return spans_of_mask(np.concatenate([[0.0], mask[1:]]))
     framed = np.zeros(len(mask) + 2, np.uint8)
@@ -303,11 +312,13 @@ def _at_trained(values: Float64, name: str, mask: Mask, layout: _FieldLayout) ->
     """
     # The first token of a sequence is never predicted, so it has no term even if the mask marks it.
     trained: Int64 = np.flatnonzero(mask)
+    # A list of trained values has one for the first token too, which is dropped.
     skip = int(len(trained) > 0 and trained[0] == layout.start)
     if len(values) == layout.num_tokens:
         return values[trained[skip:]]
     offset = layout.response
     if offset is not None and len(values) == layout.num_response:
+        # One value per token of the response has no value for a trained token of the prompt.
         inside = len(trained) == 0 or (trained[0] >= offset and trained[-1] < layout.response_end)
         if len(values) == len(trained) and not inside:
             raise TreepackError(
@@ -371,6 +382,7 @@ def _advantages(fields: tf.Fields, mask: Mask, layout: _FieldLayout) -> tuple[fl
     for name, value in zip(names, scalars, strict=True):
         if not math.isfinite(value):
             raise TreepackError(f"{layout.source}: {name} is {value}; expected a finite number")
+    # At most two names, `advantage` and `advantages`, so comparing the first and the last is enough.
     if scalars[0] != scalars[-1] or (per_token is not None and (per_token != scalars[0]).any()):
         raise TreepackError(f"{layout.source}: advantage and advantages differ; drop the wrong one")
     return scalars[0], None

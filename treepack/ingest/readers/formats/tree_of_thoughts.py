@@ -46,6 +46,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     puzzle = steps[-1].get("x")
     if not isinstance(puzzle, str):
         raise TreepackError(f"{source}: steps.x is {shown(puzzle)}; expected the text of the puzzle")
+    # Every candidate of the last step is a leaf; earlier candidates are beginnings of these, or were dropped.
     leaves = _texts(steps[-1].get("new_ys"), "steps.new_ys", source)
     folder, stem = folder_and_document(record)
     group = f"{folder}/{value['idx']}" if folder else str(value["idx"])

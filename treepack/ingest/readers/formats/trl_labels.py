@@ -36,6 +36,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if isinstance(value.get("label"), bool):
         reward = float(value["label"])
     else:
+        # One wrong step makes the whole solution wrong.
         right = _labels(value["labels"], len(value["completions"]), source)
         # ["2 + 2", "= 4"] -> "2 + 2\n= 4"
         rest["completion"] = STEP_SEPARATOR.join(value["completions"])
@@ -48,6 +49,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _labels(labels: Any, num_steps: int, source: str) -> list[bool]:
+    # Parquet gives an array of booleans, JSON a list.
     flags = list(labels) if hasattr(labels, "__len__") and not isinstance(labels, str | dict) else None
     if flags is None or not all(label in (0, 1) for label in flags) or len(flags) != num_steps:
         raise TreepackError(

@@ -25,6 +25,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: lengths that do not fit the row, or an error of the `tokens` reader.
     """
     value = record.value
+    # input_ids [5, 6, 7, 8, 9] and seq_lengths [3, 2] -> 5 6 7 and 8 9
     num_tokens = len(value["input_ids"])
     lengths = lengths_of(value["seq_lengths"], name="seq_lengths", num_tokens=num_tokens, source=record.source)
     rest = without(value, {"seq_lengths"})

@@ -76,6 +76,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if not value["traces"]:
         yield Skipped(record.source, "episode without a trace")
     for number, trace in enumerate(value["traces"], 1):
+        # Errors name the trace, but trajectories name the record.
         place = replace(record, source=f"{record.source}: trace {number}")
         for item in _read_trace(place, value, trace, options):
             yield replace(item, source=record.source)
@@ -142,7 +143,9 @@ def _described(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, 
     task = _object(trace, "task", source) or _object(episode, "task", source)
     group = _object(episode, "group", source).get("id") or task.get("key") or task.get("hash")
     name = agent.get("name")
+    # The model of an agent is in its config, or in its calls.
     models = [call.get("model") for call in as_objects(trace.get("calls"), source=source, name="calls")]
+    # A reward that was not computed is null.
     rewards = {key: part for key, part in _object(trace, "rewards", source).items() if part is not None}
     work = _object(_object(episode, "run", source), "work", source)
     config = _object(agent, "config", source)

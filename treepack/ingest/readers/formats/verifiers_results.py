@@ -42,6 +42,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if has_fields(record.value, [RUN]):
         yield Skipped(record.source, "summary of a run, read with its results")
         return
+    # The model is the same for all lines of the file.
     summary = beside(record, SUMMARY)
     yield from _read_rollout(record, None if summary is None else read_document(summary).get("model"), options)
 
@@ -85,6 +86,7 @@ def _token_call(step: dict[str, Any], source: str) -> TokenCall:
 def _name(value: dict[str, Any], steps: list[dict[str, Any]], record: Record) -> str:
     """Return the name that the steps share, or the position in the file if they share none."""
     name = steps[0].get("trajectory_id") if steps else None
+    # ["t1", "t1"] -> "t1", ["t1", "t2"] -> "<example>/results.jsonl:3"
     shared = isinstance(name, str) and name and all(step.get("trajectory_id") == name for step in steps)
     return str(name) if shared else f"{value['example_id']}/{record.label}"
 

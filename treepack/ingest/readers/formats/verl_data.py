@@ -43,6 +43,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if not responses:
         yield Skipped(record.source, "prompt without a response")
         return
+    # The ground truth is text that no model saw; it is kept as metadata.
     model = rest.pop("reward_model")
     rest = without(rest, {"responses"})
     rest["ground_truth"] = model.get("ground_truth")
@@ -61,6 +62,7 @@ def _with_thinking(value: dict[str, Any], record: Record) -> dict[str, Any]:
         return value
     if not isinstance(thinking, bool):
         raise TreepackError(f"{record.source}: enable_thinking is {shown(thinking)}; expected true or false")
+    # {"enable_thinking": true} is a variable of the chat template, not a field of the rollout.
     variables = value.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         return value  # the reader of chats refuses it with its own message

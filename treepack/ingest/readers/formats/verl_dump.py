@@ -23,6 +23,7 @@ DECODED_NOTE = "text of verl's dump, decoded without special tokens"
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the one trajectory of `record`, whose whole output is trained."""
     value = record.value
+    # An empty response has no token to train.
     if not value["output"]:
         yield Skipped(record.source, "empty response")
         return

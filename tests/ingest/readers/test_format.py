@@ -1,0 +1,117 @@
+"""`Format`: required fields decide which records match, and the refusal names the field that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+
+from treepack.errors import TreepackError
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.format import (
+    ANY,
+    LIST,
+    OBJECT,
+    OBJECTS,
+    TEXT,
+    Fields,
+    Format,
+    Kind,
+    Requirement,
+    each,
+    first,
+    has_fields,
+    no,
+    optional,
+    some,
+    starting,
+)
+from treepack.ingest.readers.records import Record
+from treepack.trajectory import Skipped, Trajectory
+
+Checked = Literal["each", "first", "none"]
+
+
+def skip(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    yield Skipped(record.source, "read")
+
+
+def skip_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    for record in records:
+        yield from skip(record, options)
+
+
+def make_format(requires: Requirement, checked: Checked = "each") -> Format:
+    return Format(
+        name="f", program="F", recognised_by="`a`", requires=requires, used=["a"], read_file=skip_file, checked=checked
+    )
+
+
+def refusal(requires: Requirement, value: dict[str, Any]) -> str:
+    with pytest.raises(TreepackError) as caught:
+        make_format(requires).check(Record("r:1", "r", value))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "others"),
+    [
+        (ANY, [None, 0, "x"], []),
+        (optional(TEXT), ["x"], [None, 1]),
+        (no(TEXT), [None, 1], ["x"]),
+        (starting("ATIF"), ["ATIF-v1"], ["v1", 1, None]),
+        (each({"a": ANY}), [[], [{"a": 1}]], [[{"a": 1}, {}], [1], {"a": 1}]),
+        (each({"a": ANY}, minimum=1), [[{"a": 1}]], [[]]),
+        (some({"a": ANY}), [[{}, {"a": 1}]], [[], [{}], [{"a": 1}, 1]]),
+        (first({"a": ANY}, {"b": ANY}), [[{"a": 1}, {}], [{"b": 1}]], [[], [{}, {"a": 1}], [1]]),
+    ],
+)
+def test_a_kind_holds_for_its_values_only(kind: Kind, values: list[Any], others: list[Any]) -> None:
+    assert [has_fields({"x": value}, [{"x": kind}]) for value in values + others] == [True] * len(values) + [
+        False
+    ] * len(others)
+
+
+@pytest.mark.parametrize(("kind", "holds"), [(ANY, False), (LIST, False), (no(LIST), True), (optional(LIST), True)])
+def test_an_absent_field_is_no_value(kind: Kind, holds: bool) -> None:
+    assert has_fields({}, [{"x": kind}]) is holds
+
+
+def test_a_path_leads_through_objects_and_a_tuple_requires_one_of_its_names() -> None:
+    fields: Fields = {"state.history": OBJECTS, ("infos", "accs"): LIST}
+    assert has_fields({"state": {"history": []}, "accs": []}, [fields])
+    assert not has_fields({"state": {"history": []}}, [fields])
+    assert not has_fields({"state": [{"history": []}], "accs": []}, [fields])
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({}, "r:1: has no a; expected a (format f)"),
+        ({"a": 1, "b": 7}, "r:1: b is 7; expected an object (format f)"),
+        ({"c": "x"}, "r:1: has no d or e; expected a (format f)"),
+        ({"c": "x", "e": 7}, "r:1: e is 7; expected a list (format f)"),
+    ],
+)
+def test_a_refusal_names_the_first_wrong_field_of_the_closest_alternative(value: dict[str, Any], expected: str) -> None:
+    assert refusal([{"a": ANY, "b": OBJECT}, {"c": TEXT, ("d", "e"): LIST}], value) == expected
+
+
+def test_a_refusal_of_a_function_names_the_program() -> None:
+    assert refusal(lambda value: False, {"a": 1}) == "r:1: is not a record of F; expected a (format f)"
+
+
+@pytest.mark.parametrize(("checked", "num_read"), [("each", 1), ("first", 2), ("none", 2)])
+def test_the_checked_records_of_a_file_are_refused_when_they_are_reached(checked: Checked, num_read: int) -> None:
+    records = [Record("r:1", "r", {"a": 1}), Record("r:2", "r", {})]
+    items = make_format([{"a": ANY}], checked).trajectories(records, ReadOptions())
+    assert [next(items) for _ in range(num_read)] == [Skipped(record.source, "read") for record in records[:num_read]]
+    if checked == "each":
+        with pytest.raises(TreepackError, match="r:2: has no a"):
+            next(items)
+
+
+def test_without_a_check_the_reader_gets_a_record_of_another_form() -> None:
+    items = make_format([{"a": ANY}], "none").trajectories([Record("r:1", "r", {})], ReadOptions())
+    assert list(items) == [Skipped("r:1", "read")]
