@@ -25,6 +25,7 @@ def _distribution(values: Float64) -> dict[str, float | str]:
 
     if len(values) == 0:
         return {}
+    # Quantiles 0, 1/2 and 1 are minimum, median and maximum.
     low, middle, high = np.quantile(values, [0, 0.5, 1]).tolist()
     return {
         "mean": float(values.mean()),
@@ -148,6 +149,7 @@ def advantages(
         write_trie(written, temporary, provenance)
     values = estimates.values
     tree = estimates.tree
+    # Lines of a tree estimator or of a rejected group are printed only if there are any.
     owner = "trajectory" if estimates.per_token is None else "trained token"
     show(
         {

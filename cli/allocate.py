@@ -11,6 +11,7 @@ import click
 
 from .output import percent, refuse_output, show
 
+# Options of both subcommands.
 OUT = click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, .jsonl or .parquet.")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
@@ -43,6 +44,7 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     table = root_table(read_predictions(predictions), budget=budget, max_rollouts=max_rollouts)
     write_table(table, out)
     count = table["num_rollouts"].to_numpy()
+    # At least one prompt is active, because a budget is 2 or more.
     active = int((count > 0).sum())
     mixed = float(table["utility"].to_numpy().sum())
     show(
@@ -91,6 +93,7 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     refuse_output(
         out, [trie, predictions], columns={"group_id", "turn", "num_continuations", "utility"}, overwrite=overwrite
     )
+    # Before the trie is read, because a packed directory fails here with a message that names both formats.
     read_manifest(trie, schema.TRIE_FORMAT)
     read = read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)

@@ -17,9 +17,11 @@ from .output import percent, progress, refuse_output, refuse_suffix, show
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
+    from treepack.rl.pros.augmentation import AugmentedQuery
     from treepack.rl.pros.signals import PerToken, Signals
     from treepack.trie.trie import Trie
 
+# A copy of the library's tuple, because a help page must not import numpy.
 BOUNDARIES = ("token", "turn")
 
 
@@ -76,6 +78,7 @@ def augment(
     from treepack.trie.files import read_trie
 
     refuse_suffix(out)
+    # A file with these columns is an output of this command, so --overwrite may replace it.
     columns = {"query_id", "num_reused", "prompt_token_ids"}
     refuse_output(out, [trie, packed, signals], columns=columns, overwrite=overwrite)
     if packed is None and signals is None:
@@ -119,10 +122,12 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, recorded: Signals | Non
         return entropies or [None] * read.num_trajectories, values
     if entropies is not None:
         raise TreepackError(f"{packed} and --signals both have entropies; give one of them")
+    # Trajectory ids alone could match another trie by chance; the hash of the manifest cannot.
     origin = read_manifest(packed, schema.PACKED_FORMAT).get("trie")
     if origin is not None and origin["sha256"] != file_sha256(trie / MANIFEST):
         raise TreepackError(f"{packed}: was packed from another trie than {trie}; give that trie, or pack this one")
 
+    # A generator, so only one row is in memory at a time.
     def rows() -> Iterator[Any]:
         for row in progress(read_rows(packed), description="reading"):
             if row.terms is None or row.terms.entropy is None:
@@ -132,7 +137,7 @@ def _inputs(trie: Path, read: Trie, packed: Path | None, recorded: Signals | Non
     return entropies_of_terms(read, rows()), values
 
 
-def _texts(queries: list[Any], name: str | None, manifest: Manifest) -> Iterator[tuple[str | None, bool]]:
+def _texts(queries: list[AugmentedQuery], name: str | None, manifest: Manifest) -> Iterator[tuple[str | None, bool]]:
     """Yield the text of each query, and True if it encodes to the same ids again.
 
     Raises:
@@ -145,6 +150,7 @@ def _texts(queries: list[Any], name: str | None, manifest: Manifest) -> Iterator
         yield from ((None, False) for _ in queries)
         return
     tokenizer = load_tokenizer(name)
+    # The fingerprint is missing if rollouts were recorded as token ids. Then the number of tokens is the only check.
     known = manifest.get("tokenizer")
     if known is not None and known["sha256"] != fingerprint(tokenizer)["sha256"]:
         raise TreepackError(f"{name}: is another tokenizer than {known['name']}, with which the trie was made; give it")
@@ -160,7 +166,8 @@ def _texts(queries: list[Any], name: str | None, manifest: Manifest) -> Iterator
         yield text, tokenizer(text, add_special_tokens=False)["input_ids"] == ids
 
 
-def _show(read: Trie, counts: Counter[str], queries: list[Any], num_exact: int | None) -> None:
+def _show(read: Trie, counts: Counter[str], queries: list[AugmentedQuery], num_exact: int | None) -> None:
+    # Tokens in total: reused is the part of the prompts that rollouts generated.
     prompt = sum(len(query.prompt_token_ids) for query in queries)
     reused = sum(query.num_reused for query in queries)
     texts = {} if num_exact is None else {"texts that encode to other ids": len(queries) - num_exact}

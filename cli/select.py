@@ -71,6 +71,7 @@ SAMPLING_OPTIONS = [
 ]
 
 
+# Options of nearest, such as --k, are unknown to the group: it must pass them on instead of failing.
 @click.group(cls=_Select, context_settings={"ignore_unknown_options": True})
 def select() -> None:
     """Choose the queries whose pass rate is nearest to 0.5, and maintain their counts.
@@ -114,9 +115,10 @@ def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampl
         "deviation": estimate.deviation[chosen].tolist(),
         "tried": read.tried[chosen].tolist(),
     }
+    # One JSON object per query, with keys in the order of `columns`.
     lines = [orjson.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
     if out is None:
-        click.echo(b"\n".join(lines))
+        click.echo(b"\n".join(lines))  # echo adds the last newline
         return
     with finished_file(out) as temporary:
         temporary.write_bytes(b"".join(line + b"\n" for line in lines))
@@ -178,6 +180,7 @@ def update(
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
     if not queries and rollouts is None:
         raise click.UsageError("nothing to add; give --queries, --rollouts or both")
+    # Everything is read and checked before write_state, so a failed update leaves the state as it was.
     is_new = not state.exists()
     read = selection.empty_state() if is_new else selection.read_state(state)
     added = [query for path in queries for query in _queries_of(path)]
@@ -221,6 +224,7 @@ def _queries_of(path: Path) -> Iterator[tuple[str, str | None]]:
     from treepack.ingest.readers.records import read_records
 
     for record in read_records(str(path)):
+        # Data sets often number their tasks; the id of a query is a string.
         value = record.value
         name = next((value[key] for key in ("query_id", *GROUPS) if value.get(key) is not None), None)
         parent = value.get("parent_group")
@@ -234,6 +238,7 @@ def _groups(trie: Trie) -> list[tuple[str, str | None]]:
     from treepack.rl.pros.augmentation import marks_of
 
     queries: list[tuple[str, str | None]] = [(name, None) for name in trie.trajectories["group_id"].to_pylist()]
+    # Rollouts of augmented queries have the id of the query and of its parent among their fields.
     for i, marks in marks_of(trie).items():
         queries[i] = marks.query_id, marks.parent_group
     return queries

@@ -14,9 +14,10 @@ from .option_groups import option_group
 from .output import show, show_table
 
 if TYPE_CHECKING:
-    from treepack.rl.trace.simulation import Experiment
+    from treepack.rl.trace.simulation import Arm, Experiment
     from treepack.rl.trace.worlds import World
 
+# Titles of the columns of `_line`.
 HEADER = ("roots", "prefixes", "effective ratio, %", "above uniform", "mixed prompts", "flipped prefixes, %", "cost")
 # Fields of Experiment, in the order of the options and of the JSON report.
 EXPERIMENT_FIELDS = "budget expand candidates selected root_noise prefix_noise steps seed".split()
@@ -108,6 +109,7 @@ def allocation(
     """
     import json
 
+    # The group of this file is named simulate too.
     from treepack.rl.trace.simulation import simulate as run
 
     arms, rank_correlation = run(_world(trie, segment, world_fields), experiment)
@@ -144,11 +146,12 @@ def _world(trie: Path | None, segment: str, fields: dict[str, Any]) -> World:
     for name in WORLD_FIELDS[:-1]:
         if name in fields:
             raise TreepackError(f"--{name.replace('_', '-')} describes the Markov model; leave it out with a trie")
+    # Before the trie is read, because a packed directory fails here with a message that names both formats.
     read_manifest(trie, schema.TRIE_FORMAT)
     return recorded_world(read_trie(trie), segment=segment, **fields)
 
 
-def _report(arms: list[Any]) -> list[dict[str, Any]]:
+def _report(arms: list[Arm]) -> list[dict[str, Any]]:
     """Return mean and half width of the interval of every measure of every arm.
 
     "above_uniform" is the gain of root_ratio over the first arm, which is uniform.
@@ -158,7 +161,7 @@ def _report(arms: list[Any]) -> list[dict[str, Any]]:
     report = []
     for arm in arms:
         measures = {name: interval(getattr(arm, name)) for name in MEASURES}
-        # Arms share the prompts of a step, so the interval of the difference is narrower than their own.
+        # Arms share the prompts of a step, so differences are taken step by step, and the interval is over these.
         above = interval(arm.root_ratio - arms[0].root_ratio)
         stages = {"active_roots": arm.active_roots, "active_prefixes": arm.active_prefixes}
         report.append(stages | measures | {"above_uniform": above})
@@ -168,6 +171,7 @@ def _report(arms: list[Any]) -> list[dict[str, Any]]:
 def _line(arm: dict[str, Any]) -> tuple[str, ...]:
     """Format one row of the table, with the columns of `HEADER`."""
 
+    # Intervals are (mean, half width); scale 100 prints a ratio in percent: (0.437, 0.007) -> "43.7 +- 0.7".
     def plus_minus(name: str, scale: float = 1.0, sign: str = "") -> str:
         mean, half = (scale * part for part in arm[name])
         return f"{mean:{sign}.1f} +- {half:.1f}"

@@ -162,7 +162,7 @@ def test_treepo_compares_in_the_subgroups_of_the_tree(treepack: Run, together: P
         "b1": [1 / 2, 2 / 3],
         "b2": [-1 / 2, -1 / 3],
     }
-    # 14 differences with mean 0. The squares of each subgroup of three sum to 2/3, and those of the group to 6/4.
+    # 14 differences with mean 0. The squares of each subgroup of three sum to 2/3, the squares of the group to 6/4.
     deviation = math.sqrt((4 * 13 / 36 + 2 * 25 / 36) / 13)
     expected = {name: sum(values) / len(values) / deviation for name, values in apart.items()}
     assert advantages == pytest.approx(expected, rel=1e-12)

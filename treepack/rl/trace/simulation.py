@@ -105,8 +105,8 @@ def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float | N
     """Run the four arms. Return them, uniform first, and the mean rank correlation of predicted and true chances.
 
     The correlation is over prompts, and None if it is undefined in every step. The arms of a step share its prompts and
-    predictions, and arms with the same stage 1 share its rollouts. Differences between arms therefore vary less than
-    the arms do.
+    predictions, and arms with the same stage 1 share its rollouts, so that differences between arms vary less than
+    those of independent runs.
     """
     # [arm, measure, step]
     measures = np.empty((len(ARMS), len(MEASURES), experiment.steps))
