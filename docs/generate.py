@@ -1,6 +1,7 @@
 """Write the generated parts of the documentation; `--check` only compares.
 
     docs/cli.md                       `--help` of every command
+    docs/api.md                       signature and docstring of every public name
     the other PAGES                   the blocks between `<!-- generated: NAME -->` and `<!-- end -->`
 
 The six-token example is built, packed, written and read back here, so what the page shows is what the files hold.
@@ -8,10 +9,12 @@ The six-token example is built, packed, written and read back here, so what the 
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +23,7 @@ import click
 import numpy as np
 import pyarrow as pa
 
+import treepack
 from treepack.analysis import model_cost as shapes
 from treepack.files import schema
 from treepack.files.manifest import Provenance
@@ -48,6 +52,29 @@ def cli_page() -> str:
     with click.Context(commands, info_name="treepack") as parent:
         for name in sorted(commands.commands):
             parts += _help_of_all(commands.commands[name], parent, f"treepack {name}")
+    return "\n".join(parts)
+
+
+def api_page() -> str:
+    """Return the signature and the docstring of every public name, as a Markdown page."""
+    parts = [
+        "# API\n\nWritten by `make docs` from the docstrings. Every name is imported as `from treepack import NAME`.\n"
+    ]
+    for name in sorted(treepack.__all__, key=str.casefold):
+        value = getattr(treepack, name)
+        if name == "__version__":
+            continue
+        kind = "class" if inspect.isclass(value) else "def"
+        # The generated __init__ of a dataclass has no annotations that help; its fields are in the docstring.
+        is_error = inspect.isclass(value) and issubclass(value, Exception)
+        signature = "" if is_error else str(inspect.signature(value))
+        # Annotations are strings: "share: 'str' = 'all'" -> "share: str = 'all'"; the quotes of defaults stay.
+        signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", signature)
+        signature = signature.replace("<factory>", "...").removesuffix(" -> None")
+        lines = textwrap.wrap(f"{kind} {name}{signature}", 116, subsequent_indent="    ", break_long_words=False)
+        text = inspect.cleandoc(value.__doc__ or "")
+        home = value.__module__
+        parts.append(f"## {name}\n\n`{home}`\n\n```text\n" + "\n".join(lines) + f"\n\n{text}\n```\n")
     return "\n".join(parts)
 
 
@@ -164,6 +191,7 @@ def main() -> int:
     """Write the pages, or with `--check` say which are stale."""
     pages = {
         DOCS / "cli.md": cli_page(),
+        DOCS / "api.md": api_page(),
         **{DOCS / name: filled_page(name) for name in PAGES},
     }
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]

@@ -117,7 +117,7 @@ def comment_share(paths: Iterable[Path]) -> float:
             num_comments += sum(
                 token.type == tokenize.COMMENT and not DIRECTIVE.match(token.string) for token in tokens
             )
-    return num_comments / num_lines
+    return num_comments / max(num_lines, 1)
 
 
 def density(paths: Iterable[Path]) -> tuple[float, Counter[str], int]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import import_module
+
+import pytest
 
 import treepack
 from support.paths import ROOT
@@ -41,13 +44,57 @@ def test_public_names_exist() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def test_files_named_in_the_readme_exist() -> None:
     paths = re.findall(r"^\| `([\w./-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(paths) > 10
+    assert len(paths) == 10
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_pages_of_the_index_are_all_pages() -> None:
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+
+
+def test_the_eight_files_to_read_first_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Read these eight files first")[1].split("## Rules")[0]
+    paths = re.findall(r"^\d\. `([\w./]+)`", text, re.MULTILINE)
+    assert len(paths) == 8
+    assert sum(len((ROOT / path).read_text().splitlines()) for path in paths) < 1600
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def printed_blocks(page: str) -> list[str]:
+    return re.findall(r"^```text\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_quickstart_of_the_readme_is_that_of_the_page() -> None:
+    assert python_blocks("README.md") == python_blocks("docs/python.md")[:1]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_programs_of_the_python_page_print_what_it_shows(
+    number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    program = python_blocks("docs/python.md")[number]
+    assert len(program.splitlines()) <= 12
+    exec(compile(program, "docs/python.md", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out == printed_blocks("docs/python.md")[number]
+
+
+def test_sentences_are_plain_and_code_has_comments() -> None:
+    plain_english = import_module("plain_english")
+    paths = [ROOT / name for name in plain_english.OWN]
+    total, counts, _ = plain_english.density(paths)
+    assert total <= plain_english.MAX_PER_10_000_WORDS, counts
+    share = plain_english.comment_share([ROOT / name for name in plain_english.CODE])
+    assert share >= plain_english.MIN_COMMENT_SHARE
 
 
 def test_the_worked_tree_of_the_packing_page() -> None:

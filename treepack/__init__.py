@@ -52,6 +52,7 @@ _HOME = {
     "StatsOptions": "analysis.options",
     "ReportOptions": "analysis.options",
     "build_trie_directory": "trie.directory",
+    "read_to_trie": "trie.directory",
     "TrieSummary": "trie.directory",
     "pack_trie": "pack.directory",
     "PackSummary": "pack.directory",

@@ -1,1 +1,1 @@
-"""Formats on disk that know neither tries nor rows: schemas, manifests, whole-or-absent outputs, part files."""
+"""Formats on disk, independent of tries and rows: schemas, manifests, whole-or-absent outputs, part files."""

@@ -92,7 +92,7 @@ def refuse_existing(
         overwrite: accept an existing `out` that treepack wrote.
         inputs: what the command reads; None entries are ignored.
         is_own_file: whether a file was written by this command, and may be replaced by it.
-        option: the option that named `out`, for the message.
+        option: name of the option for `out`, which the message contains.
 
     Raises:
         TreepackError: naming `out` and the remedy.
@@ -133,7 +133,7 @@ def _swap(temporary: Path, out: Path) -> None:
 
 
 def _remove_stale(out: Path) -> None:
-    """Remove what killed runs left beside `out`, and restore an output that one of them had moved away."""
+    """Remove the remains of killed runs beside `out`, and restore an output that one of them had moved away."""
     for path in sorted(out.parent.glob(f".{out.name}.old-*")):
         if not _is_alive(path.name.rpartition("-")[2]):
             if out.exists():

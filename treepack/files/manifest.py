@@ -75,10 +75,11 @@ class Manifest(TypedDict):
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a directory was made: all of its manifest that does not follow from its files.
+    """Origin of a directory: all entries of its manifest that do not follow from its files.
 
-    `options` are those of the command, `counts` counts what was skipped or noted, `totals` sums up what was planned.
-    `input` and `trie` are the sources, `advantages` and `logprobs` the columns that a later command added.
+    `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
+    over trajectories and rows. `input` and `trie` are the sources; `advantages` and `logprobs` describe columns that a
+    later command added.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,67 @@
+"""`build_trie_directory` and `BuildOptions`: the command as a function, in memory and on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.paths import SAMPLE_DATA
+from treepack import BuildOptions, Progress, TreepackError, build_trie_directory, check, read_to_trie, stats
+from treepack.trie.files import read_trie
+
+TOKENS = SAMPLE_DATA / "tokens.jsonl"
+
+
+def test_a_directory_is_the_trie_in_memory(tmp_path: Path) -> None:
+    summary = build_trie_directory([TOKENS], tmp_path / "trie")
+    trie, counts = read_to_trie([TOKENS])
+    written = read_trie(tmp_path / "trie")
+    assert np.array_equal(written.tokens, trie.tokens)
+    assert written.trajectories.equals(trie.trajectories)
+    assert (summary.counts, summary.num_files) == (counts, 1)
+    assert summary.totals["tokens_tree"] == trie.tokens_tree
+    assert json.loads((tmp_path / "trie" / "manifest.json").read_text()) == summary.manifest
+
+
+def test_progress_ends_with_every_token(tmp_path: Path) -> None:
+    calls: list[Progress] = []
+    summary = build_trie_directory([TOKENS], tmp_path / "trie", progress=calls.append)
+    assert (calls[-1].stage, calls[-1].unit, calls[-1].done) == ("reading", "tokens", summary.totals["tokens_flat"])
+
+
+def test_options_are_those_of_the_manifest(tmp_path: Path) -> None:
+    options = BuildOptions(share="group", normalize_ids=True)
+    recorded = build_trie_directory([TOKENS], tmp_path / "trie", options).manifest["options"]
+    assert (recorded["share"], recorded["normalize_ids"]) == ("group", True)
+    assert "normalize_ids" not in build_trie_directory([TOKENS], tmp_path / "other").manifest["options"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"share": "some"}, "share is 'some'; expected one of all, group, none"),
+        ({"expand": "turn"}, "expand is 'turn'; expected one of trajectory, turns"),
+        ({"workers": 0}, "workers is 0; expected at least 1"),
+        ({"tools": ["x"]}, "expected a list of tool schemas"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(TreepackError, match=sentence):
+        BuildOptions(**changes)  # type: ignore[arg-type]
+
+
+def test_an_existing_output_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    build_trie_directory([TOKENS], tmp_path / "trie")
+    with pytest.raises(TreepackError, match="exists; choose another --out or give --overwrite"):
+        build_trie_directory(["missing.jsonl"], tmp_path / "trie")
+    assert build_trie_directory([TOKENS], tmp_path / "trie", overwrite=True).path == tmp_path / "trie"
+
+
+def test_stats_and_check_take_what_was_written(tmp_path: Path) -> None:
+    summary = build_trie_directory([TOKENS], tmp_path / "trie")
+    report = stats([tmp_path / "trie"])
+    assert {name: report[name] for name in summary.totals} == summary.totals
+    assert check(tmp_path / "trie") == {"num_trajectories": 32, "num_nodes": summary.totals["num_nodes"]}
