@@ -4,11 +4,11 @@
     TRITON_INTERPRET=1 python benchmarks/check_gpu.py --dry-run      tiny rows on the CPU; the interpreter cuts off
         bfloat16 instead of rounding it, so the kernels fail the bounds of that dtype
 
-Needs torch with CUDA, triton and transformers, but neither polars nor ortools. The checks of `attention_checks` (which
-defines their bounds) and of four tiny models run at the same time, each in its own process, because most of the time is
-spent on compiling. Prints a table of them: the largest error of output, dq, dk and dv over all cases, and the largest
-ratio of an error to its bound with its case; for each model, the largest relative error of a parameter's gradient,
-packed against one by one. Exits 1 if an error exceeds its bound or if anything raised.
+Needs only torch with CUDA, triton and transformers, not the other requirements of treepack (polars, pyarrow, ...). The
+checks of `attention_checks` (which defines their bounds) and of four tiny models run at the same time, each in its own
+process, because most of the time is spent on compiling. Prints a table of them: the largest error of output, dq, dk and
+dv over all cases, and the largest ratio of an error to its bound with its case; per model, the largest relative error
+of a parameter's gradient, packed against one by one. Exits 1 if an error exceeds its bound or if anything raised.
 """
 
 from __future__ import annotations

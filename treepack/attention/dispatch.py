@@ -41,7 +41,7 @@ TRITON_MAX_HEAD_DIM = 256  # the largest that `portable.forward` has shapes for
 
 AnySchedule = BlockMask | Schedule | Chains | None
 
-_HALVES = (torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)  # the dtypes of tensor cores that every FlashAttention takes
 _log = logging.getLogger("treepack")
 
 
@@ -73,8 +73,8 @@ def tree_attention(
         [B, H, T, D_v] in the dtype of the inputs, differentiable in q, k and v.
 
     Raises:
-        TreepackError: if the shapes do not fit, if the schedule was made for other rows, or if the implementation
-            cannot run on this device, dtype or head dimension.
+        TreepackError: if the shapes do not fit, if the dtypes differ, if the schedule was made for other rows or for
+            another implementation, or if the implementation cannot run on this device, dtype or head dimension.
     """
     end = subtree_end.expand(len(q), -1) if subtree_end.ndim == 1 else subtree_end
     check_shapes(q, k, v, end)

@@ -2,8 +2,8 @@
 
 Queries form blocks of 128 tokens and keys form granules of 32, because the visible keys of a query block are its
 ancestors, which are scattered over the row. A key tile of a kernel gathers any 1, 2 or 4 granules. Let `low` and `high`
-be the smallest and the largest subtree_end in a granule. To a query block below the diagonal that starts at token q0,
-the granule is
+be the smallest and the largest subtree_end in a granule. Below the diagonal, for the query block that starts at token
+q0, the granule is
 
     high <= q0          not visible: no pair is, so it is not listed
     low >= q0 + 128     full: every pair is visible, computed without a mask
@@ -239,7 +239,7 @@ def _list_entries(lists: _Lists, totals: list[int], num_entries: int) -> Tensor:
     steps.scatter_add_(0, after[num_runs:], -shift[num_runs:])
     entries = steps.cumsum_(0)[:-1]
     # The three places before the full granules are padding, unless a partial granule overwrites them. Block 2 starts at
-    # place 12: 8 9 10 -1 | -1 -1 0 1 | 2 3 4 6 -> 8 9 10 11 | 5 -1 0 1 | 2 3 4 6
+    # place 12: ? ? ? -1 | -1 -1 0 1 | 2 3 4 6 -> 8 9 10 11 | 5 -1 0 1 | 2 3 4 6
     padding = lists.sections.view(2, -1, 1)[1] - torch.arange(1, 4, device=device)
     entries.index_fill_(0, padding.flatten(), -1)
     return entries.scatter_(0, place[:num_partial], granule[:num_partial].int())

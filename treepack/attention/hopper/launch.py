@@ -41,7 +41,7 @@ KEY = {"STAGES": 2}
 
 # A program starts with 12 warps of 168 registers. The producer keeps 24 and gives the others to the consumers, which
 # then have 240 each: 4 * 24 + 8 * 240 <= 12 * 168.
-LAUNCH = {"num_warps": 4, "maxnreg": 168}
+OPTIONS = {"num_warps": 4, "maxnreg": 168}
 
 # Keys and values of the heads that run at one time should stay in the L2 cache, which has 50 MB (H100) or 60 MB (H200).
 CACHE_BYTES = 32_000_000
@@ -92,7 +92,7 @@ def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
         "lse_pointer": lse,
         **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
     }
-    return Launch(forward_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **FORWARD}, LAUNCH)
+    return Launch(forward_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **FORWARD}, OPTIONS)
 
 
 def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
@@ -109,7 +109,7 @@ def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
         "scale": inputs.scale,
         **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
     }
-    return Launch(query_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **QUERY}, LAUNCH)
+    return Launch(query_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **QUERY}, OPTIONS)
 
 
 def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> Launch:
@@ -130,7 +130,7 @@ def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> La
         **key_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES, pairs=inputs.group)),
     }
     programs = batch * kv_heads * inputs.schedule.key_order.shape[1]
-    return Launch(key_kernel, programs, arguments, {"GROUP": inputs.group, **KEY}, LAUNCH)
+    return Launch(key_kernel, programs, arguments, {"GROUP": inputs.group, **KEY}, OPTIONS)
 
 
 def _query_programs(inputs: Inputs) -> int:

@@ -79,9 +79,10 @@ def _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES:
             end = gl.load(ends + key, mask=granule >= 0, other=0)
             # [1, KEYS] and [64, 1] -> [64, KEYS]
             p = gl.where((key[None, :] <= query[:, None]) & (query[:, None] < end[None, :]), p, 0.0)
+        # [64, KEYS]
         dp = warpgroup_mma_wait(1, deps=(dp_product,))
         mbarrier.arrive(v_ring.empty.index(stage), count=1)
-        # [64, KEYS] * ([64, KEYS] - [64, 1])
+        # [64, KEYS] * ([64, KEYS] - [64, 1]) = dS
         p = p * (dp - delta[:, None])
         dq = warpgroup_mma_wait(0, deps=(dq_product,))
         mbarrier.arrive(k_ring.empty.index(before), count=1, pred=i > 0)

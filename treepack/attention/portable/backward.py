@@ -52,6 +52,7 @@ def _delta_kernel(
     b_do = load_rows(do + row * do_strides[0] + head * do_strides[1], o_q, m_q, do_strides[2], D, BLOCK_D, True)
     # [BLOCK, BLOCK_D] -> [BLOCK]
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    # [BLOCK]
     tl.store(delta + i_bh.to(tl.int64) * length + o_q, b_delta, mask=m_q)
 
 
@@ -72,10 +73,12 @@ def _query_section(
         # [BLOCK, TILE]
         b_p = tl.exp2(b_s * factor - b_lse[:, None])
         if MASKED:
+            # [1, TILE] <= [BLOCK, 1] and [BLOCK, 1] < [1, TILE] -> [BLOCK, TILE]
             m_s = (o_k[None, :] <= o_q[:, None]) & (o_q[:, None] < b_end[None, :])
             b_p = tl.where(m_s, b_p, 0.0)
         # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE]
         b_dp = tl.dot(b_do, tl.trans(b_v), input_precision=PRECISION)
+        # [BLOCK, TILE] * ([BLOCK, TILE] - [BLOCK, 1])
         b_ds = b_p * (b_dp - b_delta[:, None])
         # [BLOCK, TILE] @ [TILE, BLOCK_D] -> [BLOCK, BLOCK_D]
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision=PRECISION)
@@ -161,12 +164,14 @@ def _key_section(
         # [BLOCK, TILE]
         b_p = tl.exp2(b_s * factor - b_lse[None, :])
         if MASKED:
+            # [BLOCK, 1] <= [1, TILE] and [1, TILE] < [BLOCK, 1] -> [BLOCK, TILE]
             m_s = (o_k[:, None] <= o_q[None, :]) & (o_q[None, :] < b_end[:, None])
             b_p = tl.where(m_s, b_p, 0.0)
         # [BLOCK, TILE] @ [TILE, BLOCK_D] -> [BLOCK, BLOCK_D]
         b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision=PRECISION)
         # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE]
         b_dp = tl.dot(b_v, tl.trans(b_do), input_precision=PRECISION)
+        # [BLOCK, TILE] * ([BLOCK, TILE] - [1, TILE])
         b_ds = b_p * (b_dp - b_delta[None, :])
         # [BLOCK, TILE] @ [TILE, BLOCK_D] -> [BLOCK, BLOCK_D]
         b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision=PRECISION)
@@ -237,7 +242,7 @@ def backward(
     Args:
         query, key, value, schedule, scale: as in `forward`.
         out, lse: the results of `forward` for the same arguments.
-        grad: [B, H, T, D], the gradient of `out`; any strides but 1 for the last dimension.
+        grad: [B, H, T, D], the gradient of `out`; stride 1 in the last dimension and any other strides.
     """
     inputs = Inputs(query, key, value, schedule, scale)
     incoming = Incoming(grad, lse, _delta(out, grad))

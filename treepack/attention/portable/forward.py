@@ -5,9 +5,9 @@ list, under the mask, then the full section, without a mask. A tile of keys is g
 
     key token = granules[entry + i // 32] * 32 + i % 32        i = 0 ... tile - 1; negative if there is no granule
 
-In: query [B, H, T, D], key and value [B, H_kv, T, D] in bfloat16, float16 or float32, D <= 256, any strides but 1 for
-the last dimension; a `Schedule` on their device; scale > 0. Out: output [B, H, T, D] in memory [B, T, H, D], and the
-float32 base-2 log-sum-exp [B, H, T] of the scores times scale. Tokens past T are never read.
+In: query [B, H, T, D], key and value [B, H_kv, T, D] in bfloat16, float16 or float32, D <= 256, stride 1 in the last
+dimension and any other strides; a `Schedule` on their device; scale > 0. Out: output [B, H, T, D] in memory
+[B, T, H, D], and the float32 base-2 log-sum-exp [B, H, T] of the scores times scale. Tokens past T are never read.
 
 Programs start in the order of their work, the longest first, and one section of the heads at a time: as many heads as
 have keys and values that fit into the cache. Triton does not specialise on arguments that differ from row to row, so
@@ -124,11 +124,13 @@ def load_rows(p_rows, o_rows, m_rows, stride, D: tl.constexpr, BLOCK_D: tl.const
     p_tile = p_rows + o_rows.to(tl.int64)[:, None] * stride + o_d[None, :]
     # Masks cost registers and instructions, so full tiles and head dimensions equal to BLOCK_D have none.
     if MASKED:
+        # [rows, BLOCK_D]
         if D == BLOCK_D:
             b_rows = tl.load(p_tile, mask=m_rows[:, None], other=0.0)
         else:
             b_rows = tl.load(p_tile, mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0)
     else:
+        # [rows, BLOCK_D]
         if D == BLOCK_D:
             b_rows = tl.load(p_tile)
         else:
@@ -300,4 +302,5 @@ def options_of(config: Config) -> dict[str, int]:
 
 def padded_width(width: int) -> int:
     """Return the columns of a block for head dimension `width`: a power of two, and at least the 16 of a product."""
-    return max(16, triton.next_power_of_2(width))
+    # 8 -> 16, 80 -> 128, 128 -> 128
+    return max(16, int(triton.next_power_of_2(width)))
