@@ -182,7 +182,7 @@ def test_a_tokenizer_without_a_default_template_is_refused(bare: Any) -> None:
         ("missing.field", "'missing' is undefined"),
     ],
 )
-def test_whatever_a_template_raises_is_one_sentence(bare: Any, expression: str, reason: str) -> None:
+def test_any_exception_of_a_template_is_one_sentence(bare: Any, expression: str, reason: str) -> None:
     tokenizer = with_template(bare, "{{ " + expression + " }}")
     assert refusal(chat([user("Q"), assistant("A")]), tokenizer) == (
         f"r.jsonl:1: turn 2: the chat template refuses the messages ({reason}); fix them or use another template"

@@ -49,8 +49,8 @@ from treepack.ingest.readers.yaml_files import read_yaml
 COMPRESSION = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 CHUNK = 1 << 20  # bytes of one read of a file
-# Bytes of the pieces of a JSONL file: the first line, then 64, 128, 256, 512, 512, ... KiB. Small first pieces let several
-# workers share a small file; large later pieces make the cost of a message negligible.
+# Bytes of the pieces of a JSONL file: the first line, then 64, 128, 256, 512, 512, ... KiB. Small first pieces let
+# several workers share a small file; large later pieces make the cost of a message negligible.
 FIRST_LINES, LINES = 1 << 16, 1 << 19
 VALUES = 16  # elements of an array in a piece: one is a whole rollout, often of several 100 kB
 
