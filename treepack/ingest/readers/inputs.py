@@ -16,6 +16,7 @@ from pathlib import Path
 from treepack.errors import TreepackError
 from treepack.trajectory import Skipped
 
+# .pt is torch.save, .traj is SWE-agent and .root is DARS. A folder may also have YAML, but mostly as settings.
 EXTENSIONS = frozenset({".arrow", ".jsonl", ".json", ".ndjson", ".parquet", ".pt", ".root", ".traj"})
 COMPRESSED = frozenset({".gz", ".zst"})
 STDIN = "<stdin>"  # the path of standard input, as in messages of Python itself

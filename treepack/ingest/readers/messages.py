@@ -21,8 +21,8 @@ from treepack.trajectory import WEIGHTS, is_weight
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 RENAMED_ROLES = {"developer": "system", "function": "tool"}
-KEPT = ("name", "tool_call_id")
-# Every other field of a message is counted in a note.
+KEPT = ("name", "tool_call_id")  # copied as they are
+# Fields of a message that are read; every other field becomes a note.
 READ = frozenset(
     [
         *KEPT,
@@ -61,6 +61,7 @@ def has_media(record: dict[str, Any]) -> bool:
 
 def is_text(messages: Sequence[dict[str, Any]]) -> bool:
     """Return True if no message has a content part of another type than text, such as an image."""
+    # A part without a type counts as text here; `normalise_messages` refuses it with a message.
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return not any(isinstance(part.get("type"), str) and part["type"] != "text" for part in parts)
