@@ -42,7 +42,7 @@ SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 32},
     "llama": {**SMALL, "num_key_value_heads": 4},
-    "gpt_neox": {**SMALL},
+    "gpt_neox": SMALL,
     "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
 }
 

@@ -31,7 +31,7 @@ def random_tree(length: int, seed: int) -> Tensor:
 
 def ends_of(*nodes: tuple[int, int]) -> Tensor:
     """subtree_end [1, T] of nodes (tokens, parent) in depth-first order; parent -1 is a root."""
-    size = np.array([own for own, _ in nodes])
+    size = np.array([tokens for tokens, _ in nodes])
     end = size.cumsum()
     for node in range(len(nodes) - 1, -1, -1):
         parent = nodes[node][1]
