@@ -44,7 +44,7 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     table = root_table(read_predictions(predictions), budget=budget, max_rollouts=max_rollouts)
     write_table(table, out)
     count = table["num_rollouts"].to_numpy()
-    # At least one prompt is active, because a budget is 2 or more.
+    # A budget is 2 or more, so active is never 0.
     active = int((count > 0).sum())
     mixed = float(table["utility"].to_numpy().sum())
     show(
@@ -83,8 +83,6 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     value is the chance that a rollout that continues after this turn succeeds. In each group, the counts maximise the
     expected number of prefixes with a continuation whose outcome differs from the outcome of the rollout.
     """
-    from treepack.files import schema
-    from treepack.files.manifest import read_manifest
     from treepack.rl.trace.expansion import prefix_table, refuse_name, write_table
     from treepack.rl.trace.predictions import read_predictions
     from treepack.trie.files import read_trie
@@ -93,8 +91,6 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     refuse_output(
         out, [trie, predictions], columns={"group_id", "turn", "num_continuations", "utility"}, overwrite=overwrite
     )
-    # Before the trie is read, because a packed directory fails here with a message that names both formats.
-    read_manifest(trie, schema.TRIE_FORMAT)
     read = read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)
     write_table(table, out)

@@ -136,8 +136,6 @@ def _world(trie: Path | None, segment: str, fields: dict[str, Any]) -> World:
         TreepackError: a field of the Markov model with a trie, or any error of the worlds.
     """
     from treepack.errors import TreepackError
-    from treepack.files import schema
-    from treepack.files.manifest import read_manifest
     from treepack.rl.trace.worlds import MarkovWorld, recorded_world
     from treepack.trie.files import read_trie
 
@@ -146,8 +144,6 @@ def _world(trie: Path | None, segment: str, fields: dict[str, Any]) -> World:
     for name in WORLD_FIELDS[:-1]:
         if name in fields:
             raise TreepackError(f"--{name.replace('_', '-')} describes the Markov model; leave it out with a trie")
-    # Before the trie is read, because a packed directory fails here with a message that names both formats.
-    read_manifest(trie, schema.TRIE_FORMAT)
     return recorded_world(read_trie(trie), segment=segment, **fields)
 
 

@@ -82,7 +82,8 @@ def _origins(
     trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, first: Int64, cuts: tuple[Int64, Int64]
 ) -> Origins:
     """Find origins by `group_tree.find_origins`, preferring the earlier cut at the first place where cuts differ."""
-    if (first == first[np.unique(group, return_index=True)[1]][group]).all():  # every member starts with its group
+    # If all members of a group start to train at the same token, none of them continues another.
+    if (first == first[np.unique(group, return_index=True)[1]][group]).all():
         return Origins(np.full(len(members), -1), np.zeros(len(members), np.int64))
     owner, start = cuts
     # Big-endian bytes sort as the lists of numbers do. The end marker is above every cut, so of [3] and [3, 6] the

@@ -29,6 +29,7 @@ from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie, trajectories_of
 
+# Names of the command line: estimators of groups (flat.py) and of the tree (tree.py).
 FLAT = ("grpo", "dr-grpo", "rloo", "reinforce++")
 TREE = ("treepo", "treerpo", "tree-grpo", "treerl")
 ESTIMATORS = (*FLAT, *TREE)

@@ -97,7 +97,9 @@ class Arm:
     cost: Float64
 
 
+# In the order in which `_expand` returns them.
 MEASURES = ("root_ratio", "rollout_ratio", "prefix_ratio", "mixed_prompts", "cost")
+# (active_roots, active_prefixes): uniform in both stages first.
 ARMS = tuple(itertools.product((False, True), repeat=2))
 
 
@@ -106,7 +108,7 @@ def simulate(world: World, experiment: Experiment) -> tuple[list[Arm], float | N
 
     The correlation is over prompts, and None if it is undefined in every step. The arms of a step share its prompts and
     predictions, and arms with the same stage 1 share its rollouts, so that differences between arms vary less than
-    those of independent runs.
+    between independent runs.
     """
     # [arm, measure, step]
     measures = np.empty((len(ARMS), len(MEASURES), experiment.steps))
@@ -139,6 +141,7 @@ def interval(values: Float64) -> tuple[float, float]:
 
 
 def _predict(value: Float64, noise: float, random: np.random.Generator) -> Float64:
+    # Noise on log-odds: a chance of 0.9 has log-odds of 2.2, and with noise of -3 it is predicted as 0.31.
     known = np.clip(value, *PREDICTED_RANGE)
     odds = np.log(known / (1 - known)) + noise * random.standard_normal(len(known))
     return 1 / (1 + np.exp(-odds))
@@ -147,6 +150,7 @@ def _predict(value: Float64, noise: float, random: np.random.Generator) -> Float
 def _rank_correlation(a: Float64, b: Float64) -> float:
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return math.nan
+    # polars instead of scipy, which is an optional dependency.
     return float(pl.DataFrame({"a": a, "b": b}).select(pl.corr("a", "b", method="spearman")).item())
 
 

@@ -66,6 +66,7 @@ class MarkovWorld:
 
     def draw_prompts(self, count: int, random: np.random.Generator) -> tuple[Int64, Float64]:
         """Draw new prompts and their chances of success; the prompts are only numbered."""
+        # Mean a / (a + b) = success, concentration a + b = spread.
         a, b = self.spread * self.success, self.spread * (1 - self.success)
         return np.arange(count), random.beta(a, b, count)
 
