@@ -57,8 +57,9 @@ def rollouts(groups: int, corpus: Int32) -> list[Trajectory]:
     system, result = phrase(300, 301), []
     for group in range(groups):
         prompt = np.concatenate([system, phrase(30, 90)])
+        # Three versions of each of two turns: 9 ways through a group, so that 16 rollouts share and branch.
         turns = [[phrase(20, 140) for _ in range(3)] for _ in range(2)]
-        rate = random.random()
+        rate = random.random()  # some groups are easy, some hard, so colours vary
         for i in range(PER_GROUP):
             chosen = [options[int(random.integers(0, 3))] for options in turns]
             ids = np.concatenate([prompt, *chosen, phrase(20, 160)])

@@ -34,6 +34,7 @@ from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie, trajectories_of
 
 SAMPLES = SAMPLE_DATA
+# Small primes, so that a wrong factor or a swapped pair changes every result.
 SHAPE = ModelShape("made", weights=7, output=11, scores=3)
 DEVICE = forecast.Device("made", 1e12)
 
@@ -57,6 +58,7 @@ def one_per_turn(trajectory: Trajectory) -> list[Trajectory]:
 def cut_after(trajectory: Trajectory, end: int) -> Trajectory:
     content = trajectory.content
     assert isinstance(content, Tokens)
+    # The end of a turn cuts no span: spans [3, 4) and [5, 7) cut after 5 tokens leave [3, 4).
     kept = content.ends <= end
     spans = (content.starts[kept], content.ends[kept], content.span_weights[kept])
     return replace(trajectory, content=Tokens(content.tokens[:end], *spans))
@@ -79,6 +81,7 @@ def work_of(rows: list[Row]) -> FlopCount:
 
 def one_by_one(trie: Trie) -> FlopCount:
     """Return the work of the trajectories in rows that share nothing."""
+    # Method "sequence" plans unshared copies, so the rows come from a trie that shares nothing.
     plan = plan_rows(trie, capacity=1000, method="sequence")
     return work_of(list(pack_rows(build_trie(trajectories_of(trie), share="none"), plan)))
 
@@ -95,6 +98,7 @@ def test_a_trie_cut_to_its_turns_is_that_of_trajectories_cut_there(rollouts: lis
     for name in ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(expected, name), err_msg=name)
     spans = [sorted((t.trajectory_id, str(t.content)) for t in trajectories_of(each)) for each in (cut, expected)]
+    # cut_to_turns returns the trie itself if every trajectory ends with a turn that fits.
     whole = max(lengths.values()) <= limit and all(length(t) == lengths[t.trajectory_id] for t in rollouts)
     assert (cut is trie) == whole
     if not whole:
@@ -130,6 +134,7 @@ def test_plans_and_packed_rows_have_the_counted_work(rollouts: list[Trajectory],
     totals = trie_totals(trie)
     of_rows = counter.line(capacity, totals)
     assert of_rows.packed == work_of(rows)
+    # The manifest counts trained tokens of any weight; rows have no targets of trajectories of weight 0.
     weights = trie.trajectories["weight"].to_numpy()
     targets = totals["tokens_trained"] if (weights > 0).all() else of_rows.flat.targets
     assert of_rows.flat == replace(flat_work(trie), targets=targets)
@@ -137,6 +142,8 @@ def test_plans_and_packed_rows_have_the_counted_work(rollouts: list[Trajectory],
 
 def turns_of_chats(num: int = 3) -> tuple[list[Trajectory], list[Trajectory]]:
     """Return conversations of one prompt whose last token is trained, and a sample for each of their turns."""
+    # tokens   1 2 3 A 4 B 21     A = 10 + i and B = 20 + i differ between the chats
+    # spans          -   ----     two turns, of 4 and 7 tokens
     chats = [
         make(f"t{i}", [1, 2, 3, 10 + i, 4, 20 + i, 21], spans=[(3, 4, 1.0), (5, 7, 1.0)], group=f"g{i}")
         for i in range(num)
@@ -163,6 +170,7 @@ def test_turns_that_fit_are_kept_of_trajectories_that_do_not() -> None:
     chats, _ = turns_of_chats()
     trie = build_trie([*chats, make("short", [1, 2], group="g9")])
     planned = list(plan_capacities(trie, [5], method="contiguous", too_long="drop"))
+    # [1::2]: the lines with capacity 5. Chats of 7 tokens do not fit, but their first turns of 4 tokens do.
     lines = {line.samples: line for line in forecast_lines(trie, planned, method="contiguous")[1::2]}
     assert (lines["trajectories"].num_left_out, lines["trajectories"].flat.tokens) == (3, 2)
     assert (lines["turns"].num_left_out, lines["turns"].flat.tokens) == (3, 3 * 4 + 2)
@@ -184,6 +192,7 @@ def test_whole_trajectories_are_derived_from_turns_only_if_all_turns_fit() -> No
 
 def test_single_turns_that_share_a_prompt_have_one_line() -> None:
     trie = build_trie([make(f"t{i}", [1, 2, i], spans=[(2, 3, 1.0)]) for i in range(4)])
+    # Flat: 4 samples of 3 tokens, 6 pairs each. Tree: prompt of 2 tokens (3 pairs), 4 tokens that see 3 each.
     (line,) = forecast_lines(trie, [], method="contiguous")
     assert line == Line("trajectories", None, FlopCount(12, 24, 4), FlopCount(6, 3 + 12, 4))
 

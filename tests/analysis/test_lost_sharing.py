@@ -19,11 +19,12 @@ from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Tokens, Trajectory
 from treepack.trie.build import build_trie
 
+# Without a tokenizer a cause only names the part that differs.
 CAUSE = {"prompt": "prompt differs", "history": "history differs"}
 
 
-def report_of(*made: Trajectory, **options: Any) -> dict[str, Any]:
-    return explain(build_trie(made), **options)
+def report_of(*rollouts: Trajectory, **options: Any) -> dict[str, Any]:
+    return explain(build_trie(rollouts), **options)
 
 
 def tokens_lost(report: dict[str, Any]) -> dict[str, int]:
@@ -31,8 +32,8 @@ def tokens_lost(report: dict[str, Any]) -> dict[str, int]:
 
 
 @given(trajectories())
-def test_the_reasons_sum_up_to_the_tokens_of_the_trie(made: list[Trajectory]) -> None:
-    trie = build_trie(made)
+def test_the_reasons_sum_up_to_the_tokens_of_the_trie(rollouts: list[Trajectory]) -> None:
+    trie = build_trie(rollouts)
     report = explain(trie)
     assert sum(report["laid_down"].values()) == trie.tokens_tree
     assert sum(tokens_lost(report).values()) == report["laid_down"]["lost"]
@@ -40,17 +41,17 @@ def test_the_reasons_sum_up_to_the_tokens_of_the_trie(made: list[Trajectory]) ->
 
 
 @given(trajectories())
-def test_the_order_of_trajectories_changes_nothing(made: list[Trajectory]) -> None:
-    assert explain(build_trie(made)) == explain(build_trie(made[::-1]))
+def test_the_order_of_trajectories_changes_nothing(rollouts: list[Trajectory]) -> None:
+    assert explain(build_trie(rollouts)) == explain(build_trie(rollouts[::-1]))
 
 
 @given(trajectories(steps=False))
-def test_each_trajectory_adds_the_tokens_that_no_earlier_one_has(made: list[Trajectory]) -> None:
-    trie = build_trie(made)
+def test_each_trajectory_adds_the_tokens_that_no_earlier_one_has(rollouts: list[Trajectory]) -> None:
+    trie = build_trie(rollouts)
     names = trie.trajectories["trajectory_id"].to_pylist()
     groups = trie.trajectories["group_id"].to_pylist()
     added = added_tokens(trie)
-    by_name = {each.trajectory_id: each.content for each in made}
+    by_name = {each.trajectory_id: each.content for each in rollouts}
     before: list[list[int]] = []
     for i in sorted(range(len(names)), key=lambda i: (groups[i], names[i])):
         content = by_name[names[i]]
@@ -67,6 +68,9 @@ def common(a: list[int], b: list[int]) -> int:
 
 def test_a_prompt_that_differs_costs_the_tokens_added_again_and_once_for_all_that_have_it() -> None:
     """Prompt of six tokens; b and c have another third token, so four tokens are added again, by b alone."""
+    #   a   1 2 3 4 5 6 10      first: 7 tokens
+    #   b   1 2 9 4 5 6 11      lost: 9 4 5 6; behind: 11
+    #   c   1 2 9 4 5 6 12      shares the prompt of b; sampling: 12
     report = report_of(
         make("a", [1, 2, 3, 4, 5, 6, 10], spans=[(6, 7, 1.0)]),
         make("b", [1, 2, 9, 4, 5, 6, 11], spans=[(6, 7, 1.0)]),
@@ -96,6 +100,7 @@ def test_a_call_that_continues_the_call_before_loses_nothing_and_one_that_rewrit
     second = make("r/turn-1", [*prompt, 4, 5, 6, 7], spans=[(6, 7, 1.0)])
     shortened = make("r/turn-2", [*prompt, 9, 6, 7, 8], spans=[(6, 7, 1.0)])
     report = report_of(first, second, shortened)
+    # The second call adds 6 and 7. The third shares 3 tokens with it and should share 6, its prompt: 3 are lost.
     assert report["laid_down"]["next call"] == 2
     assert tokens_lost(report) == {CAUSE["history"]: 3}
     assert report["lost"][0]["example"] == {"trajectory_id": "r/turn-2", "other": "r/turn-1", "position": 3}
@@ -107,6 +112,7 @@ def test_rollouts_that_part_where_they_were_sampled_or_answered_have_lost_nothin
         make("b", [1, 2, 8, 4, 5, 6], spans=[(2, 3, 1.0), (5, 6, 1.0)]),
         make("c", [1, 2, 3, 9, 5, 6], spans=[(2, 3, 1.0), (5, 6, 1.0)]),
     )
+    # b samples 8 instead of 3 and adds 4 tokens; c gets 9 instead of 4 after the same action and adds 3.
     assert report["laid_down"]["sampling"] == 4
     assert report["laid_down"]["environment"] == 3
     assert report["lost"] == []
@@ -116,6 +122,7 @@ def test_a_prompt_that_continues_after_the_end_of_another_has_lost_nothing() -> 
     report = report_of(
         make("a", [1, 2, 3, 4], spans=[(2, 4, 1.0)]), make("b", [1, 2, 7, 7, 5], spans=[(4, 5, 1.0)], group="g")
     )
+    # The prompt of a is 1 2, all of which b shares; its prompt continues with 7 7.
     assert report["laid_down"]["longer prompt"] == 3
     assert report["lost"] == []
 
@@ -178,6 +185,7 @@ def test_a_difference_shows_the_words_on_both_sides() -> None:
 
 def test_characters_before_a_cut_are_ignored() -> None:
     text = "word " * 40
+    # "abc" and "ab" differ only in a character before the cut; of whole texts it is a difference besides the id.
     cut = classify(f"call_1111111 {text}abc", f"call_2222222 {text}ab", is_call=False, whole=(False, False))
     assert cut.cause == "random ids"
     whole = classify(f"call_1111111 {text}abc", f"call_2222222 {text}ab", is_call=False, whole=(True, True))
@@ -231,8 +239,10 @@ def test_other_ids_of_the_same_text_are_retokenisation(folder: Path) -> None:
     whole = tokenizer("The quick brown fox")["input_ids"]
     apart = [each for word in ("Th", "e quick br", "own fox") for each in tokenizer(word)["input_ids"]]
     assert whole != apart
-    made = [make(name, [*ids, 5], spans=[(len(ids), len(ids) + 1, 1.0)]) for name, ids in (("a", whole), ("b", apart))]
-    report = explain(build_trie(made), tokenizer.batch_decode)
+    rollouts = [
+        make(name, [*ids, 5], spans=[(len(ids), len(ids) + 1, 1.0)]) for name, ids in (("a", whole), ("b", apart))
+    ]
+    report = explain(build_trie(rollouts), tokenizer.batch_decode)
     assert list(tokens_lost(report)) == ["retokenisation"]
     # All tokens from the first different id on are lost; argmin finds the first False.
     assert report["laid_down"]["lost"] == len(apart) - np.argmin(np.array(whole[:6]) == np.array(apart[:6]))

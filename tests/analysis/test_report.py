@@ -47,6 +47,11 @@ SHARES = st.sampled_from(["all", "group", "none"])
 
 def rollouts() -> list[Trajectory]:
     """Two groups of three; the second shares less; one rollout is a prefix of another."""
+    # 1 +- 2 +- 3 4 +- 5      a0, and a2 ends at 4
+    #   |    |      '- 6 7    a1
+    #   |    '- 8             b0
+    #   '- 9 +- 9 9           b1      12 tokens in the trie, 7 in a trie of either group alone
+    #        '- 8             b2
     return [
         make("a0", [1, 2, 3, 4, 5], group="a", reward=1.0),
         make("a1", [1, 2, 3, 4, 6, 7], group="a", reward=0.0),
@@ -153,6 +158,7 @@ def test_nodes_keep_equally_many_first_tokens_within_the_limit(made: list[Trajec
 def test_tokens_that_any_rollout_trains_are_marked() -> None:
     trie = build_trie([make("a", [1, 2, 3, 4], spans=[(2, 3, 1.0)]), make("b", [1, 2, 3, 5], spans=[(3, 4, 1.0)])])
     (chunk,) = texts.node_texts(trie, texts.ids_as_text, limit=100).chunks
+    # a trains 3 of the shared node 1 2 3; b trains 5, so its node begins with an empty untrained piece.
     assert json.loads(chunk) == [["1 2 ", "3 "], ["4 "], ["", "5 "]]
 
 
@@ -179,6 +185,7 @@ def test_a_path_reads_as_the_text_that_was_encoded() -> None:
     tokenizer = load_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
     text = "<|im_start|>user\nA caf\u00e9 costs 3 \u20ac.<|im_end|>\n"
     ids = tokenizer.encode(text, add_special_tokens=False)
+    # Two parts, as two nodes of one path; no character is split at 5.
     assert "".join(texts.decoder_of(tokenizer)([ids[:5], ids[5:]])) == text
 
 
@@ -235,6 +242,7 @@ def test_the_headline_is_the_share_of_repeats(por: float, sentence: str) -> None
 def test_the_summary_has_the_numbers_of_the_rollouts() -> None:
     page = page_of(build_trie(rollouts())).replace("\N{NO-BREAK SPACE}", " ")
     assert "6 rollouts of 2 groups have 25 tokens." in page
+    # 1 - 12 / 25 = 52 %, and 25 / 12 = 2.1
     assert "12 are left: 52.0 % could be saved (POR), 2.1 tokens for each one that is computed." in page
     assert "The mean reward is 0.333. In 1 of 2 groups all rollouts have the same reward" in page
     assert "Tree training" in page
@@ -254,7 +262,7 @@ def test_the_explorer_gets_the_trie_and_the_groups_as_they_are() -> None:
 
 
 def test_a_page_loads_nothing_and_has_no_markup_of_a_rollout() -> None:
-    # The group and the counts contain it, too. Only the escaped copies may be on the page.
+    # Ids, groups and counts contain it. Ids and groups are in compressed blocks; the others are escaped on the page.
     nasty = '</script><script>alert(1)</script><img src="x" onerror="alert(2)">'
     trie = build_trie([make(nasty, [1, 2, 3], group=nasty), make("b", [1, 2], group=nasty)])
     subject = Subject(nasty, trie, counts={nasty: 1})
@@ -279,6 +287,7 @@ def test_equal_input_gives_equal_bytes_in_whatever_order_it_comes(tmp_path: Path
         assert done.status == 0, done.err
     assert (tmp_path / "x.html").read_bytes() == (tmp_path / "y.html").read_bytes()
     written = sorted(path.name for path in (tmp_path / "x-png").iterdir())
+    # Rollouts without rewards have no picture of rewards.
     assert set(written) <= set(PICTURES)
     assert len(written) >= 7
     for name in written:
@@ -365,7 +374,7 @@ def test_existing_outputs_are_refused_and_only_reports_are_replaced(tmp_path: Pa
 def test_without_the_extra_one_sentence_names_it(
     tmp_path: Path, treepack: Run, monkeypatch: pytest.MonkeyPatch, module: str, option: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, module, None)  # an import of the module now raises ImportError
     done = treepack("report", ROOT / "sample_data" / "tokens.jsonl", option, tmp_path / "out")
     assert (done.status, done.err.count("\n")) == (1, 1)
     assert done.err.endswith("pip install 'treepack[report]'\n")

@@ -27,6 +27,7 @@ from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie
 
 TOKENIZER = SAMPLE_DATA / "tokenizer"
+# Text that ends the script of a data block and runs code, if a page ever inserts text as markup.
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">'
 SYSTEM = "You repair bicycles. Every price is in euro, every answer is short, and every customer is right. "
 
@@ -82,6 +83,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     """One group of 600 rollouts that branch at once."""
+    # More branches than the 160 rows that are open at first, so a stub must hide the others.
     made = [make(f"run-{i}", [1] * 40 + [2 + i] * 30, group="all", reward=float(i % 2)) for i in range(600)]
     return page_url(tmp_path_factory.mktemp("wide") / "page.html", build_trie(made), decoded=False)
 
@@ -128,6 +130,7 @@ def test_all_charts_are_drawn_and_the_console_stays_empty(driver: WebDriver, tal
         # A mark of one pixel would be a chart without data.
         assert any(width > 1 and height > 1 for width, height in boxes), chart.get_attribute("id")
     assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
+    # No resource was loaded, from the network or a file.
     assert driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
 
@@ -148,6 +151,7 @@ def test_a_click_shows_the_text_of_a_node_with_its_trained_parts_marked(driver: 
     leaf = driver.find_element(By.CSS_SELECTOR, ".item[aria-label*='b-2']")
     leaf.find_element(By.TAG_NAME, "rect").click()
     assert text_of(driver, "b-2").endswith("Ride slower. I see. ")
+    # " I see. " after the answer is an observation, which is not trained.
     assert [mark.text for mark in driver.find_elements(By.CSS_SELECTOR, "#text-body mark")] == ["Ride slower."]
     driver.find_element(By.CSS_SELECTOR, "[data-whole=true]").click()
     wait(driver, "document.querySelectorAll('#text-body section').length === 2")
@@ -187,7 +191,7 @@ def test_the_keyboard_walks_the_tree_and_opens_texts(driver: WebDriver, talk: st
     assert re.search(r"b-[01]", focus(driver))
     press(driver, Keys.ARROW_LEFT)
     assert focus(driver) == first
-    press(driver, "z")
+    press(driver, "z")  # the node of the first answer, and the two rollouts below it
     assert len(items(driver)) == 3
     press(driver, Keys.ESCAPE)
     assert len(items(driver)) == 5
@@ -235,6 +239,7 @@ def test_a_wide_tree_is_drawn_in_part_and_opened_on_demand(driver: WebDriver, wi
 
 
 def test_a_tree_of_thousands_of_turns_is_opened_at_any_of_them(driver: WebDriver, tmp_path: Path) -> None:
+    # Each rollout continues the one before it, so the tree is a chain 4,000 nodes deep: recursion would overflow.
     ids = [1, *(2 + i % 700 for i in range(4000))]
     made = [make(f"turn-{i}", ids[: i + 2], spans=[(i + 1, i + 2, 1.0)], group="long") for i in range(4000)]
     visit(driver, page_url(tmp_path / "page.html", build_trie(made), decoded=False))
@@ -251,6 +256,7 @@ def test_the_list_is_sorted_by_any_column_and_searched(driver: WebDriver, talk: 
     def names() -> list[str]:
         return [row.text for row in driver.find_elements(By.CSS_SELECTOR, "#rows th")]
 
+    # The first click on a column of numbers sorts from the highest down, the second from the lowest up.
     for column, down in (("reward", ["hostile", "brake"]), ("rollouts", ["brake", "hostile"])):
         head = driver.find_element(By.CSS_SELECTOR, f"[data-sort={column}]")
         head.click()

@@ -28,6 +28,7 @@ from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.build import build_trie
 
 FULL = Look(full=True)
+# "[7" -> begins, 7; "9]*0.5" -> 9, ends, weight 0.5; "8" -> 8
 WORD = re.compile(r"(\[?)(\d+)(\](?:\*([\d.e+-]+))?)?")
 
 
@@ -84,6 +85,7 @@ def test_a_row_shows_its_tokens_in_order_with_their_weights(rollouts: list[Traje
     for row in rows_of(rollouts, capacity)[0]:
         drawn = list(row_lines(forest_of_row(row), FULL))
         assert shown(iter(drawn)) == list(zip(row.input_ids.tolist(), row.loss_weight.tolist(), strict=True))
+        # "[435, 2117)  * 146 tokens" -> ("435", "2117")
         intervals = [match.groups() for text in texts(iter(drawn)) if (match := re.match(r"\s*\[(\d+), (\d+)\)", text))]
         assert all(row.subtree_end[int(first)] == int(end) for first, end in intervals)
         assert intervals
@@ -160,6 +162,7 @@ def test_a_weight_for_every_token_does_not_cut_a_turn_to_pieces() -> None:
 
 
 def test_ten_thousand_branches_are_counted_where_they_are_left_out() -> None:
+    # One trunk of 3 tokens and 10,000 branches of 1 to 7 tokens, of which the 99 largest are drawn.
     trie = build_trie([make(f"r{i}", [1, 2, 3, 10 + i] + [4] * (i % 7), reward=float(i % 2)) for i in range(10_000)])
     drawn = texts(tree_lines(forest_of_trie(trie), Look()))
     assert len(drawn) < 3 * NODES
@@ -176,6 +179,7 @@ def test_ten_thousand_branches_are_counted_where_they_are_left_out() -> None:
 
 def test_a_comb_of_any_depth_stays_at_the_left() -> None:
     """The depth of nesting is at most log2 of the number of tokens."""
+    # 1 2, 1 1 2, 1 1 1 2, ...: at every node of a chain of 300, one branch.
     comb = [make(f"t{i}", [1] * (i + 1) + [2]) for i in range(300)]
     drawn = texts(tree_lines(forest_of_trie(build_trie(comb)), FULL))
     assert sum("= t" in text for text in drawn) == 300
@@ -237,7 +241,7 @@ def test_rollouts_after_the_wanted_one_are_not_read() -> None:
         yield make("a", [1, 2])
         yield make("b", [1, 2])
         yield make("c", [1, 2])
-        raise AssertionError("read on")
+        raise AssertionError("read on")  # the generator may be read up to "c", which ends the samples of "b"
 
     (rollout,) = selection.first_named(stream(), "b", where="here", skipped={})
     assert rollout.trajectory_id == "b"

@@ -47,7 +47,7 @@ def test_no_rollout_drives_the_terminal(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     done = treepack("show", evil, "--tokenizer", TOKENIZER, "--text", *selected)
-    assert done.status == (selected[1:] == ["x"])
+    assert done.status == (selected[1:] == ["x"])  # unknown names are refused, and the error quotes known ids
     assert "\\x1b[2J" in done.out + done.err
     for line in (COLOUR.sub("", done.out) + done.err).split("\n"):
         assert line.isprintable()
@@ -88,6 +88,7 @@ def test_long_text_loses_its_middle_and_says_how_much(treepack: Run, tmp_path: P
     command = ("show", path, "--tokenizer", TOKENIZER, "--text", "--trajectory", "x")
     short, full = treepack(*command).out, treepack(*command, "--full").out
     (left_out,) = re.findall(r"\.\.\. ([\d,]+) tokens \.\.\.", short)
+    # 400 words of a small tokenizer are over 1,000 tokens; 64 + 32 of them are shown.
     assert int(left_out.replace(",", "")) > 1000
     assert all(f"word{i}" in full for i in range(400))
     assert "word200" not in short
@@ -134,6 +135,7 @@ def test_text_of_a_directory_takes_the_tokenizer_it_was_made_with(treepack: Run,
         assert "<|im_start|>system" in treepack("show", path, "--text").out
         other = treepack("show", path, "--text", "--tokenizer", another)
         assert (other.status, "is another tokenizer than" in other.err) == (1, True)
+    # The tokenizer of the manifest was moved: --text needs --tokenizer then, and a copy with equal contents will do.
     manifest = json.loads((trie / "manifest.json").read_text())
     manifest["tokenizer"]["name"] = str(tmp_path / "moved")
     (trie / "manifest.json").write_text(json.dumps(manifest))
@@ -162,6 +164,7 @@ def test_token_ids_are_shown_without_torch_and_transformers() -> None:
 
 def test_a_conversation_names_all_of_its_samples(treepack: Run) -> None:
     chat = (SAMPLES / "chat.jsonl", "--tokenizer", TOKENIZER)
+    # The template drops old reasoning, so the conversation became three samples.
     out = treepack("show", *chat, "--trajectory", "desk-005/3").out
     assert re.findall(r"trajectory_id (\S+)", out) == [f"desk-005/3/part-{i}" for i in range(3)]
     samples = treepack("show", *chat, "--trajectory", "desk-005/3", "--json").json["samples"]
@@ -169,11 +172,12 @@ def test_a_conversation_names_all_of_its_samples(treepack: Run) -> None:
     assert [sample["trajectory_id"] for sample in samples] == [f"desk-005/3/part-{i}" for i in range(3)]
 
 
-def test_reused_tokens_of_an_augmented_query_are_not_marked(treepack: Run, tmp_path: Path) -> None:
+def test_reused_tokens_of_an_augmented_query_are_not_add_mark(treepack: Run, tmp_path: Path) -> None:
     record = {"id": "q", "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "metadata": {"untrained_prefix": 4}}
     path = tmp_path / "tokens.jsonl"
     path.write_text(json.dumps(record) + "\n")
     out = treepack("show", path, "--trajectory", "q").out
+    # The span covers tokens 2 to 4 of five; the prefix of four reused tokens leaves only the last one trained.
     assert '"untrained_prefix": 4' in out
     assert out.endswith("\n0    1 2 3 4\n   + (turn 1: 1 token)\n4  + 5\n")
 

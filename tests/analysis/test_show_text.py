@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from support import byte_tokenizer
 from treepack.analysis.show.decoding import Decoder
-from treepack.analysis.show.wrapping import ESCAPE, Chunk, escaped, printable, wrap
+from treepack.analysis.show.wrapping import ESCAPE, Chunk, escape, escape_text, wrap
 from treepack.ingest.tokenization import load_tokenizer
 
 
@@ -58,9 +58,10 @@ def test_ids_without_text_are_named(tokenizer: Any) -> None:
 
 
 def test_bytes_that_are_no_character_do_not_delay_the_rest(tokenizer: Any) -> None:
+    # The first of three bytes of a character, a thousand times: no text is ever complete.
     lone = tokenizer.encode("\u4f60", add_special_tokens=False)[0]
     pieces = list(Decoder(tokenizer).pieces([lone] * 1000, []))
-    assert len(pieces) > 50
+    assert len(pieces) > 50  # at most 8 tokens wait, so at least 1000 / 9 pieces come
     assert set("".join(piece.text for piece in pieces)) == {"\ufffd"}
 
 
@@ -68,7 +69,7 @@ def test_bytes_that_are_no_character_do_not_delay_the_rest(tokenizer: Any) -> No
 def test_wrapped_text_is_printable_and_complete_and_fits_the_width(parts: list[str], width: int) -> None:
     rows = list(wrap([Chunk(i, part) for i, part in enumerate(parts)], width=width, trained=True))
     joined = "".join(row.text.plain for row in rows)
-    expected = printable("".join(parts))
+    expected = escape_text("".join(parts))
     assert joined.isprintable()
     assert joined == (expected[:-1] + "\\x20" if expected.endswith(" ") else expected)
     # An escape is never split. The longest, "\\U000e0001", has ten columns and fits the narrowest row of 24.
@@ -87,7 +88,7 @@ def test_wide_characters_take_two_columns_and_combining_ones_none() -> None:
 
 @pytest.mark.parametrize("character", ["\x1b", "\x07", "\x9b", "\u202e", "\u200d", "\r", "\x7f", "\u2028", "\ud800"])
 def test_characters_that_could_drive_a_terminal_are_escaped(character: str) -> None:
-    assert re.fullmatch(r"\\(r|x[0-9a-f]{2}|u[0-9a-f]{4})", escaped(character))
+    assert re.fullmatch(r"\\(r|x[0-9a-f]{2}|u[0-9a-f]{4})", escape(character))
 
 
 def test_blanks_at_a_break_and_markup_stay_text() -> None:

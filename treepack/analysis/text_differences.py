@@ -91,26 +91,26 @@ def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bo
     # Examples begin with a whole word: "is not idented", "is not indented": at 8 -> word 7
     word = at - len(WORD.findall(expected[:at])[0])
     shown = (expected[max(0, word - SHOWN_BEFORE) : word], expected[word : word + SHOWN], actual[word : word + SHOWN])
-    if _alike(expected, actual, whole=whole, is_call=is_call, tail=LONGEST_CHARACTER):
+    if _equal_up_to_cut(expected, actual, whole=whole, is_call=is_call, tail=LONGEST_CHARACTER):
         return Difference(RETOKENISED, *shown)
     # Single causes first, then with whitespace, because removing an id or reasoning may leave blanks.
     tests: tuple[tuple[str, Callable[[str], str]], ...] = (
-        (WHITESPACE, _without_space),
-        (IDS, _without_ids),
-        (TEMPLATE, _without_reasoning),
-        (IDS, lambda text: _without_space(_without_ids(text))),
-        (TEMPLATE, lambda text: _without_space(_without_reasoning(text))),
-        (TEMPLATE, lambda text: _without_space(THINK.sub("", text))),
+        (WHITESPACE, _strip_space),
+        (IDS, _strip_ids),
+        (TEMPLATE, _strip_reasoning),
+        (IDS, lambda text: _strip_space(_strip_ids(text))),
+        (TEMPLATE, lambda text: _strip_space(_strip_reasoning(text))),
+        (TEMPLATE, lambda text: _strip_space(THINK.sub("", text))),
     )
     parts_id = _in_id(expected, at) and _in_id(actual, at)
     for cause, strip in tests:
-        if (cause != IDS or parts_id) and _alike(
+        if (cause != IDS or parts_id) and _equal_up_to_cut(
             strip(expected), strip(actual), whole=whole, is_call=is_call, tail=LONGEST_ID
         ):
             return Difference(cause, *shown)
     if is_call:
         return Difference(REWRITTEN, *shown)
-    return Difference(EDITED if _kept_words(expected[at:], actual[at:]) >= SIMILAR else OTHER, *shown)
+    return Difference(EDITED if _common_word_share(expected[at:], actual[at:]) >= SIMILAR else OTHER, *shown)
 
 
 def _in_id(text: str, at: int) -> bool:
@@ -119,7 +119,7 @@ def _in_id(text: str, at: int) -> bool:
     return any(match.start() <= at - start <= match.end() for match in ID.finditer(text[start : at + LONGEST_ID]))
 
 
-def _kept_words(a: str, b: str) -> float:
+def _common_word_share(a: str, b: str) -> float:
     """Return the share of the shorter text's words that the other contains in the same order; 1 if it has none."""
     # "a b c d" and "a x c" -> words a and c of three -> 2 / 3
     first, second = WORDS.findall(a), WORDS.findall(b)
@@ -133,7 +133,7 @@ def _common_length(a: str, b: str) -> int:
     return next((i for i in range(size) if a[i] != b[i]), size)
 
 
-def _alike(a: str, b: str, *, whole: tuple[bool, bool], is_call: bool, tail: int) -> bool:
+def _equal_up_to_cut(a: str, b: str, *, whole: tuple[bool, bool], is_call: bool, tail: int) -> bool:
     """Return whether the texts are equal, or equal up to a cut; a call must only begin with the expected text.
 
     `tail` characters before a cut are ignored, because the cut may split a character, an id or a tag.
@@ -145,13 +145,13 @@ def _alike(a: str, b: str, *, whole: tuple[bool, bool], is_call: bool, tail: int
     return size > 0 and a[:size] == b[:size]
 
 
-def _without_space(text: str) -> str:
+def _strip_space(text: str) -> str:
     return SPACE.sub("", text)
 
 
-def _without_ids(text: str) -> str:
+def _strip_ids(text: str) -> str:
     return ID.sub("#", text)
 
 
-def _without_reasoning(text: str) -> str:
+def _strip_reasoning(text: str) -> str:
     return REASONING.sub("", text).replace("<|return|>", "<|end|>")  # gpt-oss: end of the last and of other answers

@@ -69,7 +69,7 @@ def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
     latest[node] = np.arange(len(node))  # the last segment of each node is the parent of the node's children
     up = trie.parent[node]
     parent = np.where(first, np.where(up < 0, -1, latest[up]), np.arange(len(node)) - 1)
-    heads, merged = _merged(parent, place)
+    heads, merged = _merge_chains(parent, place)
     parent = np.where(parent[heads] < 0, -1, merged[parent[heads]])
     place = merged[place]
     order = np.argsort(place, kind="stable")
@@ -87,7 +87,7 @@ def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
     )
 
 
-def _merged(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
+def _merge_chains(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
     """Merge each segment that has exactly one child and no trajectory end into that child.
 
     Returns:

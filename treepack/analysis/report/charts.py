@@ -61,6 +61,7 @@ def _depths(figures: Figures) -> Chart:
     tooltip += [{"field": "err", "title": "ERR", "format": ".1%"}] if packed else []
     y: Spec = {"type": "quantitative", "scale": {"domain": [0, 1]}, "axis": PERCENT, "title": "repeated tokens"}
     bars = {"mark": {"type": "bar", "color": DATA, "cornerRadiusEnd": 2}, "encoding": {"y": {"field": "por", **y}}}
+    # ERR as a tick across the bar of POR: the part of the bar above the tick is lost by packing.
     ticks = {
         "mark": {"type": "tick", "color": SECOND, "thickness": 3},
         "encoding": {"y": {"field": "err", **y}},
@@ -125,6 +126,7 @@ def _capacities(figures: Figures) -> Chart:
         {"field": "num_rows", "title": "rows", "format": ","},
         {"field": "fill", "title": "fill", "format": ".1%"},
     ]
+    # The capacity of a packed directory is a large diamond, planned capacities are small circles.
     shape = {"condition": {"test": "datum.measured", "value": "diamond"}, "value": "circle"}
     size = {"condition": {"test": "datum.measured", "value": 170}, "value": 60}
     title = "POR against ERR across capacities"
@@ -212,6 +214,7 @@ def _spec(title: str, records: list[Record], spec: Spec) -> Spec:
     }
     config = {"axis": axis, "axisX": {"grid": False}, "view": {"stroke": None}, "background": "transparent"}
     config |= {"text": {"font": "inherit", "fontSize": 12}}
+    # The page sets the width; Vega fits the axes into it.
     size = {"width": "container", "height": HEIGHT, "autosize": {"type": "fit-x", "contains": "padding"}}
     return {"description": title, "data": {"values": records}, **size, **spec, "config": config}
 

@@ -197,7 +197,7 @@ def histogram(values: Int64 | Float64, edges: Int64 | Float64) -> list[Record]:
     return [{"start": start, "end": end, "count": count} for start, end, count in ranges]
 
 
-def passing(trie: Trie) -> tuple[Int64, Int64]:
+def trajectory_ranges(trie: Trie) -> tuple[Int64, Int64]:
     """Return first and one past the last of the trajectories through each node, which are consecutive; [num_nodes]."""
     # end_node [1, 3, 3, 4], node 2 with subtree 2 .. 3 -> trajectories 1 .. 2
     first = np.searchsorted(trie.end_node, np.arange(trie.num_nodes), side="left")
@@ -206,7 +206,7 @@ def passing(trie: Trie) -> tuple[Int64, Int64]:
 
 def node_means(trie: Trie, values: Float64) -> Float64:
     """Return the mean of the `values` of the trajectories through each node, without NaN; NaN if all are."""
-    first, end = passing(trie)
+    first, end = trajectory_ranges(trie)
     known = ~np.isnan(values)
     # Sums of runs as differences of prefix sums: [1, 0, 2] -> [0, 1, 1, 3]; trajectories 1 .. 2 -> 3 - 1 = 2
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0))])

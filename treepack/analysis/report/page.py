@@ -26,6 +26,7 @@ from treepack.analysis.report.words import captions, headline, percent, summary
 from treepack.errors import TreepackError
 
 SCRIPTS = ("data.js", "tree.js", "page.js")
+# Text near the beginning of page.html, by which --overwrite recognises a page of treepack.
 MARK = '<meta name="generator" content="treepack report'
 
 
@@ -63,6 +64,7 @@ def render(
         "special": sorted(special, key=lambda token: (-len(token), token)),
         "kept": None if texts is None else texts.kept,
     }
+    # autoescape: names, counts and sentences come from rollouts. css, js and blocks are marked safe in page.html.
     page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_file("page.html"))
     return page.render(
         version=__version__,
@@ -78,7 +80,7 @@ def render(
         charts=drawn,
         captions=captions(subject, figures),
         text_note=_text_note(texts, decoded=decoded),
-        made=_made(subject),
+        footer=_footer(subject),
         counts=[(what, f"{number:,}") for what, number in (subject.counts or {}).items()],
         # No "</script>" may end the block early, whatever a rollout contains.
         settings=json.dumps(settings, separators=(",", ":")).replace("<", "\\u003c"),
@@ -150,7 +152,7 @@ def _text_note(texts: Texts | None, *, decoded: bool) -> str:
     return " ".join(sentences)
 
 
-def _made(subject: Subject) -> str:
+def _footer(subject: Subject) -> str:
     text = f"Made by treepack {__version__} from {subject.name}."
     if subject.rebuilt:
         text += " The trie was rebuilt from the rows, because the trie they were packed from is missing."

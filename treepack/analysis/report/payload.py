@@ -40,7 +40,7 @@ def payload(trie: Trie, figures: Figures, texts: Texts | None) -> dict[str, str]
     for name, parts in (("groups", figures.groups), ("trees", figures.trees)):
         blocks |= {f"{name}-{key}": block for key, block in _parts(parts).items()}
     if texts is not None:
-        blocks |= {f"text-{i}": _packed(chunk) for i, chunk in enumerate(texts.chunks)}
+        blocks |= {f"text-{i}": _compress(chunk) for i, chunk in enumerate(texts.chunks)}
     return blocks
 
 
@@ -61,18 +61,20 @@ def _parts(parts: SharedParts) -> dict[str, str]:
     return {
         "names": _json(parts.names),
         "of": _array(parts.of, "<u4"),
-        "flat": _array(parts.flat, "<f8"),
+        "flat": _array(parts.flat, "<f8"),  # JavaScript reads 64-bit integers only as BigInt; floats are exact to 2**53
         "tree": _array(parts.tree, "<f8"),
     }
 
 
 def _array(values: NDArray[Any], kind: str) -> str:
-    return _packed(np.ascontiguousarray(values.astype(kind)).tobytes())
+    return _compress(np.ascontiguousarray(values.astype(kind)).tobytes())
 
 
 def _json(value: Any) -> str:
-    return _packed(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
+    # "replace": a lone surrogate, which JSON of rollouts may contain, has no UTF-8.
+    return _compress(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
 
 
-def _packed(content: bytes) -> str:
+def _compress(content: bytes) -> str:
+    # mtime=0: without a time stamp, equal content gives equal bytes.
     return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode("ascii")

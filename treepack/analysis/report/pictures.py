@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+# Blue and vermilion differ for all common kinds of colour blindness.
 _BLUE, _RED, _TEXT, _GREY, _RULE = "#0072B2", "#D55E00", "#222222", "#6B6B6B", "#E4E4E4"
 _LOW_TO_HIGH = ("#D55E00", "#E9C9B0", "#ECEBE6", "#A9CDE6", "#0072B2")
 _FEW_TO_MANY = ("#DCEAF5", "#56A3D9", "#00406B")
@@ -154,7 +155,7 @@ def _capacities(axes: Axes, subject: Subject, figures: Figures) -> None:
         axes.plot(*places, "D", color=_BLUE, markersize=8, label="ERR as packed")
     axes.set_xscale("log", base=2)
     axes.set_xticks(x, [short(capacity) for capacity in x])
-    axes.minorticks_off()
+    axes.minorticks_off()  # a logarithmic axis would label them besides the capacities
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     _percent(axes, of_y=True)
     _name(axes, "tokens of a row", "saved tokens")
@@ -206,7 +207,7 @@ def _tree(axes: Axes, subject: Subject, figures: Figures) -> None:
         norm = Normalize(low, high) if high > low else Normalize(low - 0.5, high + 0.5)
     colours = _colours(_LOW_TO_HIGH if rewarded else _FEW_TO_MANY)
     patches = PatchCollection([_block(block, Rectangle) for block in blocks], cmap=colours, norm=norm)
-    patches.set_array(np.ma.masked_invalid(values))
+    patches.set_array(np.ma.masked_invalid(values))  # nodes without a reward stay transparent
     patches.set(edgecolor="white", linewidth=0.4)
     axes.add_collection(patches)
     axes.autoscale_view()

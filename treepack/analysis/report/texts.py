@@ -20,7 +20,7 @@ from treepack.pack.weights import times_trained
 from treepack.trajectory import Int32, Int64
 from treepack.trie.trie import Trie
 
-CHUNK_CHARACTERS = 1 << 18  # 256 kB: the page decompresses one chunk to show one node, within some milliseconds
+CHUNK_CHARACTERS = 1 << 18  # 256 kB: the page decompresses a whole chunk to show one of its nodes
 CHARACTERS_PER_TOKEN = 4  # of English and code, roughly
 
 Decode = Callable[[list[list[int]]], list[str]]
@@ -72,7 +72,7 @@ def node_texts(trie: Trie, decode: Decode, *, limit: int) -> Texts:
     sizes = trie.node_length
     max_kept = _common_limit(sizes, limit)
     kept = np.minimum(sizes, max_kept)
-    trained = times_trained(trie) > 0
+    trained = times_trained(trie) > 0  # bool [tokens_tree]
     chunks, first_node = [], []
     for a, b in _runs(kept):
         first_node.append(a)
@@ -103,6 +103,7 @@ def _runs(kept: Int64) -> Iterator[tuple[int, int]]:
     before = np.concatenate([[0], np.cumsum(kept)])
     start = 0
     while start < len(kept):
+        # kept [3, 2, 9], before [0, 3, 5, 14]: from node 0 on, 4 tokens end inside node 1, so the run is nodes 0 and 1
         end = int(np.searchsorted(before, before[start] + CHUNK_CHARACTERS // CHARACTERS_PER_TOKEN))
         yield start, (end := min(max(end, start + 1), len(kept)))
         start = end

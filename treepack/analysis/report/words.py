@@ -25,7 +25,7 @@ def headline(por: float) -> str:
         return f"{min(99, round(100 * por))} of 100 tokens are repeats."
     if por < 0.1:
         return f"One of {round(1 / por)} tokens is a repeat."
-    share = round(10 * por)
+    share = round(10 * por)  # 0.928 -> "9 of 10 tokens are repeats."
     return f"{share} of 10 tokens {'is a repeat' if share == 1 else 'are repeats'}."
 
 
@@ -42,7 +42,7 @@ def summary(subject: Subject, figures: Figures) -> list[str]:
 def _sharing(totals: dict[str, Any]) -> str:
     flat, tree = totals["tokens_flat"], totals["tokens_tree"]
     return (
-        f"{counted(totals['num_trajectories'], 'rollout')} of {counted(totals['num_groups'], 'group')} have "
+        f"{quantity(totals['num_trajectories'], 'rollout')} of {quantity(totals['num_groups'], 'group')} have "
         f"{flat:,} tokens. If every shared prefix is computed once, {tree:,} are left: "
         f"{percent(totals['por'])} could be saved (POR), {flat / tree:.1f} tokens for each one that is computed."
     )
@@ -53,12 +53,13 @@ def _packing(subject: Subject, figures: Figures) -> str:
     if packed is not None:
         totals = packed.totals
         return (
-            f"The {counted(totals['num_rows'], 'row')} of at most {packed.capacity:,} tokens contain "
+            f"The {quantity(totals['num_rows'], 'row')} of at most {packed.capacity:,} tokens contain "
             f"{totals['tokens_packed']:,}: {percent(totals['err'])} are saved (ERR). "
             f"Rows are {percent(totals['fill'])} full."
         )
     first, best = figures.capacities[0], max(figures.capacities, key=lambda point: float(point["err"]))
     text = f"Packed into rows of at most {first['capacity']:,} tokens, {percent(first['err'])} are saved (ERR)"
+    # 0.1 %: a difference that percentages with one decimal show.
     if best["err"] > first["err"] + 0.001:
         text += f"; rows of {best['capacity']:,} save {percent(best['err'])}"
     return text + "."
@@ -85,7 +86,7 @@ def _rewards(figures: Figures) -> list[str]:
     text = f"The mean reward is {number(figures.mean_reward)}."
     if figures.groups_of_one_reward:
         text += (
-            f" In {figures.groups_of_one_reward:,} of {counted(len(figures.groups.names), 'group')} all rollouts have "
+            f" In {figures.groups_of_one_reward:,} of {quantity(len(figures.groups.names), 'group')} all rollouts have "
             "the same reward, so their advantages within the group are zero."
         )
     return [text]
@@ -97,7 +98,7 @@ def captions(subject: Subject, figures: Figures) -> dict[str, str]:
     planned = f"planned by the method {figures.method}"
     fill = "as packed" if subject.packed is not None else f"if packed at {figures.fill_capacity:,} tokens, {planned}"
     too_long = max(point["num_too_long"] for point in figures.capacities)
-    left_out = f"; up to {counted(too_long, 'rollout')} longer than a row left out" if too_long else ""
+    left_out = f"; up to {quantity(too_long, 'rollout')} longer than a row left out" if too_long else ""
     return {
         "depths": "Share of repeated tokens by distance from the root; each range is twice as long as the one before.",
         "lengths": f"Tokens of a rollout: {_range(lengths)}.",
@@ -126,6 +127,6 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
 
 
-def counted(count: int, noun: str) -> str:
+def quantity(count: int, noun: str) -> str:
     """Return `1 row`, `2 rows`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

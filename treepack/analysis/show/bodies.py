@@ -82,7 +82,7 @@ def segment_ids(forest: DrawnForest, segment: Segment, look: Look, width: int) -
     ids = forest.tokens[segment.first : segment.stop].tolist()
     words = _Words(ids, [0.0] * len(ids), TRAINED if segment.trained else "")
     for row in _id_rows(words, segment.first, look, width - len(TRAINED_MARK)):
-        yield _marked(row, segment)
+        yield _add_mark(row, segment)
 
 
 def segment_text(forest: DrawnForest, node: int, segment: Segment, look: Look, width: int) -> Iterator[TextRow]:
@@ -91,13 +91,14 @@ def segment_text(forest: DrawnForest, node: int, segment: Segment, look: Look, w
     if segment.first > forest.start[node]:
         before = segment.first - 1
     else:
+        # The last token of the parent, which precedes the node on its path but perhaps not in `tokens`.
         before = int(forest.start[forest.parent[node] + 1]) - 1 if forest.parent[node] >= 0 else -1
     begins = before < 0 or bool(forest.loss_weight[before] > 0) != segment.trained
     for row in wrap(chunks, width=width - len(TRAINED_MARK), trained=segment.trained, begins=begins):
-        yield _marked(row, segment)
+        yield _add_mark(row, segment)
 
 
-def _marked(row: TextRow, segment: Segment) -> TextRow:
+def _add_mark(row: TextRow, segment: Segment) -> TextRow:
     """Return `row` after the mark of its segment."""
     mark = (TRAINED_MARK, TRAINED) if segment.trained else UNTRAINED_MARK
     return TextRow(row.place, Text.assemble(mark, row.text))
@@ -166,13 +167,13 @@ def _id_rows(words: _Words, first: int, look: Look, width: int) -> Iterator[Text
     # A word takes at least two columns, its blank included, so no more of them than this fit.
     max_words = width // 2 + 1
     if num <= max_words and sum(len(word) + 1 for word, _ in words.within(0, num)) - 1 <= width:
-        yield TextRow(first, _joined(words.within(0, num)))
+        yield TextRow(first, _join(words.within(0, num)))
         return
     room = width - len(f" ... {num:,} more ... ")
-    head = _fitting(words.within(0, max_words), room * 2 // 3)
-    tail = _fitting(words.within(num - max_words, num)[::-1], room // 3)[::-1]
+    head = _take(words.within(0, max_words), room * 2 // 3)
+    tail = _take(words.within(num - max_words, num)[::-1], room // 3)[::-1]
     left_out = Text(f" ... {num - len(head) - len(tail):,} more ... ", FAINT)
-    yield TextRow(first, Text.assemble(_joined(head), left_out, _joined(tail)))
+    yield TextRow(first, Text.assemble(_join(head), left_out, _join(tail)))
 
 
 def _full_rows(words: list[Word], first: int, width: int) -> Iterator[TextRow]:
@@ -180,13 +181,13 @@ def _full_rows(words: list[Word], first: int, width: int) -> Iterator[TextRow]:
     start = used = 0
     for i, (word, _) in enumerate(words):
         if i > start and used + 1 + len(word) > width:
-            yield TextRow(first + start, _joined(words[start:i]))
+            yield TextRow(first + start, _join(words[start:i]))
             start, used = i, 0
         used += len(word) + (i > start)
-    yield TextRow(first + start, _joined(words[start:]))
+    yield TextRow(first + start, _join(words[start:]))
 
 
-def _fitting(words: list[Word], room: int) -> list[Word]:
+def _take(words: list[Word], room: int) -> list[Word]:
     """Return the first of `words` that fit `room` columns, at least one."""
     used = -1
     for i, (word, _) in enumerate(words):
@@ -196,7 +197,7 @@ def _fitting(words: list[Word], room: int) -> list[Word]:
     return words
 
 
-def _joined(words: list[Word]) -> Text:
+def _join(words: list[Word]) -> Text:
     """Return `words` with blanks between them; neighbours of one style are one span."""
     runs = groupby(words, key=itemgetter(1))
     return Text(" ").join(Text(" ".join(word for word, _ in run), style) for style, run in runs)

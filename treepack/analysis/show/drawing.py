@@ -23,7 +23,7 @@ import numpy as np
 from rich.text import Text
 
 from treepack.analysis.show.bodies import Look
-from treepack.analysis.show.figures import counted
+from treepack.analysis.show.figures import quantity
 from treepack.analysis.show.forest import DrawnForest
 from treepack.analysis.show.nodes import Nodes
 
@@ -78,6 +78,7 @@ class _TreeDrawing:
         if not children:
             return [], None
         largest = max(children, key=lambda child: int(self.nodes.subtree[child]))
+        # Leaves stay branches, so that siblings without children look alike.
         if not self.nodes.shown[largest] or (len(children) > 1 and largest not in self.children):
             return children, None
         return [child for child in children if child != largest], largest
@@ -86,7 +87,7 @@ class _TreeDrawing:
         """Yield a line that counts the `siblings` that are not drawn, if there are any."""
         hidden = [node for node in siblings if not self.nodes.shown[node]]
         if hidden:
-            what = counted(len(hidden), f"more {noun}")
+            what = quantity(len(hidden), f"more {noun}")
             yield self.nodes.left_out(prefix, what, [(node, int(self.forest.node_end[node])) for node in hidden])
 
 
@@ -105,10 +106,11 @@ def row_lines(forest: DrawnForest, look: Look) -> Iterator[Text]:
             yield from nodes.node(node, indent, indent + "  ", notes=_notes(forest, node))
             node += 1
             continue
+        # One line for a run of nodes that are not drawn.
         stop = node
         while stop < forest.num_nodes and not nodes.shown[stop]:
             stop += 1
-        yield nodes.left_out(indent, counted(stop - node, "more node"), [(node, stop)])
+        yield nodes.left_out(indent, quantity(stop - node, "more node"), [(node, stop)])
         node = stop
 
 

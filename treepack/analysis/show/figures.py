@@ -34,7 +34,7 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def counted(count: int, noun: str) -> str:
+def quantity(count: int, noun: str) -> str:
     """Return `1 token`, `2,000 tokens`."""
     # trajectory -> trajectories, branch -> branches, token -> tokens
     plural = noun[:-1] + "ies" if noun.endswith("ry") else noun + ("es" if noun.endswith("ch") else "s")

@@ -83,7 +83,7 @@ class DrawnForest:
         return ids
 
 
-def trained_runs(loss_weight: Float64) -> int:
+def num_trained_runs(loss_weight: Float64) -> int:
     """Return the number of runs of trained tokens; if whole turns are trained, that is the number of turns."""
     trained = loss_weight != 0
     # trained [0, 1, 1, 0, 1], shifted [0, 0, 1, 1, 0] -> a run begins at [0, 1, 0, 0, 1]
@@ -139,7 +139,7 @@ def _chain(trajectory: Trajectory, start: Int64, num_passing: Int64) -> DrawnFor
     """Return a trajectory cut into nodes that begin at `start`, each the only child of the one before it."""
     content = trajectory.content
     assert isinstance(content, Tokens)
-    at = positions(content.starts, content.ends)
+    at = positions(content.starts, content.ends)  # spans [1, 3) and [5, 6) -> [1, 2, 5]
     loss_weight = np.zeros(len(content.tokens))
     loss_weight[at] = np.repeat(content.span_weights, content.ends - content.starts) * trajectory.weight
     num = len(num_passing)
@@ -189,6 +189,7 @@ def forest_of_row(row: Row) -> DrawnForest:
         start=start,
         depth=row.position_ids[start[:-1]].astype(np.int64),
         parent=np.where(above < 0, -1, node_of[above]).astype(np.int64),
+        # subtree_end counts tokens, node_end nodes: start [0, 2, 3, 5], subtree_end 5 -> node 3
         node_end=np.searchsorted(start, row.subtree_end[start[:-1]]).astype(np.int64),
         num_passing=row.scale[start[:-1]].astype(np.int64),
         endings=Endings(
@@ -212,6 +213,7 @@ def path_of_row(row: Row, trajectory: int) -> DrawnForest:
     while (up := int(whole.parent[nodes[-1]])) >= 0:
         nodes.append(up)
     index = np.array(nodes[::-1])
+    # Row indices of the path: nodes of rows [0, 3) and [5, 7) -> [0, 1, 2, 5, 6]
     tokens = np.concatenate([np.arange(whole.start[u], whole.start[u + 1]) for u in index.tolist()])
     loss_weight, values = row.loss_weight[tokens], {}
     if row.terms is not None:

@@ -16,9 +16,9 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from treepack.analysis.show.bodies import TRAINED_MARK, Look, Segment, ids_rows, segment_ids, segment_text, segments
-from treepack.analysis.show.figures import counted, number, spread
-from treepack.analysis.show.forest import DrawnForest, trained_runs
-from treepack.analysis.show.wrapping import FAINT, NAME, TRAINED, TextRow, printable
+from treepack.analysis.show.figures import number, quantity, spread
+from treepack.analysis.show.forest import DrawnForest, num_trained_runs
+from treepack.analysis.show.wrapping import FAINT, NAME, TRAINED, TextRow, escape_text
 from treepack.trajectory import Int64
 
 NODES = 100  # nodes drawn of a large forest: some 250 lines, a few screens
@@ -74,9 +74,9 @@ class Nodes:
         weight = forest.loss_weight[begin:stop]
         num_trained = int((weight != 0).sum())
         passing = int(forest.num_passing[node])
-        parts = [Text(f"* {counted(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
+        parts = [Text(f"* {quantity(stop - begin, 'token')}" + (f" x{passing:,}" if passing > 1 else ""))]
         if num_trained and not self.by_turn:
-            turns, total = trained_runs(weight), float(weight.sum())
+            turns, total = num_trained_runs(weight), float(weight.sum())
             parts.append(Text(f"{num_trained:,} trained" + (f" in {turns:,} turns" if turns > 1 else ""), TRAINED))
             # 1e-9: a sum of weights of 1 may be off by rounding, and "loss weight 3" after "3 trained" is no news.
             if abs(total - num_trained) > 1e-9 * num_trained:
@@ -121,7 +121,7 @@ class Nodes:
         if self.by_turn and self.begins_turn[first]:
             # argmax finds the first untrained token; it is 0 if there is none, and then the turn ends with the tokens.
             stop = first + int((forest.loss_weight[first:] == 0).argmax() or len(forest.loss_weight) - first)
-            parts = [f"turn {self.turn[first]}: {counted(stop - first, 'token')}"]
+            parts = [f"turn {self.turn[first]}: {quantity(stop - first, 'token')}"]
             for name, values in forest.values.items():
                 known = values[first:stop][~np.isnan(values[first:stop])]
                 parts += [f"mean {name} {number(float(known.mean()))}"] if len(known) else []
@@ -142,7 +142,7 @@ class Nodes:
         named = indices if self.look.full or len(indices) <= ENDINGS else indices[: ENDINGS - 1]
         lines = []
         for i in named:
-            lines.append("  ".join(["= " + printable(ending.trajectory_ids[i]), *self._figures([i])]))
+            lines.append("  ".join(["= " + escape_text(ending.trajectory_ids[i]), *self._figures([i])]))
         if rest := indices[len(named) :]:
             lines.append("  ".join([f"= {len(rest):,} more", *self._figures(rest)]))
         return lines
@@ -163,7 +163,7 @@ class Nodes:
         start, ending = self.forest.start, self.forest.endings
         tokens = sum(int(start[stop] - start[first]) for first, stop in ranges)
         indices = [i for first, stop in ranges for i in ending.within(first, stop)]
-        parts = [counted(len(indices), "trajectory"), counted(tokens, "token"), *self._figures(indices)]
+        parts = [quantity(len(indices), "trajectory"), quantity(tokens, "token"), *self._figures(indices)]
         text = f"... {what}"
         for separator, part in zip([": ", ", ", ", ", ", "], parts, strict=False):
             if cell_len(text + separator + part) <= self.room(prefix):

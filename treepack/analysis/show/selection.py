@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from treepack.analysis.show.wrapping import printable
+from treepack.analysis.show.wrapping import escape_text
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
@@ -120,7 +120,7 @@ def first_named(
     ids: list[str] = []
     source = None
     for rollout in rollouts:
-        if source is not None and rollout.source != source:
+        if source is not None and rollout.source != source:  # samples of one record are consecutive
             return
         if matches(wanted, rollout.trajectory_id, rollout.source):
             source = rollout.source
@@ -137,13 +137,14 @@ def unknown(wanted: str, names: Iterable[str], *, noun: str, where: str) -> Tree
     known = sorted(set(names))
     if not known:
         return TreepackError(f"{where}: has no {noun} to show; give other rollouts")
+    # known [a1, a10, a2, b], wanted a15 -> at 2: neighbours in the sorted list share a prefix with the wanted name
     at = bisect_left(known, wanted)
     compared = known[max(0, at - NUM_COMPARED) : at + NUM_COMPARED]
     # 0.5, not the 0.6 of difflib: a short id with half of its letters wrong still finds its neighbour.
     near = get_close_matches(wanted, compared, n=3, cutoff=0.5) or known[:3]
-    listed = ", ".join(f"'{printable(name)}'" for name in near)
+    listed = ", ".join(f"'{escape_text(name)}'" for name in near)
     listed = listed if len(near) == len(known) else f"such as {listed}"
-    return TreepackError(f"{where}: has no {noun} '{printable(wanted)}'; give one of its {len(known):,}, {listed}")
+    return TreepackError(f"{where}: has no {noun} '{escape_text(wanted)}'; give one of its {len(known):,}, {listed}")
 
 
 def read_row(directory: Path, manifest: Manifest, number: int) -> Row:

@@ -27,11 +27,11 @@ from treepack.analysis.show.forest import (
     forest_of_row,
     forest_of_trajectory,
     forest_of_trie,
+    num_trained_runs,
     path_of_row,
     path_of_trie,
-    trained_runs,
 )
-from treepack.analysis.show.wrapping import FAINT, NAME, printable, shortened, table_lines
+from treepack.analysis.show.wrapping import FAINT, NAME, escape_text, shorten, table_lines
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row
 from treepack.trajectory import Trajectory
@@ -100,7 +100,7 @@ def _facts(trajectory: Trajectory) -> dict[str, Any]:
         "step": trajectory.step,
         "num_tokens": len(forest.tokens),
         "tokens_trained": int(trained.sum()),
-        "num_turns": trained_runs(forest.loss_weight),
+        "num_turns": num_trained_runs(forest.loss_weight),
         "weight": trajectory.weight,
         "reward": trajectory.reward,
         "advantage": trajectory.advantage,
@@ -144,14 +144,14 @@ def row_trajectory_view(row: Row, trajectory: int) -> View:
         "step": row.step,
         "num_tokens": len(forest.tokens),
         "tokens_trained": int((forest.loss_weight != 0).sum()),
-        "reward": _known(forest.endings.reward[0]),
-        "advantage": _known(forest.endings.advantage[0]),
+        "reward": _or_none(forest.endings.reward[0]),
+        "advantage": _or_none(forest.endings.advantage[0]),
         "notes": "weights include all trajectories of the row that share a token" if row.terms is None else None,
     }
     return View("trajectory", facts, forest)
 
 
-def _known(value: float) -> float | None:
+def _or_none(value: float) -> float | None:
     """Return `value`, or None for NaN, which JSON cannot write."""
     return None if np.isnan(value) else float(value)
 
@@ -168,11 +168,11 @@ def _fact_lines(facts: dict[str, Any], look: Look) -> Iterator[Text]:
     """Yield names and values, as many on a line as fit."""
     line = Text()
     for name, value in facts.items():
-        if value is None or (name, value) == ("weight", 1):
+        if value is None or (name, value) == ("weight", 1):  # unknown, or the default
             continue
         text = _text(name, value)
         if name not in NAMES:
-            text = shortened(text, max(MIN_FACT, look.width - len(name) - 1))
+            text = shorten(text, max(MIN_FACT, look.width - len(name) - 1))
         # rich.columns.Columns would align the facts in a grid, which is as wide as the longest id.
         fact = Text.assemble((f"{name} ", FAINT), (text, NAME))
         if line and line.cell_len + len(GAP) + fact.cell_len > look.width:
@@ -191,7 +191,8 @@ def _text(name: str, value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.6g}"
-    return printable(value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False))
+    # Metadata is JSON of a rollout; sorted keys, because the order of the input means nothing.
+    return escape_text(value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False))
 
 
 def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[Text]:
@@ -208,7 +209,7 @@ def group_lines(groups: list[selection.SelectedGroup], look: Look) -> Iterator[T
             f"{group.tokens_flat:,}",
             f"{group.tokens_tree:,}",
             str(spread(group.reward) or "-"),
-            Text(printable(group.group_id)),  # a string would be read as markup
+            Text(escape_text(group.group_id)),  # a string would be read as markup
         )
     yield from table_lines(table)
     if len(groups) > len(groups_drawn):
@@ -234,8 +235,8 @@ def as_json(view: View, decoder: Decoder | None) -> dict[str, Any]:
             "ends": [
                 {
                     "trajectory_id": ending.trajectory_ids[i],
-                    "reward": _known(ending.reward[i]),
-                    "advantage": _known(ending.advantage[i]),
+                    "reward": _or_none(ending.reward[i]),
+                    "advantage": _or_none(ending.advantage[i]),
                 }
                 for i in ending.within(node, node + 1)
             ],

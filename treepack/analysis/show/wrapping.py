@@ -32,7 +32,7 @@ _UNIT = re.compile(r"\\(?:[nrt]|x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})|.", re.D
 
 
 @lru_cache(maxsize=4096)
-def escaped(character: str) -> str:
+def escape(character: str) -> str:
     """Return `character` if it is printable, else a printable escape for it: `\\n`, `\\x1b`, `\\u202e`."""
     if character.isprintable():
         return character
@@ -42,12 +42,12 @@ def escaped(character: str) -> str:
     return _SHORT.get(character) or f"\\{digits}"
 
 
-def printable(text: str) -> str:
+def escape_text(text: str) -> str:
     """Return `text` on one line, with an escape for each character that is not printable."""
-    return "".join(map(escaped, text))
+    return "".join(map(escape, text))
 
 
-def shortened(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
     """Return a printable text of at most `width` columns; a longer one loses its middle."""
     if cell_len(text) <= width:
         return text
@@ -129,10 +129,10 @@ def _lines_of_text(chunks: Iterable[Chunk], *, trained: bool, begins: bool) -> I
 def _append(line: Text, text: str, style: str) -> None:
     """Append `text` to `line` in `style`, its escapes in a style of their own; a line of trained text has one style."""
     if line.style:
-        line.append(printable(text))
+        line.append(escape_text(text))
         return
     for is_printable, characters in groupby(text, key=str.isprintable):
-        line.append("".join(map(escaped, characters)), style if is_printable else ESCAPE)
+        line.append("".join(map(escape, characters)), style if is_printable else ESCAPE)
 
 
 def _breaks(text: str, width: int) -> Iterator[int]:
