@@ -180,13 +180,13 @@ class Format:
             TreepackError: a record does not have this format, or its fields contradict each other.
         """
         if self.read_file is not None:
-            yield from self.read_file(self._checked(records), options)
+            yield from self.read_file(self._check_records(records), options)
             return
         assert self.read is not None
-        for record in self._checked(records):
+        for record in self._check_records(records):
             yield from self.read(record, options)
 
-    def _checked(self, records: Iterable[Record]) -> Iterator[Record]:
+    def _check_records(self, records: Iterable[Record]) -> Iterator[Record]:
         for number, record in enumerate(records):
             if self.checked == "each" or (self.checked == "first" and number == 0):
                 self.check(record)

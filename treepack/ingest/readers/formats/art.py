@@ -57,12 +57,12 @@ def _read_trajectory(
 ) -> Iterator[Trajectory | Skipped]:
     source = record.source
     more = as_objects(
-        _parsed(trajectory.get("additional_histories"), source), source=source, name="additional_histories"
+        _parse(trajectory.get("additional_histories"), source), source=source, name="additional_histories"
     )
     histories = [_history(each, source) for each in (trajectory, *more)]
     rest = without(trajectory, DROPPED)
     # The fields of `extra` become metadata.
-    rest |= {"metadata": _parsed(rest.get("metadata"), source), "extra": _parsed(trajectory.get("metrics"), source)}
+    rest |= {"metadata": _parse(rest.get("metadata"), source), "extra": _parse(trajectory.get("metrics"), source)}
     one = replace(record, value=rest | named)
     choices = [item for items, _ in histories for item in items if "message" in item]
     if not choices:
@@ -84,7 +84,7 @@ def _history(history: dict[str, Any], source: str) -> tuple[list[dict[str, Any]]
     converted = []
     for message in as_objects(history.get("messages"), source=source, name="messages"):
         plain = {name: part for name, part in message.items() if name != "trainable"}
-        plain["tool_calls"] = _parsed(plain.get("tool_calls"), source)
+        plain["tool_calls"] = _parse(plain.get("tool_calls"), source)
         converted.append({"message": plain} if message.get("trainable") else plain)
     return converted, history.get("tools")
 
@@ -114,7 +114,7 @@ def _token_call(choice: dict[str, Any]) -> TokenCall | None:
     return TokenCall(prompt, ids, {"rollout_log_probs": [entry.get("logprob") for entry in entries]})
 
 
-def _parsed(value: Any, source: str) -> Any:
+def _parse(value: Any, source: str) -> Any:
     """Parse a value that Parquet stores as JSON text; return any other value unchanged."""
     if not isinstance(value, str):
         return value

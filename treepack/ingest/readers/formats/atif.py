@@ -67,13 +67,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     part = _step_result(result, step.name, record.source) if is_step else result
     # "trajectory.json" -> "", "trajectory.cont-1.json" -> "cont-1"
     inner = folder_and_document(record)[1].removeprefix("trajectory").lstrip(".-_")
-    described = _described(result, part, (step.name if is_step else "", inner), str(path), options)
+    facts = _facts(result, part, (step.name if is_step else "", inner), str(path), options)
     main = beside(record, MAIN)
     if not _is_in_details(part, main, str(path)):
-        yield from _read_document(record, described, options)
+        yield from _read_document(record, facts, options)
     # The result has the ids of the whole trial: only its main file yields them, and other files are skipped.
     elif main is not None and main.name == Path(record.path).name:
-        yield from _read_details(Record(str(path), str(path), described), part, options)
+        yield from _read_details(Record(str(path), str(path), facts), part, options)
     else:
         yield Skipped(record.source, f"its token ids are read with {MAIN if main else path.name}")
 
@@ -88,8 +88,8 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
     nothing = True
     for name, part, main in parts:
         if beside(record, main) is None and _is_in_details(part, None, source):
-            described = _described(result, part, (name,), source, options)
-            yield from _read_details(replace(record, value=described), part, options)
+            facts = _facts(result, part, (name,), source, options)
+            yield from _read_details(replace(record, value=facts), part, options)
             nothing = False
     if nothing:
         yield Skipped(source, "result of a trial, read with its trajectories")
@@ -140,16 +140,16 @@ def _detail_calls(detail: dict[str, Any], source: str) -> list[TokenCall]:
 def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     value, source = record.value, record.source
     agent = value["agent"] if isinstance(value.get("agent"), dict) else {}
-    described = {
+    facts = {
         **without(value, TOP | LINKS),
         **trial,
         "agent": agent.get("name"),
         "model": agent.get("model_name"),
     }
-    if "trajectory_id" not in described:
-        described["trajectory_id"] = value.get("trajectory_id") or value.get("session_id")
+    if "trajectory_id" not in facts:
+        facts["trajectory_id"] = value.get("trajectory_id") or value.get("session_id")
     steps = as_objects(value["steps"], source=source, name="steps")
-    slim = replace(record, value=described)
+    slim = replace(record, value=facts)
     trained = [step for step in steps if _is_trained(step)]
     with_ids = [step for step in trained if _has_ids(step)]
     # Ids of some steps only would mix two tokenisations in one trajectory, so then all are read as text.
@@ -162,7 +162,7 @@ def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) 
         where = f"{source}: subagent_trajectories[{number}]"
         if not has_fields(each, [TRAJECTORY]):
             raise TreepackError(f"{where} is {shown(each)}; expected a trajectory with schema_version ATIF and steps")
-        name = f"{described['trajectory_id']}/{each.get('trajectory_id') or number}"
+        name = f"{facts['trajectory_id']}/{each.get('trajectory_id') or number}"
         yield from _read_document(Record(where, record.path, each), trial | {"trajectory_id": name}, options)
 
 
@@ -265,7 +265,7 @@ def _result_above(record: Record) -> tuple[Path | None, dict[str, Any]]:
     return None, {}
 
 
-def _described(
+def _facts(
     result: dict[str, Any], part: dict[str, Any], names: tuple[str, ...], source: str, options: ReadOptions
 ) -> dict[str, Any]:
     """Return the names and the reward that the result of a trial gives to one of its conversations."""

@@ -55,14 +55,14 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     this_round = ROUND.fullmatch(Path(path).name)
     # Round 2 of rounds 0, 1, 2, 3 -> the path of round 3.
     later = next((each for number, each in rounds if this_round is not None and number > int(this_round[1])), None)
-    if later is not None and _shared(messages, later) == len(messages):
+    if later is not None and _num_shared(messages, later) == len(messages):
         yield Skipped(path, f"beginning of {later.name}")
         return
     done = normalise_messages(messages, source=path)
     weights = done.weights
     if this_round is None and rounds and messages[0].get("role") == "system":
         # The system prompts differ, so the comparison starts after them: [S', a, b, patch] and [S, a, b] -> 1 + 2.
-        num_shared = 1 + _shared(messages[1:], rounds[-1][1], start=1)
+        num_shared = 1 + _num_shared(messages[1:], rounds[-1][1], start=1)
         weights = [0.0] * num_shared + weights[num_shared:]
     folder, stem = folder_and_document(record)
     name = "/".join(part for part in (folder, "" if this_round is not None and folder else stem) if part)
@@ -78,7 +78,7 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), each) for match, each in named if match is not None)
 
 
-def _shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
+def _num_shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
     """Count the first `messages` that equal the messages of the file at `path` from message `start`."""
     others = islice(read_records(str(path)), start, None)
     pairs = zip(messages, (record.value for record in others), strict=False)

@@ -40,7 +40,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     # "sympy-1.prev" -> "sympy-1"
     for ending in CHECKPOINTS:
         task = task.removesuffix(ending)
-    if stem != task and (whole := _finished(record, stem, task)) is not None:
+    if stem != task and (whole := _whole_file(record, stem, task)) is not None:
         yield Skipped(record.source, f"checkpoint of {whole}")
         return
     name = task if folder in ("", task) else f"{folder}/{task}"
@@ -55,7 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield _trajectory(record, _asking_messages(path), f"{name}/node-{number}", task, options)
 
 
-def _finished(record: Record, stem: str, task: str) -> str | None:
+def _whole_file(record: Record, stem: str, task: str) -> str | None:
     """Return the name of the file of which the checkpoint `stem` is a copy, or None if that file does not exist."""
     # "x.prev" -> ["x.root", "x.cur.root"], "x.cur" -> ["x.root"]
     better = [f"{task}.root"] + ([f"{task}.cur.root"] if stem.endswith(".prev") else [])

@@ -74,13 +74,13 @@ def _read_trial(name: str, rows: list[Record], options: ReadOptions) -> Iterator
         yield Skipped(rows[0].source, "no message that the model wrote")
         return
     # Only the last row has the result of the trial.
-    described = {
+    facts = {
         **without(value, KNOWN),
         "trajectory_id": name,
         "group_id": value["task"],
         **_result(value.get("result")),
     }
-    yield from read_chats(replace(rows[0], value=described), calls, options)
+    yield from read_chats(replace(rows[0], value=facts), calls, options)
 
 
 def _call(row: dict[str, Any], end: int) -> ChatCall:

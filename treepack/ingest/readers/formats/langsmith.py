@@ -66,7 +66,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     """
     traces: dict[str, _Trace] = {}
     for record in records:
-        for name, run in _nested(record):
+        for name, run in _runs(record):
             trace = traces.setdefault(name, _Trace(replace(record, value={})))
             # The example and the feedback of the root describe the whole trace.
             is_root = run.get("parent_run_id") is None
@@ -85,7 +85,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             yield from _read(name, trace, options)
 
 
-def _nested(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+def _runs(record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the run of `record` and all runs below it, each with the name of its trace."""
     value = record.value
     runs = value["runs"] if "run_type" not in value else [value]

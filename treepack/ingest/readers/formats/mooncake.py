@@ -55,7 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     tokens = np.full(num_input + num_output, _own_id(record), np.int32)
     blocks = np.repeat(hashes, size)[:num_input]
     tokens[: len(blocks)] = blocks
-    yield describe(record, _trained_from(tokens, max(num_input, 1)), used=USED, options=options)
+    yield describe(record, _content(tokens, max(num_input, 1)), used=USED, options=options)
 
 
 def _length(value: Any, name: str, source: str) -> int:
@@ -84,7 +84,7 @@ def _own_id(record: Record) -> int:
     return FIRST_OWN_ID + mixed % FIRST_OWN_ID
 
 
-def _trained_from(tokens: Int32, start: int) -> Tokens:
+def _content(tokens: Int32, start: int) -> Tokens:
     return Tokens(tokens, np.array([start], np.int32), np.array([len(tokens)], np.int32), np.ones(1))
 
 

@@ -42,15 +42,15 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     value, source = record.value, record.source
     messages = _messages(value, source)
-    rejected = _rejected(value, messages, source)
+    rejected = _rejected_side(value, messages, source)
     sides = [messages] if rejected is None else [messages, rejected]
-    merged = [done for side in sides if (done := _merged(side, source)) is not None]
-    if len(merged) < len(sides):
+    sides_in_turns = [done for side in sides if (done := _merge_turns(side, source)) is not None]
+    if len(sides_in_turns) < len(sides):
         yield Skipped(source, "turn in parts of different weights")
     elif rejected is None:
-        yield read_chat(record, merged[0], options, used=USED)
+        yield read_chat(record, sides_in_turns[0], options, used=USED)
     else:
-        yield from read_whole_pair(record, merged[0], merged[1], options, used=USED)
+        yield from read_whole_pair(record, sides_in_turns[0], sides_in_turns[1], options, used=USED)
 
 
 def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
     return rounds(system, earlier, *last, source=source)
 
 
-def _rejected(value: dict[str, Any], messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
+def _rejected_side(value: dict[str, Any], messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
     """Return the rejected conversation: the whole one, or the prompt with the rejected response."""
     if (whole := value.get("rejected_messages")) is not None:
         if not is_messages(whole):
@@ -86,7 +86,7 @@ def _rejected(value: dict[str, Any], messages: list[dict[str, Any]], source: str
     return [*messages[: last_user + 1], *answers]
 
 
-def _merged(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
+def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]] | None:
     """Return `messages` with one message for each turn, and with the results of tools under the role `tool`.
 
     None if the parts of a turn have different weights; of consecutive calls, the weight of the first is used.

@@ -73,11 +73,11 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             yield exchange
             continue
         # A response whose predecessor is unknown has an unknown prompt.
-        before = _named(exchange, "previous_response_id")
+        before = _identifier(exchange, "previous_response_id")
         if before is not None and before not in transcripts:
             yield Skipped(exchange.record.source, "response whose previous_response_id is not in the file")
             continue
-        input_items = _resolved(exchange.request["input"], items)
+        input_items = _resolve(exchange.request["input"], items)
         if input_items is None:
             yield Skipped(exchange.record.source, "response whose input refers to an item that is not in the file")
             continue
@@ -88,7 +88,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         if not is_text([*question.messages, *output.messages]):
             yield Skipped(exchange.record.source, MEDIA_REASON)
             continue
-        conversation = _named(exchange, "conversation")
+        conversation = _identifier(exchange, "conversation")
         earlier = transcripts.get(before or conversation or "")
         if earlier is None:
             name = root = exchange.session or exchange.name
@@ -113,7 +113,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         yield from with_notes(read_chats(record, rollout.calls, options), tuple(rollout.notes))
 
 
-def _resolved(items: Any, known: dict[str, Item]) -> Any:
+def _resolve(items: Any, known: dict[str, Item]) -> Any:
     """Return `items` with the items that they refer to in their places; None if one of these is not known."""
     if not is_messages(items):
         return items
@@ -144,7 +144,7 @@ def _add(
     return [*prompt, *output.messages]
 
 
-def _named(exchange: Exchange, name: str) -> str | None:
+def _identifier(exchange: Exchange, name: str) -> str | None:
     """Return the field `name` of the response, or of the request: an id, or an object that has one."""
     for part in (exchange.response.get(name), exchange.request.get(name)):
         identifier = part.get("id") if isinstance(part, dict) else part

@@ -137,18 +137,18 @@ def _attributes(attributes: Any, source: str) -> dict[str, Any]:
         raise TreepackError(
             f"{source}: attributes is {shown(attributes)}; expected an object, or a list of keys and values"
         )
-    return {each["key"]: _unwrapped(each.get("value")) for each in attributes}
+    return {each["key"]: _unwrap(each.get("value")) for each in attributes}
 
 
-def _unwrapped(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     # {"stringValue": "a"} -> "a", {"intValue": "7"} -> 7, {"arrayValue": {"values": [{"boolValue": true}]}} -> [True]
     if not isinstance(value, dict) or len(value) != 1:
         return value
     ((kind, content),) = value.items()
     if kind == "arrayValue":
-        return [_unwrapped(each) for each in (content or {}).get("values", [])]
+        return [_unwrap(each) for each in (content or {}).get("values", [])]
     if kind == "kvlistValue":
-        return {str(each.get("key")): _unwrapped(each.get("value")) for each in (content or {}).get("values", [])}
+        return {str(each.get("key")): _unwrap(each.get("value")) for each in (content or {}).get("values", [])}
     return (
         int(content) if kind == "intValue" and isinstance(content, str) and content.lstrip("-").isdecimal() else content
     )
@@ -156,20 +156,20 @@ def _unwrapped(value: Any) -> Any:
 
 def _calls(span: _TraceSpan) -> Iterator[ChatCall]:
     """Yield one call for each response of `span`."""
-    instructions = _parsed(span, INSTRUCTIONS)
+    instructions = _parse(span, INSTRUCTIONS)
     # Instructions are text, or a list of parts.
     parts = [{"type": "text", "content": instructions}] if isinstance(instructions, str) else instructions
     prompt = _messages([{"role": "system", "parts": parts}], span, INSTRUCTIONS) if parts else []
-    prompt += _messages(_parsed(span, INPUT) or [], span, INPUT)
-    responses = _parsed(span, OUTPUT)
+    prompt += _messages(_parse(span, INPUT) or [], span, INPUT)
+    responses = _parse(span, OUTPUT)
     if not is_messages(responses):
         raise TreepackError(f"{span.source}: {OUTPUT} is {shown(responses)}; expected a list of messages")
     for response in responses:
         said = _messages([{"role": "assistant"} | response], span, OUTPUT)
-        yield ChatCall(prompt, said, _parsed(span, TOOLS) or None)
+        yield ChatCall(prompt, said, _parse(span, TOOLS) or None)
 
 
-def _parsed(span: _TraceSpan, name: str) -> Any:
+def _parse(span: _TraceSpan, name: str) -> Any:
     """Return the attribute `name`, parsed if it is JSON text."""
     value = span.attributes.get(name)
     if not isinstance(value, str):

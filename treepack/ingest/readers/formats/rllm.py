@@ -63,10 +63,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             "group_id": task if task is None or agent in UNNAMED else f"{task}:{agent}",
             "agent": None if agent in UNNAMED else agent,
         }
-        yield from _read_trajectory(replace(record, value=_described(value, trajectory) | named), trajectory, options)
+        yield from _read_trajectory(replace(record, value=_facts(value, trajectory) | named), trajectory, options)
 
 
-def _described(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any]:
+def _facts(episode: dict[str, Any], trajectory: dict[str, Any]) -> dict[str, Any]:
     """Return the facts of a trajectory besides its steps, under the names that every reader uses."""
     correct, reward = episode.get("is_correct"), trajectory.get("reward")
     return {

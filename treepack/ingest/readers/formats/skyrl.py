@@ -55,7 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     rows = rows_of(columns, first="sequences" if is_batch else "prompt_token_ids", source=record.source)
     steps: list[tuple[Record, dict[str, Any]]] = []
     for number, row in enumerate(rows):
-        one = replace(record, source=f"{record.source}[{number}]", value=_described(row, record, number))
+        one = replace(record, source=f"{record.source}[{number}]", value=_facts(row, record, number))
         if any(row.get(name) is not None for name in MEDIA):
             yield Skipped(one.source, MEDIA_REASON)
         elif is_batch:
@@ -68,7 +68,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
                 steps = []
 
 
-def _described(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
+def _facts(row: dict[str, Any], record: Record, number: int) -> dict[str, Any]:
     """Return the facts of a row besides its tokens, under the names that every reader uses."""
     read = {*GENERATOR, *BATCH, *OF_RESPONSE, "rewards", "trajectory_ids", "is_last_step", "stop_reasons", "uids"}
     rest = without(row, {*read, *DROPPED})

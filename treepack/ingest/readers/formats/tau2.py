@@ -88,7 +88,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     # A simulation without a trial is named by its id.
     trial = value.get("id") if value.get("trial") is None else value["trial"]
     rest = without(value, USED | DROPPED)
-    described = {
+    facts = {
         **rest,
         "trajectory_id": f"{group}/{trial}",
         "group_id": group,
@@ -99,7 +99,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
     cut = any(message.get("context_truncation") for message in value["messages"])
     notes = (TRUNCATED_NOTE,) if cut else ()
     tools = _tools(environment.get("tool_defs"))
-    yield conversation(replace(record, value=described), [*system, *spoken], options, tools=tools, notes=notes)
+    yield conversation(replace(record, value=facts), [*system, *spoken], options, tools=tools, notes=notes)
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _read_trace(
     if not sampled:
         yield Skipped(record.source, "no call with a response")
         return
-    one = replace(record, value=_described(episode, trace, agent, record.source))
+    one = replace(record, value=_facts(episode, trace, agent, record.source))
     ids = graphs.ids_of(nodes, source=record.source)
     if _has_media(trace, ids, record.source):
         yield Skipped(record.source, MEDIA_REASON)
@@ -138,7 +138,7 @@ def _has_media(trace: dict[str, Any], ids: list[Any], source: str) -> bool:
     return not is_text(messages) or any(np.isin(each, places).any() for each in ids)
 
 
-def _described(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:
+def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:
     """Return the facts of a trace besides its nodes, under the names that every reader uses."""
     task = _object(trace, "task", source) or _object(episode, "task", source)
     group = _object(episode, "group", source).get("id") or task.get("key") or task.get("hash")

@@ -100,10 +100,10 @@ def _messages(talk: dict[str, Any], name: str, source: str) -> list[dict[str, An
         return [{"role": "user" if name == "prompt" else "assistant", "content": messages}]
     if not is_messages(messages):
         raise TreepackError(f"{source}: {name} is {shown(messages)}; expected messages or text")
-    return [_parsed(message, source) for message in messages]
+    return [_parse_calls(message, source) for message in messages]
 
 
-def _parsed(message: dict[str, Any], source: str) -> dict[str, Any]:
+def _parse_calls(message: dict[str, Any], source: str) -> dict[str, Any]:
     """Return `message` with tool calls that are JSON text parsed."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not any(isinstance(call, str) for call in calls):

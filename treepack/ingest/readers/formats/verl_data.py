@@ -53,7 +53,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         completion = [{"role": "assistant", "content": response}]
         one = replace(record, value=rest | {"completion": completion})
         for item in chat.read(one, options):
-            yield _numbered(item, number) if isinstance(item, Trajectory) else item
+            yield _number_response(item, number) if isinstance(item, Trajectory) else item
 
 
 def _with_thinking(value: dict[str, Any], record: Record) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _with_thinking(value: dict[str, Any], record: Record) -> dict[str, Any]:
     return value | {"chat_template_kwargs": variables | {"enable_thinking": thinking}}
 
 
-def _numbered(item: Trajectory, number: int) -> Trajectory:
+def _number_response(item: Trajectory, number: int) -> Trajectory:
     """Return the `number`-th response of a record. Only the first keeps the notes, so that they are counted once."""
     notes = item.notes if number == 1 else ()
     return replace(item, trajectory_id=f"{item.trajectory_id}/response-{number}", notes=notes)
