@@ -47,5 +47,5 @@ def optimiser_options(*, epochs: int, lr: float) -> Callable[[F], F]:
     checkpointing = click.option(
         "--gradient-checkpointing", is_flag=True, help="Compute activations again in the backward pass, to save memory."
     )
-    # Betas are no option: nearly everybody uses (0.9, 0.95) for language models.
+    # Betas are not an option, because (0.9, 0.95) is usual for language models.
     return option_group("optimiser", [*options, checkpointing], OptimiserOptions)

@@ -247,6 +247,7 @@ def wait_for_lines(out: Path, count: int, process: BaseProcess) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_and_stopped_by_sigterm_ends_bit_for_bit(
     packed: Path, config: Path, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_rows_are_read_from_any_filesystem(treepack: Run, arguments: list[str], 
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun_write_what_one_process_writes(
     treepack: Run, arguments: list[str], tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_groups_in_several_rows_and_steps_are_counted_per_step(tmp_path: Path) -
     table = trajectory_table(dataset, objective)
     for rows in ([0, 1, 2, 3], [3, 1], [2]):
         factors = step_factors(table, rows, objective)
-        # Factors times weights, summed over the step, are 1 for each denominator.
+        # Factors times weights, summed over the step, are 1.
         total = sum(
             float((row_factors * table.weight[table.first[row] : table.first[row + 1]]).sum())
             for row, row_factors in zip(rows, factors, strict=True)

@@ -195,6 +195,7 @@ for number in (1, 2):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compute_one_step(workplace: Path) -> None:
     pytest.importorskip("trl")
     one_row = "per_device_train_batch_size=1, gradient_accumulation_steps=3, use_cpu=True, max_grad_norm=0.0"

@@ -201,7 +201,7 @@ def make_optimiser(run: TrainingRun) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # torch refuses a group without parameters
+    groups = [group for group in groups if group["params"]]  # a model may have no parameter of one dimension
     fused = run.loaded.device.type == "cuda" and not options.cpu_offload
     return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
 

@@ -215,7 +215,9 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
         with memory_errors(row):
             row_values = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
         if not np.isfinite(row_values).all():
-            raise TreepackError(f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit it again")
+            raise TreepackError(
+                f"{model.loaded.source}: a value of row {row.row.row_id} is not finite; fit the predictor again"
+            )
         values[row.node] = row_values
     return values
 
