@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 DEMO := demo_out
 
-.PHONY: demo test lint types imports schemas docs clean
+.PHONY: demo test test-slow lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ demo: $(VENV)/run.stamp
 
 test: lint types imports
 	$(BIN)/python -m pytest -n auto
+
+test-slow: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -n auto -m slow
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from support.manifests import manifest_of
-from support.paths import ROOT
+from support.paths import REAL, ROOT
 from treepack.columns import collect
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.stream import read, usable
@@ -21,7 +21,6 @@ from treepack.trie.build import build_trie
 from treepack.trie.check import check_trie
 from treepack.trie.trie import Trie
 
-DATA = ROOT.parent / "shared" / "data"
 TOKENIZER = str(ROOT / "sample_data" / "tokenizer")
 SOURCES = {
     "tau-bench": "tau-bench-airline/gpt-4o-airline.json.gz",
@@ -29,13 +28,16 @@ SOURCES = {
     "swe-agent": "swe-agent-lite/*/django__django-11*",
 }
 
-pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="REAL ROLLOUTS ARE NOT THERE: nothing of theirs is tested")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not REAL.is_dir(), reason="THERE ARE NO REAL ROLLOUTS beside the checkout: none is tested"),
+]
 
 
 def built(source: str, expand: str, share: str = "all") -> tuple[Trie, Counter[str]]:
     counts: Counter[str] = Counter()
     options = BuildOptions(tokenizer=TOKENIZER, expand=expand)
-    stream = read([str(DATA / SOURCES[source])], options)
+    stream = read([str(REAL / SOURCES[source])], options)
     return build_trie(collect(usable(stream, counts)), share=share), counts
 
 

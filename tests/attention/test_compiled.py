@@ -30,6 +30,7 @@ def compiled(table: str, dtype: str, capability: int, *widths: int) -> list[Repo
     return reports
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("fp16", 64)])
 def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(dtype: str, width: int) -> None:
     for report in compiled("hopper", dtype, 90, width):
@@ -39,12 +40,14 @@ def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(dtype: str,
         assert report.shared <= 227 << 10, report
 
 
+@pytest.mark.slow
 def test_the_portable_kernels_fit_small_gpus_and_hardly_spill() -> None:
     for report in compiled("PORTABLE", "bf16", 80, 64, 128):
         assert report.spills <= 32, report
         assert report.shared <= 99 << 10, report
 
 
+@pytest.mark.slow
 def test_the_portable_kernels_fit_hopper() -> None:
     for report in compiled("HOPPER", "bf16", 90, 128):
         assert report.wgmma > 0, report
