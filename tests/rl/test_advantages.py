@@ -56,15 +56,15 @@ def forests(draw: st.DrawFn, *, missing: bool = True) -> tuple[Trie, str]:
         make("x1", [0, 1, 2, 1, 0], group="x", step=made[0].step, reward=1.0),
     ]
     segment = draw(st.sampled_from(["node", "turn", "recorded", "1", "2", "3"]))
-    rewarded = []
+    members = []
     for trajectory in made:
         offsets = draw(st.sets(st.integers(1, len(tokens_of(trajectory).tokens) - 1), min_size=1))
         metadata = {"segments": sorted(offsets)} if segment == "recorded" else {}
         reward = trajectory.reward if trajectory.group_id == "x" else draw(st.sampled_from(REWARDS))
-        rewarded.append(replace(trajectory, reward=reward, metadata=metadata))
-    if missing and draw(st.booleans()) and rewarded[0].group_id != "x":
-        rewarded[0] = replace(rewarded[0], reward=None)
-    return build_trie(rewarded, share=draw(st.sampled_from(["all", "group"]))), segment
+        members.append(replace(trajectory, reward=reward, metadata=metadata))
+    if missing and draw(st.booleans()) and members[0].group_id != "x":
+        members[0] = replace(members[0], reward=None)
+    return build_trie(members, share=draw(st.sampled_from(["all", "group"]))), segment
 
 
 def as_rollouts(members: list[Trajectory], segment: str, min_depth: int = 0) -> list[Rollout]:

@@ -41,23 +41,23 @@ advantage, zero                   0.0 %
 """
 
 
-def rewarded(rewards: list[float | None], **fields: Any) -> Trie:
+def trie_of(rewards: list[float | None], **fields: Any) -> Trie:
     return build_trie([make(f"t{i}", [7, i, i], reward=reward, **fields) for i, reward in enumerate(rewards)])
 
 
 SINGLE = [make("a", [7, 1], reward=1.0, group="a"), make("b", [7, 2], reward=0.0, group="b")]
 # trie, options, start of the message
 BAD: list[tuple[Trie, dict[str, Any], str]] = [
-    (rewarded([0.0, 1.0]), {"estimator": "gae"}, "estimator is 'gae'; expected one of grpo, dr-grpo"),
-    (rewarded([0.0, 1.0]), {"estimator": "grpo", "without_root": True}, "without_root is an option of treepo; grpo"),
-    (rewarded([0.0, 1.0]), {"estimator": "grpo", "epsilon": -1.0}, "epsilon is -1.0; expected 0 or a small"),
-    (rewarded([0.0, 1.0]), {"estimator": "treepo", "min_depth": -1}, "min_depth is -1; expected 0 or a number"),
-    (rewarded([0.0, 1.0]), {"estimator": "treepo", "segment": "0"}, "segment is '0'; expected auto, recorded, turn"),
-    (rewarded([None, 1.0]), {"estimator": "grpo"}, r"no group is left to compare (rewards missing: 1); give the"),
+    (trie_of([0.0, 1.0]), {"estimator": "gae"}, "estimator is 'gae'; expected one of grpo, dr-grpo"),
+    (trie_of([0.0, 1.0]), {"estimator": "grpo", "without_root": True}, "without_root is an option of treepo; grpo"),
+    (trie_of([0.0, 1.0]), {"estimator": "grpo", "epsilon": -1.0}, "epsilon is -1.0; expected 0 or a small"),
+    (trie_of([0.0, 1.0]), {"estimator": "treepo", "min_depth": -1}, "min_depth is -1; expected 0 or a number"),
+    (trie_of([0.0, 1.0]), {"estimator": "treepo", "segment": "0"}, "segment is '0'; expected auto, recorded, turn"),
+    (trie_of([None, 1.0]), {"estimator": "grpo"}, r"no group is left to compare (rewards missing: 1); give the"),
     (build_trie(SINGLE), {"estimator": "rloo"}, "no group is left to compare (a single trajectory: 2); give the"),
-    (rewarded([1e308, -1e308]), {"estimator": "grpo"}, "a reward of 1e+308 makes advantages overflow; give"),
-    (build_trie([*trajectories_of(rewarded([0.0, 1.0]))], share="none"), {"estimator": "treepo"}, "--share none"),
-    (rewarded([0.0, 1.0]), {"estimator": "treepo", "segment": "recorded"}, "no trajectory has 'segments' in its"),
+    (trie_of([1e308, -1e308]), {"estimator": "grpo"}, "a reward of 1e+308 makes advantages overflow; give"),
+    (build_trie([*trajectories_of(trie_of([0.0, 1.0]))], share="none"), {"estimator": "treepo"}, "--share none"),
+    (trie_of([0.0, 1.0]), {"estimator": "treepo", "segment": "recorded"}, "no trajectory has 'segments' in its"),
 ]
 BAD_OFFSETS: list[tuple[object, str]] = [
     ([1, 1], "'segments' does not ascend; expected the ascending token offsets"),
@@ -67,7 +67,7 @@ BAD_OFFSETS: list[tuple[object, str]] = [
     ("1 2", "'segments' is no list of integers"),
 ]
 BAD += [
-    (rewarded([0.0, 1.0], metadata={"metadata": {"segments": offsets}}), {"estimator": "treepo"}, f"t0: {message}")
+    (trie_of([0.0, 1.0], metadata={"metadata": {"segments": offsets}}), {"estimator": "treepo"}, f"t0: {message}")
     for offsets, message in BAD_OFFSETS
 ]
 

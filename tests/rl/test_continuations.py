@@ -63,7 +63,7 @@ def record(name: str, prompt: list[int], response: list[int], reward: float) -> 
 
 
 @pytest.fixture
-def together(treepack: Run, tmp_path: Path) -> Path:
+def whole(treepack: Run, tmp_path: Path) -> Path:
     """Build the trie of two rollouts and of the continuations that `allocate prefixes` selected."""
     rollouts = [record(name, tokens[:1], tokens[1:], reward) for name, (tokens, reward) in ROLLOUTS.items()]
     first = lines(tmp_path / "rollouts.jsonl", rollouts)
@@ -72,20 +72,20 @@ def together(treepack: Run, tmp_path: Path) -> Path:
     predictions, prefixes = lines(tmp_path / "values.jsonl", values), tmp_path / "prefixes.jsonl"
     options = ("--predictions", predictions, "--expand", 2, "--out", prefixes)
     assert treepack("allocate", "prefixes", tmp_path / "bare", *options).status == 0
-    continued = []
+    records = []
     for prefix in map(json.loads, prefixes.read_text().splitlines()):
         name = prefix["trajectory_id"]
         assert prefix["num_continuations"] == len(CONTINUATIONS[name])
         prompt = ROLLOUTS[name][0][: prefix["num_tokens"]]
-        continued += [record(new, prompt, response, reward) for new, response, reward in CONTINUATIONS[name]]
-    assert len(continued) == 4
-    both = (first, lines(tmp_path / "continued.jsonl", continued))
+        records += [record(new, prompt, response, reward) for new, response, reward in CONTINUATIONS[name]]
+    assert len(records) == 4
+    both = (first, lines(tmp_path / "continued.jsonl", records))
     assert treepack("build-trie", *both, "--out", tmp_path / "trie").status == 0
     return tmp_path
 
 
 @st.composite
-def grown(draw: st.DrawFn) -> Trie:
+def continued_tries(draw: st.DrawFn) -> Trie:
     """Draw rollouts of two groups; most start inside an earlier rollout and train only their own tokens."""
     made: list[tuple[list[int], str]] = []
     rollouts = []
@@ -104,7 +104,7 @@ def grown(draw: st.DrawFn) -> Trie:
 
 
 @settings(max_examples=150)
-@given(grown())
+@given(continued_tries())
 def test_cuts_are_those_of_the_rollouts_that_are_continued(trie: Trie) -> None:
     rollouts = []
     for one in trajectories_of(trie):
@@ -118,8 +118,8 @@ def test_cuts_are_those_of_the_rollouts_that_are_continued(trie: Trie) -> None:
 
 
 @pytest.mark.parametrize("segment", ["turn", "2"])
-def test_targets_are_those_of_the_tree(together: Path, segment: str) -> None:
-    trie = read_trie(together / "trie")
+def test_targets_are_those_of_the_tree(whole: Path, segment: str) -> None:
+    trie = read_trie(whole / "trie")
     prefixes = anchors(trie, segment=segment)
     target, below = recursive_targets(prefixes.tree, binary_rewards(trie))
     names = np.array(trie.trajectories["trajectory_id"].to_pylist())[prefixes.trajectory]
@@ -141,17 +141,17 @@ def test_targets_are_those_of_the_tree(together: Path, segment: str) -> None:
     assert (target[0], below[0]) == (0.5, 6)
 
 
-def test_stats_judges_the_predictions_that_the_prefixes_were_chosen_by(treepack: Run, together: Path) -> None:
-    shown = treepack("stats", together / "trie", "--predictions", together / "values.jsonl")
+def test_stats_judges_the_predictions_that_the_prefixes_were_chosen_by(treepack: Run, whole: Path) -> None:
+    shown = treepack("stats", whole / "trie", "--predictions", whole / "values.jsonl")
     assert (shown.status, shown.err) == (0, "")
     assert STATS in shown.out
 
 
 @pytest.mark.parametrize("segment", ["turn", "2"])
-def test_treepo_compares_in_the_subgroups_of_the_tree(treepack: Run, together: Path, segment: str) -> None:
-    command = ("advantages", together / "trie", "--estimator", "treepo", "--segment", segment, "--epsilon", 0)
-    assert treepack(*command, "--out", together / "credited").status == 0
-    table = read_trie(together / "credited").trajectories
+def test_treepo_compares_in_the_subgroups_of_the_tree(treepack: Run, whole: Path, segment: str) -> None:
+    command = ("advantages", whole / "trie", "--estimator", "treepo", "--segment", segment, "--epsilon", 0)
+    assert treepack(*command, "--out", whole / "credited").status == 0
+    table = read_trie(whole / "credited").trajectories
     advantages = dict(zip(table["trajectory_id"].to_pylist(), table["advantage"].to_pylist(), strict=True))
     # Reward less 1/2 in the group, 2/3 below the prefix of a, 1 below its second, 1/3 below the prefix of b.
     apart = {

@@ -21,7 +21,7 @@ from treepack.trie.files import read_trie
 from treepack.trie.trie import trajectories_of
 
 
-def written(path: Path, lines: list[dict[str, Any]]) -> Path:
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -41,7 +41,7 @@ def first_rollouts() -> list[dict[str, Any]]:
     ]
 
 
-def continued(queries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def continuations(queries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield two rollouts of each query: one as prompt and response, one whole with a mask that trains reused tokens."""
     rng = np.random.default_rng(4)
     for query in queries:
@@ -68,7 +68,7 @@ def test_rollouts_of_augmented_queries_come_back_without_a_gradient_on_reused_to
         assert done.status == 0, done.err
         return done.out
 
-    first = written(tmp_path / "first.jsonl", first_rollouts())
+    first = write_lines(tmp_path / "first.jsonl", first_rollouts())
     model = tiny_config(tmp_path / "tiny.json")
     run("build-trie", first, "--out", tmp_path / "trie")
     run("pack", tmp_path / "trie", "--capacity", 64, "--out", tmp_path / "packed")
@@ -77,7 +77,7 @@ def test_rollouts_of_augmented_queries_come_back_without_a_gradient_on_reused_to
     queries = [json.loads(line) for line in (tmp_path / "augmented.jsonl").read_text().splitlines()]
     assert len(queries) == 6
     assert {query["parent_trajectory"] for query in queries} == {"r1", "r2", "r3", "r5", "r6", "r7"}
-    second = written(tmp_path / "second.jsonl", list(continued(queries)))
+    second = write_lines(tmp_path / "second.jsonl", list(continuations(queries)))
     printed = run("build-trie", first, second, "--out", tmp_path / "both")
     assert "reused tokens not trained  6" in printed
     run("pack", tmp_path / "both", "--capacity", 4096, "--out", tmp_path / "again")
@@ -144,7 +144,7 @@ def tokens_above(row: Row, at: int) -> tuple[list[int], list[int]]:
 
 
 def test_rollouts_whose_end_was_cut_off_are_used_if_three_quarters_were_packed(treepack: Run, tmp_path: Path) -> None:
-    first, trie = written(tmp_path / "first.jsonl", first_rollouts()), tmp_path / "trie"
+    first, trie = write_lines(tmp_path / "first.jsonl", first_rollouts()), tmp_path / "trie"
     assert treepack("build-trie", first, "--out", trie).status == 0
     model = tiny_config(tmp_path / "tiny.json")
     queries, printed = {}, {}
@@ -167,12 +167,12 @@ def test_rollouts_whose_end_was_cut_off_are_used_if_three_quarters_were_packed(t
 def test_the_command_writes_text_if_it_has_the_tokenizer_of_the_trie(treepack: Run, tmp_path: Path) -> None:
     name = save(tmp_path / "tokenizer", PLAIN)
     lines = [{"id": f"c{i}", "prompt": "Add", "completion": f"two and {i} is", "reward": i} for i in range(2)]
-    chat = written(tmp_path / "chat.jsonl", lines)
+    chat = write_lines(tmp_path / "chat.jsonl", lines)
     assert treepack("build-trie", chat, "--tokenizer", name, "--out", tmp_path / "trie").status == 0
     (rollout,) = (t for t in trajectories_of(read_trie(tmp_path / "trie")) if t.trajectory_id == "c1")
     assert isinstance(rollout.content, Tokens)
     entropies = np.arange(rollout.content.num_trained)[::-1]
-    signals = written(tmp_path / "signals.jsonl", [{"id": "c1", "entropies": entropies.tolist()}, {"id": "x"}])
+    signals = write_lines(tmp_path / "signals.jsonl", [{"id": "c1", "entropies": entropies.tolist()}, {"id": "x"}])
     command = ("augment", tmp_path / "trie", "--signals", signals, "--out")
     done = treepack(*command, tmp_path / "text.jsonl", "--tokenizer", name)
     assert done.status == 0
@@ -211,13 +211,13 @@ def test_the_command_writes_text_if_it_has_the_tokenizer_of_the_trie(treepack: R
 
 
 def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_path: Path) -> None:
-    first = written(tmp_path / "first.jsonl", first_rollouts())
+    first = write_lines(tmp_path / "first.jsonl", first_rollouts())
     trie, packed_rows = tmp_path / "trie", tmp_path / "packed"
     assert treepack("build-trie", first, "--out", trie).status == 0
-    few = written(tmp_path / "few.jsonl", first_rollouts()[:4])
+    few = write_lines(tmp_path / "few.jsonl", first_rollouts()[:4])
     assert treepack("build-trie", few, "--out", tmp_path / "b").status == 0
     assert treepack("pack", trie, "--capacity", 64, "--out", packed_rows).status == 0
-    signals = written(tmp_path / "s.jsonl", [{"id": f"r{i}", "entropies": [0.5] * 12} for i in range(7)])
+    signals = write_lines(tmp_path / "s.jsonl", [{"id": f"r{i}", "entropies": [0.5] * 12} for i in range(7)])
     calls: list[tuple[tuple[object, ...], str]] = [
         ((trie,), "there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give"),
         ((trie, "--packed", packed_rows), "its rows have no term_entropy; run treepack logprobs --entropies on it"),
@@ -234,7 +234,7 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
     for out, message in ((first, "exists; choose another --out or give --overwrite"), (trie / "x", "lies inside the")):
         done = treepack("augment", trie, "--signals", signals, "--out", out)
         assert (done.status, message in done.err) == (1, True)
-    signals = written(tmp_path / "all.jsonl", [{"id": f"r{i}", "entropies": [0.5] * 12} for i in range(8)])
+    signals = write_lines(tmp_path / "all.jsonl", [{"id": f"r{i}", "entropies": [0.5] * 12} for i in range(8)])
     command = ("augment", trie, "--signals", signals, "--overwrite", "--out")
     refused = treepack(*command, first)
     assert (refused.status, "exists and was not written by treepack" in refused.err) == (1, True)

@@ -249,7 +249,7 @@ def test_signals_that_fit_nothing_are_refused(tmp_path: Path, lines: list[str], 
         read_signals(tmp_path / "s", one())
 
 
-def marked(**marks: object) -> Trie:
+def with_marks(**marks: object) -> Trie:
     metadata = {"query_id": "g~1", "parent_group": "g", "num_reused": 1, "untrained_prefix": 2} | marks
     return build_trie([make("t", [1, 2, 3, 4], spans=[(2, 4, 1.0)], reward=1.0, metadata=metadata)])
 
@@ -263,9 +263,24 @@ def marked(**marks: object) -> Trie:
         (one(), [1.0, 2.0, 3.0], {"values": [None]}, "t: values are missing; run"),
         (one(), [1.0, 2.0, 3.0], {"boundary": "word"}, "boundary is 'word'; expected token or turn"),
         (one(), [1.0, 2.0, 3.0], {"success_above": math.inf}, "success_above is inf; expected a finite reward"),
-        (marked(num_reused=3), [1.0, 2.0], {}, "made:t: num_reused of an augmented query is missing or wrong; copy"),
-        (marked(parent_group=None), [1.0, 2.0], {}, "made:t: parent_group of an augmented query is missing or wrong"),
-        (marked(untrained_prefix=3), [1.0, 2.0], {}, "made:t: a reused token is trained; build the trie again"),
+        (
+            with_marks(num_reused=3),
+            [1.0, 2.0],
+            {},
+            "made:t: num_reused of an augmented query is missing or wrong; copy",
+        ),
+        (
+            with_marks(parent_group=None),
+            [1.0, 2.0],
+            {},
+            "made:t: parent_group of an augmented query is missing or wrong",
+        ),
+        (
+            with_marks(untrained_prefix=3),
+            [1.0, 2.0],
+            {},
+            "made:t: a reused token is trained; build the trie again",
+        ),
     ],
 )
 def test_rollouts_that_cannot_be_cut_are_refused(

@@ -106,7 +106,7 @@ def test_given_polya_gamma_variables_the_queries_are_the_gaussian_of_the_model(
     )
 
 
-def integrated(family: Family, prior: Prior) -> tuple[Float64, Float64]:
+def integrals(family: Family, prior: Prior) -> tuple[Float64, Float64]:
     """Return posterior mean and deviation of every log-odds by sums over a grid, without sampling."""
     parent, passed, tried = arrays(family)
     # Steps of 0.02 over -14 .. 14, where every prior and posterior of the cases below has all its mass.
@@ -145,7 +145,7 @@ SMALL: list[tuple[Family, Prior]] = [
 
 @pytest.mark.parametrize(("family", "prior"), SMALL)
 def test_the_sampler_finds_the_integrals_of_small_families(family: Family, prior: Prior) -> None:
-    mean, deviation = integrated(family, prior)
+    mean, deviation = integrals(family, prior)
     copies = 32  # the same family many times in one call: its spread is the error of one run
     parent, passed, tried = arrays(family)
     many = np.concatenate([np.where(parent < 0, -1, parent + i * len(parent)) for i in range(copies)])
@@ -161,7 +161,7 @@ def test_the_sampler_finds_the_integrals_of_small_families(family: Family, prior
 
 def test_default_runs_are_near_the_integrals() -> None:
     for family, prior in SMALL:
-        mean, deviation = integrated(family, prior)
+        mean, deviation = integrals(family, prior)
         log_odds = estimate(*arrays(family), prior=prior)
         assert (np.abs(log_odds.mean - mean) < 0.2 * deviation).all()
         assert (np.abs(log_odds.deviation - deviation) < 0.1 * deviation).all()

@@ -119,7 +119,7 @@ def test_the_columns_of_a_state_are_those_of_its_schema(tmp_path: Path) -> None:
     assert about == {"format": "treepack-selection", "version": 1, "num_updates": 0}
 
 
-def damaged(path: Path, **columns: Any) -> Path:
+def damaged_file(path: Path, **columns: Any) -> Path:
     """Write a state file of the queries a and b with some columns replaced."""
     good = {"query_id": ["a", "b"], "parent_id": [None, "a"], "passed": [0.0, 1.0], "tried": [0.0, 1.0]}
     about = {"format": "treepack-selection", "version": 1, "num_updates": 1} | columns.pop("about", {})
@@ -142,10 +142,10 @@ def damaged(path: Path, **columns: Any) -> Path:
     ],
 )
 def test_states_that_cannot_be_are_refused(tmp_path: Path, columns: dict[str, Any], message: str) -> None:
-    path = damaged(tmp_path / "state", **columns)
+    path = damaged_file(tmp_path / "state", **columns)
     with pytest.raises(TreepackError, match=re.escape(f"{path}: {message}")):
         read_state(path)
-    assert read_state(damaged(tmp_path / "good")).num_queries == 2
+    assert read_state(damaged_file(tmp_path / "good")).num_queries == 2
 
 
 def test_files_that_are_no_state_are_refused(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_the_command_takes_groups_as_queries_if_asked(treepack: Run, tmp_path: P
 
 
 def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_path: Path) -> None:
-    state, trie = damaged(tmp_path / "state"), rollouts(tmp_path / "trie")
+    state, trie = damaged_file(tmp_path / "state"), rollouts(tmp_path / "trie")
     (tmp_path / "bad.jsonl").write_text('{"name": "x"}\n')
     (tmp_path / "there").write_text("")
     calls = [
@@ -269,7 +269,11 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
         (("select", trie, "--k", 3), 1, "is no state of treepack select"),
         (("select", state, "--k", 1, "--out", tmp_path / "there"), 1, "exists; choose another --out or give"),
         (("select", state), 2, "Missing option '--k'"),
-        (("select", damaged(tmp_path / "old", about={"version": 0}), "--k", 1), 1, "has treepack-selection version 0"),
+        (
+            ("select", damaged_file(tmp_path / "old", about={"version": 0}), "--k", 1),
+            1,
+            "has treepack-selection version 0",
+        ),
     ]
     before = state.read_bytes()
     for arguments, status, message in calls:

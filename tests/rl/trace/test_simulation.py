@@ -26,7 +26,7 @@ from treepack.trie.trie import Trie
 SMALL = Experiment(candidates=60, budget=120, steps=20)
 
 
-def recorded() -> Trie:
+def recorded_trie() -> Trie:
     """Build group p, whose a and b share the first of three turns, and q with two single-turn rollouts."""
     turns = [(1, 2, 1.0), (3, 4, 1.0), (5, 6, 1.0)]
     return build_trie(
@@ -57,7 +57,7 @@ def test_chances_keep_their_mean_from_turn_to_turn_and_are_those_of_the_outcome(
 
 
 def test_recorded_chances_are_shares_of_successes_drawn_towards_those_before() -> None:
-    world = recorded_world(recorded(), persistence=2.0)
+    world = recorded_world(recorded_trie(), persistence=2.0)
     a, b, c, *_ = world.rollouts.value
     # (s + p v) / (n + p) with s = 1 of n = 2 through the shared turn, v = 1/3 of the group, p = 2.
     shared = (1 + 2 / 3) / (2 + 2)
@@ -69,12 +69,12 @@ def test_recorded_chances_are_shares_of_successes_drawn_towards_those_before() -
 
 
 def test_without_persistence_recorded_chances_are_those_of_the_recorded_rollouts() -> None:
-    a, b, c, *_ = recorded_world(recorded(), persistence=0.0).rollouts.value
+    a, b, c, *_ = recorded_world(recorded_trie(), persistence=0.0).rollouts.value
     assert (a.tolist(), b.tolist(), c[:2].tolist()) == ([1 / 3, 0.5, 1.0], [1 / 3, 0.5, 0.0], [1 / 3, 0.0])
 
 
 def test_recorded_rollouts_are_drawn_evenly_from_their_group() -> None:
-    world, random = recorded_world(recorded()), np.random.default_rng(0)
+    world, random = recorded_world(recorded_trie()), np.random.default_rng(0)
     rollouts = world.roll_out(np.repeat([0, 1], 30_000), np.zeros(60_000), random)
     assert rollouts.reward[:30_000].mean() == pytest.approx(1 / 3, abs=0.015)
     assert rollouts.reward[30_000:].min() == 1.0
@@ -87,7 +87,7 @@ def values_of(arms: list[Arm]) -> list[Any]:
     return [[getattr(arm, name).tolist() for name in ("root_ratio", "prefix_ratio", "cost")] for arm in arms]
 
 
-@pytest.mark.parametrize("world", [MarkovWorld(), recorded_world(recorded())])
+@pytest.mark.parametrize("world", [MarkovWorld(), recorded_world(recorded_trie())])
 def test_equal_seeds_give_equal_figures_and_others_others(world: World) -> None:
     first, again = simulate(world, SMALL), simulate(world, SMALL)
     assert values_of(first[0]) == values_of(again[0])
@@ -231,7 +231,7 @@ def test_worlds_that_make_no_sense_are_refused(options: dict[str, Any], message:
 
 def test_recorded_worlds_need_binary_rewards_and_a_persistence_that_is_not_negative() -> None:
     with pytest.raises(TreepackError, match="persistence is -1; expected 0 or a positive number"):
-        recorded_world(recorded(), persistence=-1)
+        recorded_world(recorded_trie(), persistence=-1)
     with pytest.raises(TreepackError, match=r"has the reward 0\.5; TRACE needs 0 for failure or 1 for success"):
         recorded_world(build_trie([make("a", [7, 1], reward=0.5)]))
 

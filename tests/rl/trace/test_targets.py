@@ -74,14 +74,14 @@ def by_recursion(rollouts: list[Rollout]) -> dict[Node, tuple[int, float]]:
             if node not in children[up]:
                 children[up].append(node)
 
-    def backed_up(node: Node) -> tuple[int, float]:
+    def target_of(node: Node) -> tuple[int, float]:
         if node in leaves:
             return 1, leaves[node]
-        below = [backed_up(child) for child in children[node]]
+        below = [target_of(child) for child in children[node]]
         total = sum(n for n, _ in below)
         return total, math.fsum(n * value for n, value in below) / total
 
-    return {node: backed_up(node) for node in list(children)}
+    return {node: target_of(node) for node in list(children)}
 
 
 @few
