@@ -1,34 +1,60 @@
 """The `treepack` command: click commands over the library, one file each.
 
-Importing this package imports no numerical library; each command imports what it needs in its body. Results go to
-stdout, progress and notes to stderr. Exit status 0, 1 for an error in what was given, 2 for wrong usage.
+A command's file is imported when the command runs, and it imports what it needs in its body, so `treepack --help`
+starts quickly. Results go to stdout, progress and notes to stderr. The exit status is 0, 1 for an error in the input,
+and 2 for wrong usage.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import click
 
 from treepack.errors import TreepackError
 
-from .advantages import advantages
-from .allocate import allocate
-from .augment import augment
-from .build_trie import build_trie
-from .formats import formats
-from .logprobs import logprobs
-from .pack import pack
-from .report import report
-from .select import select
-from .show import show
-from .simulate import simulate
-from .stats import stats
-from .train import train
-from .values import values
+SUMMARIES = {
+    "advantages": "Compute advantages of a trie from its rewards.",
+    "allocate": "Divide a budget of rollouts among prompts or prefixes.",
+    "augment": "Write prefixes of successful rollouts as queries.",
+    "build-trie": "Read rollouts and write their prefix tries.",
+    "formats": "List the formats of rollouts that are read.",
+    "logprobs": "Write a model's log-probabilities into packed rows.",
+    "pack": "Pack a trie into rows of a given capacity.",
+    "report": "Write a page or pictures of what rollouts share.",
+    "select": "Choose queries by their estimated pass rate.",
+    "show": "Show a tree, a rollout or a packed row.",
+    "simulate": "Simulate rollouts to compare ways to spend them.",
+    "stats": "Show what rollouts share, and forecast the speed-up.",
+    "train": "Train a Hugging Face model on packed rows.",
+    "values": "Fit and run a predictor of success for prefixes.",
+}
+"""One line for each command, because the docstrings are in files that are not imported for the list."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class LazyCommands(click.Group):
+    """The group of all commands; each is imported when it is looked up."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted(SUMMARIES)
+
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
+        """Return the command `cmd_name` from the file with its name, or None if there is none."""
+        if cmd_name not in SUMMARIES:
+            return None
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f".{name}", __package__), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands from `SUMMARIES`."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, SUMMARIES[name]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="treepack")
 def commands() -> None:
     """Train on trees of agent rollouts, computing every shared prefix once.
@@ -39,25 +65,6 @@ def commands() -> None:
     treepack stats packed --check
     treepack train packed --model MODEL --out trained
     """
-
-
-for command in (
-    formats,
-    build_trie,
-    pack,
-    stats,
-    show,
-    report,
-    train,
-    logprobs,
-    advantages,
-    allocate,
-    simulate,
-    augment,
-    select,
-    values,
-):
-    commands.add_command(command)
 
 
 def main() -> None:

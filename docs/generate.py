@@ -50,8 +50,8 @@ def cli_page() -> str:
     parts = ["# Commands\n\nWritten by `make docs` from `--help`.\n"]
     parts.append(f"## treepack\n\n```text\n{_help(commands, None, 'treepack')}\n```\n")
     with click.Context(commands, info_name="treepack") as parent:
-        for name in sorted(commands.commands):
-            parts += _help_of_all(commands.commands[name], parent, f"treepack {name}")
+        for name in commands.list_commands(parent):
+            parts += _help_of_all(commands.get_command(parent, name), parent, f"treepack {name}")
     return "\n".join(parts)
 
 

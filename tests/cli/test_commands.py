@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.command_line import Run
-from support.paths import SAMPLE_DATA
+from support.paths import ROOT, SAMPLE_DATA
 from support.written_rollouts import write_rollouts
 from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY, NORMALIZE, SEMANTICS, TOO_LONG
 from treepack.pack.plan import problem
@@ -71,9 +71,23 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_help_of_each_command_imports_no_torch() -> None:
-    commands = import_module("treepack_cli").commands.commands
-    assert commands.keys() >= {"build-trie", "pack", "stats", "train"}
-    assert "torch" not in imported_by(*([name, "--help"] for name in commands))
+    names = import_module("treepack_cli").SUMMARIES
+    assert names.keys() >= {"build-trie", "pack", "stats", "train"}
+    assert "torch" not in imported_by(*([name, "--help"] for name in names))
+
+
+def test_the_list_of_commands_imports_neither_numbers_nor_tables() -> None:
+    assert imported_by(["--help"]) & {"rich", "numpy", "pyarrow", "polars", "torch", "tqdm", "transformers"} == set()
+
+
+def test_every_command_has_its_line_in_the_list(treepack: Run) -> None:
+    group = import_module("treepack_cli").commands
+    files = {path.stem for path in (ROOT / "cli").glob("*.py")}
+    for name in group.list_commands(None):
+        assert group.get_command(None, name).name == name
+        assert name.replace("-", "_") in files
+    assert group.get_command(None, "nothing") is None
+    assert treepack("nothing").status == 2
 
 
 def test_the_data_half_imports_no_torch(trie: Path, packed: Path, tmp_path: Path) -> None:
@@ -192,10 +206,10 @@ def test_what_shares_no_token_cannot_count_shared_ones_once(treepack: Run, trie:
 
 
 def test_choices_are_those_of_the_library() -> None:
-    commands = import_module("treepack_cli").commands.commands
+    group = import_module("treepack_cli").commands
 
     def choices(command: str, option: str) -> list[str]:
-        (parameter,) = (p for p in commands[command].params if f"--{option}" in p.opts)
+        (parameter,) = (p for p in group.get_command(None, command).params if f"--{option}" in p.opts)
         return list(parameter.type.choices)
 
     assert (MAX_CAPACITY, MAX_BUDGET) == (problem.MAX_CAPACITY, problem.MAX_BUDGET)
