@@ -123,7 +123,7 @@ def test_tool_calls_come_from_the_history_and_are_answered_by_their_id() -> None
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "content": "1", "tool_call_id": "x"},
     ]
-    assert found.notes == ("refused reply whose tool calls are not in the file not used",)
+    assert found.notes == ("refused reply without its tool calls in the file not used",)
 
 
 def test_a_step_that_no_model_made_has_no_call() -> None:
@@ -143,7 +143,7 @@ def test_the_messages_of_version_1_0_are_those_behind_the_reply() -> None:
     assert trained == [["a", "b"], ["bad"]]
     assert [text for _, text, _ in turns(found[0][1])] == ["S", "Q", "a", "1", "b"]
     assert [text for _, text, _ in turns(found[1][1])] == ["S", "Q", "a", "short", "b", "2", "bad"]
-    assert "call whose prompt is not in the file not used" in found[0][0].notes
+    assert "call without its prompt in the file not used" in found[0][0].notes
 
 
 def test_messages_that_do_not_end_with_the_reply_are_its_prompt() -> None:

@@ -203,6 +203,7 @@ def read_parts(
         TreepackError: as `read_trajectories`, except errors inside an `Unread` part, which reading the part raises.
     """
     check_format(format)
+    # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
     if skipped:
         yield Done(list(skipped))
@@ -219,6 +220,7 @@ def read_parts(
             unknown.append(error)
             yield Done([Skipped(displayed(path), "file of no known format")])
             continue
+        # The first piece was taken to detect the format; it is put back before the others.
         file_format, file_pieces = FORMAT_OF_NAME[name], chain([first], pieces)
         if file_format.read_file is None:
             yield from (Unread(piece, name, options) for piece in file_pieces)

@@ -46,5 +46,6 @@ def with_notes(items: Iterable[Trajectory | Skipped], notes: tuple[str, ...]) ->
     for item in items:
         if isinstance(item, Trajectory):
             item = replace(item, notes=item.notes + notes)
+            # The note is on the first trajectory now.
             notes = ()
         yield item

@@ -241,7 +241,7 @@ def _result(result: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, An
     """Return the message with the result of a call, or with the result of an action that was not a tool call."""
     call = result.get("source_call_id")
     content = result.get("content")
-    # An action that was not a tool call: its result is what the user says next.
+    # An action that was not a tool call: its result becomes the next message of the user.
     if call is None:
         return {"role": "user", "content": content}
     name = next((each.get("function_name") for each in calls if each.get("tool_call_id") == call), None)

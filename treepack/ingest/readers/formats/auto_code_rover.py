@@ -64,6 +64,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         # The system prompts differ, so the comparison starts after them: [S', a, b, patch] and [S, a, b] -> 1 + 2.
         num_shared = 1 + _num_shared(messages[1:], rounds[-1][1], start=1)
         weights = [0.0] * num_shared + weights[num_shared:]
+    # <task>_<time>/conversation_round_3.json -> "<task>_<time>", other files -> "<task>_<time>/<file>"
     folder, stem = folder_and_document(record)
     name = "/".join(part for part in (folder, "" if this_round is not None and folder else stem) if part)
     value = {"trajectory_id": name, "group_id": TIME.sub("", folder) or stem}

@@ -58,6 +58,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
             return
         done = _prompt_and_completion(prompt, completion, source)
     tools = normalise_tools(value.get("tools"), source=source)
+    # {"enable_thinking": false}: the trajectory keeps it, so that the prompt is rendered as it was sampled.
     variables = normalise_template_kwargs(value.get("chat_template_kwargs"), source=source)
     content = Chat(done.messages, done.weights, tools, variables)
     yield describe(record, content, used=USED, options=options, notes=done.notes)

@@ -87,7 +87,7 @@ def _chat_message(message: dict[str, Any], source: str, notes: dict[str, None]) 
         return done.messages[0] if done.messages else None
     if message.get("role") is None and message.get("type") == "function_call_output":
         return messages_of_items([message], source=source).messages[0]
-    kept = {name: held for name, held in message.items() if name not in BOOKKEEPING and name != "type"}
+    kept = without(message, BOOKKEEPING | {"type"})
     if isinstance(kept.get("content"), list) and message.get("type") == "message":
         return messages_of_items([message], source=source).messages[0]
     return kept

@@ -26,6 +26,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: `success` is not a boolean.
     """
+    # `requires` guarantees both objects.
     state, task = record.value["state"], record.value["task"]
     # gsm8k/results.jsonl and task_id 7 -> group "gsm8k/7"
     folder = folder_and_stem(record)[0] or str(task.get("task_name"))

@@ -27,6 +27,7 @@ from treepack.trajectory import Skipped, Trajectory
 CALL, RESULTS = "tool_call", ("tool_response", "tool")
 # Marks of a message that decide whether it is trained.
 MARKS = ("loss", "loss_scale")
+# Fields that become messages. `label` is the reward, which `sft_messages` reads.
 USED = frozenset(
     """
     messages rejected_response rejected_messages query response history conversation system
@@ -54,6 +55,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 
 def _messages(value: dict[str, Any], source: str) -> list[dict[str, Any]]:
+    # The list is copied, because rejected responses are appended to a part of it.
     if is_messages(value.get("messages")):
         return list(value["messages"])
     system, history = value.get("system"), value.get("history")
@@ -108,6 +110,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
         elif not role == CALL == before and _marks(last) != _marks(part):
             return None
         else:
+            # "I look. " and "" with a call -> "I look. " with this call
             texts = [each.get("content") or "" for each in (last, part)]
             if not all(isinstance(text, str) for text in texts):
                 raise TreepackError(

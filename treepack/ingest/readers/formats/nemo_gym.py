@@ -79,6 +79,7 @@ def _calls_of_items(value: dict[str, Any], source: str) -> _Calls:
     params, response = value["responses_create_params"], value["response"]
     output = messages_of_items(response["output"], source=f"{source}: output", summaries=True)
     instructions = params.get("instructions") or response.get("instructions")
+    # If the request has no instructions, the response may repeat the instructions of the server.
     system = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
     input_messages = messages_of_items(params.get("input"), source=f"{source}: input", summaries=True)
     # Items [reasoning, message, function_call, result] are 2 messages; the turn's ids are on its last item.
@@ -116,6 +117,7 @@ def _call(item: Item) -> TokenCall:
 
 def _is_masked(value: dict[str, Any]) -> bool:
     config = value.get("instance_config")
+    # Some environments mark a failed sample in their configuration only.
     return value.get("mask_sample") is True or (isinstance(config, dict) and config.get("mask_sample") is True)
 
 

@@ -81,10 +81,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         if input_items is None:
             yield Skipped(exchange.record.source, "response whose input refers to an item that is not in the file")
             continue
-        question, output = (
-            _items(exchange, "input", input_items),
-            _items(exchange, "output", exchange.response["output"]),
-        )
+        question = _items(exchange, "input", input_items)
+        output = _items(exchange, "output", exchange.response["output"])
         if not is_text([*question.messages, *output.messages]):
             yield Skipped(exchange.record.source, MEDIA_REASON)
             continue
@@ -92,8 +90,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         earlier = transcripts.get(before or conversation or "")
         if earlier is None:
             name = root = exchange.session or exchange.name
-        # r1 <- r2 <- r3 is the rollout "r1"; a second continuation r1 <- r4 starts the rollout "r4" with the root "r1".
         elif earlier.is_continued:
+            # r1 <- r2 <- r3 is the rollout "r1"; a second continuation r1 <- r4 starts the rollout "r4" with root "r1".
             name, root = exchange.name, rollouts[earlier.rollout].root
         else:
             name, root = earlier.rollout, rollouts[earlier.rollout].root

@@ -116,7 +116,7 @@ def _spans(record: Record) -> Iterator[_TraceSpan]:
                 )
             else:
                 attributes |= event_attributes
-        # The span's own attributes come last: they replace those of its events.
+        # The attributes of the span come last and replace equal ones of its events.
         attributes |= _attributes(span.get("attributes"), source)
         yield _TraceSpan(source, str(trace), start if isinstance(start, int | float | str) else 0, attributes, scores)
 

@@ -56,6 +56,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     steps: list[tuple[Record, dict[str, Any]]] = []
     for number, row in enumerate(rows):
         one = replace(record, source=f"{record.source}[{number}]", value=_facts(row, record, number))
+        # A row with images has ids of placeholders, which no reader of text can train.
         if any(row.get(name) is not None for name in MEDIA):
             yield Skipped(one.source, MEDIA_REASON)
         elif is_batch:

@@ -56,6 +56,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
 
 def _read_sample(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     value = record.value
+    # slime sets this mark on samples that its filters removed from the loss.
     if value.get("remove_sample"):
         yield Skipped(record.source, "removed by the sampler")
         return
@@ -86,6 +87,7 @@ def _read_text(record: Record, options: ReadOptions) -> Iterator[Trajectory | Sk
         return
     if not isinstance(response, str):
         raise TreepackError(f"{record.source}: response is {shown(response)}; expected text")
+    # A prompt of messages needs a message as its completion, and a text needs a text.
     completion: Any = [{"role": "assistant", "content": response}] if is_messages(prompt) else response
     rest = without(value, TEXT | OF_TOKENS)
     variables = value.get("apply_chat_template_kwargs") or None

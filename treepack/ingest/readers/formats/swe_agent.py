@@ -33,8 +33,8 @@ REDUNDANT = frozenset({"agent", "thought", "action", "message_type", "is_demo", 
 REPEATED = frozenset({"submission", "edited_files30", "edited_files50", "edited_files70", "review", "chooser"})
 # The first words of a message that the program wrote in the model's name.
 GAVE_UP = ("Exit due to", "Exiting due to")
-UNKNOWN_PROMPT = "call whose prompt is not in the file not used"
-UNKNOWN_REPLY = "refused reply whose tool calls are not in the file not used"
+UNKNOWN_PROMPT = "call without its prompt in the file not used"
+UNKNOWN_REPLY = "refused reply without its tool calls in the file not used"
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:

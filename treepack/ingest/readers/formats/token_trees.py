@@ -64,6 +64,7 @@ def _mask(values: Any, num_tokens: int, where: str) -> Any:
 def _of_nodes(record: Record) -> Iterator[dict[str, Any]]:
     """Yield the fields of each path under names that the reader of tokens reads."""
     nodes, source = record.value["nodes"], record.source
+    # paths[3] = [0, 1]: the nodes before node 3, from the root
     paths = graphs.before(nodes, source=source)
     ids = graphs.ids_of(nodes, source=source)
     masks = [

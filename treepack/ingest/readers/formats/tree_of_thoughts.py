@@ -51,6 +51,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     folder, stem = folder_and_document(record)
     group = f"{folder}/{value['idx']}" if folder else str(value["idx"])
     rewards = _rewards(value, source)
+    # Dropped candidates are in the file but in no trajectory, so a note counts them.
     notes = (DROPPED_NOTE,) if _has_dropped(steps, source) else ()
     values = steps[-1].get("values")
     for leaf, text in enumerate(leaves):

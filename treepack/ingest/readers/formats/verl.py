@@ -52,6 +52,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     """
     value = record.value
     if has_fields(value, [BATCH]):
+        # Tensors are in `batch`, texts and objects in `non_tensor_batch`; both have one value per row.
         others = value.get("non_tensor_batch")
         value = value["batch"] | (others if isinstance(others, dict) else {})
     elif not has_fields(value, [COLUMNS]):
@@ -69,6 +70,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
     kept = without(value, DROPPED)
     if isinstance(extra := kept.pop("extra_fields", None), dict):
         kept = {name: field for name, field in without(extra, DROPPED).items() if not _is_empty(field)} | kept
+    # `__num_turns__` is the column of a batch, `num_turns` the field of an agent loop.
     if (num_turns := kept.pop("__num_turns__", None)) is not None:
         kept["num_turns"] = num_turns
     if isinstance(model := kept.get("reward_model"), dict):
