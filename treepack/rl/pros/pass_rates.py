@@ -30,6 +30,7 @@ from treepack.rl.pros import polya_gamma
 from treepack.trajectory import Float64, Int64
 
 # Queries that are sampled together with one random stream. The result depends on it, and not on the number of threads.
+# A million queries are 31 blocks, which is enough work to share.
 BLOCK = 1 << 15
 
 
@@ -40,6 +41,7 @@ class Prior:
     With the default tau, the pass rate of a query without rollouts is almost uniform in (0, 1).
     """
 
+    # The paper gives no values.
     mu: float = 0.0
     tau: float = 1.6
     sigma: float = 1.0
@@ -65,6 +67,7 @@ class Sampling:
     The result depends on `seed`, but not on `workers`, the number of threads.
     """
 
+    # With these, means of the families in the tests are within a fifth of a posterior deviation of the integrals.
     sweeps: int = 200
     burn_in: int = 50
     seed: int = 0

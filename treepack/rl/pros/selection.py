@@ -4,9 +4,10 @@
     State, rewards --forget_and_add--> State  passed, tried <- lambda * old + new, at every training step
     State, log-odds --nearest--> k queries
 
-        add q, q~1; then passes in two steps       query   passed                 tried                   lambda 0.5
-          step 0: q 1 of 1                         q       0.5 * 1 + 0 = 0.5      0.5 * 1 + 1 = 1.5
-          step 1: q 0 of 1                         q~1     0                      0
+        A query passes 1 of 1 rollouts in step 0 and 0 of 1 in step 1. With lambda = 0.5:
+
+        passed    0  ->  0.5 * 0 + 1 = 1  ->  0.5 * 1 + 0 = 0.5
+        tried     0  ->  0.5 * 0 + 1 = 1  ->  0.5 * 1 + 1 = 1.5
 
 The state is one Parquet file with a row per query (`schema.QUERIES`). Its metadata contains format, version and number
 of updates. The estimate of pass rates is `pass_rates.estimate`.
