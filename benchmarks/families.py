@@ -1,10 +1,10 @@
-"""Packing problems without tokens: named families of trees as agents, samplers and adversaries make them.
+"""Packing problems without tokens: named families of trees, like those that agents and samplers make, and hard ones.
 
-    (parent, size) --tree_of--> Tree      Tree, ... --forest_of_trees--> Forest --trie_of--> Trie of tokens 0
+    (parent, size) --tree_of--> PlanTree, ... --forest_of_trees--> PlanForest --trie_of--> Trie whose tokens are all 0
 
-A family is a function (num_leaves, rng) -> Tree with exactly that many leaves; `make_tree` seeds it, so that the same
-name, number and seed always give the same tree. Sizes are tokens. Paths stay below about 100,000 tokens however many
-leaves there are. A family that is hard at one capacity only names it.
+A family is a function (num_leaves, rng) -> PlanTree with exactly `num_leaves` leaves. `make_tree` seeds it, so the same
+name, number and seed always give the same tree. Sizes are in tokens. Paths have at most about 100,000 tokens, for any
+number of leaves. If a family is hard at one capacity only, it names this capacity.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """`make(num_leaves, rng)`; `capacity` is the one at which the trees are hard, None if at none in particular."""
+    """A family of trees: `make(num_leaves, rng)`; the trees are hard at `capacity`, None if at no special one."""
 
     name: str
     make: Callable[[int, Rng], PlanTree]
@@ -34,7 +34,7 @@ class Family:
 
 
 def families() -> list[Family]:
-    """All families, in a fixed order."""
+    """Return all families, in a fixed order."""
     return [
         Family("star, short prompt", lambda n, rng: star(n, rng, prompt=300, median=1200)),
         Family("star, long prompt", lambda n, rng: star(n, rng, prompt=4000, median=500)),
@@ -56,12 +56,13 @@ def families() -> list[Family]:
 
 
 def forests() -> dict[str, Callable[[int, int], PlanForest]]:
-    """Functions (num_leaves, seed) of many trees, whose rows are worth putting together."""
+    """Return functions (num_leaves, seed) that make many small trees, whose rows can be merged."""
     return {"stars of 16": stars_of_16, "mixed trees": mixed_trees}
 
 
 def make_tree(family: Family, num_leaves: int, *, seed: int = 0) -> PlanTree:
-    """The tree of `family` with `num_leaves` leaves for `seed`."""
+    """Return the tree of `family` with `num_leaves` leaves for `seed`."""
+    # crc32 and not hash(), which differs from process to process.
     rng = np.random.default_rng([seed, num_leaves, zlib.crc32(family.name.encode())])
     tree = family.make(num_leaves, rng)
     assert tree.num_leaves == num_leaves, f"{family.name}: {tree.num_leaves} leaves, not {num_leaves}"
@@ -69,15 +70,16 @@ def make_tree(family: Family, num_leaves: int, *, seed: int = 0) -> PlanTree:
 
 
 def tree_of(parent: Int64, size: Int64) -> PlanTree:
-    """The tree of nodes given in any order that puts parents first; only children are joined with their parents.
+    """Return the tree of nodes in any order with parents first; only children are merged with their parents.
 
-    Siblings keep their order. Every token but those of the root is a loss term. O(nodes).
+    Siblings keep their order. Every token is a loss term, except the tokens of the root. O(nodes).
     """
     up = np.asarray(parent, np.int64).tolist()
     num = len(up)
     below = [1] * num
     for node in range(num - 1, 0, -1):
         below[up[node]] += below[node]
+    # parents [-1, 0, 0, 1] -> nodes in the subtrees [4, 2, 1, 1] -> depth-first positions [0, 1, 3, 2]
     at, free = [0] * num, [1] * num  # position of each node, and of its next child
     for node in range(1, num):
         at[node] = free[up[node]]
@@ -87,11 +89,12 @@ def tree_of(parent: Int64, size: Int64) -> PlanTree:
     parents = np.array([-1] + [at[u] for u in up[1:]])[order]
     sizes = np.asarray(size, np.int64)[order]
     end = np.arange(num) + np.array(below)[order]
-    return _chains_joined(parents, sizes, end)
+    return _merge_chains(parents, sizes, end)
 
 
-def _chains_joined(parent: Int64, size: Int64, end: Int64) -> PlanTree:
-    """Nodes in depth-first order to a Tree: a run of only children becomes one node."""
+def _merge_chains(parent: Int64, size: Int64, end: Int64) -> PlanTree:
+    """Return the tree of nodes in depth-first order; a chain of only children becomes one node."""
+    # parent [-1, 0, 1, 0] -> children per node [2, 1, 0, 0] -> bottoms [0, 2, 3], tops [0, 1, 3]
     bottoms = np.flatnonzero(np.bincount(parent[1:], minlength=len(parent)) != 1)
     tops = np.concatenate([[0], bottoms[:-1] + 1])
     up = np.where(parent[tops] < 0, -1, np.searchsorted(bottoms, parent[tops]))
@@ -111,7 +114,7 @@ def _depths(parent: Int64, size: Int64) -> Int64:
 
 
 def forest_of_trees(trees: list[PlanTree]) -> PlanForest:
-    """All `trees` as one forest whose trajectories are its leaves."""
+    """Return all `trees` as one forest whose trajectories are its leaves."""
     nodes = np.concatenate([[0], np.cumsum([tree.num_nodes for tree in trees])]).astype(np.int64)
     leaves = np.concatenate([[0], np.cumsum([tree.num_leaves for tree in trees])]).astype(np.int64)
     starts = nodes[:-1].tolist()
@@ -127,14 +130,15 @@ def forest_of_trees(trees: list[PlanTree]) -> PlanForest:
 
 
 def trie_of(forest: PlanForest, *, shuffle: int | None = None) -> Trie:
-    """A trie of that shape whose tokens are all 0 and whose trajectories end at the leaves, all but one token trained.
+    """Return a trie of this shape. Its tokens are all 0, and a trajectory ends at each leaf, trained from token 1 on.
 
-    It serves for planning only: siblings begin with the same token. Trajectories arrived in depth-first order, or in
-    one drawn with the seed `shuffle` inside each tree.
+    It can only be planned, because siblings begin with the same token. The trajectories arrive in depth-first order, or
+    shuffled inside each tree with the seed `shuffle`.
     """
     joined = forest.joined
     tree_id = np.repeat(np.arange(forest.num_trees), np.diff(forest.leaf_start))
     arrived = np.arange(len(tree_id))
+    # Names carry the order of arrival: sorting random numbers inside each tree shuffles the names there.
     if shuffle is not None:
         arrived[np.lexsort((np.random.default_rng(shuffle).random(len(tree_id)), tree_id))] = np.arange(len(tree_id))
     length, end_node = joined.length, joined.leaf.astype(np.int32)
@@ -207,7 +211,7 @@ def mixed_trees(num_leaves: int, seed: int) -> PlanForest:
 
 
 class _Growing:
-    """Nodes of a tree that grows level by level; `add` returns the numbers of the new ones."""
+    """Nodes of a tree that grows level by level; `add` returns the numbers of the new nodes."""
 
     def __init__(self, root: int) -> None:
         self.parents = [np.array([-1])]
@@ -227,22 +231,23 @@ class _Growing:
 def random_turns(num_leaves: int, rng: Rng) -> PlanTree:
     """A trunk of about 3,000 tokens, turns of 100 to 1,200; after each turn a path forks with probability 0.35.
 
-    Growth stops at the wanted number of paths; each then goes on for up to 8 turns.
+    Growth stops at `num_leaves` paths; then each path continues for up to 8 turns.
     """
-    grown = _Growing(int(rng.integers(2000, 4000)))
+    nodes = _Growing(int(rng.integers(2000, 4000)))
     paths = np.array([0])
     while len(paths) < num_leaves:
         forks = np.flatnonzero(rng.random(len(paths)) < 0.35)[: num_leaves - len(paths)]
         above = np.sort(np.concatenate([paths, paths[forks]]))
-        paths = grown.add(above, rng.integers(100, 1201, len(above)))
-    grown.add(paths, np.maximum(rng.integers(100, 1201, num_leaves), 650 * rng.integers(0, 9, num_leaves)))
-    return grown.tree()
+        paths = nodes.add(above, rng.integers(100, 1201, len(above)))
+    # Up to 8 further turns of 650 tokens, the mean of a turn, as one node.
+    nodes.add(paths, np.maximum(rng.integers(100, 1201, num_leaves), 650 * rng.integers(0, 9, num_leaves)))
+    return nodes.tree()
 
 
 def chains(num_leaves: int, rng: Rng, *, count: int) -> PlanTree:
     """One trajectory per turn of `count` conversations under one prompt: a side leaf of about 300, then a trunk of 400.
 
-    Conversations of more than 240 turns have shorter ones, so that their length stays below 100,000.
+    Conversations of more than 240 turns have shorter turns, so that they stay below 100,000 tokens.
     """
     count = min(count, num_leaves)
     turns = np.diff(np.linspace(0, num_leaves, count + 1).astype(np.int64))
@@ -289,7 +294,7 @@ def sub_agents(num_leaves: int, rng: Rng) -> PlanTree:
 
 
 def nearly_equal(num_leaves: int, rng: Rng) -> PlanTree:
-    """All paths of 24,000 tokens within 1 %; forks anywhere, so that neighbours share from a little to nearly all."""
+    """All paths have 24,000 tokens within 1 %; forks are anywhere, so neighbours share few tokens or nearly all."""
     parents, sizes = [], []
     todo = [(-1, 0, num_leaves)]
     while todo:
@@ -307,7 +312,7 @@ def nearly_equal(num_leaves: int, rng: Rng) -> PlanTree:
 
 
 def balanced_ternary(num_leaves: int, rng: Rng) -> PlanTree:
-    """Every node has three children until the leaves suffice; 100 to 1,000 tokens each."""
+    """Every node has three children until there are enough leaves; 100 to 1,000 tokens each."""
     parents, leaves, node = [-1], 1, 0
     while leaves < num_leaves:
         children = min(3, num_leaves - leaves + 1)
@@ -318,7 +323,8 @@ def balanced_ternary(num_leaves: int, rng: Rng) -> PlanTree:
 
 
 def random_recursive(num_leaves: int, rng: Rng) -> PlanTree:
-    """Every node hangs below one drawn uniformly from all before it; 20 to 2,000 tokens each."""
+    """The parent of every node is drawn uniformly from all nodes before it; 20 to 2,000 tokens each."""
+    # Only a second child makes a new leaf: the first one replaces its parent as a leaf.
     parents, has_child, leaves = [-1], [False], 1
     while leaves < num_leaves:
         up = int(rng.integers(len(parents)))
@@ -331,20 +337,21 @@ def random_recursive(num_leaves: int, rng: Rng) -> PlanTree:
 
 def beam_search(num_leaves: int, rng: Rng) -> PlanTree:
     """Every survivor is expanded four times, one expansion in four survives; at most 60 levels of 100 to 600 tokens."""
+    # Each level adds 3 leaves per survivor, so a width of num_leaves / 180 needs about 60 levels.
     width = max(2, num_leaves // 180)
-    grown = _Growing(int(rng.integers(1000, 3000)))
+    nodes = _Growing(int(rng.integers(1000, 3000)))
     survivors, leaves = np.array([0]), 1
     while leaves < num_leaves:
         room = num_leaves - leaves
         above = np.repeat(survivors, 4)[: room + -(-room // 3)]  # a node with c children adds c - 1 leaves
         leaves += len(above) - len(np.unique(above))
-        added = grown.add(above, rng.integers(100, 601, len(above)))
-        survivors = np.sort(rng.choice(added, min(width, len(added)), replace=False))
-    return grown.tree()
+        children = nodes.add(above, rng.integers(100, 601, len(above)))
+        survivors = np.sort(rng.choice(children, min(width, len(children)), replace=False))
+    return nodes.tree()
 
 
 def comb(num_leaves: int, rng: Rng) -> PlanTree:
-    """Short trunk pieces; teeth that fill a half, a third or a quarter of what a row of 8,192 has left there."""
+    """Short trunk pieces, and teeth of 1/2, 1/3 or 1/4 of the tokens that a row of 8,192 has left there."""
     parents, sizes, trunk, depth = [-1], [200], 0, 200
     piece = max(1, min(40, 4000 // num_leaves))
     for tooth in range(num_leaves):
@@ -359,21 +366,22 @@ def comb(num_leaves: int, rng: Rng) -> PlanTree:
 
 
 def halves(num_leaves: int, rng: Rng) -> PlanTree:
-    """A prompt of 500, leaves a little above or below half of what a row of 8,192 has left."""
+    """A prompt of 500 tokens, and leaves near half of the tokens that a row of 8,192 has left."""
     return _star(500, (8192 - 500) // 2 + rng.integers(-400, 401, num_leaves))
 
 
 def thirds(num_leaves: int, rng: Rng) -> PlanTree:
-    """A prompt of 500, leaves a little above or below a third of what a row of 8,192 has left."""
+    """A prompt of 500 tokens, and leaves near a third of the tokens that a row of 8,192 has left."""
     return _star(500, (8192 - 500) // 3 + rng.integers(-250, 251, num_leaves))
 
 
 def triplets(num_leaves: int, rng: Rng) -> PlanTree:
-    """A prompt of 512 and leaves of which three at a time fill a row of 8,192 exactly: a plan without a gap exists."""
+    """A prompt of 512 tokens, and leaves in threes that fill a row of 8,192 exactly, so a plan without a gap exists."""
     return _star(512, _triplets(num_leaves, rng, 8192 - 512))
 
 
 def _triplets(num: int, rng: Rng, room: int) -> Int64:
+    # Every size is between a quarter and half of the room, so a row contains at most three leaves.
     first = rng.integers(room // 4 + 1, room // 2, -(-num // 3))
     low = np.maximum(room // 4 + 1, room - first - room // 2 + 1)
     high = np.minimum(room // 2, room - first - room // 4)

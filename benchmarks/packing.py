@@ -1,19 +1,19 @@
-"""Every packing method on families of trees: tokens over the certified bound, rows and seconds.
+"""Compare all packing methods on families of trees: tokens over the certified bound, rows and seconds.
 
     python benchmarks/packing.py [--sizes 8,64,1000] [--families star,comb] [--methods ...] [--effort normal]
-    python benchmarks/packing.py --large      100,000 and 1,000,000 trajectories, each in a process of its own
-    python benchmarks/packing.py --real TRIE ...    what `treepack build-trie` wrote, at 8,192 and 32,768
+    python benchmarks/packing.py --large      100,000 and 1,000,000 trajectories, each problem in a new process
+    python benchmarks/packing.py --real TRIE ...    directories of `treepack build-trie`, at 8,192 and 32,768
 
-Needs the development install; prints one Markdown table. Each cell of a method is
+Needs the development install, and prints one Markdown table. Each cell of a method is
 
     percent of tokens over the bound / rows / seconds
 
-and for real tries N_pack/N_tree / rows / seconds, with a column for the gap of auto; what is too long is truncated.
-The bound is the best that any of the methods proves. Every plan is checked here, by a walk that shares nothing with the
-library. `never worse` says whether auto needs at most the tokens of contiguous, heuristic and greedy-online, and at
-most their rows where the tokens are equal. greedy-online gets the trajectories depth-first, its best case, or with
-`--arrival random` shuffled inside each tree. Times are those of `plan_rows` on a trie in memory, one process unless
-`--workers` says more.
+For real tries it is N_pack/N_tree / rows / seconds, with a column for the gap of auto; longer trajectories are
+truncated. The bound is the best bound of all methods. Every plan is checked here, by a walk that uses no code of the
+library. The column `never worse` is yes if auto needs at most the tokens of contiguous, heuristic and greedy-online,
+and at most their rows if the tokens are equal. greedy-online gets the trajectories in depth-first order, its best case,
+or with `--arrival random` shuffled inside each tree. Times are for `plan_rows` on a trie in memory, in one process or
+in `--workers` processes. The trees come from `families.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -46,13 +46,13 @@ ALL = [*METHODS, *FOREST_METHODS]
 BASELINES = ("contiguous", "heuristic", "greedy-online")
 CAPACITIES = (8192, 32768, 131072)
 REAL_CAPACITIES = (8192, 32768)
-EXACT_LEAVES = 24
-EXACT_SECONDS = 20.0
+EXACT_LEAVES = 24  # the method exact is exponential: it runs on trees of at most so many leaves
+EXACT_SECONDS = 20.0  # its time limit for each tree
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What to pack, and into how many tokens a row."""
+    """A trie to pack, and the capacity of a row in tokens."""
 
     name: str
     trie: Trie
@@ -61,7 +61,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a method made of a problem; `memory` is the peak of the process in bytes."""
+    """The result of a method for a problem; `memory` is the peak of the process in bytes, 0 if not measured."""
 
     tokens: int
     rows: int
@@ -71,10 +71,11 @@ class Outcome:
 
 
 def solve(problem: Problem, method: str, *, search: Search, workers: int) -> Outcome:
-    """Plan, time and check."""
+    """Plan a problem, time it and check the plan."""
     began = time.perf_counter()
     plan = plan_rows(problem.trie, capacity=problem.capacity, method=method, search=search, workers=workers)
     seconds = time.perf_counter() - began
+    # The method sequence shares nothing, so its rows are counted flat.
     if method == "sequence":
         tokens = flat_tokens(problem.trie, plan)
     else:
@@ -86,29 +87,34 @@ def solve(problem: Problem, method: str, *, search: Search, workers: int) -> Out
 
 
 def union_tokens(trie: Trie, plan: Plan) -> Int64:
-    """Tokens of each row, [num_rows], from a set of nodes per row; each trajectory is in one row by construction."""
+    """Return the tokens of each row, [num_rows], from the set of its nodes.
+
+    `plan.row_of` has one row for each trajectory, so no trajectory is in two rows.
+    """
     assert plan.row_of.shape == (trie.num_trajectories,)
     parent, size, end_node = trie.parent.tolist(), trie.node_length.tolist(), trie.end_node.tolist()
     tokens = np.zeros(plan.num_rows, np.int64)
     for row, members in enumerate(plan.members()):
-        held: set[int] = set()
+        nodes: set[int] = set()
         for trajectory in members.tolist():
             node = end_node[trajectory]
-            while node >= 0 and node not in held:
-                held.add(node)
+            # If the row already contains a node, it contains all ancestors too.
+            while node >= 0 and node not in nodes:
+                nodes.add(node)
                 node = parent[node]
-        tokens[row] = sum(size[node] for node in held)
+        tokens[row] = sum(size[node] for node in nodes)
     return tokens
 
 
 def flat_tokens(trie: Trie, plan: Plan) -> Int64:
-    """Tokens of each row, [num_rows], where nothing is shared."""
+    """Return the tokens of each row, [num_rows], if its trajectories share nothing."""
     return np.bincount(plan.row_of, weights=trie.lengths, minlength=plan.num_rows).astype(np.int64)
 
 
 def warm_up(method: str) -> None:
-    """Load and compile what `method` needs, on a tree that is not solved at first sight."""
+    """Load and compile the code of `method`, so that no timing contains it."""
     family = {family.name: family for family in made.families()}["random turns"]
+    # 12 leaves compile the program over sets, 40 the search and the multi-path program.
     for leaves in (12, 40):
         tree = made.make_tree(family, leaves)
         trie = made.trie_of(made.forest_of_trees([tree]))
@@ -116,10 +122,10 @@ def warm_up(method: str) -> None:
 
 
 def problems(options: argparse.Namespace) -> Iterator[Problem]:
-    """One tree of each family and size at every capacity that it fits and needs several rows of; and forests."""
+    """Yield a tree of each family and size, and the forests, at every capacity that needs several rows."""
     for family in made.families():
         for size in options.sizes:
-            if not chosen(family.name, options.families):
+            if not is_chosen(family.name, options.families):
                 continue
             tree = made.make_tree(family, size, seed=options.seed)
             trie = made.trie_of(made.forest_of_trees([tree]), shuffle=shuffle(options))
@@ -127,11 +133,12 @@ def problems(options: argparse.Namespace) -> Iterator[Problem]:
             fixed = [family.capacity] if family.capacity else options.capacities
             scaled = [int(ratio * longest) for ratio in options.capacity_ratio if family.capacity is None]
             for capacity in sorted({*fixed, *scaled}):
+                # Below `longest` there is no plan, and from `tree.tokens` on one row is enough.
                 if longest <= capacity < tree.tokens:
                     yield Problem(family.name, trie, capacity)
     for name, make in made.forests().items():
         for size in options.sizes:
-            if size >= 64 and chosen(name, options.families):
+            if size >= 64 and is_chosen(name, options.families):
                 trie = made.trie_of(make(size, options.seed), shuffle=shuffle(options))
                 for capacity in options.capacities:
                     if trie.lengths.max() <= capacity < trie.tokens_tree:
@@ -139,64 +146,67 @@ def problems(options: argparse.Namespace) -> Iterator[Problem]:
 
 
 def shuffle(options: argparse.Namespace) -> int | None:
-    """The seed of the order of arrival."""
+    """Return the seed of the order of arrival, None for depth-first order."""
     return options.seed if options.arrival == "random" else None
 
 
-def chosen(name: str, wanted: list[str]) -> bool:
-    """Whether `name` contains one of `wanted`, or nothing particular is wanted."""
-    return not wanted or any(part in name for part in wanted)
+def is_chosen(name: str, parts: list[str]) -> bool:
+    """Return True if `name` contains one of `parts`, or if there are no `parts`."""
+    return not parts or any(part in name for part in parts)
 
 
-def print_table(given: Iterable[Problem], methods: list[str], *, search: Search, workers: int = 1) -> None:
-    """Run all methods on all problems; print a line each, then means and maxima."""
+def print_table(every_problem: Iterable[Problem], methods: list[str], *, search: Search, workers: int = 1) -> None:
+    """Run all methods on all problems; print a line for each problem, then means and maxima."""
     print_header(methods)
     over: dict[str, list[tuple[str, float]]] = {method: [] for method in methods}
     worse = 0
-    for problem in given:
-        found = {
+    for problem in every_problem:
+        outcomes = {
             method: solve(problem, method, search=search, workers=workers)
             for method in methods
             if method != "exact" or problem.trie.num_trajectories <= EXACT_LEAVES
         }
-        bound = max(outcome.bound for outcome in found.values())
-        for method, outcome in found.items():
+        bound = max(outcome.bound for outcome in outcomes.values())
+        for method, outcome in outcomes.items():
             over[method].append((problem.name, 100 * (outcome.tokens / bound - 1)))
-        verdict = never_worse(found)
+        verdict = never_worse(outcomes)
         worse += verdict == "no"
-        print_line([*facts_of(problem), f"{bound:,}", *(cell(found.get(method), bound) for method in methods), verdict])
+        cells = [cell(outcomes.get(method), bound) for method in methods]
+        print_line([*facts_of(problem), f"{bound:,}", *cells, verdict])
     print_summary(over, worse)
 
 
-def never_worse(found: dict[str, Outcome]) -> str:
-    """Whether auto is at least as good as each baseline that ran; "-" without auto."""
-    if "auto" not in found:
+def never_worse(outcomes: dict[str, Outcome]) -> str:
+    """Return "yes" if auto is at least as good as each baseline that ran, else "no", and "-" without auto."""
+    if "auto" not in outcomes:
         return "-"
-    auto = (found["auto"].tokens, found["auto"].rows)
-    return "yes" if all(auto <= (found[m].tokens, found[m].rows) for m in BASELINES if m in found) else "no"
+    # Pairs compare tokens first, then rows: (34, 3) <= (34, 4) and (34, 4) <= (35, 3)
+    costs = {method: (outcome.tokens, outcome.rows) for method, outcome in outcomes.items()}
+    return "yes" if all(costs["auto"] <= costs[method] for method in BASELINES if method in costs) else "no"
 
 
 def print_header(methods: list[str]) -> None:
-    """The first two lines."""
+    """Print the first two lines of the table."""
     names = ["family", "leaves", "C", "longest/C", "POR %", "bound", *methods, "never worse"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
 
 
 def facts_of(problem: Problem) -> list[str]:
-    """The cells that describe a problem."""
+    """Return the cells that describe a problem."""
     trie, capacity = problem.trie, problem.capacity
+    # POR, the share of tokens that sharing removes: 43 flat tokens, 22 in the trie -> 48.8 %
     por = 100 * (1 - trie.tokens_tree / trie.tokens_flat)
     longest = trie.lengths.max() / capacity
     return [problem.name, f"{trie.num_trajectories:,}", f"{capacity:,}", f"{longest:.2f}", f"{por:.1f}"]
 
 
 def print_line(cells: list[str]) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def cell(outcome: Outcome | None, bound: int) -> str:
-    """Percent over the bound / rows / seconds."""
+    """Return the cell of an outcome: percent over the bound / rows / seconds, and memory if it was measured."""
     if outcome is None:
         return "-"
     memory = f" / {outcome.memory / 2**30:.2f} GiB" if outcome.memory else ""
@@ -204,21 +214,22 @@ def cell(outcome: Outcome | None, bound: int) -> str:
 
 
 def print_summary(over: dict[str, list[tuple[str, float]]], worse: int) -> None:
-    """The mean over the means of the families, and the worst problem of all."""
+    """Print the mean over the means of the families, and the maximum over all problems."""
     means, worst = [], []
-    for found in over.values():
+    # A family with many problems must not outweigh the others, so the mean is taken of the means.
+    for problems_and_values in over.values():
         by_family: dict[str, list[float]] = {}
-        for name, value in found:
+        for name, value in problems_and_values:
             by_family.setdefault(name, []).append(value)
-        means.append(f"{np.mean([np.mean(values) for values in by_family.values()]):.2f}" if found else "-")
-        worst.append(f"{max(value for _, value in found):.2f}" if found else "-")
+        means.append(f"{np.mean([np.mean(values) for values in by_family.values()]):.2f}" if by_family else "-")
+        worst.append(f"{max(value for _, value in problems_and_values):.2f}" if by_family else "-")
     blank = " | ".join([""] * 5)
     print_line(["mean of families", blank, *means, ""])
     print_line(["maximum", blank, *worst, f"{worse} no"])
 
 
 def large_problem(name: str, size: int, seed: int) -> Problem:
-    """A problem of `size` trajectories, as one tree or as a forest."""
+    """Return the problem `name` with `size` trajectories, as one tree or as a forest."""
     if name in made.forests():
         return Problem(name, made.trie_of(made.forests()[name](size, seed)), 32768)
     family = {family.name: family for family in made.families()}[name]
@@ -233,33 +244,36 @@ LARGE = ("star, long prompt", "random turns", "sub-agents", "one-token branches"
 def solve_large(
     name: str, size: int, seed: int, method: str, search: Search, workers: int
 ) -> tuple[list[str], Outcome]:
-    """The facts of a problem and what `method` makes of it; for a process of its own, so that its memory counts."""
+    """Return the facts of a problem and the outcome of `method`, with the peak memory of this process."""
     warm_up(method)
     problem = large_problem(name, size, seed)
-    found = solve(problem, method, search=search, workers=workers)
+    outcome = solve(problem, method, search=search, workers=workers)
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if platform.system() == "Darwin" else 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return facts_of(problem), Outcome(found.tokens, found.rows, found.bound, found.seconds, memory)
+    return facts_of(problem), replace(outcome, memory=memory)
 
 
 def print_large(options: argparse.Namespace, search: Search) -> None:
-    """The table of large problems; peak memory is that of the whole process, with the problem and the check."""
+    """Print the table of large problems. The peak memory includes the problem and the check of its plan."""
     print_header(options.methods)
+    # A new process for every job, so that the peak memory is of this job alone.
     pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
     for name in LARGE:
         for size in options.sizes:
-            if not chosen(name, options.families):
+            if not is_chosen(name, options.families):
                 continue
-            found: dict[str, Outcome] = {}
+            outcomes: dict[str, Outcome] = {}
             for method in options.methods:
                 job = pool.submit(solve_large, name, size, options.seed, method, search, options.workers)
-                facts, found[method] = job.result()
-            bound = max(outcome.bound for outcome in found.values())
-            print_line([*facts, f"{bound:,}", *(cell(found[m], bound) for m in options.methods), never_worse(found)])
+                facts, outcomes[method] = job.result()
+            bound = max(outcome.bound for outcome in outcomes.values())
+            cells = [cell(outcomes[method], bound) for method in options.methods]
+            print_line([*facts, f"{bound:,}", *cells, never_worse(outcomes)])
 
 
 def print_real(options: argparse.Namespace, search: Search) -> None:
-    """The table of real tries."""
+    """Print the table of real tries."""
     methods = options.methods
     names = ["trie", "samples", "POR %", "C", "truncated", *methods, "gap of auto", "never worse"]
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
@@ -268,40 +282,42 @@ def print_real(options: argparse.Namespace, search: Search) -> None:
         for capacity in options.capacities:
             trie, counts = fit_capacity(whole, capacity, too_long="truncate")
             problem = Problem(path.name, trie, capacity)
-            found = {method: solve(problem, method, search=search, workers=options.workers) for method in methods}
+            outcomes = {method: solve(problem, method, search=search, workers=options.workers) for method in methods}
             name, samples, _, _, por = facts_of(problem)
             cells = [name, samples, por, f"{capacity:,}", f"{counts['truncated to the capacity']:,}"]
             cells += [
                 f"{outcome.tokens / trie.tokens_tree:.4f} / {outcome.rows:,} / {outcome.seconds:.2f}"
-                for outcome in found.values()
+                for outcome in outcomes.values()
             ]
-            bound = max(outcome.bound for outcome in found.values())
-            gap = f"{100 * (found['auto'].tokens / bound - 1):.2f} %" if "auto" in found else "-"
-            print_line([*cells, gap, never_worse(found)])
+            bound = max(outcome.bound for outcome in outcomes.values())
+            gap = f"{100 * (outcomes['auto'].tokens / bound - 1):.2f} %" if "auto" in outcomes else "-"
+            print_line([*cells, gap, never_worse(outcomes)])
 
 
-def listed(text: str) -> list[str]:
-    """Comma-separated words."""
+def words(text: str) -> list[str]:
+    """Return comma-separated words as a list."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def numbers(text: str) -> list[int]:
-    """Comma-separated integers."""
-    return [int(part) for part in listed(text)]
+    """Return comma-separated integers as a list."""
+    return [int(part) for part in words(text)]
 
 
 def main() -> None:
-    """Print everything."""
+    """Read the options and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=numbers, help="leaves of a problem; default 8,64,1000, or 100000,1000000")
     parser.add_argument(
-        "--capacities", type=numbers, help="tokens of a row; default 8192,32768, and 131072 of made trees"
+        "--capacities",
+        type=numbers,
+        help="tokens of a row; default 8192,32768, and 131072 without --real",
     )
-    parser.add_argument("--capacity-ratio", type=lambda text: [float(x) for x in listed(text)], default=[1.3])
+    parser.add_argument("--capacity-ratio", type=lambda text: [float(x) for x in words(text)], default=[1.3])
     parser.add_argument(
-        "--methods", type=listed, help=f"of {', '.join(ALL)}; default all, but exact only for made trees"
+        "--methods", type=words, help=f"of {', '.join(ALL)}; default all, but exact only for trees of the families"
     )
-    parser.add_argument("--families", type=listed, default=[], help="parts of their names; default all")
+    parser.add_argument("--families", type=words, default=[], help="parts of their names; default all")
     parser.add_argument("--effort", choices=EFFORTS, default="normal")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arrival", choices=("depth-first", "random"), default="depth-first")
@@ -320,6 +336,7 @@ def main() -> None:
     if options.large:
         print_large(options, search)
         return
+    # With --large every job warms up in its own process.
     for method in options.methods:
         warm_up(method)
     if options.real:

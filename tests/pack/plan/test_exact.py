@@ -31,7 +31,7 @@ def sequences_of(tree: PlanTree) -> list[list[int]]:
     return [[int(start[node]) + i for node in path for i in range(int(tree.size[node]))] for path in paths_of(tree)]
 
 
-# Two subtrees that each were rounded by what the other one holds, not by what that takes up once it is rounded.
+# A trap: each of the two subtrees was once rounded by the true sums of the other one, not by its rounded sums.
 ROUNDED_TWICE = tree_of((1, [(1, [(1, []), (4, [])]), (1, [(1, []), (4, [])])])), 6
 TIGHT_STAR = tree_of((2, [(size, []) for size in (6, 6, 5, 4, 4, 3, 3, 2)])), 13
 
@@ -65,6 +65,7 @@ def test_the_integer_program_finds_and_proves_the_best(problem: tuple[PlanTree, 
 
 
 def partitions(count: int) -> Iterator[list[list[int]]]:
+    # 2 -> [[0, 1]], [[0], [1]]; 3 items have 5 partitions, 6 items have 203.
     if count == 0:
         yield []
         return
@@ -122,7 +123,7 @@ def test_a_large_tree_gets_the_best_of_the_cheap_plans() -> None:
 
 
 def selections(tree: PlanTree, limits: Limits, node: int = 0) -> Iterator[list[int]]:
-    """Every way to cover the leaves below `node` by disjoint feasible nodes, eq. 3; a leaf is always feasible."""
+    """Yield every cover of the leaves below `node` by disjoint feasible nodes, eq. 3; a leaf is always feasible."""
     paths = [path for path in paths_of(tree) if node in path]
     shared = int(tree.depth[node] + tree.size[node])
     lengths = [int(tree.size[path].sum()) for path in paths]
@@ -154,14 +155,14 @@ def test_single_path_rows_cost_at_most_what_the_paper_counts(problem: tuple[Plan
 
 
 def better(a: State, b: State) -> bool:
-    """Whether the traversals of `a` can replace different ones of `b`, at no greater cost; tries all ways."""
+    """Return True if the traversals of `a` can replace different ones of `b` at no higher cost; try all ways."""
     return a[0] <= b[0] and any(
         all(x >= y for x, y in zip(a[1], chosen, strict=True)) for chosen in itertools.permutations(b[1], len(a[1]))
     )
 
 
 def rooms(most: int) -> st.SearchStrategy[Rooms]:
-    return st.lists(st.integers(0, 4), min_size=1, max_size=most).map(lambda found: tuple(sorted(found)))
+    return st.lists(st.integers(0, 4), min_size=1, max_size=most).map(lambda values: tuple(sorted(values)))
 
 
 @given(st.dictionaries(rooms(4), st.integers(0, 3), max_size=12))
@@ -172,7 +173,7 @@ def test_states_are_dropped_exactly_if_another_is_as_good(costs: dict[Rooms, int
 
 
 def fewest_bins(items: list[tuple[int, int]], room: int) -> int:
-    """Bins for (child, load), no two of the same child in one, by trying every partition."""
+    """Return the minimum bins for items (child, load), never two of the same child in one; try every partition."""
     return min(
         len(bins)
         for bins in partitions(len(items))
@@ -196,11 +197,12 @@ def test_packing_at_the_root_chooses_the_best_states(children: list[list[State]]
         for chosen in itertools.product(*children)
         for bins in [fewest_bins([(i, room - left) for i, (_, lefts) in enumerate(chosen) for left in lefts], room)]
     )
-    found = pack(children, room, size, Target(best[0], best[1], 6), work=1e9, seconds=60)
-    assert found.proven
-    assert found.chosen is not None
-    number = 1 + max(row for _, rows in found.chosen for row in rows)
-    assert (sum(cost for (cost, _), _ in found.chosen) + size * number, number) == best
+    packing = pack(children, room, size, Target(best[0], best[1], 6), work=1e9, seconds=60)
+    assert packing.proven
+    assert packing.chosen is not None
+    number = 1 + max(row for _, rows in packing.chosen for row in rows)
+    assert (sum(cost for (cost, _), _ in packing.chosen) + size * number, number) == best
+    # With one row less there is no packing at this cost, and CP-SAT proves it.
     nothing = pack(children, room, size, Target(best[0], best[1] - 1, 6), work=1e9, seconds=60)
     assert nothing.proven
     assert nothing.chosen is None

@@ -1,4 +1,4 @@
-"""Plans as files, budgets and ranks through the command line: what is written reads back, what is wrong is one line."""
+"""Plan files, budgets and ranks through the command line: files read back as written, and an error is one line."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def written(path: Path, *rows: object, **header: object) -> Path:
 
 
 def report_of(treepack: Run, packed: Path, *options: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(treepack("stats", packed, "--json", *options)[1])
-    return found
+    report: dict[str, object] = json.loads(treepack("stats", packed, "--json", *options)[1])
+    return report
 
 
 def test_rows_of_a_plan_of_ones_own_come_in_its_order(treepack: Run, trie: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_plan_brings_its_own_options(treepack: Run, trie: Path, tmp_path: Path
     for options in (("--capacity", 12), ("--method", "contiguous"), ("--balance", 2)):
         status, _, err = treepack("pack", trie, "--plan", plan, "--out", tmp_path / "p", *options)
         assert status == 2
-        assert f"--plan brings what {options[0]} would say" in err
+        assert f"--plan gives the value of {options[0]}" in err
 
 
 def test_budgets_and_ranks_are_kept_and_recorded(treepack: Run, trie: Path, tmp_path: Path) -> None:

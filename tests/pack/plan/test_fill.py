@@ -1,4 +1,4 @@
-"""Rows put together and made even: limits hold, nothing is lost or repeated, no more rows than best fit decreasing."""
+"""Merged and even rows: within limits, nothing lost or repeated, and no more rows than best fit decreasing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support import oracle, strategies
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.pack.plan import fill as merge
 from treepack.pack.plan.check import check_plan
+from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits, path_pairs
@@ -27,15 +27,15 @@ def pieces_of(tokens: list[int]) -> RowSizes:
 
 
 def merged(tokens: list[int], limits: Limits) -> Int64:
-    return merge.merge_rows(pieces_of(tokens), np.zeros(len(tokens), np.int64), limits)
+    return merge_rows(pieces_of(tokens), np.zeros(len(tokens), np.int64), limits)
 
 
 @given(st.lists(st.integers(-5, 5), min_size=1, max_size=70), st.data())
 def test_range_minima_are_minima_of_ranges(values: list[int], data: st.DataObject) -> None:
     start = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=9))
     stop = [data.draw(st.integers(a + 1, len(values))) for a in start]
-    found = range_minima(np.array(values), np.array(start, np.int64), np.array(stop, np.int64))
-    assert found.tolist() == [min(values[a:b]) for a, b in zip(start, stop, strict=True)]
+    minima = range_minima(np.array(values), np.array(start, np.int64), np.array(stop, np.int64))
+    assert minima.tolist() == [min(values[a:b]) for a, b in zip(start, stop, strict=True)]
 
 
 @given(given_ones=strategies.trajectories(), data=st.data())
@@ -48,6 +48,7 @@ def test_sizes_of_any_rows_are_those_of_unions(given_ones: list[Trajectory], dat
     names = trie.trajectories["trajectory_id"].to_pylist()
     for row in range(4):
         members = np.flatnonzero(row_of == row).tolist()
+        # A token is its tree and the path up to it, so trajectories [1, 2] and [1, 3] of one tree have 3 tokens.
         union = {(trees[i], *paths[i][:n]) for i in members for n in range(1, len(paths[i]) + 1)}
         contents = [content for i in members if isinstance(content := by_id[names[i]], Tokens)]
         assert sizes.tokens[row] == len(union)
@@ -77,7 +78,7 @@ def test_no_limit_is_exceeded(tokens: list[int], capacity: int, pairs: int | Non
 
 
 def test_rows_are_filled_where_best_fit_leaves_gaps() -> None:
-    # Best fit decreasing gives 46 + 35 + 19, 35 + 32 + 32 and two rows more; three rows of exactly 100 hold all.
+    # Best fit decreasing makes 46 + 35 + 19, 35 + 32 + 32 and two more rows; three rows of exactly 100 are enough.
     tokens = [46, 35, 35, 32, 32, 33, 33, 19, 35]
     assert sum(tokens) == 300
     assert oracle.best_fit_decreasing(tokens, 100) == 4

@@ -1,4 +1,4 @@
-"""`--method groups`: every group whole in one row, whatever else is limited, and dpo then has all of its pairs."""
+"""`--method groups`: every group is whole in one row, with all limits, so dpo has all of its pairs."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def pairs(count: int) -> list[Trajectory]:
 
 def test_groups_that_fit_together_share_a_row() -> None:
     trie = build_trie(pairs(8))
+    # A group is [9, 9, i], then 20 21 22 and 21 21 22: 3 + 3 + 3 = 9 tokens, so two groups fill a row of 18 or less.
     plan = plan_rows(trie, capacity=18, method="groups")
     assert sorted(Counter(plan.row_of.tolist()).values()) == [4, 4]
 
@@ -82,8 +83,8 @@ def test_dpo_takes_what_other_methods_split(treepack: Run, tmp_path: Path) -> No
     assert treepack("build-trie", tmp_path / "rollouts.jsonl", "--out", tmp_path / "trie").status == 0
     for method in ("sequence", "groups"):
         packed, scored = tmp_path / method, tmp_path / f"{method}-ref"
-        found = treepack("pack", tmp_path / "trie", "--capacity", 11, "--method", method, "--out", packed)
-        assert found.status == 0, found.err
+        result = treepack("pack", tmp_path / "trie", "--capacity", 11, "--method", method, "--out", packed)
+        assert result.status == 0, result.err
         options = ("--model", config, "--device", "cpu")
         assert treepack("logprobs", packed, *options, "--column", "ref", "--out", scored).status == 0
         trained = treepack(

@@ -32,37 +32,40 @@ Prefix = tuple[int, ...]
 
 
 def loads(prefixes: Iterable[Prefix], trained: int) -> tuple[int, int, int]:
-    """Tokens, score pairs and loss terms of a row that holds `prefixes`, one for each of its tokens."""
-    found = set(prefixes)
-    return len(found), sum(map(len, found)), trained
+    """Return the tokens, score pairs and loss terms of a row of `prefixes`, one for each of its tokens."""
+    # The token at position p is a prefix of p + 1 tokens, and has p + 1 score pairs.
+    tokens = set(prefixes)
+    return len(tokens), sum(map(len, tokens)), trained
 
 
 def naive_first_fit(trie: Trie, order: list[int], limits: Limits, *, share: bool) -> list[int]:
-    """Row of each trajectory, the rows numbered as they open; every row a set of prefixes."""
+    """Return the row of each trajectory, numbered as rows open; every row is a set of prefixes."""
     steps, row_of = trie.step_rank.tolist(), [-1] * trie.num_trajectories
     prefixes = [{tuple(ids[: n + 1].tolist()) for n in range(len(ids))} for ids in sequences_of(trie)]
     trained = [sum(span["end"] - span["start"] for span in spans) for spans in trie.trajectories["trained"].to_pylist()]
     rows: list[tuple[int, set[Prefix], int]] = []
     for i in order:
-        own = prefixes[i] if share else {(i, *prefix) for prefix in prefixes[i]}
-        for row, (step, held, terms) in enumerate(rows):
-            found = loads(held | own, terms + trained[i])
-            found = (found[0], found[1] - (0 if share else found[0]), found[2])
+        # Without sharing, the number of the trajectory in front makes equal prefixes different; it is no token, so it
+        # adds one pair too many for each token.
+        added = prefixes[i] if share else {(i, *prefix) for prefix in prefixes[i]}
+        for row, (step, union, terms) in enumerate(rows):
+            tokens, pairs, row_terms = loads(union | added, terms + trained[i])
+            row_loads = (tokens, pairs - (0 if share else tokens), row_terms)
             most = (limits.capacity, limits.pairs, limits.terms)
             if step == steps[i] and all(
-                limit is None or load <= limit for load, limit in zip(found, most, strict=True)
+                limit is None or load <= limit for load, limit in zip(row_loads, most, strict=True)
             ):
-                rows[row] = (step, held | own, terms + trained[i])
+                rows[row] = (step, union | added, terms + trained[i])
                 row_of[i] = row
                 break
         else:
             row_of[i] = len(rows)
-            rows.append((steps[i], own, trained[i]))
+            rows.append((steps[i], added, trained[i]))
     return row_of
 
 
 def grouped(row_of: Iterable[int]) -> set[tuple[int, ...]]:
-    """Which trajectories share a row, whatever the rows' numbers."""
+    """Return the trajectories of each row, without the numbers of the rows."""
     rows: dict[int, list[int]] = {}
     for i, row in enumerate(row_of):
         rows.setdefault(row, []).append(i)
@@ -143,5 +146,6 @@ def test_flat_rows_are_a_dataset(tmp_path: Path) -> None:
         write_packed(rows, path, capacity=12)
     batches = list(PackedDataset(tmp_path / "packed"))
     assert [batch.num_tokens for batch in batches] == [12, 12, 12, 4]
-    held = [batch.input_ids[batch.trajectory_ends].tolist() for batch in batches]
-    assert sorted(token for row in held for token in row) == list(range(10))
+    # The last token of trajectory i is i.
+    last_tokens = [batch.input_ids[batch.trajectory_ends].tolist() for batch in batches]
+    assert sorted(token for row in last_tokens for token in row) == list(range(10))

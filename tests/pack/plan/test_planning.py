@@ -38,6 +38,7 @@ def test_any_plan_is_valid_and_counts_unions(method: str, given_ones: list[Traje
     sequences = [tokens.tolist() for tokens in sequences_of(trie)]
     trees = trie.tree_id[trie.end_node].tolist()
     for row, members in enumerate(plan.members()):
+        # The tree in front keeps equal tokens of different trees apart; it is no token, so one per tree is subtracted.
         marked = [[trees[i], *sequences[i]] for i in members.tolist()]
         union = oracle.union_tokens(marked) - len({path[0] for path in marked})
         assert totals.row_tokens[row] == union <= capacity
@@ -54,6 +55,7 @@ def test_bound_below_best_plan_below_any_plan(method: str, sequences: list[list[
 
 @given(sequences=strategies.sequences(max_count=8, max_length=7), capacity=st.integers(7, 16))
 def test_contiguous_is_the_best_of_all_contiguous_cuts(sequences: list[list[int]], capacity: int) -> None:
+    # Only sequences that are no prefix of another one are leaves; after sorting, a prefix comes right before them.
     unique = sorted({tuple(tokens) for tokens in sequences})
     leaves = [a for a, b in itertools.zip_longest(unique, unique[1:], fillvalue=()) if b[: len(a)] != a]
     best = min(
@@ -65,7 +67,7 @@ def test_contiguous_is_the_best_of_all_contiguous_cuts(sequences: list[list[int]
     trie = built(sequences)
     forest = forest_of(trie)
     rows, _ = plan_trees(forest, Limits(capacity), METHODS["contiguous"], Search())
-    # Merging may save more, where it puts pieces of one tree together.
+    # Without merging, which may save more tokens if it merges pieces of one tree.
     assert row_sizes(trie, rows[forest.leaf_of], int(rows.max()) + 1).tokens.sum() == best
 
 

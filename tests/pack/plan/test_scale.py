@@ -1,4 +1,4 @@
-"""Plans at the edges: as long as a row, all alike, very many, nested, in any order, over several processes."""
+"""Plans at the extremes: rows filled by one trajectory, equal, very many, nested, any order, several processes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def branches() -> Trie:
 @many_branches
 def test_20000_one_token_branches_fill_their_rows(branches: Trie, method: str) -> None:
     tokens = check_plan(branches, plan_rows(branches, capacity=1005, method=method)).row_tokens
-    held = 1005 // 6 if method in ("sequence", "single-path") else 1000
-    assert len(tokens) == -(-20_000 // held)
+    # A row of 1005 has the prompt of 5 tokens once and 1000 branches, or 167 times 6 tokens if nothing is shared.
+    per_row = 1005 // 6 if method in ("sequence", "single-path") else 1000
+    assert len(tokens) == -(-20_000 // per_row)
 
 
 @every_method
@@ -154,13 +155,13 @@ if __name__ == "__main__":
 
 
 def test_an_interrupt_ends_all_workers(tmp_path: Path) -> None:
-    # In a process of its own: a solver that another test ran may have left its handler of this signal behind.
+    # In a new process, because a solver of another test may have left its handler for this signal.
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(tmp_path / "interrupted.py")],
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout == "interrupted 0\n"
+    assert result.stdout == "interrupted 0\n"

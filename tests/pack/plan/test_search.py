@@ -1,4 +1,4 @@
-"""Search and bounds: plans stay plans, no bound is above the best plan, and the default method is the best of all."""
+"""Search and bounds: plans are valid, no bound exceeds the best plan, and the default method is the best."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from treepack.pack.plan.bounds.knapsack import best_profits
 from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.methods import anneal as search
-from treepack.pack.plan.methods import contiguous as cuts
+from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.methods.exact import exact
 from treepack.pack.plan.methods.subsets import fewest, subsets
 from treepack.pack.plan.planning import plan_rows
@@ -39,7 +39,7 @@ PROOFS = [
     ProofEffort(sets=3, exact=5, programs=(7, 1000), entries=1e8),
     ProofEffort(sets=12, exact=0, programs=(1000,), entries=1e8),
 ]
-# Every best plan has four rows though three could hold all leaves, for more tokens.
+# Every best plan has four rows; three rows are enough for all leaves, but they need more tokens.
 MORE_ROWS_THAN_NEEDED = tree_of((2, [(3, [(1, []), (3, [])]), (9, []), (3, [(5, []), (11, [])])])), 16
 
 
@@ -76,7 +76,7 @@ def best_of(problem: Problem) -> Cost:
 def plans_of(problem: Problem) -> list[Int64]:
     """A poor plan and a good one."""
     tree, limits = problem[0], Limits(problem[1])
-    return [alone(tree), cuts.contiguous(tree, limits, Search()).row_of_leaf]
+    return [alone(tree), contiguous(tree, limits, Search()).row_of_leaf]
 
 
 def unknown(tree: PlanTree) -> bounds._NodeBounds:
@@ -88,12 +88,12 @@ def counted(problem: Problem) -> bounds._NodeBounds:
 
 
 def least_of_every_node(problem: Problem) -> tuple[Int64, Int64]:
-    """Tokens below each node and rows through it, at least, by the program over subsets of each subtree."""
+    """Return the minimum tokens of each subtree and the minimum rows through each node, by the program over subsets."""
     tree, capacity = problem
-    found = [
+    minima = [
         fewest(bounds.subtree(tree, node), Limits(capacity - int(tree.depth[node]))) for node in range(tree.num_nodes)
     ]
-    return np.array([tokens[0] for tokens, _ in found]), np.array([times[0] for _, times in found])
+    return np.array([tokens[0] for tokens, _ in minima]), np.array([times[0] for _, times in minima])
 
 
 @pytest.mark.parametrize("problem", edges)
@@ -130,9 +130,14 @@ def test_counting_stays_below_what_every_node_needs(problem: Problem) -> None:
 def test_counting_from_the_truth_below_stays_below_the_truth(problem: Problem) -> None:
     tree, capacity = problem
     tokens, times = least_of_every_node(problem)
+    # The true bounds of subtrees of up to 3 nodes, and none (0 tokens, 1 row) for larger ones.
     inner = tree.end - np.arange(tree.num_nodes) > 3
     at_most = count(
-        *(tree.parent, tree.end, tree.size, tree.depth + tree.size, capacity),
+        tree.parent,
+        tree.end,
+        tree.size,
+        tree.depth + tree.size,
+        capacity,
         np.where(inner, 0, tokens),
         np.where(inner, 1, times),
     )
@@ -145,8 +150,8 @@ def test_small_subtrees_are_exact(problem: Problem, most_leaves: int) -> None:
     tree, capacity = problem
     known = bounds._small_subtrees(tree, capacity, most_leaves=most_leaves)
     tokens, times = least_of_every_node(problem)
-    held = bounds._subtree_sums(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
-    solved = (held <= most_leaves) & (known.tokens > 0)
+    leaves = bounds._subtree_sums(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
+    solved = (leaves <= most_leaves) & (known.tokens > 0)
     assert (known.tokens[solved] == tokens[solved]).all()
     assert (known.tokens <= tokens).all()
     assert (known.times[solved] == times[solved]).all()
@@ -185,6 +190,7 @@ def test_the_most_profitable_row_is_the_best_of_all_sets_of_leaves(problem: Prob
     tree, capacity = problem
     profit = np.array(data.draw(st.lists(st.integers(-5, 9), min_size=tree.num_nodes, max_size=tree.num_nodes)))
     assume(tree.num_nodes <= 13)
+    # Sets of nodes as bit masks, in which every node comes with its parent: these are the rows.
     closed = [
         chosen
         for chosen in range(1 << tree.num_nodes)
@@ -209,9 +215,9 @@ def test_prices_in_large_rooms_do_not_overflow() -> None:
 @settings(max_examples=12)
 def test_bounds_of_larger_trees_are_below_the_proven_best(problem: Problem, proof: ProofEffort) -> None:
     tree, limits = problem[0], Limits(problem[1])
-    found = exact(tree, limits, Search(effort="low"))
-    tokens = cost_of(tree, found.row_of_leaf, limits)[0]
-    assume(found.lower_bound == tokens)
+    exact_solution = exact(tree, limits, Search(effort="low"))
+    tokens = cost_of(tree, exact_solution.row_of_leaf, limits)[0]
+    assume(exact_solution.lower_bound == tokens)
     assert max(lower_bound(tree, problem[1], rows, proof) for rows in plans_of(problem)) <= tokens
 
 
@@ -241,7 +247,7 @@ def searches(draw: st.DrawFn) -> tuple[PlanTree, Limits, Int64]:
         draw(st.none() | st.integers(most_pairs, 3 * most_pairs)),
         draw(st.none() | st.integers(int(tree.terms.max()), 20)),
     )
-    return tree, limits, cuts.contiguous(tree, limits, Search()).row_of_leaf
+    return tree, limits, contiguous(tree, limits, Search()).row_of_leaf
 
 
 @given(searches(), st.sampled_from([2, 7, 48]), st.integers(1, 4))
@@ -252,9 +258,9 @@ def test_a_search_returns_a_plan_no_worse_than_its_start(
     tree, limits, start = given_one
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "WINDOW_ROWS", window)
-        found, again = (search.anneal(tree, limits, start, steps_per_leaf=5, passes=passes) for _ in range(2))
-    assert cost_of(tree, found, limits) <= cost_of(tree, start, limits)
-    assert np.array_equal(found, again)
+        plan, again = (search.anneal(tree, limits, start, steps_per_leaf=5, passes=passes) for _ in range(2))
+    assert cost_of(tree, plan, limits) <= cost_of(tree, start, limits)
+    assert np.array_equal(plan, again)
 
 
 @given(strategies.trajectories(max_count=8), st.integers(9, 16), st.integers(8, 16))
@@ -262,11 +268,12 @@ def test_a_search_returns_a_plan_no_worse_than_its_start(
 def test_a_search_places_trajectories_that_end_inside_others(ones: list[Trajectory], room: int, terms: int) -> None:
     for tree in forest_of(build_trie(ones), split_ends=True).trees():
         limits = Limits(room, terms=terms)
-        found = search.anneal(tree, limits, alone(tree), steps_per_leaf=20)
-        assert cost_of(tree, found, limits) <= cost_of(tree, alone(tree), limits)
+        plan = search.anneal(tree, limits, alone(tree), steps_per_leaf=20)
+        assert cost_of(tree, plan, limits) <= cost_of(tree, alone(tree), limits)
 
 
 def test_a_search_finds_the_best_plan_from_the_worst() -> None:
+    # The best plan is three times the root and one leaf of each size: 3 * (10 + 30 + 40 + 50) = 390 tokens.
     tree, limits = tree_of((10, [(size, []) for size in (30, 40, 50) * 3])), Limits(130)
     assert cost_of(tree, search.anneal(tree, limits, alone(tree), steps_per_leaf=100), limits) == (390, 3)
 
@@ -292,9 +299,9 @@ def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[PlanTr
 @settings(max_examples=15)
 def test_auto_needs_the_tokens_that_the_exact_method_proves(problem: Problem) -> None:
     tree, limits = problem[0], Limits(problem[1])
-    found = exact(tree, limits, Search())
-    tokens = cost_of(tree, found.row_of_leaf, limits)[0]
-    assume(found.lower_bound == tokens)
+    exact_solution = exact(tree, limits, Search())
+    tokens = cost_of(tree, exact_solution.row_of_leaf, limits)[0]
+    assume(exact_solution.lower_bound == tokens)
     solution = auto(tree, limits, Search())
     assert solution.lower_bound <= cost_of(tree, solution.row_of_leaf, limits)[0] == tokens
 
@@ -305,7 +312,7 @@ def test_auto_is_never_worse_than_the_quick_methods(given_one: tuple[PlanTree, L
     tree, limits, _ = given_one
     solution = auto(tree, limits, Search(effort, num_leaves=4000))
     cost = cost_of(tree, solution.row_of_leaf, limits)
-    quick = [method(tree, limits, Search()).row_of_leaf for method in (cuts.contiguous, cuts.deepest_first)]
+    quick = [method(tree, limits, Search()).row_of_leaf for method in (contiguous, deepest_first)]
     assert cost <= min(cost_of(tree, rows, limits) for rows in quick)
     assert recursive_bound(tree, limits.capacity) <= solution.lower_bound <= cost[0]
 
