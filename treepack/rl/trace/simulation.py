@@ -176,6 +176,7 @@ def _expand(
     rollout = np.repeat(np.arange(len(owner)), bare.num_turns - 1)
     turn = np.arange(len(rollout)) - np.searchsorted(rollout, rollout) + 1
     value = bare.value[rollout, turn]
+    # more [num_prefixes]: continuations of each prefix. again [num_prompts]: further rollouts of prompts.
     prompts, expand = len(count), experiment.expand
     if active:
         predicted = _predict(value, experiment.prefix_noise, random)
@@ -193,7 +194,7 @@ def _expand(
     successes += np.bincount(owner[rollout], weights=ended, minlength=prompts)
     leaves = count + again + np.bincount(owner[rollout], weights=more, minlength=prompts)
     mixed: NDArray[np.bool_] = (successes > 0) & (successes < leaves)
-    # A prefix flips if not all continuations repeat a success, or if any follows a failure.
+    # A prefix flips if a continuation of a success fails, or a continuation of a failure succeeds.
     flipped = np.where(bare.reward[rollout] > 0.5, ended < more, ended > 0)[more > 0]
     cost = len(owner) + again.sum() + (more * (1 - turn / bare.num_turns[rollout])).sum()
     return [
