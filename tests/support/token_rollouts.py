@@ -56,12 +56,12 @@ class Conversation:
 
     @property
     def prompts(self) -> list[list[int]]:
-        found: list[list[int]] = []
+        result: list[list[int]] = []
         before: list[int] = []
         for delta, response in zip(self.deltas, self.responses, strict=True):
-            found.append(before + delta)
-            before = found[-1] + response
-        return found
+            result.append(before + delta)
+            before = result[-1] + response
+        return result
 
     def expected(self, reward: float | None) -> tuple[list[int], list[int], list[float], float | None]:
         """What `back` gives for the one trajectory that the calls are."""
@@ -79,10 +79,10 @@ def conversations(draw: st.DrawFn) -> Conversation:
     return Conversation(deltas, responses, [[draw(FLOATS) for _ in response] for response in responses])
 
 
-def back(found: Trajectory) -> tuple[list[int], list[int], list[float] | None, float | None]:
-    """The ids of `found`, the positions that it trains, the sampler's log-probabilities there, and its reward."""
-    content = found.content
+def back(trajectory: Trajectory) -> tuple[list[int], list[int], list[float] | None, float | None]:
+    """The ids of `trajectory`, the positions that it trains, the sampler's log-probabilities there, and its reward."""
+    content = trajectory.content
     assert isinstance(content, Tokens)
     logprobs = None if content.sampling_logprobs is None else list(map(float, content.sampling_logprobs.tolist()))
     trained = positions(content.starts, content.ends).tolist()
-    return list(map(int, content.tokens.tolist())), list(map(int, trained)), logprobs, found.reward
+    return list(map(int, content.tokens.tolist())), list(map(int, trained)), logprobs, trajectory.reward

@@ -28,9 +28,9 @@ def exchange(messages: list[Any], *answers: dict[str, Any], **more: Any) -> dict
     return {"request": {"messages": messages}, "response": {"id": "c1", "choices": choices}, **more}
 
 
-def response(name: str, given: Any, text: str, **more: Any) -> dict[str, Any]:
+def response(name: str, items: Any, text: str, **more: Any) -> dict[str, Any]:
     output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}]
-    return {"id": name, "object": "response", "input": given, "output": output, **more}
+    return {"id": name, "object": "response", "input": items, "output": output, **more}
 
 
 def read(reader: Any, *values: dict[str, Any]) -> list[Any]:
@@ -51,13 +51,13 @@ def outline(items: list[Any]) -> list[tuple[str, str | None, float | None, list[
 
 
 def test_calls_of_a_session_are_one_rollout_with_the_last_reward() -> None:
-    found = read(
+    trajectories = read(
         openai_chat,
         exchange([ASK], said("5"), session_id="s", group_id="g", reward=0.0),
         exchange([ASK], said("6"), session_id="t", group_id="g", reward=0.0),
         exchange([ASK, said("5"), MORE], said("Yes."), session_id="s", group_id="g", reward=1.0),
     )
-    assert outline(found) == [
+    assert outline(trajectories) == [
         ("s", "g", 1.0, [("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
         ("t", "g", 0.0, [("2 + 3?", 0.0), ("6", 1.0)]),
     ]
@@ -70,8 +70,8 @@ def test_a_session_is_found_in_the_metadata_of_the_request_too() -> None:
 
 
 def test_choices_of_one_request_are_a_group() -> None:
-    found = read(openai_chat, exchange([ASK], said("5"), said("6")), exchange([ASK], said("7")))
-    assert [(name, group) for name, group, *_ in outline(found)] == [
+    trajectories = read(openai_chat, exchange([ASK], said("5"), said("6")), exchange([ASK], said("7")))
+    assert [(name, group) for name, group, *_ in outline(trajectories)] == [
         ("c1/choice-0", "c1"),
         ("c1/choice-1", "c1"),
         ("c1", None),
@@ -79,9 +79,9 @@ def test_choices_of_one_request_are_a_group() -> None:
 
 
 def test_a_refusal_is_an_answer_and_fields_of_the_api_are_no_part_of_it() -> None:
-    (found,) = read(openai_chat, exchange([ASK], said(None, refusal="No.", annotations=[], audio=None)))
-    assert outline([found])[0][-1] == [("2 + 3?", 0.0), ("No.", 1.0)]
-    assert found.notes == ()
+    (trajectory,) = read(openai_chat, exchange([ASK], said(None, refusal="No.", annotations=[], audio=None)))
+    assert outline([trajectory])[0][-1] == [("2 + 3?", 0.0), ("No.", 1.0)]
+    assert trajectory.notes == ()
 
 
 def logprobs(*named: tuple[str, float]) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def test_token_ids_of_a_server_are_used_instead_of_the_text(*, named: bool) -> N
         choice["logprobs"] = logprobs(*zip(tokens, values, strict=True))
         if not named:
             choice["token_ids"] = ids
-    (found,) = read(openai_chat, first, second)
-    content = found.content
+    (trajectory,) = read(openai_chat, first, second)
+    content = trajectory.content
     assert isinstance(content, Tokens)
     assert content.tokens.tolist() == [1, 2, 7, 8, 3, 9]
     assert (content.starts.tolist(), content.ends.tolist()) == ([2, 5], [4, 6])
@@ -141,10 +141,10 @@ def test_a_batch_is_read_with_its_requests(tmp_path: Path) -> None:
         batch_line("b", answer),
         {"custom_id": "c", "response": None, "error": {"code": "expired"}},
     )
-    found: list[Any] = list(read_trajectories([tmp_path]))
-    assert outline(found[:1]) == [("a", None, None, [("2 + 3?", 0.0), ("5", 1.0)])]
-    assert found[0].content.tools == [TOOL]
-    assert found[1:] == [
+    items: list[Any] = list(read_trajectories([tmp_path]))
+    assert outline(items[:1]) == [("a", None, None, [("2 + 3?", 0.0), ("5", 1.0)])]
+    assert items[0].content.tools == [TOOL]
+    assert items[1:] == [
         Skipped(f"{answers}:2", "response of a batch without its request in a file of the folder"),
         Skipped(f"{answers}:3", "request that failed"),
         Skipped(f"{requests}:1", "batch request, read with its response"),
@@ -162,17 +162,17 @@ def test_two_requests_of_one_custom_id_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_response_is_asked_with_all_that_its_predecessor_was() -> None:
-    found = read(
+    trajectories = read(
         openai_responses,
         response("r1", "2 + 3?", "5", instructions="Count."),
         response("r2", "Sure?", "Yes.", instructions="Count.", previous_response_id="r1", reward=1),
     )
     texts = [("Count.", 0.0), ("2 + 3?", 0.0), ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]
-    assert outline(found) == [("r1", None, 1.0, texts)]
+    assert outline(trajectories) == [("r1", None, 1.0, texts)]
 
 
 def test_a_second_successor_is_a_rollout_of_the_same_group_that_trains_only_what_is_new() -> None:
-    found = read(
+    trajectories = read(
         openai_responses,
         response("r1", "2 + 3?", "5"),
         response("r2", "Sure?", "Yes.", previous_response_id="r1", reward=1),
@@ -180,19 +180,19 @@ def test_a_second_successor_is_a_rollout_of_the_same_group_that_trains_only_what
         response("r4", "Why?", "Because.", previous_response_id="r3", reward=0.5),
     )
     start = ("2 + 3?", 0.0)
-    assert outline(found) == [
+    assert outline(trajectories) == [
         ("r1", "r1", 1.0, [start, ("5", 1.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
         ("r3", "r1", 0.5, [start, ("5", 0.0), ("Sure?", 0.0), ("No.", 1.0), ("Why?", 0.0), ("Because.", 1.0)]),
     ]
 
 
 def test_instructions_are_not_carried_over() -> None:
-    found = read(
+    trajectories = read(
         openai_responses,
         response("r1", "2 + 3?", "5", instructions="Count."),
         response("r2", "Sure?", "Yes.", previous_response_id="r1"),
     )
-    assert [(name, texts) for name, _, _, texts in outline(found)] == [
+    assert [(name, texts) for name, _, _, texts in outline(trajectories)] == [
         ("r1/turn-1", [("Count.", 0.0), ("2 + 3?", 0.0), ("5", 1.0)]),
         ("r1/turn-2", [("2 + 3?", 0.0), ("5", 0.0), ("Sure?", 0.0), ("Yes.", 1.0)]),
     ]
@@ -226,8 +226,8 @@ def test_an_item_that_the_input_refers_to_is_put_in_its_place() -> None:
     first, second = response("r1", "2 + 3?", "5"), response("r2", [ASK], "Yes.")
     first["output"][0]["id"] = "m1"
     second["input"] = [ASK, {"type": "item_reference", "id": "m1"}, MORE]
-    found = read(openai_responses, first, second)
-    assert outline(found)[1][-1] == [("2 + 3?", 0.0), ("5", 0.0), ("Sure?", 0.0), ("Yes.", 1.0)]
+    items = read(openai_responses, first, second)
+    assert outline(items)[1][-1] == [("2 + 3?", 0.0), ("5", 0.0), ("Sure?", 0.0), ("Yes.", 1.0)]
     second["input"][1]["id"] = "m2"
     assert read(openai_responses, second) == [
         Skipped("log.jsonl:1", "response whose input refers to an item that is not in the file")
@@ -246,9 +246,9 @@ def test_a_response_without_its_predecessor_is_skipped_and_a_summary_is_noted_on
     first, second = response("r1", "2 + 3?", "5"), response("r2", "Sure?", "Yes.", previous_response_id="r1")
     for value in (first, second):
         value["output"].insert(0, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Adding."}]})
-    skipped, found = read(openai_responses, lost, first, second)
+    skipped, trajectory = read(openai_responses, lost, first, second)
     assert skipped == Skipped("log.jsonl:1", "response whose previous_response_id is not in the file")
-    assert found.notes == (SUMMARY_NOTE,)
+    assert trajectory.notes == (SUMMARY_NOTE,)
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,14 @@ def read(value: dict[str, Any]) -> list[Trajectory]:
     return [item for item in items(value) if isinstance(item, Trajectory)]
 
 
-def chats(found: list[Trajectory]) -> list[Chat]:
-    return [item.content for item in found if isinstance(item.content, Chat)]
+def chats(trajectories: list[Trajectory]) -> list[Chat]:
+    return [item.content for item in trajectories if isinstance(item.content, Chat)]
 
 
 def without(value: Any, *names: str) -> Any:
     if isinstance(value, dict):
-        return {name: without(held, *names) for name, held in value.items() if name not in names}
-    return [without(held, *names) for held in value] if isinstance(value, list) else value
+        return {name: without(field, *names) for name, field in value.items() if name not in names}
+    return [without(field, *names) for field in value] if isinstance(value, list) else value
 
 
 def test_choices_with_token_ids_are_joined_where_they_continue_each_other() -> None:
@@ -56,21 +56,21 @@ def test_choices_with_token_ids_are_joined_where_they_continue_each_other() -> N
 
 
 def test_ids_of_completions_are_found_in_the_names_of_their_tokens() -> None:
-    found = read(without(GROUP, "token_ids"))
-    assert [back(item) for item in found] == [back(item) for item in read(GROUP)]
+    trajectories = read(without(GROUP, "token_ids"))
+    assert [back(item) for item in trajectories] == [back(item) for item in read(GROUP)]
 
 
 def test_without_prompts_as_token_ids_choices_are_trained_as_messages() -> None:
-    found = read(without(GROUP, "prompt_token_ids", "logprobs"))
-    assert [chat.message_weights for chat in chats(found)] == [[0, 0, 1, 0, 1], [0, 1], [0, 0, 1]]
-    assert chats(found)[0].messages[2]["tool_calls"][0]["function"]["name"] == "add"
-    assert chats(found)[0].tools is not None
-    assert chats(found)[1].tools is None
+    trajectories = read(without(GROUP, "prompt_token_ids", "logprobs"))
+    assert [chat.message_weights for chat in chats(trajectories)] == [[0, 0, 1, 0, 1], [0, 1], [0, 0, 1]]
+    assert chats(trajectories)[0].messages[2]["tool_calls"][0]["function"]["name"] == "add"
+    assert chats(trajectories)[0].tools is not None
+    assert chats(trajectories)[1].tools is None
 
 
 def test_an_assistant_message_that_is_no_choice_is_not_trained() -> None:
-    (found,) = read({"messages_and_choices": [USER, ANSWER, USER, {"message": ANSWER}], "reward": 1.0})
-    assert chats([found])[0].message_weights == [0.0, 0.0, 0.0, 1.0]
+    (trajectory,) = read({"messages_and_choices": [USER, ANSWER, USER, {"message": ANSWER}], "reward": 1.0})
+    assert chats([trajectory])[0].message_weights == [0.0, 0.0, 0.0, 1.0]
     nothing = {"messages_and_choices": [USER, ANSWER], "reward": 1.0}
     assert items(nothing) == [Skipped("r.jsonl:1", "no message that the model wrote")]
 
@@ -96,10 +96,10 @@ def test_rows_of_parquet_train_what_they_mark_as_trainable(tmp_path: Path, more:
     }
     path = tmp_path / "0007.parquet"
     pq.write_table(pa.Table.from_pylist([row]), path)
-    (found,) = read_trajectories([path])
-    assert isinstance(found, Trajectory)
-    assert (found.reward, found.group_id, found.notes) == (0.5, f"{path}/3", ())
-    (chat,) = chats([found])
+    (trajectory,) = read_trajectories([path])
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.reward, trajectory.group_id, trajectory.notes) == (0.5, f"{path}/3", ())
+    (chat,) = chats([trajectory])
     assert chat.message_weights == [0.0, 1.0]
     assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "f"
     assert chat.tools == [{"type": "function", "function": {"name": "f"}}]
@@ -109,9 +109,9 @@ def test_yaml_is_read_where_it_is_named_and_like_the_json_that_holds_the_same(tm
     yaml = pytest.importorskip("yaml")
     path = tmp_path / "0007.yaml"
     path.write_text(yaml.dump([copy.deepcopy(GROUP)]))
-    found = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)]
-    assert all(isinstance(item.content, Tokens) for item in found)
-    assert [back(item) for item in found] == [back(item) for item in read(GROUP)]
+    yaml_items = [item for item in read_trajectories([path]) if isinstance(item, Trajectory)]
+    assert all(isinstance(item.content, Tokens) for item in yaml_items)
+    assert [back(item) for item in yaml_items] == [back(item) for item in read(GROUP)]
     (tmp_path / "other.jsonl").write_text(json.dumps(GROUP))
     skipped = [item for item in read_trajectories([tmp_path]) if isinstance(item, Skipped)]
     assert [item.reason for item in skipped] == ["file extension .yaml not read"]
@@ -133,5 +133,5 @@ def test_choices_with_token_ids_come_back(talk: Conversation) -> None:
         content = [{"token": f"token_id:{token}", "logprob": value} for token, value in zip(own, values, strict=True)]
         choice = {"message": ANSWER, "prompt_token_ids": prompt, "token_ids": own, "logprobs": {"content": content}}
         choices += [USER, choice]
-    (found,) = read({"messages_and_choices": choices, "reward": 0.5})
-    assert back(found) == talk.expected(0.5)
+    (trajectory,) = read({"messages_and_choices": choices, "reward": 0.5})
+    assert back(trajectory) == talk.expected(0.5)

@@ -50,21 +50,21 @@ def test_the_calls_of_a_linear_atif_run_are_its_tokens_with_one_span_each(
         starts.append(len(history))
         steps.append(agent_step("", **ids(history, said, [-float(number + 1)] * len(said))))
         history = history + said
-    (found,) = read_atif(*steps)
-    assert isinstance(found, Trajectory)
-    assert isinstance(found.content, Tokens)
-    assert found.content.tokens.tolist() == history
-    assert found.content.starts.tolist() == starts
-    assert (found.content.ends - found.content.starts).tolist() == [len(said) for _, said in calls]
+    (trajectory,) = read_atif(*steps)
+    assert isinstance(trajectory, Trajectory)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.tokens.tolist() == history
+    assert trajectory.content.starts.tolist() == starts
+    assert (trajectory.content.ends - trajectory.content.starts).tolist() == [len(said) for _, said in calls]
     expected = np.repeat([-float(number + 1) for number in range(len(calls))], [len(said) for _, said in calls])
-    assert found.content.sampling_logprobs is not None
-    assert np.array_equal(found.content.sampling_logprobs, expected.astype(np.float32))
+    assert trajectory.content.sampling_logprobs is not None
+    assert np.array_equal(trajectory.content.sampling_logprobs, expected.astype(np.float32))
 
 
 def test_steps_after_a_summary_are_not_trained_behind_a_history_that_their_model_did_not_see() -> None:
     summary = {"source": "system", "message": "Summed up.", "observation": {"results": [{"content": "short"}]}}
-    ((found, chat),) = chats(read_atif(told("Q"), agent_step("A"), summary, told("Go on."), agent_step("B")))
-    assert found.notes == (atif.CONTEXT_NOTE,)
+    ((trajectory, chat),) = chats(read_atif(told("Q"), agent_step("A"), summary, told("Go on."), agent_step("B")))
+    assert trajectory.notes == (atif.CONTEXT_NOTE,)
     assert turns(chat) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
     ((whole, same),) = chats(read_atif(summary, told("Q"), agent_step("A"), summary))
     assert (turns(same), whole.notes) == (turns(chat), ())
@@ -77,9 +77,9 @@ def test_atif_steps_without_token_ids_are_a_conversation() -> None:
     looked = agent_step("I look.", reasoning_content="Hm.", tool_calls=[call], observation=results)
     last = agent_step("B")
     steps = [{"source": "system", "message": "S"}, told("Q"), looked, {"source": "system", "message": ""}, last]
-    ((found, content),) = chats(read_atif(*steps, agent={"name": "a", "model_name": "m", "tool_definitions": tools}))
-    assert (found.trajectory_id, found.group_id) == ("s", None)
-    assert found.metadata == {"session_id": "s", "agent": "a", "model": "m"}
+    ((item, content),) = chats(read_atif(*steps, agent={"name": "a", "model_name": "m", "tool_definitions": tools}))
+    assert (item.trajectory_id, item.group_id) == ("s", None)
+    assert item.metadata == {"session_id": "s", "agent": "a", "model": "m"}
     assert content.tools == tools
     assert content.messages == [
         {"role": "system", "content": "S"},
@@ -106,29 +106,29 @@ def test_atif_steps_that_were_copied_or_that_no_model_made_are_not_trained() -> 
 
 def test_atif_token_ids_of_some_steps_only_are_not_used() -> None:
     for other in (agent_step("B"), agent_step("B", llm_call_count=2, **ids([1], [2]))):
-        ((found, content),) = chats(read_atif(told("Q"), agent_step("A", **ids([1, 2], [3])), other))
+        ((trajectory, content),) = chats(read_atif(told("Q"), agent_step("A", **ids([1, 2], [3])), other))
         assert [weight for *_, weight in turns(content)] == [0.0, 1.0, 1.0]
-        assert found.notes == ("token ids of some steps only, not used",)
+        assert trajectory.notes == ("token ids of some steps only, not used",)
 
 
 def test_copied_atif_steps_need_no_token_ids() -> None:
-    (found,) = read_atif(told("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))
-    assert isinstance(found, Trajectory)
-    assert isinstance(found.content, Tokens)
+    (trajectory,) = read_atif(told("Q"), agent_step("A", is_copied_context=True), agent_step("B", **ids([1, 2], [3])))
+    assert isinstance(trajectory, Trajectory)
+    assert isinstance(trajectory.content, Tokens)
 
 
 def test_atif_steps_from_an_image_on_are_left_out() -> None:
     parts = [{"type": "text", "text": "see"}, {"type": "image", "source": {"path": "x.png"}}]
-    ((found, content),) = chats(read_atif(told("Q"), agent_step("A"), told(parts), agent_step("B")))
+    ((trajectory, content),) = chats(read_atif(told("Q"), agent_step("A"), told(parts), agent_step("B")))
     assert turns(content) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
-    assert found.notes == ("steps from the first image or sound to the end not used",)
+    assert trajectory.notes == ("steps from the first image or sound to the end not used",)
 
 
 def test_embedded_agents_are_rollouts_of_their_own() -> None:
     steps = [told("P"), agent_step("C")]
     inner = {"schema_version": "ATIF-v1.7", "trajectory_id": "t", "agent": {"name": "b"}, "steps": steps}
-    found = chats(read_atif(told("Q"), agent_step("A"), subagent_trajectories=[inner]))
-    assert [(item.trajectory_id, item.metadata["agent"]) for item, _ in found] == [("s", "a"), ("s/t", "b")]
+    pairs = chats(read_atif(told("Q"), agent_step("A"), subagent_trajectories=[inner]))
+    assert [(item.trajectory_id, item.metadata["agent"]) for item, _ in pairs] == [("s", "a"), ("s/t", "b")]
     with pytest.raises(
         TreepackError, match=r"subagent_trajectories\[0\] is \{\}; expected a trajectory with schema_version ATIF"
     ):
@@ -149,8 +149,8 @@ def test_the_result_of_a_trial_names_and_rewards_its_trajectories(tmp_path: Path
     names = ("agent/trajectory.json", "agent/trajectory.cont-1.json", "agent/trajectory.summary-2.json")
     folder = trial(tmp_path, {"verifier_result": {"rewards": {"score": 0.25}}}, *names)
     items = list(read_trajectories([folder]))
-    found = {item.trajectory_id: (item.group_id, item.reward) for item, _ in chats(items)}
-    assert found == dict.fromkeys(("task__1", "task__1/cont-1", "task__1/summary-2"), ("task", 0.25))
+    rewards = {item.trajectory_id: (item.group_id, item.reward) for item, _ in chats(items)}
+    assert rewards == dict.fromkeys(("task__1", "task__1/cont-1", "task__1/summary-2"), ("task", 0.25))
     assert reasons(items) == ["result of a trial, read with its trajectories"]
 
 
@@ -158,8 +158,8 @@ def test_a_step_of_a_trial_has_its_own_reward(tmp_path: Path) -> None:
     steps = [{"step_name": "one", "verifier_result": {"rewards": {"reward": 1}}}, {"step_name": "two"}]
     names = [f"steps/{name}/agent/trajectory.json" for name in ("one", "two", "three")]
     folder = trial(tmp_path, {"verifier_result": {"rewards": {"reward": 0.5}}, "step_results": steps}, *names)
-    found = {item.trajectory_id: item.reward for item, _ in chats(read_trajectories([folder]))}
-    assert found == {"task__1/one": 1.0, "task__1/two": None, "task__1/three": None}
+    rewards = {item.trajectory_id: item.reward for item, _ in chats(read_trajectories([folder]))}
+    assert rewards == {"task__1/one": 1.0, "task__1/two": None, "task__1/three": None}
 
 
 DETAILS = [
@@ -211,8 +211,8 @@ def test_the_reward_is_the_one_asked_for_or_called_so(
     tmp_path: Path, rewards: Any, key: str | None, expected: float | None
 ) -> None:
     folder = trial(tmp_path, {"verifier_result": {"rewards": rewards}}, "agent/trajectory.json")
-    ((found, _),) = chats(read_trajectories([folder / "agent"], reward_key=key))
-    assert found.reward == expected
+    ((trajectory, _),) = chats(read_trajectories([folder / "agent"], reward_key=key))
+    assert trajectory.reward == expected
 
 
 def test_of_several_rewards_one_must_be_named(tmp_path: Path) -> None:

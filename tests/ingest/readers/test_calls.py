@@ -33,13 +33,13 @@ ONE, TWO = {"role": "assistant", "content": "one"}, {"role": "assistant", "conte
 
 
 def of_calls(*calls: TokenCall) -> list[Trajectory]:
-    found = list(read_calls(RECORD, calls, ReadOptions()))
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = list(read_calls(RECORD, calls, ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 def of_chats(*calls: ChatCall) -> list[Trajectory]:
-    found = list(read_chats(RECORD, calls, ReadOptions()))
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = list(read_chats(RECORD, calls, ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 def tokens_of(item: Trajectory) -> Tokens:
@@ -75,19 +75,19 @@ def test_calls_that_continue_each_other_are_one_trajectory_and_others_are_named_
 
 
 def test_a_call_joins_the_longest_trajectory_that_it_continues_however_they_interleave() -> None:
-    found = of_calls(
+    trajectories = of_calls(
         TokenCall([1], [2]),
         TokenCall([1, 2, 3], [4]),
         TokenCall([8], [9]),
         TokenCall([1, 2, 3, 4, 5], [6]),
         TokenCall([8, 9, 7], [7]),
     )
-    assert [trained(item) for item in found] == [[2, 4, 6], [9, 7]]
+    assert [trained(item) for item in trajectories] == [[2, 4, 6], [9, 7]]
 
 
 def test_of_two_calls_that_continue_the_same_one_the_second_trains_its_own_response_only() -> None:
-    found = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], [4]), TokenCall([1, 2, 3], [5]))
-    assert [(item.trajectory_id, tokens_of(item).tokens.tolist(), trained(item)) for item in found] == [
+    trajectories = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], [4]), TokenCall([1, 2, 3], [5]))
+    assert [(item.trajectory_id, tokens_of(item).tokens.tolist(), trained(item)) for item in trajectories] == [
         ("run-7/turn-1", [1, 2, 3, 4], [2, 4]),
         ("run-7/turn-3", [1, 2, 3, 5], [5]),
     ]
@@ -113,26 +113,26 @@ def test_every_response_is_trained_once_behind_its_own_prompt(pairs: list[tuple[
 def test_values_may_be_given_for_the_response_its_trained_tokens_or_all_alike() -> None:
     mask = [1, 0, 1]
     for values in ([-1.0, float("nan"), -2.0], [-1.0, -2.0], [-1.0, None, -2.0]):
-        (found,) = of_calls(TokenCall([1], [2, 3, 4], {"loss_mask": mask, "rollout_log_probs": values}))
-        assert trained(found) == [2, 4]
-        logprobs = tokens_of(found).sampling_logprobs
+        (item,) = of_calls(TokenCall([1], [2, 3, 4], {"loss_mask": mask, "rollout_log_probs": values}))
+        assert trained(item) == [2, 4]
+        logprobs = tokens_of(item).sampling_logprobs
         assert logprobs is not None
         assert logprobs.tolist() == [-1.0, -2.0]
-    (found,) = of_calls(TokenCall([1], [2], {"advantages": 2}), TokenCall([1, 2], [3, 4], {"advantages": -1.0}))[:1]
-    advantages = tokens_of(found).advantages
+    (item,) = of_calls(TokenCall([1], [2], {"advantages": 2}), TokenCall([1, 2], [3, 4], {"advantages": -1.0}))[:1]
+    advantages = tokens_of(item).advantages
     assert advantages is not None
     assert advantages.tolist() == [2.0, -1.0, -1.0]
 
 
 def test_values_that_only_some_joined_calls_have_are_left_out_and_noted() -> None:
-    (found,) = of_calls(TokenCall([1], [2], {"rollout_log_probs": [-1.0]}), TokenCall([1, 2], [3]))
-    assert tokens_of(found).sampling_logprobs is None
-    assert found.notes == ("rollout_log_probs of some calls only, not used",)
+    (trajectory,) = of_calls(TokenCall([1], [2], {"rollout_log_probs": [-1.0]}), TokenCall([1, 2], [3]))
+    assert tokens_of(trajectory).sampling_logprobs is None
+    assert trajectory.notes == ("rollout_log_probs of some calls only, not used",)
 
 
 def test_calls_without_a_response_are_counted_and_a_rollout_of_none_other_is_skipped() -> None:
-    (found,) = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], []))
-    assert found.notes == (EMPTY_NOTE,)
+    (trajectory,) = of_calls(TokenCall([1], [2]), TokenCall([1, 2, 3], []))
+    assert trajectory.notes == (EMPTY_NOTE,)
     assert list(read_calls(RECORD, [TokenCall([1], [])], ReadOptions())) == [
         Skipped("r.jsonl:1", "no call with a response")
     ]
@@ -159,27 +159,27 @@ def test_a_call_that_contradicts_itself_is_refused(call: TokenCall, said: str) -
 
 
 def test_conversations_are_joined_where_the_messages_of_one_begin_with_those_of_another() -> None:
-    found = of_chats(
+    trajectories = of_chats(
         ChatCall([USER], [ONE]),
         ChatCall([USER, ONE, TOOL], [TWO]),
         ChatCall([USER, TWO], [ONE]),
     )
-    assert [item.trajectory_id for item in found] == ["run-7/turn-1", "run-7/turn-3"]
-    assert chat_of(found[0]) == (["Hi", "one", "42", "two"], [0.0, 1.0, 0.0, 1.0])
-    assert chat_of(found[1]) == (["Hi", "two", "one"], [0.0, 0.0, 1.0])
+    assert [item.trajectory_id for item in trajectories] == ["run-7/turn-1", "run-7/turn-3"]
+    assert chat_of(trajectories[0]) == (["Hi", "one", "42", "two"], [0.0, 1.0, 0.0, 1.0])
+    assert chat_of(trajectories[1]) == (["Hi", "two", "one"], [0.0, 0.0, 1.0])
 
 
 def test_conversations_under_other_tools_are_not_joined() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    found = of_chats(ChatCall([USER], [ONE], tools=tools), ChatCall([USER, ONE, TOOL], [TWO]))
-    assert [chat_of(item)[1] for item in found] == [[0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+    trajectories = of_chats(ChatCall([USER], [ONE], tools=tools), ChatCall([USER, ONE, TOOL], [TWO]))
+    assert [chat_of(item)[1] for item in trajectories] == [[0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
 
 
 def test_the_parts_of_a_rollout_without_a_group_are_in_the_group_of_its_first_prompt() -> None:
     unnamed = Record("r.jsonl:1", "r.jsonl", {})
 
-    def groups(found: Iterable[Trajectory | Skipped]) -> list[str | None]:
-        done = tokenize(found, tokenizer=None)
+    def groups(trajectory: Iterable[Trajectory | Skipped]) -> list[str | None]:
+        done = tokenize(trajectory, tokenizer=None)
         return [item.group_id for item in done if isinstance(item, Trajectory)]
 
     one, other = TokenCall([1, 2], [3]), TokenCall([7], [8])

@@ -25,15 +25,15 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 def read(value: dict[str, Any]) -> Trajectory:
-    (found,) = chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
-    assert isinstance(found, Trajectory)
-    return found
+    (trajectory,) = chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions())
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
 
 
 def content(value: dict[str, Any]) -> Chat:
-    found = read(value).content
-    assert isinstance(found, Chat)
-    return found
+    chat_content = read(value).content
+    assert isinstance(chat_content, Chat)
+    return chat_content
 
 
 def second(message: dict[str, Any]) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def refusal(value: dict[str, Any]) -> str:
 
 def test_every_assistant_message_is_trained_and_no_other() -> None:
     messages = [{"role": "system", "content": "S"}, USER, ASSISTANT, {"role": "tool", "content": "T"}, ASSISTANT]
-    found = content({"messages": messages})
-    assert found.messages == messages
-    assert found.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    chat_content = content({"messages": messages})
+    assert chat_content.messages == messages
+    assert chat_content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_messages_carry_their_own_weight() -> None:
-    given: list[dict[str, Any]] = [
+    extras: list[dict[str, Any]] = [
         {"loss": False},
         {"trainable": False},
         {"weight": 0.5},
@@ -64,27 +64,27 @@ def test_messages_carry_their_own_weight() -> None:
         {"loss": None},
         {"weight": 0.5, "loss_scale": 3},
     ]
-    found = content({"messages": [USER, *(ASSISTANT | extra for extra in given)]})
-    assert found.message_weights == [0.0, 0.0, 0.0, 0.5, 2.0, 1.0, 1.5]
-    assert all(message.keys() == ASSISTANT.keys() for message in found.messages)
+    chat_content = content({"messages": [USER, *(ASSISTANT | extra for extra in extras)]})
+    assert chat_content.message_weights == [0.0, 0.0, 0.0, 0.5, 2.0, 1.0, 1.5]
+    assert all(message.keys() == ASSISTANT.keys() for message in chat_content.messages)
     marked = read({"messages": [USER | {"loss": True}, ASSISTANT]})
     assert marked.notes == ("role 'user' marked as trained, not trained",)
 
 
 def test_a_record_with_images_is_skipped() -> None:
     value = {"messages": [USER, ASSISTANT], "images": ["1.jpg"]}
-    found = list(chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
-    assert found == [Skipped("rollouts.jsonl:17", "images, audio and video are not read")]
+    items = list(chat.read(Record("rollouts.jsonl:17", "rollouts.jsonl", value), ReadOptions()))
+    assert items == [Skipped("rollouts.jsonl:17", "images, audio and video are not read")]
 
 
 def test_only_the_completion_of_a_prompt_is_trained() -> None:
-    found = content({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT, USER, ASSISTANT]})
-    assert found.message_weights == [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+    chat_content = content({"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT, USER, ASSISTANT]})
+    assert chat_content.message_weights == [0.0, 0.0, 0.0, 1.0, 0.0, 1.0]
 
 
 def test_a_prompt_and_completion_of_text_stay_text() -> None:
-    found = read({"prompt": "a", "completion": "b", "reward": 1, "tools": []})
-    assert (found.content, found.reward) == (Text("a", "b"), 1.0)
+    trajectory = read({"prompt": "a", "completion": "b", "reward": 1, "tools": []})
+    assert (trajectory.content, trajectory.reward) == (Text("a", "b"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -122,37 +122,37 @@ def test_other_roles_are_brought_to_one_form() -> None:
         {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
         {"role": "function", "name": "f", "content": "R", "timestamp": 3},
     ]
-    found = read({"messages": messages})
-    assert isinstance(found.content, Chat)
-    assert found.content.messages[0] == {"role": "system", "content": "D"}
+    trajectory = read({"messages": messages})
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.content.messages[0] == {"role": "system", "content": "D"}
     result = {"role": "tool", "content": "R", "name": "f", "tool_call_id": "call00100"}
-    assert found.content.messages[2] == result
-    assert found.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
+    assert trajectory.content.messages[2] == result
+    assert trajectory.notes == ("role 'developer' read as 'system'", "message field 'timestamp' not used")
 
 
 def test_tools_may_be_json_text() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    given: Any
-    for given in (tools, json.dumps(tools)):
-        assert content({"messages": [USER, ASSISTANT], "tools": given}).tools == tools
-    for given in (None, [], "", "[]"):
-        assert content({"messages": [USER, ASSISTANT], "tools": given}).tools is None
+    field: Any
+    for field in (tools, json.dumps(tools)):
+        assert content({"messages": [USER, ASSISTANT], "tools": field}).tools == tools
+    for field in (None, [], "", "[]"):
+        assert content({"messages": [USER, ASSISTANT], "tools": field}).tools is None
 
 
 def test_variables_of_the_chat_template_are_kept() -> None:
     variables = {"enable_thinking": False}
     for value in ({"messages": [USER, ASSISTANT]}, {"prompt": [USER], "completion": [ASSISTANT]}):
-        found = read(value | {"chat_template_kwargs": variables})
-        assert isinstance(found.content, Chat)
-        assert (found.content.chat_template_kwargs, found.metadata, found.notes) == (variables, {}, ())
+        trajectory = read(value | {"chat_template_kwargs": variables})
+        assert isinstance(trajectory.content, Chat)
+        assert (trajectory.content.chat_template_kwargs, trajectory.metadata, trajectory.notes) == (variables, {}, ())
         assert content(value | {"chat_template_kwargs": {}}).chat_template_kwargs is None
 
 
 def test_the_fields_of_every_format_are_read() -> None:
     value = {"messages": [USER, ASSISTANT], "id": "a", "uid": "g", "step": 2, "weight": 3, "score": 0.5, "env": "e"}
-    found = read(value)
-    assert (found.trajectory_id, found.group_id, found.step, found.weight, found.reward) == ("a", "g", 2, 3.0, 0.5)
-    assert found.metadata == {"env": "e"}
+    item = read(value)
+    assert (item.trajectory_id, item.group_id, item.step, item.weight, item.reward) == ("a", "g", 2, 3.0, 0.5)
+    assert item.metadata == {"env": "e"}
 
 
 EXPECTED = "expected system, user, assistant or tool"
@@ -268,10 +268,10 @@ def test_a_conversation_with_an_image_is_skipped_and_the_file_is_read_on(name: s
     seen = {name: [image, ASSISTANT]} if name == "messages" else {name: [image], "completion": [ASSISTANT]}
     path = tmp_path / "r.jsonl"
     path.write_text(json.dumps(seen) + "\n" + json.dumps({"messages": [USER, ASSISTANT]}))
-    skipped, found = read_trajectories([path])
+    skipped, trajectory = read_trajectories([path])
     assert isinstance(skipped, Skipped)
     assert skipped.reason == "images, audio and video are not read"
-    assert isinstance(found, Trajectory)
+    assert isinstance(trajectory, Trajectory)
 
 
 def test_an_unknown_record_or_format_is_refused(tmp_path: Any) -> None:

@@ -16,9 +16,9 @@ MASKED = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (found,) = tokens.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
-    assert isinstance(found, Trajectory)
-    return found
+    (trajectory,) = tokens.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
 
 
 def refusal(value: dict[str, Any], **options: Any) -> str:
@@ -57,17 +57,17 @@ def test_a_reward_key_picks_one_of_several() -> None:
 def test_ids_groups_steps_and_weights_are_found() -> None:
     assert read(MASKED).trajectory_id == "r.jsonl:1"
     assert read(MASKED | {"index": 3, "rollout_id": "a"}).trajectory_id == "a"
-    found = read(MASKED | {"task_id": 7, "trial": 2, "global_step": 5, "weight": 0.5})
-    assert (found.trajectory_id, found.group_id, found.step, found.weight) == ("7/2", "7", 5, 0.5)
+    trajectory = read(MASKED | {"task_id": 7, "trial": 2, "global_step": 5, "weight": 0.5})
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.step, trajectory.weight) == ("7/2", "7", 5, 0.5)
     assert read(MASKED | {"task": {"hash": "h"}}).group_id == "h"
     assert read(MASKED).group_id is None
 
 
 def test_what_is_left_becomes_metadata_or_a_note() -> None:
     value = {"env": "x", "done": True, "info": {"a": 1}, "extra_info": {"b": "y" * 3000}, "routed_experts": [1]}
-    found = read(MASKED | value | {"long": "z" * 3000, "absent": None, "bad": float("nan")})
-    assert found.metadata == {"env": "x", "done": True, "info": {"a": 1}}
-    assert found.notes == (
+    trajectory = read(MASKED | value | {"long": "z" * 3000, "absent": None, "bad": float("nan")})
+    assert trajectory.metadata == {"env": "x", "done": True, "info": {"a": 1}}
+    assert trajectory.notes == (
         "field 'extra_info' dropped, more than 2000 characters",
         "field 'routed_experts' not used",
         "field 'long' dropped, more than 2000 characters",
@@ -77,24 +77,24 @@ def test_what_is_left_becomes_metadata_or_a_note() -> None:
 
 @pytest.mark.parametrize("offsets", [[1], list(range(1, 3000)), np.arange(1, 3000)])
 def test_the_segments_of_a_sampler_are_metadata_however_many(offsets: Any) -> None:
-    found = read(MASKED | {"segments": offsets})
-    assert found.metadata == {"segments": list(offsets)}
-    assert found.notes == ()
+    trajectory = read(MASKED | {"segments": offsets})
+    assert trajectory.metadata == {"segments": list(offsets)}
+    assert trajectory.notes == ()
 
 
 @pytest.mark.parametrize("value", [[], [1.0], [True], ["a"], [{"start": 1}], {"a": 1}])
 def test_segments_that_are_no_offsets_are_noted(value: Any) -> None:
-    found = read(MASKED | {"segments": value})
-    assert (found.metadata, found.notes) == ({}, ("field 'segments' not used",))
+    trajectory = read(MASKED | {"segments": value})
+    assert (trajectory.metadata, trajectory.notes) == ({}, ("field 'segments' not used",))
 
 
 def test_metadata_that_is_nested_too_deeply_is_noted() -> None:
     deep: dict[str, Any] = {}
     for _ in range(1015):
         deep = {"a": deep}
-    found = read(MASKED | {"metadata": deep, "info": {"a": {"b": 1}}})
-    assert found.metadata == {"info": {"a": {"b": 1}}}
-    assert found.notes == ("field 'metadata' dropped, nested more than 100 deep",)
+    trajectory = read(MASKED | {"metadata": deep, "info": {"a": {"b": 1}}})
+    assert trajectory.metadata == {"info": {"a": {"b": 1}}}
+    assert trajectory.notes == ("field 'metadata' dropped, nested more than 100 deep",)
 
 
 @pytest.mark.parametrize(

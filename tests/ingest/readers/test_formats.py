@@ -48,12 +48,12 @@ def read(name: str, **options: Any) -> list[Trajectory]:
 def fields_of(value: Any) -> Iterator[str]:
     """Every name in `value`, nested ones as `outer.inner`; lists are looked through."""
     if isinstance(value, dict):
-        for name, held in value.items():
+        for name, field in value.items():
             yield name
-            yield from (f"{name}.{inner}" for inner in fields_of(held))
+            yield from (f"{name}.{inner}" for inner in fields_of(field))
     elif isinstance(value, list):
-        for held in value:
-            yield from fields_of(held)
+        for field in value:
+            yield from fields_of(field)
 
 
 def test_every_sample_is_of_a_format_and_every_format_has_a_sample() -> None:
@@ -80,18 +80,18 @@ def test_auto_reads_what_the_named_format_reads_and_reads_it_again(name: str) ->
 
 @pytest.mark.parametrize("name", FORMAT_OF_NAME)
 def test_a_format_keeps_what_it_says(name: str) -> None:
-    found = read(name)
+    trajectories = read(name)
     keeps = FORMAT_OF_NAME[name].keeps
     assert keeps <= set(KEEPS)
-    contents = [each.content for each in found]
+    contents = [each.content for each in trajectories]
     kept = set()
     if any(isinstance(content, Tokens) for content in contents):
         kept.add(TOKEN_IDS)
     if any(isinstance(content, Tokens) and content.sampling_logprobs is not None for content in contents):
         kept.add(LOGPROBS)
-    if any(each.reward is not None for each in found):
+    if any(each.reward is not None for each in trajectories):
         kept.add(REWARDS)
-    groups = [each.group_id for each in found]
+    groups = [each.group_id for each in trajectories]
     if all(group is not None for group in groups):
         kept.add(LINEAGE)
     chats = [content for content in contents if isinstance(content, Chat)]

@@ -34,12 +34,12 @@ def trained(item: Trajectory) -> list[int]:
 
 
 def test_each_answer_of_a_trial_is_trained_once_behind_the_conversation_of_its_call() -> None:
-    found = read(SAMPLE)
+    trajectories = read(SAMPLE)
     names = ["hello-world__a1", "hello-world__b2/turn-1", "hello-world__b2/turn-2"]
-    assert [trained(found[name]) for name in names] == [[1, 3], [1], [4]]
-    assert found[names[1]].notes == (SPLIT_NOTE,)
-    assert {item.group_id for item in found.values()} == {"hello-world"}
-    assert [found[name].reward for name in names] == [1.0, 0.0, 0.0]
+    assert [trained(trajectories[name]) for name in names] == [[1, 3], [1], [4]]
+    assert trajectories[names[1]].notes == (SPLIT_NOTE,)
+    assert {item.group_id for item in trajectories.values()} == {"hello-world"}
+    assert [trajectories[name].reward for name in names] == [1.0, 0.0, 0.0]
 
 
 def test_a_trial_of_which_only_the_last_call_was_exported_trains_all_of_its_answers() -> None:
@@ -57,9 +57,9 @@ def test_a_sub_agent_is_a_trajectory_of_its_own_which_does_not_train_what_it_was
 def test_tools_that_the_first_message_holds_are_not_given_again(tmp_path: Path) -> None:
     row = json.loads(json.dumps(ROWS[4]))
     row["conversations"][0]["content"] = "<tools>\n[]\n</tools>"
-    (found,) = read(written(tmp_path, row)).values()
-    assert isinstance(found.content, Chat)
-    assert found.content.tools is None
+    (trajectory,) = read(written(tmp_path, row)).values()
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.content.tools is None
 
 
 def test_a_trial_whose_rows_are_apart_is_refused(tmp_path: Path) -> None:

@@ -34,10 +34,10 @@ def files(name: str) -> list[list[Record]]:
 def places(value: Any, place: Place = ()) -> Iterator[Place]:
     """Where in `value` there are values, other than in lists of numbers but for their first."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, held in inner:
-        if key == 0 or not isinstance(held, int | float):
+    for key, field in inner:
+        if key == 0 or not isinstance(field, int | float):
             yield (*place, key)
-            yield from places(held, (*place, key))
+            yield from places(field, (*place, key))
 
 
 def replaced(value: Any, place: Place, other: Any) -> Any:
@@ -53,10 +53,10 @@ def replaced(value: Any, place: Place, other: Any) -> Any:
 def reading(name: str, records: list[Record]) -> str | None:
     """Why `records` are refused by the reader of format `name`; None if they are read."""
     try:
-        found = list(FORMAT_OF_NAME[name].trajectories(records, ReadOptions(shapes=True)))
+        items = list(FORMAT_OF_NAME[name].trajectories(records, ReadOptions(shapes=True)))
     except TreepackError as error:
         return str(error)
-    assert all(isinstance(each, Trajectory | Skipped) for each in found)
+    assert all(isinstance(each, Trajectory | Skipped) for each in items)
     return None
 
 

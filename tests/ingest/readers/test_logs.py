@@ -19,8 +19,8 @@ def test_a_tau_bench_trial_is_named_by_its_task_and_trial(tmp_path: Path) -> Non
     record = {"task_id": 3, "trial": 1, "reward": 1.0, "info": {}, "traj": [{"role": "assistant", "content": "A"}]}
     path = tmp_path / "r.json"
     path.write_text(json.dumps([record, record]))
-    for found, _ in chats(read_trajectories([path])):
-        assert (found.trajectory_id, found.group_id, found.reward) == ("3/1", "3", 1.0)
+    for trajectory, _ in chats(read_trajectories([path])):
+        assert (trajectory.trajectory_id, trajectory.group_id, trajectory.reward) == ("3/1", "3", 1.0)
 
 
 def mint_result(**state: Any) -> dict[str, Any]:
@@ -30,9 +30,9 @@ def mint_result(**state: Any) -> dict[str, Any]:
 def test_a_mint_rollout_belongs_to_the_task_of_its_folder() -> None:
     answered = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
     value = mint_result(history=answered, success=True, terminate_reason="task_success")
-    ((found, content),) = chats(read_value(mint.read, value, "out/gsm8k/results.jsonl"))
-    assert (found.trajectory_id, found.group_id, found.reward) == ("gsm8k/7/results.jsonl", "gsm8k/7", 1.0)
-    assert found.metadata == {"task_name": "n", "terminate_reason": "task_success"}
+    ((item, content),) = chats(read_value(mint.read, value, "out/gsm8k/results.jsonl"))
+    assert (item.trajectory_id, item.group_id, item.reward) == ("gsm8k/7/results.jsonl", "gsm8k/7", 1.0)
+    assert item.metadata == {"task_name": "n", "terminate_reason": "task_success"}
     assert turns(content) == [("user", "Q", 0.0), ("assistant", "A", 1.0)]
     ((failed, _),) = chats(read_value(mint.read, mint_result(success=False), "results.jsonl"))
     assert (failed.group_id, failed.reward) == ("n/7", 0.0)
@@ -85,10 +85,10 @@ def test_an_intercode_episode_of_another_kind_is_refused(second: Any, said: str)
 
 
 def test_real_tau_bench_rollouts_are_read() -> None:
-    found = chats(read_trajectories([real("tau-bench-airline") / "gpt-4o-airline.json.gz"]))
-    assert len(found) == len({item.trajectory_id for item, _ in found}) == 200
-    assert Counter(item.group_id for item, _ in found) == {str(task): 4 for task in range(50)}
-    roles = Counter(message["role"] for _, content in found for message in content.messages)
+    pairs = chats(read_trajectories([real("tau-bench-airline") / "gpt-4o-airline.json.gz"]))
+    assert len(pairs) == len({item.trajectory_id for item, _ in pairs}) == 200
+    assert Counter(item.group_id for item, _ in pairs) == {str(task): 4 for task in range(50)}
+    roles = Counter(message["role"] for _, content in pairs for message in content.messages)
     assert roles == {"assistant": 2454, "user": 1490, "tool": 1164, "system": 200}
-    assert {item.reward for item, _ in found} == {0.0, 1.0}
-    assert all([message["role"] for message in content.messages[:2]] == ["system", "user"] for _, content in found)
+    assert {item.reward for item, _ in pairs} == {0.0, 1.0}
+    assert all([message["role"] for message in content.messages[:2]] == ["system", "user"] for _, content in pairs)

@@ -41,9 +41,9 @@ def test_a_rollout_comes_back_wherever_its_log_probabilities_are(rollout: Rollou
     generated = rollout.at_trained(rollout.logprobs)
     shifted = [0.0] * (before - 1) + rollout.logprobs
     for logprobs in (generated, shifted):
-        (found,) = read(value | {"logprobs": [logprobs]})
-        assert back(found) == (rollout.ids, rollout.trained, generated, rollout.reward)
-        assert (found.group_id, found.metadata) == ("q", {"env_id": "e"})
+        (trajectory,) = read(value | {"logprobs": [logprobs]})
+        assert back(trajectory) == (rollout.ids, rollout.trained, generated, rollout.reward)
+        assert (trajectory.group_id, trajectory.metadata) == ("q", {"env_id": "e"})
 
 
 def test_turns_that_continue_each_other_are_joined() -> None:
@@ -61,15 +61,15 @@ def test_turns_that_continue_each_other_are_joined() -> None:
 
 
 def test_flat_lists_of_earlier_versions_are_one_turn() -> None:
-    flat = {name: held[0] for name, held in TURN.items() if isinstance(held, list)}
-    (found,) = read(flat | {"logprobs": [-0.5, -0.25], "reward": 1.0})
-    assert back(found) == ([1, 2, 3, 4], [2, 3], [-0.5, -0.25], 1.0)
+    flat = {name: field[0] for name, field in TURN.items() if isinstance(field, list)}
+    (trajectory,) = read(flat | {"logprobs": [-0.5, -0.25], "reward": 1.0})
+    assert back(trajectory) == ([1, 2, 3, 4], [2, 3], [-0.5, -0.25], 1.0)
 
 
 def test_an_end_token_without_a_log_probability_is_not_trained_and_said() -> None:
-    (found,) = read(TURN | {"logprobs": [[-0.5]]})
-    assert back(found) == ([1, 2, 3, 4], [2], [-0.5], 1.0)
-    assert found.notes == (LAST_NOTE,)
+    (trajectory,) = read(TURN | {"logprobs": [[-0.5]]})
+    assert back(trajectory) == ([1, 2, 3, 4], [2], [-0.5], 1.0)
+    assert trajectory.notes == (LAST_NOTE,)
 
 
 def test_log_probabilities_that_fit_nowhere_are_refused() -> None:
@@ -96,5 +96,5 @@ def test_turns_come_back(talk: Conversation) -> None:
         "logprobs": talk.logprobs,
         "reward": [0.25, 0.25],
     }
-    (found,) = read(value)
-    assert back(found) == talk.expected(0.5)
+    (trajectory,) = read(value)
+    assert back(trajectory) == talk.expected(0.5)

@@ -22,10 +22,10 @@ LENGTHS_ONLY = ReadOptions(shapes=True)
 
 
 def read(number: int, value: dict[str, Any]) -> Tokens:
-    (found,) = mooncake.read(Record(f"t.jsonl:{number}", "t.jsonl", value), LENGTHS_ONLY)
-    assert isinstance(found, Trajectory)
-    assert isinstance(found.content, Tokens)
-    return found.content
+    (trajectory,) = mooncake.read(Record(f"t.jsonl:{number}", "t.jsonl", value), LENGTHS_ONLY)
+    assert isinstance(trajectory, Trajectory)
+    assert isinstance(trajectory.content, Tokens)
+    return trajectory.content
 
 
 def request(num_input: int, num_output: int, hashes: list[int]) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def test_requests_share_the_blocks_whose_hashes_are_equal_and_nothing_else(
     trace: tuple[int, list[dict[str, Any]]],
 ) -> None:
     size, requests = trace
-    found = [read(number, value).tokens for number, value in enumerate(requests, 1)]
+    sequences = [read(number, value).tokens for number, value in enumerate(requests, 1)]
     for one, other in combinations(range(len(requests)), 2):
         a, b = requests[one], requests[other]
         blocks = num_common(a["hash_ids"], b["hash_ids"])
         expected = min(blocks * size, a["input_length"], b["input_length"])
-        assert num_common(found[one], found[other]) == expected
+        assert num_common(sequences[one], sequences[other]) == expected
 
 
 def test_the_output_is_trained_behind_an_input_of_its_length() -> None:

@@ -18,8 +18,8 @@ SAMPLE: dict[str, Any] = {"token_ids": [5, 6, 7], "mask": [False, True, True], "
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    found = list(prime_rl.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = list(prime_rl.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 def columns(rollout: Rollout) -> dict[str, list[Any]]:
@@ -39,27 +39,27 @@ def expected(rollout: Rollout) -> tuple[list[int], list[int], list[float], None]
 
 @given(rollouts())
 def test_a_sample_comes_back(rollout: Rollout) -> None:
-    held = columns(rollout)
-    sample = {"mask": held["mask"], "logprobs": held["logprobs"], "advantages": held["advantages"], "env_name": "e"}
-    (found,) = read({"token_ids": held["ids"], "temperatures": [1.0] * len(held["ids"]), **sample})
-    assert back(found) == expected(rollout)
-    assert isinstance(found.content, Tokens)
-    assert found.content.advantages is not None
-    assert found.content.advantages.tolist() == [0.5] * len(rollout.trained)
-    assert (found.metadata, found.notes) == ({"env_name": "e"}, ())
+    row = columns(rollout)
+    sample = {"mask": row["mask"], "logprobs": row["logprobs"], "advantages": row["advantages"], "env_name": "e"}
+    (trajectory,) = read({"token_ids": row["ids"], "temperatures": [1.0] * len(row["ids"]), **sample})
+    assert back(trajectory) == expected(rollout)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.advantages is not None
+    assert trajectory.content.advantages.tolist() == [0.5] * len(rollout.trained)
+    assert (trajectory.metadata, trajectory.notes) == ({"env_name": "e"}, ())
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=3), st.integers(0, 3))
 def test_the_sequences_of_a_micro_batch_come_back_without_its_padding(batch: list[Rollout], num_padding: int) -> None:
-    held = [columns(rollout) for rollout in batch]
+    samples = [columns(rollout) for rollout in batch]
 
     def joined(name: str, fill: Any) -> list[Any]:
-        return [value for each in held for value in each[name]] + [fill] * num_padding
+        return [value for each in samples for value in each[name]] + [fill] * num_padding
 
     lengths = [len(rollout.ids) for rollout in batch]
     lengths[-1] += num_padding
     positions = [i for rollout in batch for i in range(len(rollout.ids))] + list(range(num_padding))
-    found = read(
+    trajectories = read(
         {
             "input_ids": joined("ids", 1),
             "loss_mask": joined("mask", False),
@@ -71,9 +71,9 @@ def test_the_sequences_of_a_micro_batch_come_back_without_its_padding(batch: lis
             "env_names": ["e"] * (len(positions) - num_padding) + [""] * num_padding,
         }
     )
-    assert [back(item) for item in found] == [expected(rollout) for rollout in batch]
-    assert [item.trajectory_id for item in found] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(batch))]
-    assert {item.metadata["env_name"] for item in found} == {"e"}
+    assert [back(item) for item in trajectories] == [expected(rollout) for rollout in batch]
+    assert [item.trajectory_id for item in trajectories] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(batch))]
+    assert {item.metadata["env_name"] for item in trajectories} == {"e"}
 
 
 def test_an_export_brings_the_log_probabilities_of_sampler_and_trainer() -> None:
@@ -87,27 +87,27 @@ def test_an_export_brings_the_log_probabilities_of_sampler_and_trainer() -> None
         "rl_weights": [None, None, None],
         "env_name": "e",
     }
-    (found,) = read(export)
-    assert back(found) == ([5, 6, 7], [1, 2], [-0.5, -0.25], None)
-    assert isinstance(found.content, Tokens)
-    assert found.content.old_logprobs is not None
-    assert found.content.old_logprobs.tolist() == [-0.75, -0.5]
-    assert found.step == 3
+    (trajectory,) = read(export)
+    assert back(trajectory) == ([5, 6, 7], [1, 2], [-0.5, -0.25], None)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.old_logprobs is not None
+    assert trajectory.content.old_logprobs.tolist() == [-0.75, -0.5]
+    assert trajectory.step == 3
 
 
 def test_weights_of_the_policy_loss_multiply_the_mask() -> None:
-    (found,) = read(SAMPLE | {"rl_weights": [0.0, 0.5, 0.0], "ce_weights": [1.0, 0.0, 0.0]})
-    assert back(found)[1] == [1]
-    assert isinstance(found.content, Tokens)
-    assert found.content.span_weights.tolist() == [0.5]
-    assert found.notes == ("ce_weights not used",)
+    (trajectory,) = read(SAMPLE | {"rl_weights": [0.0, 0.5, 0.0], "ce_weights": [1.0, 0.0, 0.0]})
+    assert back(trajectory)[1] == [1]
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.span_weights.tolist() == [0.5]
+    assert trajectory.notes == ("ce_weights not used",)
 
 
 def test_a_sample_of_cross_entropy_only_is_trained_by_its_weights() -> None:
-    (found,) = read(SAMPLE | {"rl_weights": [0.0, 0.0, 0.0], "ce_weights": [0.0, 2.0, 0.0]})
-    assert back(found)[1] == [1]
-    assert isinstance(found.content, Tokens)
-    assert (found.content.span_weights.tolist(), found.notes) == ([2.0], ())
+    (trajectory,) = read(SAMPLE | {"rl_weights": [0.0, 0.0, 0.0], "ce_weights": [0.0, 2.0, 0.0]})
+    assert back(trajectory)[1] == [1]
+    assert isinstance(trajectory.content, Tokens)
+    assert (trajectory.content.span_weights.tolist(), trajectory.notes) == ([2.0], ())
 
 
 def test_weights_of_another_length_are_refused() -> None:
@@ -117,8 +117,8 @@ def test_weights_of_another_length_are_refused() -> None:
 
 def test_a_sample_with_images_is_skipped() -> None:
     value = SAMPLE | {"mm_kwargs": {"pixel_values": 1}}
-    found = list(prime_rl.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    assert found == [Skipped("r.jsonl:1", "images, audio and video are not read")]
+    items = list(prime_rl.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=3), st.integers(0, 3))
@@ -135,8 +135,8 @@ def test_the_sequences_of_a_supervised_batch_come_back_unshifted(batch: list[Rol
         "seq_lens": lengths,
         "mm_kwargs": None,
     }
-    found = list(prime_rl_sft.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    assert [back(item) for item in found if isinstance(item, Trajectory)] == [
+    items = list(prime_rl_sft.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    assert [back(item) for item in items if isinstance(item, Trajectory)] == [
         (rollout.ids, rollout.trained, None, None) for rollout in batch
     ]
 

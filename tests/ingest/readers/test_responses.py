@@ -86,21 +86,21 @@ def test_text_is_the_message_of_a_user_and_the_role_of_others_is_kept() -> None:
 
 def test_a_summary_is_reasoning_only_where_it_is_said_to_be() -> None:
     content = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "whole"}]}
-    found = messages_of_items([thought("short"), said("a"), user("Go on."), content, said("b")], source=SOURCE)
-    assert [message.get("reasoning_content") for message in found.messages] == [None, None, "whole"]
-    assert found.notes == (SUMMARY_NOTE,)
+    chat = messages_of_items([thought("short"), said("a"), user("Go on."), content, said("b")], source=SOURCE)
+    assert [message.get("reasoning_content") for message in chat.messages] == [None, None, "whole"]
+    assert chat.notes == (SUMMARY_NOTE,)
 
 
 def test_calls_of_other_kinds_keep_what_they_say() -> None:
     custom = {"type": "custom_tool_call", "call_id": "c1", "name": "sh", "input": "ls"}
     server = {"type": "mcp_call", "id": "m1", "name": "f", "arguments": "{}", "output": "x"}
     search = {"type": "web_search_call", "id": "w1"}
-    found = messages_of_items([custom, result("y"), search, server], source=SOURCE)
-    first, second, third, fourth = found.messages
+    chat = messages_of_items([custom, result("y"), search, server], source=SOURCE)
+    first, second, third, fourth = chat.messages
     assert first["tool_calls"][0]["function"] == {"name": "sh", "arguments": '{"input": "ls"}'}
     assert (second["content"], fourth) == ("y", {"role": "tool", "tool_call_id": "m1", "content": "x"})
     assert third["tool_calls"] == [CALLED | {"id": "m1"}]
-    assert found.notes == ("item of type 'web_search_call' not used",)
+    assert chat.notes == ("item of type 'web_search_call' not used",)
 
 
 def test_a_refusal_is_text_and_an_image_stays_a_part() -> None:
@@ -114,14 +114,14 @@ def test_a_refusal_is_text_and_an_image_stays_a_part() -> None:
 
 
 def test_a_rollout_without_ids_is_one_conversation_of_which_the_output_is_trained() -> None:
-    (found,) = gym([called(), result("x"), said("a"), user("Go on."), said("b"), said("")])
-    content = chat_of(found)
+    (trajectory,) = gym([called(), result("x"), said("a"), user("Go on."), said("b"), said("")])
+    content = chat_of(trajectory)
     assert [message["role"] for message in content.messages] == [
         *("system", "user", "assistant", "tool", "assistant", "user", "assistant"),
     ]
     assert content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    assert isinstance(found, Trajectory)
-    assert (found.reward, found.notes) == (0.5, (EMPTY_NOTE,))
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.reward, trajectory.notes) == (0.5, (EMPTY_NOTE,))
 
 
 @given(IDS, IDS, IDS, IDS)
@@ -136,8 +136,8 @@ def test_calls_with_ids_that_extend_each_other_are_one_sequence(
     ]
     if [0] in (first, second):
         return
-    (found,) = gym(output, _ng_task_index=3, _ng_rollout_index=1, id="row-8")
-    content = tokens_of(found)
+    (item,) = gym(output, _ng_task_index=3, _ng_rollout_index=1, id="row-8")
+    content = tokens_of(item)
     assert content.tokens.tolist() == whole + second
     assert list(zip(content.starts.tolist(), content.ends.tolist(), strict=True)) == [
         (len(prompt), len(prompt) + len(first)),
@@ -145,8 +145,8 @@ def test_calls_with_ids_that_extend_each_other_are_one_sequence(
     ]
     assert content.sampling_logprobs is not None
     assert content.sampling_logprobs.tolist() == [-1.0] * len(first) + [-2.0] * len(second)
-    assert isinstance(found, Trajectory)
-    assert (found.trajectory_id, found.group_id, found.metadata) == ("3/1", "3", {"metadata": {"id": "row-8"}})
+    assert isinstance(item, Trajectory)
+    assert (item.trajectory_id, item.group_id, item.metadata) == ("3/1", "3", {"metadata": {"id": "row-8"}})
 
 
 def test_a_call_whose_prompt_was_rewritten_is_a_trajectory_of_its_own() -> None:
@@ -165,25 +165,25 @@ def test_a_call_whose_prompt_was_rewritten_is_a_trajectory_of_its_own() -> None:
 def test_ids_of_some_turns_only_are_noted_and_a_placeholder_has_none() -> None:
     ids = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-1.0]}
     placeholder = {"prompt_token_ids": [0], "generation_token_ids": [0], "generation_log_probs": [0.0]}
-    (found,) = gym([said("a", **ids), user("Go on."), said("b")])
-    assert chat_of(found).message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert isinstance(found, Trajectory)
-    assert found.notes == ("token ids of some turns only, not used",)
-    (found,) = gym([said("a", **ids), said("", **placeholder)])
-    assert np.array_equal(tokens_of(found).tokens, [1, 2, 3])
+    (trajectory,) = gym([said("a", **ids), user("Go on."), said("b")])
+    assert chat_of(trajectory).message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    assert isinstance(trajectory, Trajectory)
+    assert trajectory.notes == ("token ids of some turns only, not used",)
+    (trajectory,) = gym([said("a", **ids), said("", **placeholder)])
+    assert np.array_equal(tokens_of(trajectory).tokens, [1, 2, 3])
 
 
 def test_steps_that_repeat_what_came_before_are_calls_that_are_joined() -> None:
     first = [user("Hi"), called(), result("x")]
-    (found,) = gym([first, [*first, said("a")]], _ng_task_index=3)
-    assert [message["role"] for message in chat_of(found).messages] == ["user", "assistant", "tool", "assistant"]
-    assert chat_of(found).message_weights == [0.0, 1.0, 0.0, 1.0]
+    (trajectory,) = gym([first, [*first, said("a")]], _ng_task_index=3)
+    assert [message["role"] for message in chat_of(trajectory).messages] == ["user", "assistant", "tool", "assistant"]
+    assert chat_of(trajectory).message_weights == [0.0, 1.0, 0.0, 1.0]
     ids: list[dict[str, Any]] = [
         {"prompt_token_ids": prompt, "generation_token_ids": [3]} for prompt in ([1, 2], [1, 2, 3, 4])
     ]
     first = [user("Hi"), called(**ids[0]), result("x")]
-    (found,) = gym([first, [*first, said("a", **ids[1])]])
-    assert tokens_of(found).tokens.tolist() == [1, 2, 3, 4, 3]
+    (trajectory,) = gym([first, [*first, said("a", **ids[1])]])
+    assert tokens_of(trajectory).tokens.tolist() == [1, 2, 3, 4, 3]
 
 
 def test_a_rollout_that_cannot_be_trained_is_skipped() -> None:

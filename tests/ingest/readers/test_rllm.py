@@ -61,16 +61,16 @@ def test_steps_without_token_ids_are_joined_by_their_messages() -> None:
         {"chat_completions": [USER, ANSWER]},
         {"chat_completions": [USER, ANSWER, USER, ANSWER, {"role": "user", "content": "Thanks"}]},
     ]
-    (found,) = read(episode(steps, name="default_traj_name", reward=None))
-    assert isinstance(found.content, Chat)
-    assert found.content.message_weights == [0.0, 1.0, 0.0, 1.0]
-    assert (found.trajectory_id, found.group_id, found.reward) == ("q:3", "q", 1.0)
+    (trajectory,) = read(episode(steps, name="default_traj_name", reward=None))
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.content.message_weights == [0.0, 1.0, 0.0, 1.0]
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.reward) == ("q:3", "q", 1.0)
 
 
 def test_what_the_logger_writes_is_read_too() -> None:
     value = episode([{"chat_completions": [USER, ANSWER]}]) | {"training_step": 5, "episode_id": "q:3"}
-    (found,) = read({name: held for name, held in value.items() if name != "id"})
-    assert (found.trajectory_id, found.group_id, found.step) == ("q:3", "q", 5)
+    (trajectory,) = read({name: field for name, field in value.items() if name != "id"})
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.step) == ("q:3", "q", 5)
 
 
 def test_token_ids_of_some_steps_only_are_not_mixed_with_text() -> None:
@@ -78,14 +78,14 @@ def test_token_ids_of_some_steps_only_are_not_mixed_with_text() -> None:
         {"prompt_ids": [1], "response_ids": [2], "chat_completions": [USER, ANSWER]},
         {"chat_completions": [USER, ANSWER, USER, ANSWER]},
     ]
-    (found,) = read(episode(steps))
-    assert isinstance(found.content, Chat)
-    assert found.notes == (SOME_NOTE,)
+    (trajectory,) = read(episode(steps))
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.notes == (SOME_NOTE,)
 
 
 def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
-    (found,) = read(episode([{"chat_completions": [USER, ANSWER]}], difficulty=3, signals={"a": 1.0}))
-    assert (found.metadata["difficulty"], found.notes) == (3, ("field 'signals' not used",))
+    (trajectory,) = read(episode([{"chat_completions": [USER, ANSWER]}], difficulty=3, signals={"a": 1.0}))
+    assert (trajectory.metadata["difficulty"], trajectory.notes) == (3, ("field 'signals' not used",))
     (session,) = sessions([TRACES[0] | {"region": "eu"}])
     assert isinstance(session, Trajectory)
     assert session.metadata["region"] == "eu"
@@ -118,9 +118,9 @@ def test_prompts_are_found_by_parents_in_whatever_order_the_traces_are() -> None
     assert isinstance(whole, Trajectory)
     assert back(whole)[0] == prompt[:-1]
     random.Random(0).shuffle(chain)
-    found = [item for item in sessions(chain) if isinstance(item, Trajectory)]
-    assert sum(len(back(item)[1]) for item in found) == 12
-    assert max((back(item)[0] for item in found), key=len) == prompt[:-1]
+    trajectories = [item for item in sessions(chain) if isinstance(item, Trajectory)]
+    assert sum(len(back(item)[1]) for item in trajectories) == 12
+    assert max((back(item)[0] for item in trajectories), key=len) == prompt[:-1]
 
 
 def test_a_trace_whose_parent_is_missing_is_skipped() -> None:
@@ -130,16 +130,16 @@ def test_a_trace_whose_parent_is_missing_is_skipped() -> None:
 def test_traces_without_token_ids_are_read_as_messages_with_their_tools() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     changed = {"completion_token_ids": [], "raw_request": {"tools": tools}}
-    (found,) = sessions([trace | changed for trace in TRACES if trace["session_id"] == "s1"])
-    assert isinstance(found, Trajectory)
-    assert isinstance(found.content, Chat)
-    assert (found.content.message_weights, found.content.tools) == ([0.0, 1.0, 0.0, 1.0], tools)
+    (trajectory,) = sessions([trace | changed for trace in TRACES if trace["session_id"] == "s1"])
+    assert isinstance(trajectory, Trajectory)
+    assert isinstance(trajectory.content, Chat)
+    assert (trajectory.content.message_weights, trajectory.content.tools) == ([0.0, 1.0, 0.0, 1.0], tools)
 
 
 def test_metadata_of_a_session_says_what_it_says_of_the_rollout() -> None:
-    (found,) = sessions([TRACES[0] | {"metadata": {"task_id": "q7", "reward": 0.5, "split": "train"}}])
-    assert isinstance(found, Trajectory)
-    assert (found.group_id, found.reward, found.metadata["split"]) == ("q7", 0.5, "train")
+    (trajectory,) = sessions([TRACES[0] | {"metadata": {"task_id": "q7", "reward": 0.5, "split": "train"}}])
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.group_id, trajectory.reward, trajectory.metadata["split"]) == ("q7", 0.5, "train")
 
 
 def test_a_file_of_something_else_is_refused() -> None:
@@ -151,8 +151,8 @@ def test_a_file_of_something_else_is_refused() -> None:
 def test_an_episode_comes_back(talk: Conversation) -> None:
     parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
     steps = [{"prompt_ids": prompt, "response_ids": own, "logprobs": values} for prompt, own, values in parts]
-    (found,) = read(episode(steps, reward=0.5))
-    assert back(found) == talk.expected(0.5)
+    (trajectory,) = read(episode(steps, reward=0.5))
+    assert back(trajectory) == talk.expected(0.5)
 
 
 @given(conversations())
@@ -162,6 +162,6 @@ def test_a_chain_of_traces_comes_back(talk: Conversation) -> None:
         trace = {"trace_id": str(number), "session_id": "s", "completion_token_ids": own, "logprobs": values}
         link = {"prompt_delta_token_ids": delta, "parent_trace_id": str(number - 1)}
         chain.append(trace | (link if number else {"prompt_token_ids": delta}))
-    (found,) = sessions(chain)
-    assert isinstance(found, Trajectory)
-    assert back(found) == talk.expected(None)
+    (trajectory,) = sessions(chain)
+    assert isinstance(trajectory, Trajectory)
+    assert back(trajectory) == talk.expected(None)

@@ -61,9 +61,9 @@ def test_a_pi_session_without_branches_is_one_trajectory() -> None:
         entry("5", "4", "assistant", text("A"), stopReason="stop", model="n"),
         entry("6", "5", "user", "unanswered"),
     ]
-    ((found, content),) = chats(read_pi(*entries))
-    assert (found.trajectory_id, found.group_id, found.notes) == ("S", "S", ())
-    assert found.metadata == {"cwd": "/w", "model": "m, n"}
+    ((trajectory, content),) = chats(read_pi(*entries))
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.notes) == ("S", "S", ())
+    assert trajectory.metadata == {"cwd": "/w", "model": "m, n"}
     assert content.messages[1:3] == [
         {
             "role": "assistant",
@@ -85,35 +85,35 @@ def test_a_branch_of_a_pi_session_begins_a_trajectory_whose_shared_turns_are_tra
 def test_behind_a_compaction_a_pi_session_goes_on_from_the_summary_and_what_was_kept() -> None:
     summary = entry("s", "B", type="compaction", summary="z", firstKeptEntryId="b")
     after = [entry("c", "s", "user", text("c")), entry("C", "c", "assistant", text("C"))]
-    found = read_pi(*linear("qAbB"), summary, *after)
+    trajectories = read_pi(*linear("qAbB"), summary, *after)
     summed = "summary of the conversation so far:\n\nz"
-    assert said_in(found) == {"S/turn-1": "qAbB", "S/turn-3": f"{summed}bbcC"}
+    assert said_in(trajectories) == {"S/turn-1": "qAbB", "S/turn-3": f"{summed}bbcC"}
 
 
 def test_a_pi_session_of_version_1_has_entries_in_the_order_of_its_lines() -> None:
-    lines = [{name: held for name, held in each.items() if name not in ("id", "parentId")} for each in linear("qAbB")]
+    lines = [{name: field for name, field in each.items() if name not in ("id", "parentId")} for each in linear("qAbB")]
     kept = {"type": "compaction", "summary": "z", "firstKeptEntryIndex": 3}
     last = {"type": "message", "message": {"role": "assistant", "content": text("C")}}
-    found = said_in(read_pi(*lines, kept, last))
-    assert found == {"S/turn-1": "qAbB", "S/turn-3": "summary of the conversation so far:\n\nzbbC"}
+    messages = said_in(read_pi(*lines, kept, last))
+    assert messages == {"S/turn-1": "qAbB", "S/turn-3": "summary of the conversation so far:\n\nzbbC"}
 
 
 def test_what_was_broken_off_in_a_pi_session_is_neither_trained_nor_read() -> None:
     entries = linear("qAb")
     broken = entry("X", "b", "assistant", text("X"), stopReason="aborted")
     empty = entry("Y", "X", "assistant", [], stopReason="stop")
-    found = read_pi(*entries, broken, empty, entry("B", "Y", "assistant", text("B")))
-    assert said_in(found) == {"S": "qAbB"}
-    assert [item.notes for item in found if isinstance(item, Trajectory)] == [("interrupted or failed turn not used",)]
+    items = read_pi(*entries, broken, empty, entry("B", "Y", "assistant", text("B")))
+    assert said_in(items) == {"S": "qAbB"}
+    assert [item.notes for item in items if isinstance(item, Trajectory)] == [("interrupted or failed turn not used",)]
 
 
 def test_calls_behind_an_image_are_left_out_of_a_pi_session() -> None:
     image = entry("i", "A", "user", [{"type": "image", "data": "", "mimeType": "image/png"}])
     seen = [entry("B", "i", "assistant", text("B")), entry("C", "B", "assistant", text("C"))]
     summary = entry("s", "C", type="compaction", summary="z", firstKeptEntryId="none")
-    found = read_pi(*linear("qA"), image, *seen, summary, entry("D", "s", "assistant", text("D")))
-    assert said_in(found) == {"S/turn-1": "qA", "S/turn-4": "summary of the conversation so far:\n\nzD"}
-    assert "call after an image not used" in [note for item in found for note in item.notes]  # type: ignore[union-attr]
+    trajectories = read_pi(*linear("qA"), image, *seen, summary, entry("D", "s", "assistant", text("D")))
+    assert said_in(trajectories) == {"S/turn-1": "qA", "S/turn-4": "summary of the conversation so far:\n\nzD"}
+    assert "call after an image not used" in [note for item in trajectories for note in item.notes]  # type: ignore[union-attr]
 
 
 def test_what_the_user_ran_and_what_an_extension_said_is_in_the_prompt_of_a_pi_session() -> None:
@@ -143,8 +143,8 @@ def pi_trees(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 def way_to(entries: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
     """The entries from the root to the one called `name`."""
-    found = next((each for each in entries if each["id"] == name), None)
-    return [] if found is None else [*way_to(entries, found["parentId"]), found]
+    last = next((each for each in entries if each["id"] == name), None)
+    return [] if last is None else [*way_to(entries, last["parentId"]), last]
 
 
 def prompt_of(entries: list[dict[str, Any]], name: str | None) -> list[str]:
@@ -175,8 +175,8 @@ def test_every_reply_of_a_pi_session_is_trained_once_behind_its_own_prompt(entri
 
 def test_a_fork_of_a_pi_session_is_of_its_group() -> None:
     parent = "0b6f1c2e-1111-4222-8333-444455556666"
-    ((found, _),) = chats(read_pi(*linear("qA"), parentSession=f"/home/2026_{parent}.jsonl"))
-    assert (found.trajectory_id, found.group_id) == ("S", parent)
+    ((trajectory, _),) = chats(read_pi(*linear("qA"), parentSession=f"/home/2026_{parent}.jsonl"))
+    assert (trajectory.trajectory_id, trajectory.group_id) == ("S", parent)
 
 
 @pytest.mark.parametrize(
@@ -213,9 +213,9 @@ ASK, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content":
 
 def test_a_simulation_begins_with_the_policy_and_a_greeting_that_is_not_trained() -> None:
     value = tau2_run(simulation(HELLO, ASK, ANSWER, reward_info={"reward": 0.5}))
-    ((found, content),) = chats(read_value(tau2.read, value))
-    assert (found.trajectory_id, found.group_id, found.reward) == ("d/3/1", "d/3", 0.5)
-    assert found.metadata == {"termination_reason": "user_stop", "model": "m"}
+    ((trajectory, content),) = chats(read_value(tau2.read, value))
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.reward) == ("d/3/1", "d/3", 0.5)
+    assert trajectory.metadata == {"termination_reason": "user_stop", "model": "m"}
     assert turns(content) == [
         ("system", "P", 0.0),
         ("assistant", "Hello", 0.0),
@@ -235,7 +235,7 @@ def test_the_agent_of_tau2_does_not_see_what_the_user_does_with_tools() -> None:
     several = {"role": "tool", "tool_messages": [result("b", "user"), result("a", "assistant")]}
     user = {"role": "user", "content": None, "tool_calls": [call("u")]}
     value = tau2_run(simulation(ASK, agent, several, user, result("u", "user"), ANSWER))
-    ((found, content),) = chats(read_value(tau2.read, value))
+    ((trajectory, content),) = chats(read_value(tau2.read, value))
     assert [(message["role"], message["content"]) for message in content.messages[1:]] == [
         ("user", "Q"),
         ("assistant", ""),
@@ -245,7 +245,7 @@ def test_the_agent_of_tau2_does_not_see_what_the_user_does_with_tools() -> None:
     called = {"id": "a", "type": "function", "function": {"name": "a", "arguments": {"x": 1}}}
     assert content.messages[2]["tool_calls"] == [called]
     assert content.messages[3] == {"role": "tool", "content": "a", "name": "a", "tool_call_id": "a"}
-    assert found.notes == ()
+    assert trajectory.notes == ()
 
 
 def test_an_agent_that_begins_without_a_user_is_trained_but_for_its_stop_mark() -> None:

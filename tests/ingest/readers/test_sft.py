@@ -19,8 +19,8 @@ TEXT = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 
 
 def read(reader: Any, value: dict[str, Any]) -> list[tuple[Trajectory, Chat]]:
-    found = list(reader.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
-    return [(item, item.content) for item in found if isinstance(item, Trajectory) and isinstance(item.content, Chat)]
+    items = list(reader.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    return [(item, item.content) for item in items if isinstance(item, Trajectory) and isinstance(item.content, Chat)]
 
 
 def refusal(reader: Any, value: dict[str, Any]) -> str:
@@ -44,7 +44,7 @@ def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -
         "system": "Be brief.",
         "history": [["Hi", "Yes"]],
     }
-    ((found, content),) = read(alpaca, value | {"topic": "sums", "reward": 0.5, "kto_tag": False})
+    ((trajectory, content),) = read(alpaca, value | {"topic": "sums", "reward": 0.5, "kto_tag": False})
     assert spoken(content) == [
         ("system", "Be brief.", 0.0),
         ("user", "Hi", 0.0),
@@ -52,7 +52,7 @@ def test_an_instruction_and_its_input_are_one_question_behind_earlier_rounds() -
         ("user", "Add.\n2 and 3", 0.0),
         ("assistant", "5", 1.0),
     ]
-    assert (found.reward, found.metadata, found.notes) == (0.5, {"topic": "sums"}, ())
+    assert (trajectory.reward, trajectory.metadata, trajectory.notes) == (0.5, {"topic": "sums"}, ())
 
 
 def test_an_empty_input_or_system_adds_nothing() -> None:
@@ -104,9 +104,9 @@ def test_a_turn_of_sharegpt_may_have_no_weight() -> None:
         {"from": "gpt", "value": "Hm", "weight": 0},
         {"from": "gpt", "value": "Yes"},
     ]
-    ((found, content),) = read(sharegpt, {"conversations": turns, "kto_tag": True})
+    ((trajectory, content),) = read(sharegpt, {"conversations": turns, "kto_tag": True})
     assert content.message_weights == [0.0, 0.0, 1.0]
-    assert found.reward == 1.0
+    assert trajectory.reward == 1.0
 
 
 PAIRS: list[tuple[Any, dict[str, Any]]] = [
@@ -169,25 +169,25 @@ def test_a_pair_is_recognised_as_what_it_is(reader: Any, value: dict[str, Any]) 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
 def test_records_with_images_are_skipped(reader: Any, value: dict[str, Any]) -> None:
-    found = list(reader.read(Record(SOURCE, "data.jsonl", value | {"images": ["1.jpg"]}), ReadOptions()))
-    assert found == [Skipped(SOURCE, "images, audio and video are not read")]
+    items = list(reader.read(Record(SOURCE, "data.jsonl", value | {"images": ["1.jpg"]}), ReadOptions()))
+    assert items == [Skipped(SOURCE, "images, audio and video are not read")]
     assert len(read(reader, value | {"images": []})) == 2
 
 
 def test_a_pair_of_equal_answers_is_skipped() -> None:
     value = {"instruction": "Q", "chosen": "A", "rejected": "A"}
-    found = list(alpaca.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
-    assert found == [Skipped(SOURCE, "chosen and rejected are the same")]
+    items = list(alpaca.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    assert items == [Skipped(SOURCE, "chosen and rejected are the same")]
 
 
 @pytest.mark.parametrize(("reader", "value"), PAIRS)
 def test_a_pair_is_two_trajectories_of_a_group_of_their_own(reader: Any, value: dict[str, Any]) -> None:
-    found = read(reader, value | {"group_id": "all"})
-    assert [(item.trajectory_id, item.group_id, item.reward) for item, _ in found] == [
+    pairs = read(reader, value | {"group_id": "all"})
+    assert [(item.trajectory_id, item.group_id, item.reward) for item, _ in pairs] == [
         ("p/chosen", SOURCE, 1.0),
         ("p/rejected", SOURCE, 0.0),
     ]
-    assert [spoken(content) for _, content in found] == [
+    assert [spoken(content) for _, content in pairs] == [
         [("user", "Q", 0.0), ("assistant", answer, 1.0)] for answer in "AB"
     ]
 
@@ -208,16 +208,16 @@ def test_parts_of_llama_factory_are_joined_by_their_kind_and_weighted_by_message
     image = {"role": "user", "content": [{"type": "text", "value": "Q"}, {"type": "image_url", "value": "1.jpg"}]}
     pair = {"chosen_messages": [image, *answers[:1]], "rejected_messages": [image, *answers[1:2]]}
     for value in ({"messages": [image]}, pair):
-        found = list(llama_factory.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
-        assert found == [Skipped(SOURCE, "images, audio and video are not read")]
+        items = list(llama_factory.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+        assert items == [Skipped(SOURCE, "images, audio and video are not read")]
 
 
 def test_of_two_conversations_only_what_differs_is_trained() -> None:
     shared = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     question = {"role": "user", "content": "Q"}
     chosen, rejected = ([*shared, question, {"role": "assistant", "content": answer}] for answer in "AB")
-    found = read(ms_swift, {"messages": chosen, "rejected_messages": rejected})
-    assert [content.message_weights for _, content in found] == [[0.0, 0.0, 0.0, 1.0]] * 2
+    pairs = read(ms_swift, {"messages": chosen, "rejected_messages": rejected})
+    assert [content.message_weights for _, content in pairs] == [[0.0, 0.0, 0.0, 1.0]] * 2
 
 
 def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_first_call() -> None:
@@ -233,7 +233,7 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
         {"role": "tool_response", "content": "5"},
         {"role": "assistant", "content": "5", "loss_scale": 0.25},
     ]
-    ((found, content),) = read(ms_swift, {"messages": messages, "label": True})
+    ((trajectory, content),) = read(ms_swift, {"messages": messages, "label": True})
     assert [(message["role"], len(message.get("tool_calls", []))) for message in content.messages] == [
         ("user", 0),
         ("assistant", 2),
@@ -244,14 +244,14 @@ def test_parts_of_a_turn_of_ms_swift_are_one_message_with_the_weight_of_the_firs
     ]
     assert content.messages[1]["content"] == "I add."
     assert content.message_weights == [0.0, 1.0, 0.0, 0.0, 0.0, 0.25]
-    assert found.reward == 1.0
+    assert trajectory.reward == 1.0
 
 
 def test_a_turn_of_ms_swift_in_parts_of_different_weights_is_skipped() -> None:
     parts = [{"role": "assistant", "content": "Hm.", "loss": False}, {"role": "tool_call", "content": CALL}]
     value = {"messages": [{"role": "user", "content": "Q"}, *parts]}
-    found = list(ms_swift.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
-    assert found == [Skipped(SOURCE, "turn in parts of different weights")]
+    items = list(ms_swift.read(Record(SOURCE, "data.jsonl", value), ReadOptions()))
+    assert items == [Skipped(SOURCE, "turn in parts of different weights")]
 
 
 def test_a_rejected_response_stands_for_all_behind_the_last_user() -> None:

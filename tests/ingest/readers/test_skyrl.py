@@ -20,13 +20,13 @@ SAMPLES = ROLLOUTS / "skyrl"
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    found = list(skyrl.read(Record("r.json", "r.json", value), ReadOptions()))
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = list(skyrl.read(Record("r.json", "r.json", value), ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=3))
 def test_the_rows_of_a_generator_come_back(batch: list[Rollout]) -> None:
-    found = read(
+    items = read(
         {
             "prompt_token_ids": [rollout.prompt for rollout in batch],
             "response_ids": [rollout.response for rollout in batch],
@@ -37,10 +37,10 @@ def test_the_rows_of_a_generator_come_back(batch: list[Rollout]) -> None:
             "rollout_metrics": {"a": 1.0},
         }
     )
-    assert [back(item) for item in found] == [
+    assert [back(item) for item in items] == [
         (each.ids, each.trained, each.at_trained(each.logprobs), each.reward) for each in batch
     ]
-    assert [(item.trajectory_id, item.group_id) for item in found] == [(f"q/{k}", "q") for k in range(len(batch))]
+    assert [(item.trajectory_id, item.group_id) for item in items] == [(f"q/{k}", "q") for k in range(len(batch))]
 
 
 @given(st.lists(rollouts(), min_size=1, max_size=3))
@@ -53,7 +53,7 @@ def test_the_rows_of_a_batch_come_back_from_the_right(batch: list[Rollout]) -> N
         return [0] * (size - len(values)) + values
 
     rewards = [[0.0] * (len(each.response) - 1) + [each.reward] for each in batch]
-    found = read(
+    trajectory = read(
         {
             "sequences": [padded(rollout.ids, num) for rollout in batch],
             "attention_mask": [padded([1] * len(rollout.ids), num) for rollout in batch],
@@ -67,10 +67,10 @@ def test_the_rows_of_a_batch_come_back_from_the_right(batch: list[Rollout]) -> N
             "values": None,
         }
     )
-    assert [back(item) for item in found] == [
+    assert [back(item) for item in trajectory] == [
         (each.ids, each.trained, each.at_trained(each.logprobs), each.reward) for each in batch
     ]
-    for item, rollout in zip(found, batch, strict=True):
+    for item, rollout in zip(trajectory, batch, strict=True):
         assert isinstance(item.content, Tokens)
         assert item.content.old_logprobs is not None
         assert item.content.advantages is not None
@@ -100,12 +100,12 @@ def test_columns_of_different_lengths_are_refused() -> None:
 
 def test_rows_with_images_are_skipped() -> None:
     value = {"prompt_token_ids": [[1]], "response_ids": [[2]], "loss_masks": [[1]], "pixel_values": [[0.5]]}
-    found = list(skyrl.read(Record("r.json", "r.json", value), ReadOptions()))
-    assert found == [Skipped("r.json[0]", "images, audio and video are not read")]
+    items = list(skyrl.read(Record("r.json", "r.json", value), ReadOptions()))
+    assert items == [Skipped("r.json[0]", "images, audio and video are not read")]
 
 
 def test_a_dump_is_text_whose_scores_are_summed() -> None:
     line = {"input_prompt": "p", "output_response": "r", "score": [0.0, 0.5], "env_extras": {"x": []}}
-    (found,) = skyrl_dump.read(Record("r.jsonl:1", "r.jsonl", line), ReadOptions())
-    assert isinstance(found, Trajectory)
-    assert (found.content, found.reward, found.notes) == (Text("p", "r"), 0.5, ())
+    (trajectory,) = skyrl_dump.read(Record("r.jsonl:1", "r.jsonl", line), ReadOptions())
+    assert isinstance(trajectory, Trajectory)
+    assert (trajectory.content, trajectory.reward, trajectory.notes) == (Text("p", "r"), 0.5, ())

@@ -34,9 +34,9 @@ def read(value: dict[str, Any], **options: Any) -> list[Trajectory | Skipped]:
 
 
 def only(value: dict[str, Any], **options: Any) -> Trajectory:
-    (found,) = read(value, **options)
-    assert isinstance(found, Trajectory)
-    return found
+    (trajectory,) = read(value, **options)
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
 
 
 @given(rollouts())
@@ -48,9 +48,9 @@ def test_a_sample_comes_back(rollout: Rollout) -> None:
         "rollout_log_probs": rollout.logprobs,
         "reward": rollout.reward,
     }
-    found = only(value)
-    assert back(found) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    assert (found.trajectory_id, found.group_id, found.notes) == ("9", "4", ())
+    trajectory = only(value)
+    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.notes) == ("9", "4", ())
 
 
 def test_a_sample_without_a_mask_trains_its_response() -> None:
@@ -72,10 +72,10 @@ def test_what_the_sampler_removed_or_did_not_finish_is_skipped() -> None:
 
 
 def test_samples_of_one_rollout_have_names_of_their_own() -> None:
-    found = read({"rollout_id": 3, "samples": [SAMPLE, SAMPLE | {"rollout_id": 8}, SAMPLE | {"rollout_id": 8}]})
-    names = [item.trajectory_id for item in found if isinstance(item, Trajectory)]
+    trajectories = read({"rollout_id": 3, "samples": [SAMPLE, SAMPLE | {"rollout_id": 8}, SAMPLE | {"rollout_id": 8}]})
+    names = [item.trajectory_id for item in trajectories if isinstance(item, Trajectory)]
     assert names == ["9", "8/r.jsonl:1[1]", "8/r.jsonl:1[2]"]
-    assert {item.step for item in found if isinstance(item, Trajectory)} == {3}
+    assert {item.step for item in trajectories if isinstance(item, Trajectory)} == {3}
 
 
 def test_a_sample_without_tokens_is_read_as_text() -> None:
@@ -92,9 +92,9 @@ def test_a_file_of_torch_reads_like_the_json_that_holds_the_same(tmp_path: Path)
     tensors = sample | {"tokens": torch.tensor(SAMPLE["tokens"]), "loss_mask": torch.ones(2, dtype=torch.int32)}
     (tmp_path / "dumps").mkdir()
     torch.save({"rollout_id": 3, "samples": [sample, tensors]}, tmp_path / "dumps" / "3.pt")
-    found = [item for item in read_trajectories([tmp_path / "dumps"]) if isinstance(item, Trajectory)]
-    assert [back(item) for item in found] == [([5, 6, 7, 8], [2, 3], [-0.5, -0.25], None)] * 2
-    assert [(item.step, item.source.rpartition("/")[2]) for item in found] == [(3, "3.pt[0]"), (3, "3.pt[1]")]
+    trajectories = [item for item in read_trajectories([tmp_path / "dumps"]) if isinstance(item, Trajectory)]
+    assert [back(item) for item in trajectories] == [([5, 6, 7, 8], [2, 3], [-0.5, -0.25], None)] * 2
+    assert [(item.step, item.source.rpartition("/")[2]) for item in trajectories] == [(3, "3.pt[0]"), (3, "3.pt[1]")]
 
 
 class Foreign:
@@ -112,9 +112,9 @@ def test_checkpoints_in_a_folder_of_rollouts_are_counted_and_passed_over(tmp_pat
     torch.save({"samples": [SAMPLE]}, tmp_path / "3.pt")
     torch.save({"model": Foreign()}, tmp_path / "checkpoint.pt")
     torch.save([torch.ones(2)], tmp_path / "optimizer.pt")
-    found = list(read_trajectories([tmp_path]))
-    assert [back(item) for item in found if isinstance(item, Trajectory)] == [([5, 6, 7, 8], [2, 3], None, None)]
-    skipped = [(Path(item.source).name, item.reason) for item in found if isinstance(item, Skipped)]
+    items = list(read_trajectories([tmp_path]))
+    assert [back(item) for item in items if isinstance(item, Trajectory)] == [([5, 6, 7, 8], [2, 3], None, None)]
+    skipped = [(Path(item.source).name, item.reason) for item in items if isinstance(item, Skipped)]
     assert skipped == [("checkpoint.pt", "file of no known format"), ("optimizer.pt", "file of no known format")]
 
 

@@ -30,12 +30,12 @@ def test_a_swe_agent_run_is_named_by_its_folder_and_its_task() -> None:
         "trajectory": [{"action": "ls"}],
         "info": {"exit_status": "submitted", "submission": "diff"},
     }
-    ((found, content),) = chats(read_value(swe_agent.read, value, "runs/one/task-1.traj.gz"))
-    assert (found.trajectory_id, found.group_id) == ("one/task-1", "task-1")
-    assert found.metadata == {"environment": "e", "info": {"exit_status": "submitted"}}
+    ((trajectory, content),) = chats(read_value(swe_agent.read, value, "runs/one/task-1.traj.gz"))
+    assert (trajectory.trajectory_id, trajectory.group_id) == ("one/task-1", "task-1")
+    assert trajectory.metadata == {"environment": "e", "info": {"exit_status": "submitted"}}
     assert content.message_weights == [0.0, 0.0, 0.0, 1.0]
     assert content.messages[3] == {"role": "assistant", "content": "A"}
-    assert found.notes == ()
+    assert trajectory.notes == ()
 
 
 def test_what_swe_agent_said_when_it_gave_up_is_not_trained() -> None:
@@ -54,9 +54,9 @@ def test_what_swe_agent_said_when_it_gave_up_is_not_trained() -> None:
 def test_every_agent_of_a_history_saw_its_own_messages() -> None:
     history = [ASKED, {"role": "assistant", "content": "a", "agent": "one"}]
     history.append({"role": "assistant", "content": "b", "agent": "two"})
-    found = chats(read_value(swe_agent.read, {"history": history, "trajectory": [], "info": {}}, "runs/r/t.traj"))
-    assert [item.trajectory_id for item, _ in found] == ["r/t/one", "r/t/two"]
-    assert [[text for _, text, _ in turns(content)] for _, content in found] == [["Q", "a"], ["Q", "b"]]
+    pairs = chats(read_value(swe_agent.read, {"history": history, "trajectory": [], "info": {}}, "runs/r/t.traj"))
+    assert [item.trajectory_id for item, _ in pairs] == ["r/t/one", "r/t/two"]
+    assert [[text for _, text, _ in turns(content)] for _, content in pairs] == [["Q", "a"], ["Q", "b"]]
 
 
 def reply(text: str, action: str, **more: Any) -> dict[str, Any]:
@@ -79,8 +79,8 @@ A, B, C = reply("a", "ls"), reply("b", "cat"), reply("c", "submit")
 
 def test_calls_whose_exact_prompts_continue_each_other_are_one_trajectory() -> None:
     history = [SYSTEM, ASKED, A, seen("1"), B, seen("2")]
-    ((found, content),) = chats(swe_run((A, {"query": history[:2]}), (B, {"query": history[:4]}), history=history))
-    assert found.trajectory_id == "r/t"
+    ((trajectory, content),) = chats(swe_run((A, {"query": history[:2]}), (B, {"query": history[:4]}), history=history))
+    assert trajectory.trajectory_id == "r/t"
     assert [weight for *_, weight in turns(content)] == [0.0, 0.0, 1.0, 0.0, 1.0]
 
 
@@ -88,12 +88,12 @@ def test_a_shortened_observation_begins_a_trajectory() -> None:
     opening = [SYSTEM, ASKED]
     parts = [opening, [*opening, A, seen("long")], [*opening, A, seen("short"), B, seen("2")]]
     history = [*opening, A, seen("long"), B, seen("2"), C]
-    found = chats(
+    pairs = chats(
         swe_run(*((item, {"query": part}) for item, part in zip((A, B, C), parts, strict=True)), history=history)
     )
-    assert [item.trajectory_id for item, _ in found] == ["r/t/turn-1", "r/t/turn-3"]
-    assert [text for _, text, weight in turns(found[0][1]) if weight] == ["a", "b"]
-    assert turns(found[1][1])[2:] == [
+    assert [item.trajectory_id for item, _ in pairs] == ["r/t/turn-1", "r/t/turn-3"]
+    assert [text for _, text, weight in turns(pairs[0][1]) if weight] == ["a", "b"]
+    assert turns(pairs[1][1])[2:] == [
         ("assistant", "a", 0.0),
         ("user", "short", 0.0),
         ("assistant", "b", 0.0),
@@ -106,9 +106,9 @@ def test_a_refused_reply_is_trained_with_its_own_prompt_and_seen_only_by_the_sec
     opening, refused = [SYSTEM, ASKED], reply("bad", "")
     again = [*opening, reply("bad", ""), seen("no")]
     steps = [(refused, {"query": opening}), (A, {"query": again}), (B, {"query": [*opening, A, seen("1")]})]
-    found = chats(swe_run(*steps, history=[*opening, A, seen("1"), B]))
-    assert [item.trajectory_id for item, _ in found] == ["r/t/turn-1", "r/t/turn-3"]
-    assert [[text for _, text, weight in turns(content) if weight] for _, content in found] == [["bad", "a"], ["b"]]
+    pairs = chats(swe_run(*steps, history=[*opening, A, seen("1"), B]))
+    assert [item.trajectory_id for item, _ in pairs] == ["r/t/turn-1", "r/t/turn-3"]
+    assert [[text for _, text, weight in turns(content) if weight] for _, content in pairs] == [["bad", "a"], ["b"]]
 
 
 def test_tool_calls_come_from_the_history_and_are_answered_by_their_id() -> None:
@@ -118,18 +118,18 @@ def test_tool_calls_come_from_the_history_and_are_answered_by_their_id() -> None
     result = {"role": "tool", "content": "1", "tool_call_ids": ["x"]}
     refused = reply("", "")
     steps = [(refused, {"query": [ASKED]}), (called, {"query": [ASKED]}), (B, {"query": [ASKED, called, result]})]
-    ((found, content),) = chats(swe_run(*steps, history=[ASKED, called, result, B]))
+    ((trajectory, content),) = chats(swe_run(*steps, history=[ASKED, called, result, B]))
     assert content.messages[1:3] == [
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "content": "1", "tool_call_id": "x"},
     ]
-    assert found.notes == ("refused reply without its tool calls in the file not used",)
+    assert trajectory.notes == ("refused reply without its tool calls in the file not used",)
 
 
 def test_a_step_that_no_model_made_has_no_call() -> None:
     gave_up = reply("Exit due to cost limit", "")
-    found = chats(swe_run((A, {"query": [ASKED]}), (gave_up, {"query": [{}]}), history=[ASKED, A, seen("1"), gave_up]))
-    assert [turns(content) for _, content in found] == [[("user", "Q", 0.0), ("assistant", "a", 1.0)]]
+    pairs = chats(swe_run((A, {"query": [ASKED]}), (gave_up, {"query": [{}]}), history=[ASKED, A, seen("1"), gave_up]))
+    assert [turns(content) for _, content in pairs] == [[("user", "Q", 0.0), ("assistant", "a", 1.0)]]
 
 
 def test_the_messages_of_version_1_0_are_those_behind_the_reply() -> None:
@@ -138,30 +138,30 @@ def test_the_messages_of_version_1_0_are_those_behind_the_reply() -> None:
     after_b = [*opening, A, seen("short"), B, seen("2")]
     steps = [(A, {"messages": after_a}), (B, {"messages": after_b}), (refused, {"messages": after_b})]
     steps.append((C, {"messages": [*after_b, C, seen("3")]}))
-    found = chats(swe_run(*steps, history=[*after_a, B, seen("2"), C, seen("3")]))
-    trained = [[text for _, text, weight in turns(content) if weight] for _, content in found]
+    pairs = chats(swe_run(*steps, history=[*after_a, B, seen("2"), C, seen("3")]))
+    trained = [[text for _, text, weight in turns(content) if weight] for _, content in pairs]
     assert trained == [["a", "b"], ["bad"]]
-    assert [text for _, text, _ in turns(found[0][1])] == ["S", "Q", "a", "1", "b"]
-    assert [text for _, text, _ in turns(found[1][1])] == ["S", "Q", "a", "short", "b", "2", "bad"]
-    assert "call without its prompt in the file not used" in found[0][0].notes
+    assert [text for _, text, _ in turns(pairs[0][1])] == ["S", "Q", "a", "1", "b"]
+    assert [text for _, text, _ in turns(pairs[1][1])] == ["S", "Q", "a", "short", "b", "2", "bad"]
+    assert "call without its prompt in the file not used" in pairs[0][0].notes
 
 
 def test_messages_that_do_not_end_with_the_reply_are_its_prompt() -> None:
     opening = [SYSTEM, ASKED]
     steps = [(A, {"messages": opening}), (B, {"messages": [*opening, A, seen("1")]})]
-    ((found, content),) = chats(swe_run(*steps, history=[*opening, A, seen("1"), B]))
+    ((trajectory, content),) = chats(swe_run(*steps, history=[*opening, A, seen("1"), B]))
     assert [text for _, text, weight in turns(content) if weight] == ["a", "b"]
-    assert found.notes == ()
+    assert trajectory.notes == ()
 
 
 def test_attempts_are_rollouts_of_one_task() -> None:
     one, two = ({"history": [ASKED, item], "trajectory": [], "info": {}} for item in (A, B))
-    found = chats(read_value(swe_agent.read, {"attempts": [one, two], **two}, "runs/r/t.traj"))
-    assert [(item.trajectory_id, item.group_id) for item, _ in found] == [
+    pairs = chats(read_value(swe_agent.read, {"attempts": [one, two], **two}, "runs/r/t.traj"))
+    assert [(item.trajectory_id, item.group_id) for item, _ in pairs] == [
         ("r/t/attempt-0", "t"),
         ("r/t/attempt-1", "t"),
     ]
-    assert [turns(content)[1][1] for _, content in found] == ["a", "b"]
+    assert [turns(content)[1][1] for _, content in pairs] == ["a", "b"]
 
 
 def mini(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -172,11 +172,11 @@ def test_a_run_of_mini_swe_agent_is_named_by_run_and_task() -> None:
     left = {"role": "exit", "content": "diff", "extra": {"exit_status": "Submitted"}}
     info = {"exit_status": "Submitted", "submission": "diff", "config": {"model": {"model_name": "m"}, "agent": {}}}
     value = mini(SYSTEM, ASKED, {"role": "assistant", "content": "A", "extra": {"cost": 1}}, left, info=info)
-    ((found, content),) = chats(read_value(mini_swe_agent.read, value, "runs/one/lib-1/lib-1.traj.json"))
-    assert (found.trajectory_id, found.group_id) == ("one/lib-1", "lib-1")
-    assert found.metadata == {"model": "m", "exit_status": "Submitted"}
+    ((trajectory, content),) = chats(read_value(mini_swe_agent.read, value, "runs/one/lib-1/lib-1.traj.json"))
+    assert (trajectory.trajectory_id, trajectory.group_id) == ("one/lib-1", "lib-1")
+    assert trajectory.metadata == {"model": "m", "exit_status": "Submitted"}
     assert turns(content) == [("system", "S", 0.0), ("user", "Q", 0.0), ("assistant", "A", 1.0)]
-    assert found.notes == ()
+    assert trajectory.notes == ()
 
 
 REFUSED = {"interrupt_type": "FormatError"}
@@ -205,14 +205,14 @@ def test_a_reply_that_mini_swe_agent_refused_is_a_trajectory_of_its_own(
 ) -> None:
     complaint = {"role": "user", "content": "no", "extra": REFUSED | extra}
     answers = [{"role": "assistant", "content": text} for text in "AB"]
-    found = chats(read_value(mini_swe_agent.read, mini(ASKED, answers[0], complaint, answers[1])))
-    trained = [[text for _, text, weight in turns(content) if weight] for _, content in found]
+    pairs = chats(read_value(mini_swe_agent.read, mini(ASKED, answers[0], complaint, answers[1])))
+    trained = [[text for _, text, weight in turns(content) if weight] for _, content in pairs]
     if expected is None:
         assert trained == [["A", "B"]]
-        assert found[0][0].notes == ("refused reply in an unknown form not used",)
+        assert pairs[0][0].notes == ("refused reply in an unknown form not used",)
     else:
         assert trained == [["A", expected], ["B"]]
-        assert [text for _, text, _ in turns(found[1][1])] == ["Q", "A", "no", "B"]
+        assert [text for _, text, _ in turns(pairs[1][1])] == ["Q", "A", "no", "B"]
 
 
 def test_responses_of_mini_swe_agent_are_read_by_their_items() -> None:
@@ -251,11 +251,11 @@ def test_token_ids_in_the_responses_of_mini_swe_agent_are_used_if_all_calls_have
         return message | {"extra": {"response": {"choices": [choice], "prompt_token_ids": prompt}}}
 
     first, second = answer("A", [1, 2], [3]), answer("B", [1, 2, 3, 4], [5, 6])
-    (found,) = read_value(mini_swe_agent.read, mini(ASKED, first, ASKED, second))
-    assert isinstance(found, Trajectory)
-    assert isinstance(found.content, Tokens)
-    assert found.content.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert list(zip(found.content.starts, found.content.ends, strict=True)) == [(2, 3), (4, 6)]
+    (trajectory,) = read_value(mini_swe_agent.read, mini(ASKED, first, ASKED, second))
+    assert isinstance(trajectory, Trajectory)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert list(zip(trajectory.content.starts, trajectory.content.ends, strict=True)) == [(2, 3), (4, 6)]
     ((some, _),) = chats(read_value(mini_swe_agent.read, mini(ASKED, first, ASKED, second | {"extra": {}})))
     assert some.notes == (SOME_NOTE,)
 
@@ -273,8 +273,8 @@ def test_of_the_rounds_of_a_conversation_the_last_is_read(tmp_path: Path) -> Non
     write(folder / "conversation_round_2.json", "Q", "A", "R")
     write(folder / "conversation_round_10.json", "Q", "A", "R", "B")
     items = list(read_trajectories([tmp_path]))
-    ((found, content),) = chats(items)
-    assert (found.trajectory_id, found.group_id) == (folder.name, "lib-1")
+    ((trajectory, content),) = chats(items)
+    assert (trajectory.trajectory_id, trajectory.group_id) == (folder.name, "lib-1")
     assert [text for _, text, weight in turns(content) if weight] == ["A", "B"]
     assert reasons(items) == [f"beginning of conversation_round_{k}.json" for k in (2, 10)]
 
@@ -289,8 +289,8 @@ def test_what_another_conversation_took_over_from_the_rounds_is_not_trained_agai
     folder = tmp_path / "lib-1"
     write(folder / "conversation_round_1.json", "Q", "A", "R")
     write(folder / "debug_agent_write_patch_1.json", "Q", "A", "R", "P", system="T")
-    _, (found, content) = chats(read_trajectories([folder]))
-    assert (found.trajectory_id, found.group_id) == ("lib-1/debug_agent_write_patch_1", "lib-1")
+    _, (trajectory, content) = chats(read_trajectories([folder]))
+    assert (trajectory.trajectory_id, trajectory.group_id) == ("lib-1/debug_agent_write_patch_1", "lib-1")
     assert [text for _, text, weight in turns(content) if weight] == ["P"]
 
 
@@ -311,12 +311,12 @@ def test_messages_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_real_swe_agent_rollouts_are_read() -> None:
-    found = chats(read_trajectories([real("swe-agent-lite")]))
-    assert len(found) == len({item.trajectory_id for item, _ in found}) == 341
-    assert len({item.group_id for item, _ in found}) == 114
-    for _, content in found:
+    pairs = chats(read_trajectories([real("swe-agent-lite")]))
+    assert len(pairs) == len({item.trajectory_id for item, _ in pairs}) == 341
+    assert len({item.group_id for item, _ in pairs}) == 114
+    for _, content in pairs:
         roles = [message["role"] for message in content.messages]
         assert roles == ["system", *["user", "assistant"] * (len(roles) // 2)]
-    assert sum(item.metadata["info"].get("exit_status") == "submitted" for item, _ in found) == 325
-    said = [(text, weight) for _, content in found for role, text, weight in turns(content) if role == "assistant"]
+    assert sum(item.metadata["info"].get("exit_status") == "submitted" for item, _ in pairs) == 325
+    said = [(text, weight) for _, content in pairs for role, text, weight in turns(content) if role == "assistant"]
     assert [text for text, weight in said if weight == 0] == ["Exit due to cost limit"] * 4

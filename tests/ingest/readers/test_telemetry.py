@@ -29,9 +29,9 @@ def read(reader: Any, *values: dict[str, Any], **options: Any) -> list[Any]:
 
 
 def only(items: list[Any]) -> tuple[Trajectory, Chat]:
-    (found,) = (item for item in items if isinstance(item, Trajectory))
-    assert isinstance(found.content, Chat)
-    return found, found.content
+    (trajectory,) = (item for item in items if isinstance(item, Trajectory))
+    assert isinstance(trajectory.content, Chat)
+    return trajectory, trajectory.content
 
 
 def outline(content: Chat) -> list[tuple[str, str, float]]:
@@ -92,7 +92,7 @@ ROUNDS = [span([ASK], [CALL], start_time=5), span([ASK, CALL, RESULT], [said("as
 
 @pytest.mark.parametrize("records", [ROUNDS, ROUNDS[::-1], [otlp(*ROUNDS)], [otlp(*ROUNDS[::-1])]])
 def test_spans_of_a_trace_are_joined_in_the_order_of_their_time(records: list[dict[str, Any]]) -> None:
-    found, content = only(read(otel_genai, *records))
+    trajectory, content = only(read(otel_genai, *records))
     assert outline(content) == [
         ("user", "2 + 3?", 0.0),
         ("assistant", "", 1.0),
@@ -101,19 +101,19 @@ def test_spans_of_a_trace_are_joined_in_the_order_of_their_time(records: list[di
     ]
     assert content.messages[1]["reasoning_content"] == "Add."
     assert content.messages[1]["tool_calls"][0]["function"]["name"] == "f"
-    assert (found.trajectory_id, found.notes) == ("t", ())
+    assert (trajectory.trajectory_id, trajectory.notes) == ("t", ())
 
 
 @given(st.dictionaries(TEXT, JSON.filter(lambda value: value is not None), max_size=3))
-def test_arguments_and_results_survive_the_wrapping_of_otlp(held: dict[str, Any]) -> None:
+def test_arguments_and_results_survive_the_wrapping_of_otlp(arguments: dict[str, Any]) -> None:
     def without_nulls(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: without_nulls(each) for key, each in value.items()}
         return [without_nulls(each) for each in value] if isinstance(value, list) else {} if value is None else value
 
-    call = said("assistant", {"type": "tool_call", "id": "c1", "name": "f", "arguments": held})
+    call = said("assistant", {"type": "tool_call", "id": "c1", "name": "f", "arguments": arguments})
     _, content = only(read(otel_genai, otlp(span([ASK], [call]))))
-    assert content.messages[1]["tool_calls"][0]["function"]["arguments"] == without_nulls(held)
+    assert content.messages[1]["tool_calls"][0]["function"]["arguments"] == without_nulls(arguments)
 
 
 def test_a_conversation_spans_traces_and_names_its_model() -> None:
@@ -122,8 +122,8 @@ def test_a_conversation_spans_traces_and_names_its_model() -> None:
     second = span(
         [ASK, said("assistant", "5"), ASK], [said("assistant", "Yes.")], trace_id="u", start_time=9, also=also
     )
-    found, content = only(read(otel_genai, first, second))
-    assert (found.trajectory_id, found.metadata) == ("v", {"model": "m"})
+    trajectory, content = only(read(otel_genai, first, second))
+    assert (trajectory.trajectory_id, trajectory.metadata) == ("v", {"model": "m"})
     assert content.message_weights == [0.0, 1.0, 0.0, 1.0]
 
 
@@ -138,9 +138,9 @@ def test_instructions_and_tools_may_be_json_text_and_messages_may_be_in_an_event
         "gen_ai.output.messages": json.dumps([said("assistant", "5")]),
     }
     value["events"] = [{"name": "gen_ai.client.inference.operation.details", "attributes": content}]
-    _, found = only(read(otel_genai, value))
-    assert outline(found) == [("system", "Count.", 0.0), ("user", "2 + 3?", 0.0), ("assistant", "5", 1.0)]
-    assert found.tools == [{"type": "function", "function": SCHEMA}]
+    _, chat = only(read(otel_genai, value))
+    assert outline(chat) == [("system", "Count.", 0.0), ("user", "2 + 3?", 0.0), ("assistant", "5", 1.0)]
+    assert chat.tools == [{"type": "function", "function": SCHEMA}]
 
 
 def test_roles_of_other_libraries_are_renamed() -> None:
@@ -149,8 +149,8 @@ def test_roles_of_other_libraries_are_renamed() -> None:
 
 
 def test_several_responses_are_several_trajectories() -> None:
-    found = read(otel_genai, span([ASK], [said("assistant", "5"), said("assistant", "6")]))
-    assert [item.trajectory_id for item in found] == ["t/turn-1", "t/turn-2"]
+    trajectories = read(otel_genai, span([ASK], [said("assistant", "5"), said("assistant", "6")]))
+    assert [item.trajectory_id for item in trajectories] == ["t/turn-1", "t/turn-2"]
 
 
 def test_scores_are_the_reward() -> None:
@@ -229,7 +229,7 @@ def test_llm_runs_of_a_trace_are_joined_in_dotted_order() -> None:
     root["feedback_stats"] = {"correct": {"n": 2, "avg": 0.5}, "note": {"n": 1, "avg": None}}
     later = run("3Zb", [[HUMAN, AI, SEEN]], generated(END), parent_run_id="r", feedback_stats={"correct": {"avg": 0.0}})
     first = run("2Za", [[HUMAN]], generated(AI), parent_run_id="r")
-    found, content = only(read(langsmith, root, later, first))
+    trajectory, content = only(read(langsmith, root, later, first))
     assert outline(content) == [
         ("user", "2 + 3?", 0.0),
         ("assistant", "", 1.0),
@@ -237,7 +237,7 @@ def test_llm_runs_of_a_trace_are_joined_in_dotted_order() -> None:
         ("assistant", "It is 5.", 1.0),
     ]
     assert content.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
-    assert (found.trajectory_id, found.group_id, found.reward) == ("r", "e", 0.5)
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.reward) == ("r", "e", 0.5)
 
 
 def test_runs_below_their_root_and_runs_in_a_row_are_the_same() -> None:

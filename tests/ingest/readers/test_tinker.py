@@ -19,8 +19,8 @@ SAMPLE = ROLLOUTS / "tinker.jsonl"
 
 
 def read(reader: Any, value: dict[str, Any]) -> list[Trajectory]:
-    found = list(reader.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = list(reader.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 def model_input(*parts: list[int]) -> dict[str, Any]:
@@ -46,15 +46,15 @@ def test_a_turn_that_could_not_be_parsed_is_not_trained() -> None:
         transition(model_input([1, 2]), [3], [-0.5], metrics={"parse_error_masked": 1.0}),
         transition([1, 2, 3, 4], [5], [-0.25]),
     ]
-    (found,) = read(tinker, {"transitions": steps})
-    assert back(found) == ([1, 2, 3, 4, 5], [4], [-0.25], 0.5)
+    (trajectory,) = read(tinker, {"transitions": steps})
+    assert back(trajectory) == ([1, 2, 3, 4, 5], [4], [-0.25], 0.5)
 
 
 def test_a_trajectory_with_images_is_skipped() -> None:
     image = {"chunks": [{"type": "image", "data": ".."}]}
     value = {"transitions": [transition(image, [3], [-0.5])]}
-    found = list(tinker.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    assert found == [Skipped("r.jsonl:1", "images, audio and video are not read")]
+    items = list(tinker.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    assert items == [Skipped("r.jsonl:1", "images, audio and video are not read")]
 
 
 def test_rewards_of_another_group_are_refused() -> None:
@@ -74,11 +74,11 @@ def test_a_datum_comes_back_unshifted(rollout: Rollout) -> None:
         "advantages": {"data": [0.5 * flag for flag in mask[1:]], "dtype": "float32"},
         "mask": mask[1:],
     }
-    (found,) = read(tinker_datum, {"model_input": model_input(rollout.ids[:-1]), "loss_fn_inputs": inputs})
-    assert back(found) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(found.content, Tokens)
-    assert found.content.advantages is not None
-    assert found.content.advantages.tolist() == [0.5] * len(rollout.trained)
+    (trajectory,) = read(tinker_datum, {"model_input": model_input(rollout.ids[:-1]), "loss_fn_inputs": inputs})
+    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.advantages is not None
+    assert trajectory.content.advantages.tolist() == [0.5] * len(rollout.trained)
 
 
 def test_a_datum_whose_targets_are_not_its_input_shifted_is_refused() -> None:
@@ -94,5 +94,5 @@ def test_a_datum_whose_targets_are_not_its_input_shifted_is_refused() -> None:
 def test_a_trajectory_comes_back(talk: Conversation) -> None:
     parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
     steps = [transition(model_input(prompt[:1], prompt[1:]), own, values) for prompt, own, values in parts]
-    (found,) = read(tinker, {"transitions": steps, "final_ob": model_input()})
-    assert back(found) == talk.expected(0.25 * len(steps))
+    (trajectory,) = read(tinker, {"transitions": steps, "final_ob": model_input()})
+    assert back(trajectory) == talk.expected(0.25 * len(steps))

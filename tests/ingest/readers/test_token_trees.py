@@ -18,8 +18,8 @@ SAMPLES = ROLLOUTS / "token-trees"
 
 
 def read(value: dict[str, Any]) -> list[Trajectory]:
-    found = list(token_trees.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = list(token_trees.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions()))
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 def tokens_of(item: Trajectory) -> Tokens:
@@ -28,18 +28,18 @@ def tokens_of(item: Trajectory) -> Tokens:
 
 
 def test_each_path_of_a_tree_trains_all_that_its_nodes_mark_with_its_share_of_the_mean() -> None:
-    found = read(json.loads((SAMPLES / "prime_rl.jsonl").read_text()))
+    trajectories = read(json.loads((SAMPLES / "prime_rl.jsonl").read_text()))
     trunk = [1, 10, 11, 2, 30, 31, 2, 1, 40, 2]
-    assert [back(item)[:2] for item in found] == [
+    assert [back(item)[:2] for item in trajectories] == [
         ([*trunk, 30, 32, 2], [4, 5, 6, 10, 11, 12]),
         ([*trunk, 30, 33, 2], [4, 5, 6, 10, 11, 12]),
         ([1, 10, 11, 2, 34, 2], [4, 5]),
     ]
-    assert [item.weight for item in found] == [1 / 3] * 3
-    assert [(item.trajectory_id, item.group_id) for item in found] == [
+    assert [item.weight for item in trajectories] == [1 / 3] * 3
+    assert [(item.trajectory_id, item.group_id) for item in trajectories] == [
         (f"r.jsonl:1/leaf-{leaf}", "r.jsonl:1") for leaf in range(3)
     ]
-    advantages = [tokens_of(item).advantages for item in found]
+    advantages = [tokens_of(item).advantages for item in trajectories]
     assert [None if each is None else each.tolist() for each in advantages] == [
         [0.5, 0.5, 0.5, 1.0, 1.0, 1.0],
         [0.5, 0.5, 0.5, -1.0, -1.0, -1.0],
@@ -48,17 +48,17 @@ def test_each_path_of_a_tree_trains_all_that_its_nodes_mark_with_its_share_of_th
 
 
 def test_advantages_that_nobody_set_are_none() -> None:
-    (found,) = read({"nodes": [{"parent": -1, "token_ids": [1, 2], "loss_mask": [False, True], "advantage": 0.0}]})
-    assert tokens_of(found).advantages is None
+    (trajectory,) = read({"nodes": [{"parent": -1, "token_ids": [1, 2], "loss_mask": [False, True], "advantage": 0.0}]})
+    assert tokens_of(trajectory).advantages is None
 
 
 def test_completions_of_a_prompt_are_trained_from_their_first_token_on() -> None:
-    found = read(json.loads((SAMPLES / "automodel.jsonl").read_text()))
-    assert [back(item)[:2] for item in found] == [
+    trajectories = read(json.loads((SAMPLES / "automodel.jsonl").read_text()))
+    assert [back(item)[:2] for item in trajectories] == [
         ([1, 10, 11, 2, 30, 31, 2], [4, 5, 6]),
         ([1, 10, 11, 2, 30, 32, 33, 2], [4, 5, 6, 7]),
     ]
-    assert {item.group_id for item in found} == {"r.jsonl:1"}
+    assert {item.group_id for item in trajectories} == {"r.jsonl:1"}
 
 
 def test_a_tree_that_contradicts_itself_is_refused() -> None:

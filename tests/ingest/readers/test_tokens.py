@@ -24,20 +24,20 @@ MASKED = {"input_ids": IDS, "loss_mask": [0, 1, 0, 1]}
 
 
 def read(value: dict[str, Any], **options: Any) -> Trajectory:
-    (found,) = tokens.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
-    assert isinstance(found, Trajectory)
-    return found
+    (trajectory,) = tokens.read(Record("r.jsonl:1", "r.jsonl", value), ReadOptions(**options))
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
 
 
 def content(value: dict[str, Any], **options: Any) -> Tokens:
-    found = read(value, **options).content
-    assert isinstance(found, Tokens)
-    return found
+    result = read(value, **options).content
+    assert isinstance(result, Tokens)
+    return result
 
 
 def trained(value: dict[str, Any], **options: Any) -> list[int]:
-    found = content(value, **options)
-    return list(positions(found.starts, found.ends).tolist())
+    result = content(value, **options)
+    return list(positions(result.starts, result.ends).tolist())
 
 
 def refusal(value: dict[str, Any], **options: Any) -> str:
@@ -62,12 +62,12 @@ def test_a_mask_over_all_tokens_trains_what_it_marks(
     record: tuple[list[int], int, list[int]], name: str, mask_name: str, kind: type
 ) -> None:
     ids, _, mask = record
-    found = content({name: ids, mask_name: [kind(flag) for flag in mask]})
-    assert found.tokens.tolist() == ids
-    assert found.tokens.dtype == np.int32
-    assert positions(found.starts, found.ends).tolist() == [i for i, flag in enumerate(mask) if flag and i > 0]
-    assert found.span_weights.tolist() == [1.0] * len(found.starts)
-    assert (found.starts[1:] > found.ends[:-1]).all()
+    result = content({name: ids, mask_name: [kind(flag) for flag in mask]})
+    assert result.tokens.tolist() == ids
+    assert result.tokens.dtype == np.int32
+    assert positions(result.starts, result.ends).tolist() == [i for i, flag in enumerate(mask) if flag and i > 0]
+    assert result.span_weights.tolist() == [1.0] * len(result.starts)
+    assert (result.starts[1:] > result.ends[:-1]).all()
 
 
 @given(records(), st.sampled_from(NAMES["prompt"]), st.sampled_from(NAMES["response"]), st.booleans())
@@ -127,9 +127,9 @@ def test_values_over_all_the_response_or_the_trained_tokens_land_on_the_same_tok
         ("advantages", "advantages"),
     ):
         for name in NAMES[kind]:
-            found = getattr(content(value | {name: given_values}), attribute)
-            assert found.tolist() == [float(i) for i in chosen if i > 0]
-            assert found.dtype == (np.float64 if kind == "advantages" else np.float32)
+            result = getattr(content(value | {name: given_values}), attribute)
+            assert result.tolist() == [float(i) for i in chosen if i > 0]
+            assert result.dtype == (np.float64 if kind == "advantages" else np.float32)
 
 
 @given(records())
@@ -142,11 +142,11 @@ def test_parquet_and_jsonl_read_the_same(
     (folder / "r.jsonl").write_text(json.dumps(value))
     pq.write_table(pa.table({name: [item] for name, item in value.items()}), folder / "r.parquet")
     both = list(read_trajectories([folder]))
-    for found in both:
-        assert isinstance(found, Trajectory)
-        assert (found.group_id, found.step, found.reward) == ("g", 3, 0.5)
+    for trajectory in both:
+        assert isinstance(trajectory, Trajectory)
+        assert (trajectory.group_id, trajectory.step, trajectory.reward) == ("g", 3, 0.5)
     for name in ("tokens", "starts", "ends", "span_weights", "sampling_logprobs"):
-        first, second = (getattr(found.content, name) for found in both)  # type: ignore[union-attr]
+        first, second = (getattr(trajectory.content, name) for trajectory in both)  # type: ignore[union-attr]
         np.testing.assert_array_equal(first, second)
 
 
@@ -171,8 +171,8 @@ def test_without_a_mask_the_response_is_trained() -> None:
 
 
 def test_all_tokens_are_trained_only_if_asked_for() -> None:
-    found = read({"input_ids": IDS}, train_all=True)
-    assert (trained({"input_ids": IDS}, train_all=True), found.notes) == ([1, 2, 3], ())
+    trajectory = read({"input_ids": IDS}, train_all=True)
+    assert (trained({"input_ids": IDS}, train_all=True), trajectory.notes) == ([1, 2, 3], ())
     assert refusal({"input_ids": IDS}) == (
         "marks neither the trained tokens nor the start of the response; "
         "give loss_mask or response_length, or choose to train all tokens"
@@ -180,21 +180,21 @@ def test_all_tokens_are_trained_only_if_asked_for() -> None:
 
 
 def test_a_loss_mask_of_other_numbers_gives_span_weights() -> None:
-    found = content({"input_ids": IDS, "loss_mask": [0, 0.5, 0.5, 2]})
-    assert found.starts.tolist() == [1, 3]
-    assert found.span_weights.tolist() == [0.5, 2.0]
+    result = content({"input_ids": IDS, "loss_mask": [0, 0.5, 0.5, 2]})
+    assert result.starts.tolist() == [1, 3]
+    assert result.span_weights.tolist() == [0.5, 2.0]
     assert content({"input_ids": IDS, "loss_mask": [0.5, 0.5, 0, 0]}).starts.tolist() == [1]
 
 
 def test_the_first_token_is_never_trained_and_loses_its_values() -> None:
     value = {"input_ids": IDS, "loss_mask": [1, 1, 0, 0], "logprobs": [float("nan"), -2.0], "advantages": [1.0, 2.0]}
-    found = read(value)
-    assert isinstance(found.content, Tokens)
-    assert found.notes == ("the first token is not trained, because no token predicts it",)
-    assert found.content.sampling_logprobs is not None
-    assert (found.content.starts.tolist(), found.content.sampling_logprobs.tolist()) == ([1], [-2.0])
-    assert found.content.advantages is not None
-    assert found.content.advantages.tolist() == [2.0]
+    trajectory = read(value)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.notes == ("the first token is not trained, because no token predicts it",)
+    assert trajectory.content.sampling_logprobs is not None
+    assert (trajectory.content.starts.tolist(), trajectory.content.sampling_logprobs.tolist()) == ([1], [-2.0])
+    assert trajectory.content.advantages is not None
+    assert trajectory.content.advantages.tolist() == [2.0]
 
 
 def test_a_prompt_mask_of_zeros_then_ones_is_padding_and_of_one_kind_means_nothing() -> None:
@@ -208,11 +208,11 @@ def test_a_prompt_mask_of_zeros_then_ones_is_padding_and_of_one_kind_means_nothi
 
 def test_padding_that_no_attention_mask_names_stays_as_untrained_tokens() -> None:
     for name in ("completion_ids", "response_ids"):
-        found = read({"prompt_ids": [5], name: [6, 7, 0, 0], "completion_mask": [1, 1, 0, 0]})
-        assert isinstance(found.content, Tokens)
-        assert found.content.tokens.tolist() == [5, 6, 7, 0, 0]
-        assert positions(found.content.starts, found.content.ends).tolist() == [1, 2]
-        assert found.notes == ()
+        trajectory = read({"prompt_ids": [5], name: [6, 7, 0, 0], "completion_mask": [1, 1, 0, 0]})
+        assert isinstance(trajectory.content, Tokens)
+        assert trajectory.content.tokens.tolist() == [5, 6, 7, 0, 0]
+        assert positions(trajectory.content.starts, trajectory.content.ends).tolist() == [1, 2]
+        assert trajectory.notes == ()
 
 
 def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
@@ -225,9 +225,9 @@ def test_returns_stand_in_for_advantages_that_are_not_there() -> None:
 
 def test_advantages_may_be_one_number() -> None:
     for value in ({"advantage": 2}, {"advantages": 2}, {"advantage": 2, "advantages": [0, 2, 0, 2]}):
-        found = read(MASKED | value)
-        assert isinstance(found.content, Tokens)
-        assert (found.advantage, found.content.advantages) == (2.0, None)
+        trajectory = read(MASKED | value)
+        assert isinstance(trajectory.content, Tokens)
+        assert (trajectory.advantage, trajectory.content.advantages) == (2.0, None)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def call(number: int, name: str, arguments: str, content: str = "") -> dict[str,
 
 def test_a_turn_of_a_search_tree_is_up_to_three_nodes() -> None:
     search = node("Action", "search", node("Action Input", '{"q": 1}', finish(3), observation="found"))
-    ((found, content),) = read_tree(node("Thought", "first", node("Thought", "think", search)))
+    ((trajectory, content),) = read_tree(node("Thought", "first", node("Thought", "think", search)))
     assert content.messages == [
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": "first"},
@@ -50,16 +50,16 @@ def test_a_turn_of_a_search_tree_is_up_to_three_nodes() -> None:
         {"role": "tool", "content": "done", "name": "Finish", "tool_call_id": "call00001"},
     ]
     assert content.message_weights == [0.0, 1.0, 1.0, 0.0, 1.0, 0.0]
-    assert (found.trajectory_id, found.group_id, found.reward) == ("G1/7/leaf-0", "G1/7", 1.0)
-    assert found.metadata == {"win": True}
+    assert (trajectory.trajectory_id, trajectory.group_id, trajectory.reward) == ("G1/7/leaf-0", "G1/7", 1.0)
+    assert trajectory.metadata == {"win": True}
 
 
 def test_the_paths_of_a_tree_come_in_depth_first_order() -> None:
     inner = node("Action Input", "{}", finish(4), node("Thought", "b"), observation="o")
     paths = read_tree(node("Action", "f", inner), node("Thought", "c"), finish(3))
-    assert [found.trajectory_id for found, _ in paths] == [f"G1/7/leaf-{k}" for k in range(4)]
+    assert [trajectory.trajectory_id for trajectory, _ in paths] == [f"G1/7/leaf-{k}" for k in range(4)]
     assert [content.messages[-1]["content"] for _, content in paths] == ["done", "b", "c", "done"]
-    assert [found.reward for found, _ in paths] == [0.0, 0.0, 0.0, 1.0]
+    assert [trajectory.reward for trajectory, _ in paths] == [0.0, 0.0, 0.0, 1.0]
     shared = [content.messages[:3] for _, content in paths[:2]]
     assert shared[0] == shared[1]
 
@@ -88,8 +88,8 @@ def test_a_deep_tree_needs_no_recursion() -> None:
 
 
 def test_an_empty_tree_has_one_path_without_a_turn() -> None:
-    ((found, content),) = read_tree()
-    assert (len(content.messages), found.reward) == (1, 0.0)
+    ((trajectory, content),) = read_tree()
+    assert (len(content.messages), trajectory.reward) == (1, 0.0)
 
 
 @pytest.mark.parametrize("bad", [node("Wish", "x"), node("Action Input", "{}")])
@@ -132,11 +132,11 @@ def test_a_search_tree_with_a_field_of_another_kind_is_refused(
 
 
 def test_real_search_trees_are_read() -> None:
-    found = chats(read_trajectories([real("toolbench-dfsdt")]))
-    assert len(found) == len({item.trajectory_id for item, _ in found}) == 111
-    assert sorted(Counter(item.group_id for item, _ in found).values()) == [1, 1, 1, 1, 4, 9, 16, 18, 22, 38]
-    assert sum(item.reward or 0.0 for item, _ in found) == 7
-    for _, content in found:
+    pairs = chats(read_trajectories([real("toolbench-dfsdt")]))
+    assert len(pairs) == len({item.trajectory_id for item, _ in pairs}) == 111
+    assert sorted(Counter(item.group_id for item, _ in pairs).values()) == [1, 1, 1, 1, 4, 9, 16, 18, 22, 38]
+    assert sum(item.reward or 0.0 for item, _ in pairs) == 7
+    for _, content in pairs:
         assert content.tools
         for before, message in zip(content.messages, content.messages[1:], strict=False):
             called = [call["id"] for call in before.get("tool_calls", [])]
@@ -154,13 +154,13 @@ def read_dars(root: dict[str, Any]) -> list[tuple[Trajectory, Chat]]:
 def test_an_alternative_is_trained_with_the_request_that_asked_for_it_and_nowhere_else() -> None:
     later = said("user", "ok", said("assistant", "D"))
     other = said("assistant", "C", later, expansion_prompt="Another, please.")
-    found = read_dars(said("system", "S", said("user", "Q", said("assistant", "B"), other)))
-    assert [item.trajectory_id for item, _ in found] == ["lib-7/leaf-0", "lib-7/leaf-1", "lib-7/node-0"]
-    assert {item.group_id for item, _ in found} == {"lib-7"}
+    pairs = read_dars(said("system", "S", said("user", "Q", said("assistant", "B"), other)))
+    assert [item.trajectory_id for item, _ in pairs] == ["lib-7/leaf-0", "lib-7/leaf-1", "lib-7/node-0"]
+    assert {item.group_id for item, _ in pairs} == {"lib-7"}
     opening = [("system", "S", 0.0), ("user", "Q", 0.0)]
-    assert turns(found[0][1]) == [*opening, ("assistant", "B", 1.0)]
-    assert turns(found[1][1]) == [*opening, ("assistant", "C", 0.0), ("user", "ok", 0.0), ("assistant", "D", 1.0)]
-    assert turns(found[2][1]) == [opening[0], ("user", "Q\n\nAnother, please.", 0.0), ("assistant", "C", 1.0)]
+    assert turns(pairs[0][1]) == [*opening, ("assistant", "B", 1.0)]
+    assert turns(pairs[1][1]) == [*opening, ("assistant", "C", 0.0), ("user", "ok", 0.0), ("assistant", "D", 1.0)]
+    assert turns(pairs[2][1]) == [opening[0], ("user", "Q\n\nAnother, please.", 0.0), ("assistant", "C", 1.0)]
 
 
 def test_an_alternative_that_many_paths_go_through_is_trained_once() -> None:
@@ -195,28 +195,28 @@ def thoughts(*steps: tuple[list[str], list[str]], **more: Any) -> dict[str, Any]
 
 def test_the_candidates_of_the_last_step_are_the_leaves_and_the_answer_has_a_reward() -> None:
     value = thoughts((["a", "b"], ["a"]), (["ac", "ad"], ["ad"]))
-    found = chats(read_value(tree_of_thoughts.read, value, "logs/game/run.json"))
-    assert [item.trajectory_id for item, _ in found] == ["run/4/leaf-0", "run/4/leaf-1"]
-    assert {item.group_id for item, _ in found} == {"game/4"}
-    assert [item.reward for item, _ in found] == [None, 1.0]
-    assert [turns(content) for _, content in found] == [
+    pairs = chats(read_value(tree_of_thoughts.read, value, "logs/game/run.json"))
+    assert [item.trajectory_id for item, _ in pairs] == ["run/4/leaf-0", "run/4/leaf-1"]
+    assert {item.group_id for item, _ in pairs} == {"game/4"}
+    assert [item.reward for item, _ in pairs] == [None, 1.0]
+    assert [turns(content) for _, content in pairs] == [
         [("user", "1 2", 0.0), ("assistant", text, 1.0)] for text in ("ac", "ad")
     ]
     noted = "candidates that the search dropped before its last step not used"
-    assert [item.notes for item, _ in found] == [(noted,), ()]
+    assert [item.notes for item, _ in pairs] == [(noted,), ()]
 
 
 def test_a_search_that_drops_nothing_before_its_last_step_says_nothing() -> None:
-    found = chats(read_value(tree_of_thoughts.read, thoughts((["a"], ["a"]), (["ab", "ac"], ["ab"]))))
-    assert [item.notes for item, _ in found] == [(), ()]
+    pairs = chats(read_value(tree_of_thoughts.read, thoughts((["a"], ["a"]), (["ab", "ac"], ["ab"]))))
+    assert [item.notes for item, _ in pairs] == [(), ()]
 
 
 def test_answers_of_an_old_log_have_no_reward_and_those_without_a_search_no_puzzle() -> None:
     old = thoughts((["a"], ["a"]), accs=[0])
     del old["infos"]
     assert tree_of_thoughts.FORMAT.matches(old)
-    ((found, _),) = chats(read_value(tree_of_thoughts.read, old))
-    assert found.reward is None
+    ((trajectory, _),) = chats(read_value(tree_of_thoughts.read, old))
+    assert trajectory.reward is None
     without = {"idx": 4, "ys": ["a"], "infos": [{"r": 1}]}
     assert reasons(read_value(tree_of_thoughts.read, without)) == [
         "no steps and therefore no puzzle, as in runs without a search"

@@ -26,9 +26,9 @@ def read(reader: Any, value: dict[str, Any]) -> list[Trajectory | Skipped]:
 
 
 def trajectories(reader: Any, value: dict[str, Any]) -> list[Trajectory]:
-    found = read(reader, value)
-    assert not any(isinstance(item, Skipped) for item in found)
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = read(reader, value)
+    assert not any(isinstance(item, Skipped) for item in items)
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 def refusal(reader: Any, value: dict[str, Any]) -> str:
@@ -37,18 +37,18 @@ def refusal(reader: Any, value: dict[str, Any]) -> str:
     return str(caught.value).removeprefix("r.jsonl:1: ")
 
 
-def chats(found: list[Trajectory]) -> list[tuple[Any, Any]]:
-    contents = [item.content for item in found]
+def chats(items: list[Trajectory]) -> list[tuple[Any, Any]]:
+    contents = [item.content for item in items]
     return [(each.messages, each.message_weights) for each in contents if isinstance(each, Chat)]
 
 
 def test_a_pair_is_two_trajectories_of_a_group_of_its_own() -> None:
     pair = {"id": "p", "prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "prompt_id": "shared"}
-    found = trajectories(trl_preference, pair)
-    assert [item.trajectory_id for item in found] == ["p/chosen", "p/rejected"]
-    assert [item.reward for item in found] == [1.0, 0.0]
-    assert {item.group_id for item in found} == {"r.jsonl:1"}
-    assert chats(found) == [([USER, GOOD], [0.0, 1.0]), ([USER, BAD], [0.0, 1.0])]
+    items = trajectories(trl_preference, pair)
+    assert [item.trajectory_id for item in items] == ["p/chosen", "p/rejected"]
+    assert [item.reward for item in items] == [1.0, 0.0]
+    assert {item.group_id for item in items} == {"r.jsonl:1"}
+    assert chats(items) == [([USER, GOOD], [0.0, 1.0]), ([USER, BAD], [0.0, 1.0])]
 
 
 def test_only_behind_the_prompt_is_a_pair_trained_whether_it_is_given_or_implied() -> None:
@@ -62,8 +62,8 @@ def test_only_behind_the_prompt_is_a_pair_trained_whether_it_is_given_or_implied
 
 
 def test_the_implied_prompt_of_texts_ends_before_a_space() -> None:
-    found = trajectories(trl_preference, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
-    assert [item.content for item in found] == [Text("The sky is", " blue."), Text("The sky is", " green.")]
+    items = trajectories(trl_preference, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
+    assert [item.content for item in items] == [Text("The sky is", " blue."), Text("The sky is", " green.")]
 
 
 def test_a_pair_of_the_same_completion_twice_is_skipped() -> None:
@@ -85,17 +85,17 @@ def test_a_pair_of_mixed_forms_is_refused() -> None:
 
 def test_a_label_is_a_reward() -> None:
     for label in (True, False):
-        (found,) = trajectories(trl_labels, {"prompt": [USER], "completion": [GOOD], "label": label})
-        assert found.reward == float(label)
-        assert chats([found]) == [([USER, GOOD], [0.0, 1.0])]
+        (trajectory,) = trajectories(trl_labels, {"prompt": [USER], "completion": [GOOD], "label": label})
+        assert trajectory.reward == float(label)
+        assert chats([trajectory]) == [([USER, GOOD], [0.0, 1.0])]
 
 
 def test_labelled_steps_are_one_completion_that_is_right_if_all_of_them_are() -> None:
     record = {"prompt": "p", "completions": ["one", "two"]}
     for labels in ([True, True], [True, False]):
-        (found,) = trajectories(trl_labels, record | {"labels": labels})
-        assert found.content == Text("p", "one\ntwo")
-        assert (found.reward, found.notes) == (float(all(labels)), (STEPS_NOTE,))
+        (trajectory,) = trajectories(trl_labels, record | {"labels": labels})
+        assert trajectory.content == Text("p", "one\ntwo")
+        assert (trajectory.reward, trajectory.notes) == (float(all(labels)), (STEPS_NOTE,))
     assert refusal(trl_labels, record | {"labels": [True]}).endswith("expected true or false for each of 2 steps")
 
 
@@ -105,9 +105,9 @@ def test_packed_sequences_come_back(packed: list[Rollout], name: str) -> None:
     ids = [token for each in packed for token in each.ids]
     labels = [token if flag else -100 for token, flag in zip(ids, flags, strict=True)]
     row = {"input_ids": ids, "seq_lengths": [len(each.ids) for each in packed]}
-    found = trajectories(trl_packed, row | {name: labels if name == "labels" else flags})
-    assert [back(item) for item in found] == [(each.ids, each.trained, None, None) for each in packed]
-    assert [item.trajectory_id for item in found] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(packed))]
+    items = trajectories(trl_packed, row | {name: labels if name == "labels" else flags})
+    assert [back(item) for item in items] == [(each.ids, each.trained, None, None) for each in packed]
+    assert [item.trajectory_id for item in items] == [f"r.jsonl:1/sequence-{k + 1}" for k in range(len(packed))]
 
 
 def test_lengths_of_another_row_are_refused() -> None:
@@ -134,12 +134,12 @@ def test_a_sample_of_the_asynchronous_trainer_comes_back(rollout: Rollout) -> No
         "group_id": 3,
         "model_version": 7,
     }
-    (found,) = trajectories(trl_grpo, value)
-    assert back(found) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(found.content, Tokens)
-    assert found.content.old_logprobs is not None
-    assert found.content.old_logprobs.tolist() == rollout.at_trained(rollout.logprobs)
-    assert (found.group_id, found.advantage, found.metadata) == ("3", 0.5, {"model_version": 7})
+    (trajectory,) = trajectories(trl_grpo, value)
+    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.old_logprobs is not None
+    assert trajectory.content.old_logprobs.tolist() == rollout.at_trained(rollout.logprobs)
+    assert (trajectory.group_id, trajectory.advantage, trajectory.metadata) == ("3", 0.5, {"model_version": 7})
 
 
 @given(rollouts(), st.integers(0, 3), st.integers(0, 3))
@@ -155,12 +155,12 @@ def test_a_row_of_a_batch_comes_back_without_its_padding(rollout: Rollout, left:
         "old_per_token_logps": [2 * each for each in rollout.logprobs] + [-9.0] * right,
         "advantages": -0.5,
     }
-    (found,) = trajectories(trl_grpo, value)
-    assert back(found) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
-    assert isinstance(found.content, Tokens)
-    assert found.content.old_logprobs is not None
-    assert found.content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
-    assert found.advantage == -0.5
+    (trajectory,) = trajectories(trl_grpo, value)
+    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), None)
+    assert isinstance(trajectory.content, Tokens)
+    assert trajectory.content.old_logprobs is not None
+    assert trajectory.content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
+    assert trajectory.advantage == -0.5
 
 
 def test_every_group_of_preference_files_is_one_pair(tmp_path: Path) -> None:

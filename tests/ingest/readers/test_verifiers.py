@@ -32,8 +32,8 @@ def read(value: dict[str, Any]) -> list[Trajectory | Skipped]:
 
 def read_results(*values: dict[str, Any]) -> list[Trajectory]:
     records = [Record(f"r.jsonl:{number}", "r.jsonl", value) for number, value in enumerate(values, 1)]
-    found = [item for record in records for item in verifiers_results.read(record, ReadOptions())]
-    return [item for item in found if isinstance(item, Trajectory)]
+    items = [item for record in records for item in verifiers_results.read(record, ReadOptions())]
+    return [item for item in items if isinstance(item, Trajectory)]
 
 
 def trajectories(value: dict[str, Any]) -> list[Trajectory]:
@@ -80,11 +80,11 @@ def test_each_path_of_the_graph_is_a_trajectory_of_exact_ids() -> None:
 
 
 def test_log_probabilities_of_the_trainer_are_the_old_ones() -> None:
-    (found,) = trajectories(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
-    assert isinstance(found.content, Tokens)
-    assert found.content.old_logprobs is not None
-    assert found.content.old_logprobs.tolist() == [-0.25]
-    assert back(found)[2] == [-0.5]
+    (item,) = trajectories(episode([node(None, [1]), node(0, [2, 3], 1, logprobs=[-0.5], trainer_logprobs=[-0.25])]))
+    assert isinstance(item.content, Tokens)
+    assert item.content.old_logprobs is not None
+    assert item.content.old_logprobs.tolist() == [-0.25]
+    assert back(item)[2] == [-0.5]
 
 
 def test_the_tools_of_a_path_are_those_of_its_root() -> None:
@@ -92,8 +92,8 @@ def test_the_tools_of_a_path_are_those_of_its_root() -> None:
     talk = [node(None, [], tools=[one]), node(0, []), node(None, []), node(2, [])]
     for answer in (talk[1], talk[3]):
         answer |= {"sampled": True, "message": {"role": "assistant", "content": "x"}}
-    found = [item.content for item in trajectories(episode(talk, tools=[one, one | {"name": "g"}]))]
-    names = [[tool["function"]["name"] for tool in each.tools or []] for each in found if isinstance(each, Chat)]
+    contents = [item.content for item in trajectories(episode(talk, tools=[one, one | {"name": "g"}]))]
+    names = [[tool["function"]["name"] for tool in each.tools or []] for each in contents if isinstance(each, Chat)]
     assert names == [["f"], ["f", "g"]]
 
 
@@ -106,9 +106,9 @@ def test_a_trace_with_images_is_skipped_and_a_model_that_could_see_some_is_not_e
 
 
 def test_an_agent_that_is_not_trainable_is_skipped_and_counted() -> None:
-    found = read(EPISODES[1])
-    assert [item.trajectory_id for item in found if isinstance(item, Trajectory)] == ["t2"]
-    assert found[1] == Skipped("r.jsonl:1", "agent that is not trained")
+    items = read(EPISODES[1])
+    assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == ["t2"]
+    assert items[1] == Skipped("r.jsonl:1", "agent that is not trained")
 
 
 def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained() -> None:
@@ -127,45 +127,45 @@ def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained()
 
 
 def test_token_ids_of_some_messages_only_are_not_mixed_with_text() -> None:
-    (found,) = trajectories(without_tokens(EPISODES[1], keep=(0, 1, 2)))
-    assert isinstance(found.content, Chat)
-    assert found.notes == (PARTIAL_NOTE,)
+    (trajectory,) = trajectories(without_tokens(EPISODES[1], keep=(0, 1, 2)))
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.notes == (PARTIAL_NOTE,)
 
 
 def test_a_shared_answer_is_trained_in_the_first_of_its_paths() -> None:
     nodes = [node(None, [1]), node(0, [2, 3], 1), node(1, [4]), node(2, [5], 1), node(2, [6], 1)]
-    found = trajectories(episode(nodes))
-    assert [back(item)[:2] for item in found] == [([1, 2, 3, 4, 5], [2, 4]), ([1, 2, 3, 4, 6], [4])]
+    items = trajectories(episode(nodes))
+    assert [back(item)[:2] for item in items] == [([1, 2, 3, 4, 5], [2, 4]), ([1, 2, 3, 4, 6], [4])]
 
 
 def test_an_answer_that_was_put_there_is_not_trained() -> None:
     demonstration = node(0, [2, 3], 1) | {"sampled": False}
-    (found,) = trajectories(episode([node(None, [1]), demonstration, node(1, [4]), node(2, [5], 1)]))
-    assert back(found)[:2] == ([1, 2, 3, 4, 5], [4])
+    (trajectory,) = trajectories(episode([node(None, [1]), demonstration, node(1, [4]), node(2, [5], 1)]))
+    assert back(trajectory)[:2] == ([1, 2, 3, 4, 5], [4])
 
 
 def test_rewards_that_were_not_scored_are_left_out() -> None:
     nodes = [node(None, [1]), node(0, [2], 1)]
-    (found,) = trajectories(episode(nodes, rewards={"a": {"score": 0.5, "weight": 2.0}, "b": None}))
-    assert found.reward == 1.0
-    (found,) = trajectories(episode(nodes, rewards={"a": None}))
-    assert found.reward is None
+    (trajectory,) = trajectories(episode(nodes, rewards={"a": {"score": 0.5, "weight": 2.0}, "b": None}))
+    assert trajectory.reward == 1.0
+    (trajectory,) = trajectories(episode(nodes, rewards={"a": None}))
+    assert trajectory.reward is None
 
 
 def test_named_agents_have_groups_of_their_own() -> None:
-    (found,) = trajectories(episode([node(None, [1]), node(0, [2], 1)], agent={"name": "solver"}))
-    assert found.group_id == "k/solver"
+    (trajectory,) = trajectories(episode([node(None, [1]), node(0, [2], 1)], agent={"name": "solver"}))
+    assert trajectory.group_id == "k/solver"
 
 
 def test_fields_that_nobody_knows_are_metadata_or_noted() -> None:
     nodes = [node(None, [1]), node(0, [2], 1)]
-    (found,) = trajectories(episode(nodes, difficulty=3, attempts=[1, 2]))
-    assert (found.metadata["difficulty"], found.notes) == (3, ("field 'attempts' not used",))
+    (trajectory,) = trajectories(episode(nodes, difficulty=3, attempts=[1, 2]))
+    assert (trajectory.metadata["difficulty"], trajectory.notes) == (3, ("field 'attempts' not used",))
 
 
 def test_loss_weights_are_noted() -> None:
-    (found,) = trajectories(episode([node(None, [1]), node(0, [2], 1, loss_weights={"ce": [1.0]})]))
-    assert found.notes == (WEIGHTS_NOTE,)
+    (trajectory,) = trajectories(episode([node(None, [1]), node(0, [2], 1, loss_weights={"ce": [1.0]})]))
+    assert trajectory.notes == (WEIGHTS_NOTE,)
 
 
 def test_a_graph_that_contradicts_itself_is_refused() -> None:
@@ -198,48 +198,48 @@ def test_every_sampled_token_is_trained_once_behind_its_own_path(nodes: list[dic
         prefix = [token for k in path for token in nodes[k]["token_ids"]]
         start = len(prefix) - len(each["token_ids"])
         expected += [prefix[: start + i + 1] for i, flag in enumerate(each["mask"]) if flag]
-    found = [back(item) for item in trajectories(episode(nodes))]
-    assert sorted(ids[: place + 1] for ids, trained, _, _ in found for place in trained) == sorted(expected)
+    paths = [back(item) for item in trajectories(episode(nodes))]
+    assert sorted(ids[: place + 1] for ids, trained, _, _ in paths for place in trained) == sorted(expected)
 
 
 def test_steps_with_tokens_are_joined_and_bring_their_logprobs_and_advantages() -> None:
-    found = read_results(*RESULTS)
+    items = read_results(*RESULTS)
     ids = [1, 10, 11, 2, 1, 20, 21, 2, 1, 30, 31, 32, 2, 1, 40, 41, 2, 1, 30, 33, 34, 2]
-    assert back(found[0]) == (ids, [10, 11, 12, 19, 20, 21], [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625], 1.0)
-    assert [(item.trajectory_id, item.group_id) for item in found] == [("t1", "17"), ("t2", "17")]
-    assert isinstance(found[0].content, Tokens)
-    assert found[0].content.advantages is not None
-    assert found[0].content.advantages.tolist() == [0.5] * 6
-    assert found[0].metadata["extra"] == {"solved": 1.0, "format": 0.5}
-    assert "solved" not in found[0].metadata
+    assert back(items[0]) == (ids, [10, 11, 12, 19, 20, 21], [-0.5, -0.25, -0.125, -1.0, -2.0, -0.0625], 1.0)
+    assert [(item.trajectory_id, item.group_id) for item in items] == [("t1", "17"), ("t2", "17")]
+    assert isinstance(items[0].content, Tokens)
+    assert items[0].content.advantages is not None
+    assert items[0].content.advantages.tolist() == [0.5] * 6
+    assert items[0].metadata["extra"] == {"solved": 1.0, "format": 0.5}
+    assert "solved" not in items[0].metadata
 
 
 def test_steps_without_tokens_are_joined_by_their_messages() -> None:
     value = copy.deepcopy(RESULTS[0])
     for step in value["trajectory"]:
         step["tokens"] = None
-    (found,) = read_results(value)
-    assert isinstance(found.content, Chat)
-    assert found.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert found.content.messages[2]["tool_calls"][0]["function"]["name"] == "grep"
+    (trajectory,) = read_results(value)
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    assert trajectory.content.messages[2]["tool_calls"][0]["function"]["name"] == "grep"
 
 
 def test_a_line_without_steps_is_its_prompt_and_completion() -> None:
-    value = {name: held for name, held in RESULTS[0].items() if name != "trajectory"}
-    (found,) = read_results(value)
-    assert isinstance(found.content, Chat)
-    assert found.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
-    assert found.trajectory_id == "17/r.jsonl:1"
-    (found,) = read_results({"example_id": 1, "prompt": "p", "completion": "c", "reward": 1.0})
-    assert isinstance(found.content, Chat)
-    assert [message["role"] for message in found.content.messages] == ["user", "assistant"]
+    value = {name: field for name, field in RESULTS[0].items() if name != "trajectory"}
+    (trajectory,) = read_results(value)
+    assert isinstance(trajectory.content, Chat)
+    assert trajectory.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+    assert trajectory.trajectory_id == "17/r.jsonl:1"
+    (trajectory,) = read_results({"example_id": 1, "prompt": "p", "completion": "c", "reward": 1.0})
+    assert isinstance(trajectory.content, Chat)
+    assert [message["role"] for message in trajectory.content.messages] == ["user", "assistant"]
 
 
 def test_the_model_comes_from_the_summary_which_alone_is_skipped() -> None:
-    found = list(read_trajectories([SAMPLES / "verifiers-results"]))
-    models = [item.metadata["model"] for item in found if isinstance(item, Trajectory)]
+    items = list(read_trajectories([SAMPLES / "verifiers-results"]))
+    models = [item.metadata["model"] for item in items if isinstance(item, Trajectory)]
     assert models == ["qwen3-8b", "qwen3-8b"]
-    skipped = [item.reason for item in found if isinstance(item, Skipped)]
+    skipped = [item.reason for item in items if isinstance(item, Skipped)]
     assert skipped == ["summary of a run, read with its results"]
 
 
@@ -249,8 +249,8 @@ def test_a_trace_comes_back(talk: Conversation) -> None:
     for delta, own, values in zip(talk.deltas, talk.responses, talk.logprobs, strict=True):
         nodes.append(node(len(nodes) - 1 if nodes else None, delta))
         nodes.append(node(len(nodes) - 1, own, len(own), logprobs=values))
-    (found,) = trajectories(episode(nodes, rewards={"a": {"score": 0.5, "weight": 1.0}}))
-    assert back(found) == talk.expected(0.5)
+    (trajectory,) = trajectories(episode(nodes, rewards={"a": {"score": 0.5, "weight": 1.0}}))
+    assert back(trajectory) == talk.expected(0.5)
 
 
 @given(conversations())
@@ -259,6 +259,6 @@ def test_a_line_of_results_comes_back(talk: Conversation) -> None:
         {"tokens": {"prompt_ids": prompt, "completion_ids": own, "completion_logprobs": values}, "trajectory_id": "t"}
         for prompt, own, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
     ]
-    (found,) = read_results({"example_id": 3, "completion": None, "reward": 0.5, "trajectory": steps})
-    assert back(found) == talk.expected(0.5)
-    assert (found.trajectory_id, found.group_id) == ("t", "3")
+    (trajectory,) = read_results({"example_id": 3, "completion": None, "reward": 0.5, "trajectory": steps})
+    assert back(trajectory) == talk.expected(0.5)
+    assert (trajectory.trajectory_id, trajectory.group_id) == ("t", "3")

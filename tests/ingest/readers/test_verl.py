@@ -28,9 +28,9 @@ def read(reader: Any, value: dict[str, Any]) -> list[Trajectory | Skipped]:
 
 
 def only(reader: Any, value: dict[str, Any]) -> Trajectory:
-    (found,) = read(reader, value)
-    assert isinstance(found, Trajectory)
-    return found
+    (trajectory,) = read(reader, value)
+    assert isinstance(trajectory, Trajectory)
+    return trajectory
 
 
 def tokens_of(item: Trajectory) -> Tokens:
@@ -54,9 +54,9 @@ def test_an_agent_loop_output_comes_back(rollout: Rollout) -> None:
         "reward_score": rollout.reward,
         "extra_fields": {"min_global_steps": 3, "turn_scores": []},
     }
-    found = only(verl, value)
-    assert back(found) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    assert (found.metadata, found.notes) == ({"min_global_steps": 3}, ())
+    trajectory = only(verl, value)
+    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
+    assert (trajectory.metadata, trajectory.notes) == ({"min_global_steps": 3}, ())
 
 
 @given(rollouts(), st.integers(0, 3), st.integers(0, 3), st.integers(0, 9))
@@ -84,36 +84,36 @@ def test_a_row_of_a_batch_comes_back_without_its_padding(rollout: Rollout, left:
         "uid": "g",
         "__num_turns__": 4,
     }
-    found = only(verl, value)
-    assert back(found) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
-    content = tokens_of(found)
+    trajectory = only(verl, value)
+    assert back(trajectory) == (rollout.ids, rollout.trained, rollout.at_trained(rollout.logprobs), rollout.reward)
+    content = tokens_of(trajectory)
     assert content.old_logprobs is not None
     assert content.ref_logprobs is not None
     assert content.advantages is not None
     assert (content.old_logprobs * 2 == content.ref_logprobs).all()
     assert content.old_logprobs.tolist() == [2 * each for each in rollout.at_trained(rollout.logprobs)]
     assert content.advantages.tolist() == [0.5] * len(rollout.trained)
-    assert (found.group_id, found.metadata) == ("g", {"num_turns": 4})
+    assert (trajectory.group_id, trajectory.metadata) == ("g", {"num_turns": 4})
 
 
 def test_rows_of_parquet_are_read_like_lines(tmp_path: Path) -> None:
     rows = [ROW | {"uid": "g", "reward_model": {"style": "rule", "ground_truth": "4"}, "rm_scores": [0.0, 1.0]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    (found,) = read_trajectories([tmp_path])
-    assert isinstance(found, Trajectory)
-    assert back(found) == ([7, 8], [1], None, 1.0)
-    assert found.metadata == {"ground_truth": "4"}
+    (trajectory,) = read_trajectories([tmp_path])
+    assert isinstance(trajectory, Trajectory)
+    assert back(trajectory) == ([7, 8], [1], None, 1.0)
+    assert trajectory.metadata == {"ground_truth": "4"}
 
 
 def test_a_batch_of_columns_reads_like_its_rows(tmp_path: Path) -> None:
     rows = [ROW | {"uid": "a", "rm_scores": [0.0, 1.0]}, ROW | {"uid": "b", "rm_scores": [0.0, 0.5]}]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    tensors = {name: torch.tensor(held) for name, held in columns.items() if name != "uid"}
+    tensors = {name: torch.tensor(field) for name, field in columns.items() if name != "uid"}
     dumped = tmp_path / "batch.pt"
     torch.save({"batch": tensors, "non_tensor_batch": {"uid": columns["uid"]}, "meta_info": {"a": 1}}, dumped)
     expected = [(back(only(verl, row)), row["uid"]) for row in rows]
-    for found in (read(verl, columns), list(read_trajectories([dumped]))):
-        assert [(back(item), item.group_id) for item in found if isinstance(item, Trajectory)] == expected
+    for trajectories in (read(verl, columns), list(read_trajectories([dumped]))):
+        assert [(back(item), item.group_id) for item in trajectories if isinstance(item, Trajectory)] == expected
 
 
 def test_a_rollout_with_images_is_skipped() -> None:
@@ -128,10 +128,10 @@ def test_positions_of_three_rows_are_refused() -> None:
 
 def test_a_dump_is_text_whose_whole_output_is_trained_and_says_so() -> None:
     line = {"input": "user\n2+2?\nassistant\n", "output": "4", "gts": "4", "score": 0.5, "step": 7, "acc": True}
-    found = only(verl_dump, line)
-    assert found.content == Text("user\n2+2?\nassistant\n", "4")
-    assert (found.reward, found.step, found.notes) == (0.5, 7, (DECODED_NOTE,))
-    assert found.metadata == {"gts": "4", "acc": True}
+    trajectory = only(verl_dump, line)
+    assert trajectory.content == Text("user\n2+2?\nassistant\n", "4")
+    assert (trajectory.reward, trajectory.step, trajectory.notes) == (0.5, 7, (DECODED_NOTE,))
+    assert trajectory.metadata == {"gts": "4", "acc": True}
     assert read(verl_dump, line | {"output": ""}) == [Skipped("r.jsonl:1", "empty response")]
 
 
@@ -146,12 +146,12 @@ def test_enable_thinking_of_a_conversation_goes_to_its_template() -> None:
 def test_a_prompt_without_a_response_is_skipped_and_each_generated_response_is_a_trajectory() -> None:
     row: dict[str, Any] = {"prompt": [USER], "reward_model": {"ground_truth": "4"}, "data_source": "s"}
     assert read(verl_data, row) == [Skipped("r.jsonl:1", "prompt without a response")]
-    found = read(verl_data, row | {"responses": ["4", "5"]})
-    assert [chat_of(item).messages for item in found] == [[USER, ANSWER], [USER, ANSWER | {"content": "5"}]]
-    names = [item.trajectory_id for item in found if isinstance(item, Trajectory)]
+    items = read(verl_data, row | {"responses": ["4", "5"]})
+    assert [chat_of(item).messages for item in items] == [[USER, ANSWER], [USER, ANSWER | {"content": "5"}]]
+    names = [item.trajectory_id for item in items if isinstance(item, Trajectory)]
     assert names == ["r.jsonl:1/response-1", "r.jsonl:1/response-2"]
-    assert isinstance(found[0], Trajectory)
-    assert found[0].metadata == {"data_source": "s", "ground_truth": "4"}
+    assert isinstance(items[0], Trajectory)
+    assert items[0].metadata == {"data_source": "s", "ground_truth": "4"}
 
 
 def test_a_conversation_with_images_is_skipped() -> None:
