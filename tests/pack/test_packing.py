@@ -15,7 +15,6 @@ from treepack import (
     Progress,
     Row,
     TreepackError,
-    build_trie,
     check,
     pack_trie,
     plan_packing,
@@ -24,6 +23,7 @@ from treepack import (
     write_trie,
 )
 from treepack.pack.check import check_packed
+from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie
 
 
@@ -85,7 +85,7 @@ def test_trajectories_that_are_too_long_are_counted(trie: Trie) -> None:
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(TreepackError, match=sentence):
-        replace(PackOptions(capacity=8), **changes)  # type: ignore[arg-type]
+        replace(PackOptions(capacity=8), **changes)
 
 
 def test_arrays_become_the_rows_of_the_page() -> None:
@@ -124,4 +124,4 @@ def test_arrays_that_do_not_fit_are_refused(
     ids: list[list[int]], mask: list[list[float]], values: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(TreepackError, match=sentence):
-        trajectories_from_arrays(ids, mask, **values)  # type: ignore[arg-type]
+        trajectories_from_arrays(ids, mask, **values)

@@ -50,7 +50,7 @@ def test_options_are_those_of_the_manifest(tmp_path: Path) -> None:
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(TreepackError, match=sentence):
-        BuildOptions(**changes)  # type: ignore[arg-type]
+        BuildOptions(**changes)
 
 
 def test_an_existing_output_is_refused_before_anything_is_read(tmp_path: Path) -> None:
