@@ -63,9 +63,9 @@ def rolled_out(state: State, query: Int64, psi: Float64, rng: np.random.Generato
 
 def timed(name: str, run: Callable[[], State]) -> State:
     began = time.perf_counter()
-    found = run()
+    state = run()
     print(f"{name:<44}{time.perf_counter() - began:8.2f} s")
-    return found
+    return state
 
 
 def written_and_read(state: State, path: Path) -> State:
@@ -85,16 +85,18 @@ def speed(num_queries: int, workers: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "state.parquet")
         timed("the state is written and read", lambda: written_and_read(state, path))
-    found = []
+    estimates = []
     for seed in range(2):
         began = time.perf_counter()
         how = Sampling(seed=seed, workers=workers)
-        found.append(estimate(state.parent, state.passed, state.tried, sampling=how))
+        estimates.append(estimate(state.parent, state.passed, state.tried, sampling=how))
         print(
             f"{f'pass rates, {how.burn_in + how.sweeps} sweeps, seed {seed}':<44}{time.perf_counter() - began:8.2f} s"
         )
-    error = np.sqrt(((found[0].mean - found[1].mean) ** 2).mean() / 2)
-    print(f"{'Monte Carlo error of log-odds':<44}{error:8.3f}   posterior deviation {found[0].deviation.mean():.2f}")
+    error = np.sqrt(((estimates[0].mean - estimates[1].mean) ** 2).mean() / 2)
+    print(
+        f"{'Monte Carlo error of log-odds':<44}{error:8.3f}   posterior deviation {estimates[0].deviation.mean():.2f}"
+    )
 
 
 def simulated(choose: Choice, *, growing: bool) -> str:
@@ -123,11 +125,11 @@ def with_children(
     original = np.unique(np.where(state.parent[query] < 0, query, state.parent[query]))
     names = state.query_id.take(pa.array(original)).to_pylist()
     grown, _ = with_queries(state, [name + suffix for name in names], names)
-    found = np.zeros(grown.num_queries)
-    found[indices_of(grown, state.query_id)] = psi
+    log_odds = np.zeros(grown.num_queries)
+    log_odds[indices_of(grown, state.query_id)] = psi
     new = indices_of(grown, pa.array([name + suffix for name in names], pa.string()))
-    found[new] = psi[original] + Prior().sigma * rng.standard_normal(len(new))
-    return grown, found
+    log_odds[new] = psi[original] + Prior().sigma * rng.standard_normal(len(new))
+    return grown, log_odds
 
 
 def at_random(state: State, step: int) -> Int64:
@@ -140,8 +142,8 @@ def by_share(state: State, step: int) -> Int64:
 
 
 def by_pass_rate(state: State, step: int) -> Int64:
-    found = estimate(state.parent, state.passed, state.tried, sampling=Sampling(seed=step))
-    return nearest(found.mean, 64, seed=step)
+    rates = estimate(state.parent, state.passed, state.tried, sampling=Sampling(seed=step))
+    return nearest(rates.mean, 64, seed=step)
 
 
 def main() -> None:
@@ -149,13 +151,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--queries", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=1)
-    given = parser.parse_args()
-    print(f"{platform.machine()}, Python {platform.python_version()}, {given.workers} threads")
-    speed(given.queries, given.workers)
+    options = parser.parse_args()
+    print(f"{platform.machine()}, Python {platform.python_version()}, {options.workers} threads")
+    speed(options.queries, options.workers)
     for growing in (True, False):
         for name, choose in (("at random", at_random), ("share of successes", by_share), ("select", by_pass_rate)):
-            found = simulated(choose, growing=growing)
-            print(f"{'growing' if growing else 'fixed':<8} {name:<20}{found}")
+            line = simulated(choose, growing=growing)
+            print(f"{'growing' if growing else 'fixed':<8} {name:<20}{line}")
 
 
 if __name__ == "__main__":

@@ -116,8 +116,8 @@ def build(path: Path, out: Path, options: list[str]) -> tuple[float, int, int]:
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
     whole = own = 0
     while process.poll() is None:
-        found = in_memory(process.pid)
-        whole, own = max(whole, found[0]), max(own, found[1])
+        memory = in_memory(process.pid)
+        whole, own = max(whole, memory[0]), max(own, memory[1])
         time.sleep(INTERVAL)
     if process.returncode:
         raise SystemExit("the command failed")
@@ -131,24 +131,24 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=10)
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--folder", help="where the files are made and removed; default: that of temporary files")
-    given = parser.parse_args()
+    parsed = parser.parse_args()
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    arguments = f"--kind {given.kind} --gigabytes {given.gigabytes:g} --workers {given.workers}"
+    arguments = f"--kind {parsed.kind} --gigabytes {parsed.gigabytes:g} --workers {parsed.workers}"
     print(f"$ python benchmarks/reading.py {arguments}   commit {commit.stdout.strip()}")
     machine = f"{platform.machine()}, Python {platform.python_version()}, {os.cpu_count()} cores"
     print(f"{machine}, load before {os.getloadavg()[0]:.1f}", flush=True)
-    options = ["--tokenizer", str(ROOT / "sample_data" / "tokenizer")] if given.kind == "chat" else []
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    options = ["--tokenizer", str(ROOT / "sample_data" / "tokenizer")] if parsed.kind == "chat" else []
+    with tempfile.TemporaryDirectory(dir=parsed.folder) as folder:
         path = Path(folder) / "rollouts.jsonl"
-        make(path, given.kind, int(given.gigabytes * 1e9))
+        make(path, parsed.kind, int(parsed.gigabytes * 1e9))
         size = path.stat().st_size
         written = set()
-        for workers in map(int, given.workers.split(",")):
+        for workers in map(int, parsed.workers.split(",")):
             out = Path(folder) / f"trie-{workers}"
             seconds, whole, own = build(path, out, [*options, "--workers", str(workers)])
             manifest = read_manifest(out)
             written.add(tuple(entry["sha256"] for entry in manifest["files"]))
-            if len(written) == 1 and workers == int(given.workers.split(",")[0]):
+            if len(written) == 1 and workers == int(parsed.workers.split(",")[0]):
                 totals = manifest["totals"]
                 print(
                     f"{size / 1e9:.2f} GB, {totals['num_trajectories']:,} rollouts, N_flat {totals['tokens_flat']:,}, "

@@ -84,8 +84,8 @@ def measure(name: str, path: str, expand: str, folder: Path, options: argparse.N
         _, pack = treepack(
             "pack", trie, "--capacity", capacity, "--method", "contiguous", "--too-long", "truncate", "--out", packed
         )
-        found, check = treepack("stats", packed, "--check", "--json")
-        rows = json.loads(found)
+        totals, check = treepack("stats", packed, "--check", "--json")
+        rows = json.loads(totals)
         losses = train(packed, folder, options.steps) if options.steps else ["-"] * 2
         yield [
             f"{name}, {expand}",

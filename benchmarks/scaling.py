@@ -181,10 +181,10 @@ def check_curves(arguments: argparse.Namespace) -> None:
     for way in WAYS:
         reference = load(arguments, sizes[0], "bf16" if way == "resumed" else way)
         if way == "resumed":  # each size made one more step of one run, the last one the rest
-            found = {"->".join(map(str, sizes)): [pair for size in sizes for pair in load(arguments, size, way)]}
+            curves = {"->".join(map(str, sizes)): [pair for size in sizes for pair in load(arguments, size, way)]}
         else:
-            found = {str(size): load(arguments, size, way) for size in sizes[1:]}
-        for name, curve in found.items():
+            curves = {str(size): load(arguments, size, way) for size in sizes[1:]}
+        for name, curve in curves.items():
             assert [step for step, _ in curve] == [step for step, _ in reference][: len(curve)], (way, name, curve)
             worst = max(abs(a / b - 1) for (_, a), (_, b) in zip(curve, reference, strict=False))
             print(f"| {way} | {name} | {' '.join(f'{loss:.5f}' for _, loss in curve)} | {worst:.1e} |")
@@ -211,10 +211,10 @@ def show_times(arguments: argparse.Namespace) -> None:
         record = load(arguments, size, "times")
         seconds = statistics.median(record["seconds"][1:])
         first = first or seconds
-        held = ", ".join(f"{each:.2f}" for each in record["holds"])
+        holds = ", ".join(f"{each:.2f}" for each in record["holds"])
         losses = " ".join(f"{loss:.5f}" for loss in record["losses"])
         times = f"{seconds:.2f} | {first / seconds:.2f} | {first / seconds / size:.0%} | {record['wait']:.1%}"
-        print(f"| {size} | {times} | {record['peak']:.1f} | {held} | {record['whole']:.1f} | {losses} |")
+        print(f"| {size} | {times} | {record['peak']:.1f} | {holds} | {record['whole']:.1f} | {losses} |")
 
 
 if __name__ == "__main__":

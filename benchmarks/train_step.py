@@ -164,18 +164,18 @@ def flat_rows(rows: list[Batch], most: int) -> list[Batch]:
                 end = parent[end]
             at = np.array(path[::-1])
             sequences.append((row.input_ids.numpy()[at], trained[at].astype(np.int64)))
-    found: list[list[tuple[Int64, Int64]]] = []
+    parts: list[list[tuple[Int64, Int64]]] = []
     part: list[tuple[Int64, Int64]] = []
     size = 0
     for sequence in sorted(sequences, key=lambda sequence: -len(sequence[0])):
         if part and size + len(sequence[0]) > most:
-            found.append(part)
+            parts.append(part)
             part, size = [], 0
         part.append(sequence)
         size += len(sequence[0])
-    found.append(part)
+    parts.append(part)
     made = []
-    for number, part in enumerate(found):
+    for number, part in enumerate(parts):
         ends = np.cumsum([len(ids) for ids, _ in part])
         subtree_end = np.repeat(ends, [len(ids) for ids, _ in part])
         ids, weight = (np.concatenate(columns) for columns in zip(*part, strict=True))
@@ -198,8 +198,8 @@ def flash_attention_4() -> Iterator[bool]:
         sequences = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
         limits = {"cu_seqlens_q": chains.offsets, "cu_seqlens_k": chains.offsets,
                   "max_seqlen_q": chains.longest, "max_seqlen_k": chains.longest}  # fmt: skip
-        found = attend(*sequences, **limits, causal=True, softmax_scale=scale)
-        out: Tensor = found[0] if isinstance(found, tuple) else found
+        result = attend(*sequences, **limits, causal=True, softmax_scale=scale)
+        out: Tensor = result[0] if isinstance(result, tuple) else result
         return out.view(chains.rows, chains.length, *out.shape[1:]).transpose(1, 2)
 
     module.chain_attention = run
@@ -277,9 +277,9 @@ def measure(
         for way, run in ways.items():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            found: list[float] = []
-            seconds = timed(device, lambda run=run, found=found: found.append(run()))  # type: ignore[misc]
-            losses[way] = found[0]
+            values: list[float] = []
+            seconds = timed(device, lambda run=run, values=values: values.append(run()))  # type: ignore[misc]
+            losses[way] = values[0]
             memory[way] = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
             if turn:  # the first turn compiles
                 times[way].append(seconds)
@@ -361,8 +361,8 @@ def main() -> None:
     cases = {each: (rows, counted_rows(rows)) for each, rows in made.items()}
     cases |= {path.name: packed_rows(path, arguments.rows, shape) for path in arguments.packed}
     results = []
-    with flash_attention_4() as found:
-        print(f"{name}, {loaded.attention}, flat through {'FlashAttention-4' if found else 'FlashAttention of torch'}, "
+    with flash_attention_4() as fa4:
+        print(f"{name}, {loaded.attention}, flat through {'FlashAttention-4' if fa4 else 'FlashAttention of torch'}, "
               f"{arguments.rate / 1e12:.0f} TFLOP/s of bfloat16 products")  # fmt: skip
         print("| workload | tokens tree / flat | flat, s | tree, s | speed-up | ideal | efficiency ", end="")
         print("| forecast | measured/f. | MFU tree | flat | GiB tree / flat |\n|---" + "|---" * 11 + "|")

@@ -22,21 +22,21 @@ from treepack.trie.totals import trie_totals
 
 
 @given(strategies.trajectories(steps=False))
-def test_totals_follow_from_the_sequences(given_ones: list[Trajectory]) -> None:
-    contents = [t.content for t in given_ones if isinstance(t.content, Tokens)]
-    totals = trie_totals(build_trie(given_ones))
+def test_totals_follow_from_the_sequences(trajectories: list[Trajectory]) -> None:
+    contents = [t.content for t in trajectories if isinstance(t.content, Tokens)]
+    totals = trie_totals(build_trie(trajectories))
     flat = sum(len(content.tokens) for content in contents)
     tree = oracle.union_tokens([content.tokens.tolist() for content in contents])
-    assert totals["num_trajectories"] == len(given_ones)
-    assert totals["num_groups"] == len({t.group_id for t in given_ones})
+    assert totals["num_trajectories"] == len(trajectories)
+    assert totals["num_groups"] == len({t.group_id for t in trajectories})
     assert (totals["tokens_flat"], totals["tokens_tree"]) == (flat, tree)
     assert totals["tokens_trained"] == sum(content.num_trained for content in contents)
     assert totals["por"] == pytest.approx(1 - tree / flat)
 
 
 @given(strategies.trajectories())
-def test_depth_ranges_add_up(given_ones: list[Trajectory]) -> None:
-    trie = build_trie(given_ones)
+def test_depth_ranges_add_up(trajectories: list[Trajectory]) -> None:
+    trie = build_trie(trajectories)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(describe_module, "FIRST_DEPTH", 2)
         ranges = por_by_depth(trie)
@@ -50,9 +50,9 @@ def test_overlap_lies_where_it_is() -> None:
     assert [part["por"] for part in por_by_depth(trie)] == [0.75, 0.0]
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
-def test_predictions_are_what_packing_gives(given_ones: list[Trajectory], capacity: int) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_predictions_are_what_packing_gives(trajectories: list[Trajectory], capacity: int) -> None:
+    trie = build_trie(trajectories)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=capacity)))
     (predicted,) = predict(plan_capacities(trie, [capacity], method="auto", too_long="error"))
     tokens = sum(row.num_tokens for row in rows)
@@ -69,9 +69,9 @@ def test_predictions_count_what_does_not_fit() -> None:
     assert (predicted["num_too_long"], predicted["tokens_packed"]) == (1, 2)
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
-def test_rows_are_described_by_their_own_columns(given_ones: list[Trajectory], capacity: int) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_rows_are_described_by_their_own_columns(trajectories: list[Trajectory], capacity: int) -> None:
+    trie = build_trie(trajectories)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=capacity)))
     report = describe_rows(rows)
     assert report["lengths"] == quantiles(np.sort(trie.lengths))

@@ -89,19 +89,21 @@ def test_an_arranged_row_has_no_more_partial_tiles(row: tuple[Int64, Int64]) -> 
 
 
 @given(
-    given_ones=strategies.trajectories(max_count=12, max_length=12),
+    trajectories=strategies.trajectories(max_count=12, max_length=12),
     capacity=st.integers(12, 40),
     semantics=st.sampled_from(["branch", "once"]),
 )
-def test_arranged_rows_give_back_every_trajectory(given_ones: list[Trajectory], capacity: int, semantics: str) -> None:
-    trie = build_trie(given_ones)
+def test_arranged_rows_give_back_every_trajectory(
+    trajectories: list[Trajectory], capacity: int, semantics: str
+) -> None:
+    trie = build_trie(trajectories)
     plan = plan_rows(trie, capacity=capacity)
     packed = list(pack_rows(trie, plan, semantics=semantics))
     counted: Counter[str] = Counter()
     for row in packed:
         counted.update(row_counts(row))
     check_packed(packed, manifest_of(packed, capacity, semantics), trie)
-    tokens = {t.trajectory_id: t.content.tokens.tolist() for t in given_ones if isinstance(t.content, Tokens)}
+    tokens = {t.trajectory_id: t.content.tokens.tolist() for t in trajectories if isinstance(t.content, Tokens)}
     assert {name: ids for row in packed for name, ids in sequences(row)} == tokens
     assert counted["tiles_partial"] <= unordered_tiles(trie, plan)
 

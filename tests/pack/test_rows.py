@@ -39,16 +39,16 @@ def own_weights(trajectories: list[Trajectory], *, semantics: str, normalize: st
         c = t.content
         spans = zip(c.starts.tolist(), c.ends.tolist(), c.span_weights.tolist(), strict=True)
         plain[t.trajectory_id] = {d: t.weight * w for a, b, w in spans for d in range(a, b)}
-    found: dict[str, dict[int, float]] = {}
+    weights: dict[str, dict[int, float]] = {}
     for t in trajectories:
         peers = {"token": [], "trajectory": [t], "group": same_group(t, trajectories)}[normalize]
         total = sum(sum(plain[p.trajectory_id].values()) for p in peers) if peers else 1.0
         factor = t.weight if normalize == "trajectory" else 1.0
-        found[t.trajectory_id] = {
+        weights[t.trajectory_id] = {
             d: factor * w / total / (trained_by(t, d, trajectories, plain) if semantics == "once" else 1)
             for d, w in plain[t.trajectory_id].items()
         }
-    return found
+    return weights
 
 
 def same_group(t: Trajectory, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -64,19 +64,19 @@ def trained_by(t: Trajectory, d: int, trajectories: list[Trajectory], plain: dic
 
 
 @given(
-    given_ones=strategies.trajectories(),
+    trajectories=strategies.trajectories(),
     capacity=st.integers(9, 20),
     method=st.sampled_from(sorted(METHODS)),
     semantics=st.sampled_from(SEMANTICS),
     normalize=st.sampled_from(NORMALIZE),
 )
 def test_rows_hold_each_trajectory_once_with_its_weights(
-    given_ones: list[Trajectory], capacity: int, method: str, semantics: str, normalize: str
+    trajectories: list[Trajectory], capacity: int, method: str, semantics: str, normalize: str
 ) -> None:
-    weights = own_weights(given_ones, semantics=semantics, normalize=normalize)
-    tokens = {t.trajectory_id: t.content.tokens.tolist() for t in given_ones if isinstance(t.content, Tokens)}
+    weights = own_weights(trajectories, semantics=semantics, normalize=normalize)
+    tokens = {t.trajectory_id: t.content.tokens.tolist() for t in trajectories if isinstance(t.content, Tokens)}
     seen = []
-    for row in packed(given_ones, capacity, method, semantics=semantics, normalize=normalize):
+    for row in packed(trajectories, capacity, method, semantics=semantics, normalize=normalize):
         parent = row.parent.tolist()
         expected = np.zeros(row.num_tokens)
         for name, end in zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True):
@@ -89,9 +89,9 @@ def test_rows_hold_each_trajectory_once_with_its_weights(
     assert sorted(seen) == sorted(tokens)
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 20))
-def test_columns_follow_the_definition(given_ones: list[Trajectory], capacity: int) -> None:
-    for row in packed(given_ones, capacity):
+@given(trajectories=strategies.trajectories(), capacity=st.integers(9, 20))
+def test_columns_follow_the_definition(trajectories: list[Trajectory], capacity: int) -> None:
+    for row in packed(trajectories, capacity):
         parent = row.parent.tolist()
         ends = row.trajectory_ends.tolist()
         for q in range(row.num_tokens):
@@ -103,9 +103,9 @@ def test_columns_follow_the_definition(given_ones: list[Trajectory], capacity: i
         assert row.num_pairs == sum(len(oracle.visible(parent, q)) for q in range(row.num_tokens))
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 20), semantics=st.sampled_from(SEMANTICS))
-def test_packed_rows_pass_the_check(given_ones: list[Trajectory], capacity: int, semantics: str) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(), capacity=st.integers(9, 20), semantics=st.sampled_from(SEMANTICS))
+def test_packed_rows_pass_the_check(trajectories: list[Trajectory], capacity: int, semantics: str) -> None:
+    trie = build_trie(trajectories)
     rows = list(pack_rows(trie, plan_rows(trie, capacity=capacity), semantics=semantics))
     check_packed(rows, manifest_of(rows, capacity, semantics), trie)
 
@@ -113,7 +113,7 @@ def test_packed_rows_pass_the_check(given_ones: list[Trajectory], capacity: int,
 @pytest.mark.parametrize("method", [*METHODS, *FOREST_METHODS])
 @settings(max_examples=40)
 @given(
-    given_ones=strategies.trajectories(),
+    trajectories=strategies.trajectories(),
     capacity=st.integers(9, 20),
     pairs=st.none() | st.integers(45, 90),
     terms=st.none() | st.integers(8, 20),
@@ -122,14 +122,14 @@ def test_packed_rows_pass_the_check(given_ones: list[Trajectory], capacity: int,
 )
 def test_rows_of_every_method_within_budgets_and_for_ranks_pass_the_check(
     method: str,
-    given_ones: list[Trajectory],
+    trajectories: list[Trajectory],
     capacity: int,
     pairs: int | None,
     terms: int | None,
     ranks: int,
     normalize: str,
 ) -> None:
-    trie = build_trie(given_ones)
+    trie = build_trie(trajectories)
     try:
         plan = plan_rows(trie, capacity=Limits(capacity, pairs, terms), method=method, multiple_of=ranks)
     except TreepackError as error:
@@ -147,9 +147,9 @@ def test_once_counts_a_shared_token_once() -> None:
 
 
 def test_normalize_trajectory_and_group_weigh_alike() -> None:
-    given_ones = [make("a", [1, 2, 3], group="g"), make("b", [1, 4], group="g"), make("c", [9, 9, 9, 9], group="h")]
-    by_trajectory = packed(given_ones, 20, normalize="trajectory")
-    by_group = packed(given_ones, 20, normalize="group")
+    trajectories = [make("a", [1, 2, 3], group="g"), make("b", [1, 4], group="g"), make("c", [9, 9, 9, 9], group="h")]
+    by_trajectory = packed(trajectories, 20, normalize="trajectory")
+    by_group = packed(trajectories, 20, normalize="group")
     assert sum(row.total_weight for row in by_trajectory) == pytest.approx(3)
     assert sum(row.total_weight for row in by_group) == pytest.approx(2)
 
@@ -187,12 +187,12 @@ def test_rows_without_rewards_have_no_terms() -> None:
 
 
 def test_rows_name_the_groups_and_rewards_of_their_trajectories() -> None:
-    given_ones = [
+    trajectories = [
         make("a", [1, 2, 3], group="x", reward=2.0),
         make("b", [1, 2], group="y"),
         make("c", [4, 5], reward=0.5),
     ]
-    (row,) = packed(given_ones, 10)
+    (row,) = packed(trajectories, 10)
     assert (row.trajectory_ids, row.trajectory_groups) == (["b", "a", "c"], ["y", "x", "g"])
     assert row.terms is not None
     assert row.terms.trajectory_rewards is not None
@@ -267,11 +267,11 @@ def test_check_notices_rows_over_capacity_and_lost_trajectories() -> None:
         check_packed(lost, manifest_of(lost, 10), trie)
 
 
-@given(given_ones=strategies.trajectories(max_length=9), capacity=st.integers(2, 9))
-def test_truncation_keeps_the_beginning(given_ones: list[Trajectory], capacity: int) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(max_length=9), capacity=st.integers(2, 9))
+def test_truncation_keeps_the_beginning(trajectories: list[Trajectory], capacity: int) -> None:
+    trie = build_trie(trajectories)
     expected = {}
-    for t in given_ones:
+    for t in trajectories:
         assert isinstance(t.content, Tokens)
         if len(t.content.tokens) <= capacity or (t.content.starts < capacity).any():
             expected[t.trajectory_id] = t.content.tokens[:capacity].tolist()

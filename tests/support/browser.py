@@ -35,11 +35,11 @@ def chromium(profile: Path) -> Iterator[WebDriver]:
     for flag in (*FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=Service(driver))
+    window = webdriver.Chrome(options=options, service=Service(driver))
     try:
-        yield found
+        yield window
     finally:
-        found.quit()
+        window.quit()
 
 
 def look(driver: WebDriver, *, width: int, height: int = 900, dark: bool = False) -> None:

@@ -71,10 +71,10 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
 
 def tiny(*, tied: bool = False, **fields: Any) -> tuple[Any, torch.optim.AdamW]:
     """A tiny Qwen3, sharded if there are several ranks, and its AdamW with and without decay."""
-    given = {**CONFIGS["qwen3"], "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **fields}
+    settings = {**CONFIGS["qwen3"], "vocab_size": VOCABULARY, "tie_word_embeddings": tied, **fields}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **given), dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **settings), dtype=torch.float32)
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.model.layers:
@@ -109,9 +109,9 @@ def train(directory: Path, out: Path, updates: int, save_at: int, tied: bool) ->
     model, optimiser = tiny(tied=tied)
     seed()
     checkpoints = Checkpoints(directory)
-    found, notes = latest(directory)
+    checkpoint, notes = latest(directory)
     assert notes == ()
-    done = restore(found, model, optimiser)["done"] if found else 0
+    done = restore(checkpoint, model, optimiser)["done"] if checkpoint else 0
     for number in range(done, updates + 1):
         if number == save_at and number > done:
             checkpoints.save(number, model, optimiser, {"done": number})
@@ -136,11 +136,11 @@ def reshard(directory: Path, out: Path) -> None:
     model, optimiser = tiny()
     torch.manual_seed(99)
     untouched = torch.get_rng_state()
-    found, _ = latest(directory)
-    assert found is not None
-    restore(found, model, optimiser)
+    checkpoint, _ = latest(directory)
+    assert checkpoint is not None
+    restore(checkpoint, model, optimiser)
     own = dist.get_rank() if dist.is_initialized() else 0
-    assert torch.equal(torch.get_rng_state(), untouched) == (own >= found.world_size)
+    assert torch.equal(torch.get_rng_state(), untouched) == (own >= checkpoint.world_size)
     snapshot(out, model, optimiser)
     update(model, optimiser)
 
@@ -150,8 +150,8 @@ def snapshot(out: Path, model: Any, optimiser: torch.optim.Optimizer) -> None:
     weights = {name: _whole(value) for name, value in model.state_dict().items()}
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     names = [[name_of[id(parameter)] for parameter in group["params"]] for group in optimiser.param_groups]
-    held = cast(dict[nn.Parameter, dict[str, Any]], optimiser.state)
-    state = {f"{name_of[id(p)]}.{key}": _whole(value) for p, values in held.items() for key, value in values.items()}
+    states = cast(dict[nn.Parameter, dict[str, Any]], optimiser.state)
+    state = {f"{name_of[id(p)]}.{key}": _whole(value) for p, values in states.items() for key, value in values.items()}
     saved = optimiser.state_dict()
     options = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
     generators = [random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist(), torch.get_rng_state()]
@@ -183,9 +183,9 @@ def _full(descriptor: int) -> None:
 
 def ranks_that_look(directory: Path, note: str) -> None:
     """See that this rank finds step 1, and `note` about the newer one."""
-    found, notes = latest(directory)
-    assert found is not None
-    assert (found.step, notes) == (1, (note,))
+    checkpoint, notes = latest(directory)
+    assert checkpoint is not None
+    assert (checkpoint.step, notes) == (1, (note,))
 
 
 def save_in_little_space(directory: Path, num_bytes: int) -> None:
@@ -238,8 +238,8 @@ def save_forever(directory: Path, connection: Connection) -> None:
         slow(descriptor)
 
     pytest.MonkeyPatch().setattr(os, "fsync", fsync)
-    found, _ = latest(directory)
-    step = found.step if found else 0
+    checkpoint, _ = latest(directory)
+    step = checkpoint.step if checkpoint else 0
     checkpoints = Checkpoints(directory)
     while True:
         step += 1

@@ -16,8 +16,8 @@ class Result(NamedTuple):
 
     @property
     def json(self) -> dict[str, object]:
-        found: dict[str, object] = json.loads(self.out)
-        return found
+        result: dict[str, object] = json.loads(self.out)
+        return result
 
 
 Run = Callable[..., Result]

@@ -76,15 +76,15 @@ def best_plan(sequences: Sequence[Path], capacity: int) -> tuple[int, int]:
 def unique_names(names: Sequence[str], sources: Sequence[str]) -> list[str]:
     """`names`, repeated ones with their source and, where that is taken, the next free number."""
     counts = Counter(names)
-    found = [name if counts[name] == 1 else f"{name}@{source}" for name, source in zip(names, sources, strict=True)]
+    result = [name if counts[name] == 1 else f"{name}@{source}" for name, source in zip(names, sources, strict=True)]
     taken: set[str] = set()
-    for i, name in enumerate(found):
+    for i, name in enumerate(result):
         number = 1
-        while found[i] in taken:
+        while result[i] in taken:
             number += 1
-            found[i] = f"{name}#{number}"
-        taken.add(found[i])
-    return found
+            result[i] = f"{name}#{number}"
+        taken.add(result[i])
+    return result
 
 
 def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> int:

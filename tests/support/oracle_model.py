@@ -140,16 +140,16 @@ def gradients(model: Any) -> dict[str, Tensor]:
     }
 
 
-def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Greatest |found - expected| / |expected| over parameters, in Euclidean norms.
+def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest |actual - expected| / |expected| over parameters, in Euclidean norms.
 
     Some gradients are zero in exact arithmetic (a lone token's attention), so a parameter's norm counts as at
     least a millionth of the whole gradient's.
     """
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     whole = float(torch.stack([g.norm() for g in expected.values()]).norm())
     return max(
-        float((found[name] - g).norm()) / max(float(g.norm()), 1e-6 * whole, 1e-300) for name, g in expected.items()
+        float((actual[name] - g).norm()) / max(float(g.norm()), 1e-6 * whole, 1e-300) for name, g in expected.items()
     )
 
 

@@ -49,7 +49,7 @@ def clip(value: Tensor, low: float, high: float) -> Tensor:
 
 def policy_losses(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, *, has_old: bool) -> dict[int, Tensor]:
     """The policy loss of each trained token, before KL, entropy and importance weights."""
-    found = {}
+    losses = {}
     mean: Any = sum(logprobs[j] - rollout.old[j] if has_old else logprobs[j] * 0 for j in rollout.trained)
     mean = mean / max(1, len(rollout.trained))
     for j in rollout.trained:
@@ -57,15 +57,15 @@ def policy_losses(rollout: Rollout, logprobs: dict[int, Tensor], o: Any, *, has_
         old = torch.tensor(rollout.old[j], dtype=torch.float64) if has_old else logp.detach()
         ratio = torch.exp(logp - old)
         if o.loss == "cispo":
-            found[j] = -clip(ratio, o.clip_low, o.clip_high).detach() * advantage * logp
+            losses[j] = -clip(ratio, o.clip_low, o.clip_high).detach() * advantage * logp
             continue
         if o.loss == "gspo":
             ratio = torch.exp(mean).detach() * torch.exp(logp) / torch.exp(logp).detach()
         value = torch.min(ratio * advantage, clip(ratio, o.clip_low, o.clip_high) * advantage)
         if o.dual_clip is not None and advantage < 0:
             value = torch.max(value, torch.tensor(o.dual_clip * advantage, dtype=torch.float64))
-        found[j] = -value
-    return found
+        losses[j] = -value
+    return losses
 
 
 def kl(logp: Tensor, ref: float, estimator: str) -> Tensor:

@@ -43,8 +43,8 @@ def std(values: Iterable[float], rewards: Iterable[float]) -> float:
     if len(listed) < 2:
         return 0.0
     middle = mean(listed)
-    found = math.sqrt(math.fsum((value - middle) ** 2 for value in listed) / (len(listed) - 1))
-    return found if found > 1e-12 * max(abs(reward) for reward in known) else 0.0
+    deviation = math.sqrt(math.fsum((value - middle) ** 2 for value in listed) / (len(listed) - 1))
+    return deviation if deviation > 1e-12 * max(abs(reward) for reward in known) else 0.0
 
 
 def over(value: float, deviation: float) -> float:
@@ -53,7 +53,7 @@ def over(value: float, deviation: float) -> float:
 
 def branch_cuts(rollouts: list[Rollout]) -> list[list[int]]:
     """Where each rollout parts from another of its group while both go on; 0 for all where first tokens differ."""
-    found = []
+    result = []
     for a in rollouts:
         cuts = set()
         for b in rollouts:
@@ -63,8 +63,8 @@ def branch_cuts(rollouts: list[Rollout]) -> list[list[int]]:
                     cuts.add(shared)
                     break
                 shared += 1
-        found.append(sorted(cuts) or [0])
-    return found
+        result.append(sorted(cuts) or [0])
+    return result
 
 
 def common(a: Rollout, b: Rollout) -> int:
@@ -80,14 +80,14 @@ def turn_cuts(rollouts: list[Rollout]) -> list[list[int]]:
     several the one first cut, and of these the one with the earlier cut where their cuts first differ.
     """
     first = [rollout.cuts[0] if rollout.cuts else len(rollout.tokens) for rollout in rollouts]
-    found: dict[int, list[int]] = {}
+    cuts: dict[int, list[int]] = {}
     for i in sorted(range(len(rollouts)), key=lambda i: first[i]):
         shared = [min(common(rollouts[i], other), first[i]) for other in rollouts]
         others = [d for d in range(len(rollouts)) if first[d] < shared[d]]
         best = min(others, key=lambda d: (-shared[d], first[d], [*rollouts[d].cuts, math.inf]), default=None)
-        taken = [] if best is None else [cut for cut in found[best] if cut < shared[best]]
-        found[i] = taken + rollouts[i].cuts
-    return [found[i] or [0] for i in range(len(rollouts))]
+        taken = [] if best is None else [cut for cut in cuts[best] if cut < shared[best]]
+        cuts[i] = taken + rollouts[i].cuts
+    return [cuts[i] or [0] for i in range(len(rollouts))]
 
 
 def even_cuts(rollouts: list[Rollout], size: int) -> list[list[int]]:
@@ -95,55 +95,55 @@ def even_cuts(rollouts: list[Rollout], size: int) -> list[list[int]]:
 
     Rollouts come with their first trained token as their only cut.
     """
-    found = []
+    cuts = []
     for a in rollouts:
         begins = [b.cuts[0] for b in rollouts if b.cuts and b.cuts[0] < min(common(a, b), a.cuts[0])]
-        found.append(list(range(min([*begins, a.cuts[0]]), len(a.tokens), size)))
-    return found
+        cuts.append(list(range(min([*begins, a.cuts[0]]), len(a.tokens), size)))
+    return cuts
 
 
 def paths(rollouts: list[Rollout]) -> list[list[Node]]:
     """Nodes above the last segment of each rollout: its group, then each segment with all that came before it."""
-    found: list[list[Node]] = []
+    result: list[list[Node]] = []
     for rollout in rollouts:
         path: list[Node] = [(rollout.family,)]
         for stop in rollout.cuts[1:]:
             path.append((*path[-1], tuple(rollout.tokens[:stop])))
-        found.append(path)
-    return found
+        result.append(path)
+    return result
 
 
 def flat(rollouts: list[Rollout], estimator: str, *, batch: bool = False) -> list[float]:
-    found = []
+    advantages = []
     for one in rollouts:
         group = [r.reward for r in rollouts if r.family == one.family]
         step = [r.reward for r in rollouts if r.step == one.step]
         apart = one.reward - mean(group)
         if estimator == "dr-grpo":
-            found.append(apart)
+            advantages.append(apart)
         elif estimator == "rloo":
-            found.append(one.reward - (math.fsum(group) - one.reward) / (len(group) - 1))
+            advantages.append(one.reward - (math.fsum(group) - one.reward) / (len(group) - 1))
         elif estimator == "reinforce++":
-            found.append(over(one.reward - mean(step), std(step, step)))
+            advantages.append(over(one.reward - mean(step), std(step, step)))
         elif batch:
             differences = [
                 r.reward - mean(s.reward for s in rollouts if s.family == r.family)
                 for r in rollouts
                 if r.step == one.step
             ]
-            found.append(over(apart, std(differences, step)))
+            advantages.append(over(apart, std(differences, step)))
         else:
-            found.append(over(apart, std(group, group)))
-    return found
+            advantages.append(over(apart, std(group, group)))
+    return advantages
 
 
 def below(rollouts: list[Rollout]) -> dict[Node, list[float]]:
     """Rewards of the rollouts through each node."""
-    found = defaultdict(list)
+    rewards = defaultdict(list)
     for rollout, path in zip(rollouts, paths(rollouts), strict=True):
         for node in path:
-            found[node].append(rollout.reward)
-    return found
+            rewards[node].append(rollout.reward)
+    return rewards
 
 
 def treepo(
@@ -164,7 +164,7 @@ def treepo(
             if len(subgroup) > 1 and not (reject_subgroups and min(subgroup) == max(subgroup)):
                 mine.append((len(subgroup) if size_weighted else 1, rollout.reward - mean(subgroup)))
         advantages.append(mine)
-    found = []
+    result = []
     for one, mine in zip(rollouts, advantages, strict=True):
         scope = [i for i, r in enumerate(rollouts) if (r.step == one.step if batch else r.family == one.family)]
         deviation = std(
@@ -172,19 +172,19 @@ def treepo(
             [rollouts[i].reward for i in scope],
         )
         total = sum(weight for weight, _ in mine)
-        found.append(over(math.fsum(weight * value for weight, value in mine) / total, deviation) if mine else 0.0)
-    return found
+        result.append(over(math.fsum(weight * value for weight, value in mine) / total, deviation) if mine else 0.0)
+    return result
 
 
 def tree_grpo(rollouts: list[Rollout]) -> list[float]:
     """Tree-GRPO, TRACE equation 48."""
     rewards, inter = below(rollouts), flat(rollouts, "grpo")
-    found = []
+    advantages = []
     for rollout, path, second in zip(rollouts, paths(rollouts), inter, strict=True):
         family = rewards[path[0]]
         siblings = [rewards[node] for node in path if len(rewards[node]) > 1][-1]
-        found.append(over(rollout.reward - mean(siblings), std(siblings, family)) + second)
-    return found
+        advantages.append(over(rollout.reward - mean(siblings), std(siblings, family)) + second)
+    return advantages
 
 
 def segments(rollouts: list[Rollout], estimator: str, *, leaf_scaled: bool = False) -> list[list[float]]:
@@ -202,7 +202,7 @@ def segments(rollouts: list[Rollout], estimator: str, *, leaf_scaled: bool = Fal
     def value(node: Node) -> float:
         return leaves[node] if node in leaves else mean(value(child) for child in children[node])
 
-    found = []
+    lines = []
     for i, path in enumerate(all_paths):
         family, reward = rewards[path[0]], rollouts[i].reward
         line = [0.0 if estimator != "tree-grpo" else inter[i]]
@@ -219,8 +219,8 @@ def segments(rollouts: list[Rollout], estimator: str, *, leaf_scaled: bool = Fal
             else:
                 both = (mean(mine) - mean(family)) + (mean(mine) - mean(rewards[up]))
                 line.append(both / math.sqrt(len(mine)) if leaf_scaled else both)
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def of_token(rollout: Rollout, line: list[float], position: int) -> float:

@@ -42,9 +42,9 @@ def gradients_of(loaded: LoadedModel, batches: Sequence[Batch], *, chunk: int = 
     return total, gradients(loaded.model)
 
 
-def assert_equal(found: Gradients, expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert found[0] == pytest.approx(expected[0].item(), rel=TOLERANCE)
-    assert worst_error(found[1], expected[1]) <= TOLERANCE
+def assert_equal(actual: Gradients, expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    assert actual[0] == pytest.approx(expected[0].item(), rel=TOLERANCE)
+    assert worst_error(actual[1], expected[1]) <= TOLERANCE
 
 
 TOLERANCE = 1e-9

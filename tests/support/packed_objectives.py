@@ -35,9 +35,9 @@ def packed_model(kind: str) -> LoadedModel:
 def rollouts(kind: str = "qwen3", *, seed: int = 0, count: int = 10, noise: float = 0.4) -> tuple[Rollout, ...]:
     """Random rollouts of two groups, most of which branch off an earlier one or repeat it."""
     rng = np.random.default_rng(seed)
-    found: list[Rollout] = []
+    result: list[Rollout] = []
     for i in range(count):
-        base = found[int(rng.integers(len(found)))].tokens if found and i != count // 2 else []
+        base = result[int(rng.integers(len(result)))].tokens if result and i != count // 2 else []
         cut = int(rng.integers(len(base) // 2, len(base) + 1)) if base else 0
         tokens = base[:cut] + rng.integers(0, VOCABULARY, int(rng.integers(0 if cut > 1 else 2, 7))).tolist()
         size = len(tokens)
@@ -58,13 +58,13 @@ def rollouts(kind: str = "qwen3", *, seed: int = 0, count: int = 10, noise: floa
         old, ref, sampling = (
             [float(np.float32(float(current.get(j, 0)) + rng.normal() * noise)) for j in range(size)] for _ in range(3)
         )
-        found.append(replace(rollout, old=old, ref=ref, sampling=sampling))
-    return tuple(found)
+        result.append(replace(rollout, old=old, ref=ref, sampling=sampling))
+    return tuple(result)
 
 
-def as_trajectories(given: Sequence[Rollout], *, without: Sequence[str] = ()) -> list[Trajectory]:
-    found = []
-    for i, rollout in enumerate(given):
+def as_trajectories(samples: Sequence[Rollout], *, without: Sequence[str] = ()) -> list[Trajectory]:
+    result = []
+    for i, rollout in enumerate(samples):
         starts, ends, weights = (part.tolist() for part in spans_of_mask(np.array(rollout.weights)))
         columns: dict[str, Any] = {
             column: [getattr(rollout, name)[j] for j in rollout.trained]
@@ -74,12 +74,14 @@ def as_trajectories(given: Sequence[Rollout], *, without: Sequence[str] = ()) ->
         if "reward" not in without:
             columns["reward"] = rollout.reward
         spans = list(zip(starts, ends, weights, strict=True))
-        found.append(make(f"t{i}", rollout.tokens, spans=spans, group=rollout.group, **columns))
-    return found
+        result.append(make(f"t{i}", rollout.tokens, spans=spans, group=rollout.group, **columns))
+    return result
 
 
 COLUMNS = {"advantages": "advantages", "old_logprobs": "old", "ref_logprobs": "ref", "sampling_logprobs": "sampling"}
 
 
-def opened(path: Path, given: Sequence[Rollout], rows: Sequence[int], *, without: Sequence[str] = ()) -> PackedDataset:
-    return PackedDataset(write_rows(path, as_trajectories(given, without=without), rows), terms=True, multiple=8)
+def opened(
+    path: Path, samples: Sequence[Rollout], rows: Sequence[int], *, without: Sequence[str] = ()
+) -> PackedDataset:
+    return PackedDataset(write_rows(path, as_trajectories(samples, without=without), rows), terms=True, multiple=8)

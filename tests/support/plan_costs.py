@@ -61,10 +61,10 @@ def fits(tree: PlanTree, leaves: list[int], limits: Limits) -> bool:
 
 def paths_of(tree: PlanTree) -> list[list[int]]:
     """Each leaf's nodes from the root down."""
-    found = []
+    paths = []
     for leaf in tree.leaf.tolist():
         path = [leaf]
         while path[-1]:
             path.append(int(tree.parent[path[-1]]))
-        found.append(path[::-1])
-    return found
+        paths.append(path[::-1])
+    return paths

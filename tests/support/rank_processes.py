@@ -101,5 +101,5 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
         gradient: Any = parameter.grad
         gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     if ranks.leads:
-        found = {"out": case.out or out, "records": records, "gradients": gradients, "notes": run.notes}
-        torch.save(found, out.with_suffix(".pt"))
+        outcome = {"out": case.out or out, "records": records, "gradients": gradients, "notes": run.notes}
+        torch.save(outcome, out.with_suffix(".pt"))

@@ -41,17 +41,17 @@ def make(
 def sequences(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, min_length: int = 2) -> list[list[int]]:
     """Token lists over a tiny alphabet; later ones often branch off, repeat or extend an earlier one."""
     token = st.integers(0, 2)
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for _ in range(draw(st.integers(1, max_count))):
         start: list[int] = []
         branch: bool = draw(st.booleans())
-        if found and branch:
-            other = draw(st.sampled_from(found))
+        if result and branch:
+            other = draw(st.sampled_from(result))
             start = other[: draw(st.integers(0, len(other)))]
         room = max_length - len(start)
         tail = draw(st.lists(token, min_size=max(0, min_length - len(start)), max_size=max(room, 0)))
-        found.append(start + tail)
-    return found
+        result.append(start + tail)
+    return result
 
 
 @st.composite
@@ -60,13 +60,13 @@ def spans(draw: st.DrawFn, length: int) -> list[tuple[int, int, float]]:
     mask = [draw(st.sampled_from([0.0, 1.0, 1.0, 0.5])) for _ in range(length - 1)]
     if not any(mask):
         mask[draw(st.integers(0, length - 2))] = 1.0
-    found: list[tuple[int, int, float]] = []
+    result: list[tuple[int, int, float]] = []
     for position, weight in enumerate(mask, start=1):
-        if weight and found and found[-1][1] == position and found[-1][2] == weight:
-            found[-1] = (found[-1][0], position + 1, weight)
+        if weight and result and result[-1][1] == position and result[-1][2] == weight:
+            result[-1] = (result[-1][0], position + 1, weight)
         elif weight:
-            found.append((position, position + 1, weight))
-    return found
+            result.append((position, position + 1, weight))
+    return result
 
 
 @st.composite
@@ -146,7 +146,7 @@ def random_sequences(*, seed: int) -> list[Int32]:
     """
     rng = np.random.default_rng(seed)
     start = rng.integers(0, 150_000, 256, dtype=np.int32)
-    found: list[Int32] = []
+    result: list[Int32] = []
     for _ in range(32):
         family: list[Int32] = []
         for _ in range(16):
@@ -157,5 +157,5 @@ def random_sequences(*, seed: int) -> list[Int32]:
             size = max(int(rng.integers(2048, 4097)), len(trunk) + 1)
             tail = rng.integers(0, 150_000, size - len(trunk), dtype=np.int32)
             family.append(np.concatenate([trunk, tail]))
-        found += family
-    return [found[i] for i in rng.permutation(len(found))]
+        result += family
+    return [result[i] for i in rng.permutation(len(result))]

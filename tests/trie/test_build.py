@@ -27,8 +27,8 @@ def content(trajectory: Trajectory) -> Tokens:
 
 def as_values(trajectory: Trajectory) -> dict[str, object]:
     """Everything a trajectory says, comparable."""
-    found = content(trajectory)
-    arrays = {name: getattr(found, name) for name in Tokens.__slots__}
+    tokens = content(trajectory)
+    arrays = {name: getattr(tokens, name) for name in Tokens.__slots__}
     lists = {name: None if array is None else array.tolist() for name, array in arrays.items()}
     scalars = {name: getattr(trajectory, name) for name in ("trajectory_id", "source", "group_id", "step", "weight")}
     return lists | scalars | {"reward": trajectory.reward, "metadata": trajectory.metadata}
@@ -40,10 +40,10 @@ def same(a: Trie, b: Trie) -> bool:
 
 
 @given(strategies.trajectories())
-def test_every_trajectory_comes_back_as_it_was(given_ones: list[Trajectory]) -> None:
-    back = {found.trajectory_id: found for found in trajectories_of(build_trie(given_ones))}
-    assert {name: as_values(found) for name, found in back.items()} == {
-        t.trajectory_id: as_values(t) for t in given_ones
+def test_every_trajectory_comes_back_as_it_was(trajectories: list[Trajectory]) -> None:
+    back = {trajectory.trajectory_id: trajectory for trajectory in trajectories_of(build_trie(trajectories))}
+    assert {name: as_values(trajectory) for name, trajectory in back.items()} == {
+        t.trajectory_id: as_values(t) for t in trajectories
     }
 
 
@@ -54,40 +54,40 @@ def test_tokens_are_stored_once(sequences: list[list[int]]) -> None:
 
 
 @given(strategies.trajectories())
-def test_a_built_trie_passes_its_check(given_ones: list[Trajectory]) -> None:
-    check_trie(build_trie(given_ones))
+def test_a_built_trie_passes_its_check(trajectories: list[Trajectory]) -> None:
+    check_trie(build_trie(trajectories))
 
 
 @given(strategies.trajectories(), st.randoms(use_true_random=False))
-def test_arrival_order_does_not_matter(given_ones: list[Trajectory], rng: random.Random) -> None:
-    shuffled = given_ones.copy()
+def test_arrival_order_does_not_matter(trajectories: list[Trajectory], rng: random.Random) -> None:
+    shuffled = trajectories.copy()
     rng.shuffle(shuffled)
-    assert same(build_trie(given_ones), build_trie(shuffled))
+    assert same(build_trie(trajectories), build_trie(shuffled))
 
 
 @given(strategies.trajectories())
-def test_num_passing_counts_trajectories_below(given_ones: list[Trajectory]) -> None:
-    trie = build_trie(given_ones)
+def test_num_passing_counts_trajectories_below(trajectories: list[Trajectory]) -> None:
+    trie = build_trie(trajectories)
     ends = trie.end_node.tolist()
     counted = [sum(node <= end < stop for end in ends) for node, stop in enumerate(trie.node_end.tolist())]
     assert trie.num_passing.tolist() == counted
 
 
 @given(strategies.trajectories(steps=True))
-def test_trees_never_span_steps(given_ones: list[Trajectory]) -> None:
-    trie = build_trie(given_ones)
+def test_trees_never_span_steps(trajectories: list[Trajectory]) -> None:
+    trie = build_trie(trajectories)
     trees = trie.tree_id[trie.end_node].tolist()
     steps: dict[int, set[object]] = {}
     for tree, step in zip(trees, trie.trajectories["step"].to_pylist(), strict=True):
         steps.setdefault(tree, set()).add(step)
-    assert all(len(found) == 1 for found in steps.values())
+    assert all(len(values) == 1 for values in steps.values())
 
 
 @given(strategies.trajectories())
-def test_groups_keep_their_own_tries_when_asked(given_ones: list[Trajectory]) -> None:
-    together = build_trie(given_ones, share="group")
-    keys = {(t.step, t.group_id) for t in given_ones}
-    apart = [build_trie([t for t in given_ones if (t.step, t.group_id) == key]) for key in keys]
+def test_groups_keep_their_own_tries_when_asked(trajectories: list[Trajectory]) -> None:
+    together = build_trie(trajectories, share="group")
+    keys = {(t.step, t.group_id) for t in trajectories}
+    apart = [build_trie([t for t in trajectories if (t.step, t.group_id) == key]) for key in keys]
     assert together.tokens_tree == sum(trie.tokens_tree for trie in apart)
 
 

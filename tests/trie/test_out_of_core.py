@@ -56,11 +56,11 @@ def in_batches(rollouts: list[Trajectory], size: int) -> list[list[Trajectory]]:
 @st.composite
 def repeated(draw: st.DrawFn) -> list[Trajectory]:
     """Trajectories with equal tokens, equal ids and equal sources among them."""
-    found = draw(strategies.trajectories(max_count=12))
+    originals = draw(strategies.trajectories(max_count=12))
     names = st.sampled_from(["t", "t@made:t", "t#2", "u", "t@made:t#2", "v\u00e4\U0001f600"])
     return [
         replace(one, trajectory_id=draw(names), source=draw(st.sampled_from(["made:t", "made:u"])), reward=float(i))
-        for i, one in enumerate(found)
+        for i, one in enumerate(originals)
     ]
 
 
@@ -75,8 +75,8 @@ def test_runs_on_disk_give_the_trie_that_memory_gives(
 @given(repeated())
 def test_names_are_those_of_the_plain_loop(rollouts: list[Trajectory]) -> None:
     names, sources = [one.trajectory_id for one in rollouts], [one.source for one in rollouts]
-    found = unique_ids(pa.chunked_array([pa.array(names)]), pa.chunked_array([pa.array(sources)]))
-    assert found.to_pylist() == oracle.unique_names(names, sources)
+    result = unique_ids(pa.chunked_array([pa.array(names)]), pa.chunked_array([pa.array(sources)]))
+    assert result.to_pylist() == oracle.unique_names(names, sources)
 
 
 def logprobs(count: int | None, rng: random.Random) -> dict[str, Any]:
@@ -103,10 +103,10 @@ def test_files_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     rng.shuffle(rollouts)
     large = build_large_trie(map(as_columns, in_batches(rollouts, 7)), share=share, run_bytes=600_000)
-    found = files(large.trie, tmp_path / "disk")
+    written = files(large.trie, tmp_path / "disk")
     assert len(large.maps) == 2
-    assert len(found) > 10
-    assert found == files(build_trie(rollouts, share=share), tmp_path / "memory")
+    assert len(written) > 10
+    assert written == files(build_trie(rollouts, share=share), tmp_path / "memory")
 
 
 def peak_memory(num_batches: int, run_bytes: int) -> int:

@@ -42,15 +42,15 @@ def stars(seed: int, *, steps: int = 1) -> Trie:
 
 @settings(max_examples=100)
 @given(
-    given_ones=strategies.trajectories(max_count=10),
+    trajectories=strategies.trajectories(max_count=10),
     capacity=st.integers(9, 24),
     budgets=st.tuples(st.none() | st.integers(45, 90), st.none() | st.integers(8, 20)),
     multiple_of=st.sampled_from([1, 1, 2, 3]),
 )
 def test_auto_is_never_worse_than_a_quick_method(
-    given_ones: list[Trajectory], capacity: int, budgets: tuple[int | None, int | None], multiple_of: int
+    trajectories: list[Trajectory], capacity: int, budgets: tuple[int | None, int | None], multiple_of: int
 ) -> None:
-    trie, limits = build_trie(given_ones), Limits(capacity, *budgets)
+    trie, limits = build_trie(trajectories), Limits(capacity, *budgets)
     costs = {}
     for method in ("auto", "contiguous", "heuristic"):
         try:

@@ -24,11 +24,11 @@ IDS = [f"r{i}" for i in range(6)]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(given_ones=strategies.trajectories(max_count=12), capacity=st.integers(9, 24), pairs=st.none() | st.just(60))
+@given(trajectories=strategies.trajectories(max_count=12), capacity=st.integers(9, 24), pairs=st.none() | st.just(60))
 def test_a_plan_reads_back_as_written(
-    tmp_path: Path, given_ones: list[Trajectory], capacity: int, pairs: int | None
+    tmp_path: Path, trajectories: list[Trajectory], capacity: int, pairs: int | None
 ) -> None:
-    trie = build_trie(given_ones)
+    trie = build_trie(trajectories)
     plan = plan_rows(trie, capacity=Limits(capacity, pairs))
     path = tmp_path / "plan.jsonl"
     path.write_text("\n".join(plan_lines(trie, plan, trie_sha256="x")))

@@ -38,13 +38,13 @@ def test_range_minima_are_minima_of_ranges(values: list[int], data: st.DataObjec
     assert minima.tolist() == [min(values[a:b]) for a, b in zip(start, stop, strict=True)]
 
 
-@given(given_ones=strategies.trajectories(), data=st.data())
-def test_sizes_of_any_rows_are_those_of_unions(given_ones: list[Trajectory], data: st.DataObject) -> None:
-    trie = build_trie(given_ones)
-    row_of = np.array([data.draw(st.integers(0, 3)) for _ in given_ones])
+@given(trajectories=strategies.trajectories(), data=st.data())
+def test_sizes_of_any_rows_are_those_of_unions(trajectories: list[Trajectory], data: st.DataObject) -> None:
+    trie = build_trie(trajectories)
+    row_of = np.array([data.draw(st.integers(0, 3)) for _ in trajectories])
     sizes = row_sizes(trie, row_of, 4)
     paths, trees = [tokens.tolist() for tokens in sequences_of(trie)], trie.tree_id[trie.end_node].tolist()
-    by_id = {t.trajectory_id: t.content for t in given_ones}
+    by_id = {t.trajectory_id: t.content for t in trajectories}
     names = trie.trajectories["trajectory_id"].to_pylist()
     for row in range(4):
         members = np.flatnonzero(row_of == row).tolist()
@@ -95,23 +95,23 @@ def test_small_trees_fill_rows(seed: int) -> None:
 
 def by_steps(sizes: list[int]) -> Trie:
     """Steps of `sizes[s]` trajectories that share two tokens and have 3 to 9."""
-    given_ones = [
+    trajectories = [
         make(f"t{s}-{i}", [7, 7, *[i] * (1 + i % 7)], step=s) for s, size in enumerate(sizes) for i in range(size)
     ]
-    return build_trie(given_ones)
+    return build_trie(trajectories)
 
 
 @given(
-    given_ones=strategies.trajectories(max_count=12),
+    trajectories=strategies.trajectories(max_count=12),
     capacity=st.integers(9, 24),
     multiple_of=st.integers(1, 4),
     pairs=st.none() | st.integers(45, 90),
     terms=st.none() | st.integers(8, 20),
 )
 def test_every_step_has_a_multiple_of_rows_within_all_limits(
-    given_ones: list[Trajectory], capacity: int, multiple_of: int, pairs: int | None, terms: int | None
+    trajectories: list[Trajectory], capacity: int, multiple_of: int, pairs: int | None, terms: int | None
 ) -> None:
-    trie = build_trie(given_ones)
+    trie = build_trie(trajectories)
     limits = Limits(capacity, pairs, terms)
     try:
         plan = plan_rows(trie, capacity=limits, multiple_of=multiple_of)

@@ -26,9 +26,9 @@ def groups_of(trie: Trie) -> list[tuple[int, str]]:
     return list(zip(trie.step_rank.tolist(), names, strict=True))
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(60, 90))
-def test_a_group_lies_in_one_row_and_rows_keep_the_limits(given_ones: list[Trajectory], capacity: int) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(), capacity=st.integers(60, 90))
+def test_a_group_lies_in_one_row_and_rows_keep_the_limits(trajectories: list[Trajectory], capacity: int) -> None:
+    trie = build_trie(trajectories)
     plan = plan_rows(trie, capacity=capacity, method="groups")
     totals = check_plan(trie, plan)
     assert totals.row_tokens.max() <= capacity

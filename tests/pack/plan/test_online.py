@@ -82,17 +82,19 @@ def totals_of(rows: list[Row], capacity: int) -> dict[str, float]:
 some_limits = st.builds(Limits, st.integers(9, 30), st.none() | st.integers(45, 120), st.none() | st.integers(8, 20))
 
 
-@given(given_ones=strategies.trajectories(max_count=12), limits=some_limits)
-def test_greedy_online_is_first_fit_of_unions_in_order_of_arrival(given_ones: list[Trajectory], limits: Limits) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(max_count=12), limits=some_limits)
+def test_greedy_online_is_first_fit_of_unions_in_order_of_arrival(
+    trajectories: list[Trajectory], limits: Limits
+) -> None:
+    trie = build_trie(trajectories)
     plan = plan_rows(trie, capacity=limits, method="greedy-online")
     naive = naive_first_fit(trie, arrival_order(trie).tolist(), limits, share=True)
     assert grouped(plan.row_of.tolist()) == grouped(naive)
 
 
-@given(given_ones=strategies.trajectories(max_count=12), limits=some_limits)
-def test_sequence_is_first_fit_decreasing_of_whole_lengths(given_ones: list[Trajectory], limits: Limits) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(max_count=12), limits=some_limits)
+def test_sequence_is_first_fit_decreasing_of_whole_lengths(trajectories: list[Trajectory], limits: Limits) -> None:
+    trie = build_trie(trajectories)
     lengths = trie.lengths.tolist()
     order = sorted(arrival_order(trie).tolist(), key=lambda i: -lengths[i])
     naive = naive_first_fit(trie, order, limits, share=False)
@@ -101,11 +103,11 @@ def test_sequence_is_first_fit_decreasing_of_whole_lengths(given_ones: list[Traj
     check_plan(trie, plan)
 
 
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
+@given(trajectories=strategies.trajectories(), capacity=st.integers(9, 24))
 def test_rows_of_the_unshared_trie_hold_every_token_of_every_trajectory(
-    given_ones: list[Trajectory], capacity: int
+    trajectories: list[Trajectory], capacity: int
 ) -> None:
-    trie = unshared(build_trie(given_ones))
+    trie = unshared(build_trie(trajectories))
     check_trie(trie)
     plan = plan_rows(trie, capacity=capacity, method="sequence")
     totals = check_plan(trie, plan)
@@ -115,9 +117,9 @@ def test_rows_of_the_unshared_trie_hold_every_token_of_every_trajectory(
     assert all((row.scale == 1).all() for row in rows)
 
 
-@given(given_ones=strategies.trajectories())
-def test_a_trie_that_shares_nothing_can_be_built_or_taken_apart(given_ones: list[Trajectory]) -> None:
-    built, apart = build_trie(given_ones, share="none"), unshared(build_trie(given_ones))
+@given(trajectories=strategies.trajectories())
+def test_a_trie_that_shares_nothing_can_be_built_or_taken_apart(trajectories: list[Trajectory]) -> None:
+    built, apart = build_trie(trajectories, share="none"), unshared(build_trie(trajectories))
     assert built.trajectories.equals(apart.trajectories)
     for name in ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node", "share"):
         assert np.array_equal(getattr(built, name), getattr(apart, name))

@@ -30,9 +30,9 @@ def built(sequences: list[list[int]]) -> Trie:
 
 
 @methods
-@given(given_ones=strategies.trajectories(), capacity=st.integers(9, 24))
-def test_any_plan_is_valid_and_counts_unions(method: str, given_ones: list[Trajectory], capacity: int) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(), capacity=st.integers(9, 24))
+def test_any_plan_is_valid_and_counts_unions(method: str, trajectories: list[Trajectory], capacity: int) -> None:
+    trie = build_trie(trajectories)
     plan = plan_rows(trie, capacity=capacity, method=method)
     totals = check_plan(trie, plan)
     sequences = [tokens.tolist() for tokens in sequences_of(trie)]

@@ -70,9 +70,9 @@ def test_a_node_that_fills_a_row_carries_all_that_end_in_it(method: str) -> None
 
 @every_method
 @settings(max_examples=30)
-@given(given_ones=strategies.trajectories(max_count=6))
-def test_a_capacity_of_the_longest_trajectory_suffices(method: str, given_ones: list[Trajectory]) -> None:
-    trie = build_trie(given_ones)
+@given(trajectories=strategies.trajectories(max_count=6))
+def test_a_capacity_of_the_longest_trajectory_suffices(method: str, trajectories: list[Trajectory]) -> None:
+    trie = build_trie(trajectories)
     check_plan(trie, plan_rows(trie, capacity=int(trie.lengths.max()), method=method))
 
 
@@ -93,10 +93,12 @@ def test_5000_nested_prefixes_are_planned(method: str) -> None:
 
 @every_method
 @settings(max_examples=30)
-@given(given_ones=strategies.trajectories(max_count=6), data=st.data())
-def test_the_order_of_the_input_does_not_matter(method: str, given_ones: list[Trajectory], data: st.DataObject) -> None:
-    shuffled: list[Trajectory] = data.draw(st.permutations(given_ones))
-    one, other = (plan_rows(build_trie(ones), capacity=12, method=method) for ones in (given_ones, shuffled))
+@given(trajectories=strategies.trajectories(max_count=6), data=st.data())
+def test_the_order_of_the_input_does_not_matter(
+    method: str, trajectories: list[Trajectory], data: st.DataObject
+) -> None:
+    shuffled: list[Trajectory] = data.draw(st.permutations(trajectories))
+    one, other = (plan_rows(build_trie(ones), capacity=12, method=method) for ones in (trajectories, shuffled))
     assert np.array_equal(one.row_of, other.row_of)
 
 
