@@ -95,7 +95,7 @@ def _help(command: click.Command, parent: click.Context | None, name: str) -> st
 
 
 def filled_page(name: str) -> str:
-    """The page `name` with its generated blocks written anew."""
+    """The page `name` with its generated blocks written again."""
     blocks: dict[str, Callable[[], str]] = {
         "nodes": lambda: _columns(schema.NODES),
         "trajectories": lambda: _columns(schema.TRAJECTORIES),
@@ -188,7 +188,7 @@ def _example() -> str:
 
 
 def main() -> int:
-    """Write the pages, or with `--check` say which are stale."""
+    """Write the pages, or with `--check` print the names of stale ones."""
     pages = {
         DOCS / "cli.md": cli_page(),
         DOCS / "api.md": api_page(),

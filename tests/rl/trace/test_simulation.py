@@ -257,7 +257,7 @@ def test_the_command_prints_every_arm_with_intervals(treepack: Run, tmp_path: Pa
 
 
 def test_the_table_of_the_page_is_what_the_command_prints_without_options(treepack: Run) -> None:
-    page = (ROOT / "docs" / "tree-rl.md").read_text()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
     number = r"([\d.,]+)"
     shown = re.findall(rf"^\| (?:uniform|TRACE) \| (?:uniform|TRACE) \| {number} \+- {number} \|", page, re.MULTILINE)
     arms = treepack("simulate", "allocation", "--json").json["arms"]
