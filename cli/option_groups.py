@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import click
+
+from treepack.errors import TreepackError
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
 Option = Callable[[F], F]
 
 
@@ -34,3 +40,16 @@ def option_group(name: str, options: Sequence[Option[Any]], make: Callable[..., 
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def as_usage(make: Callable[P, T]) -> Callable[P, T]:
+    """Return `make` with its TreepackErrors as usage errors, for options that exclude each other."""
+
+    @functools.wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return make(*args, **kwargs)
+        except TreepackError as error:
+            raise click.UsageError(str(error)) from error
+
+    return checked

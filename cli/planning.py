@@ -19,7 +19,7 @@ from treepack.pack.options import (
     PackOptions,
 )
 
-from .option_groups import option_group
+from .option_groups import as_usage, option_group
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,18 +115,12 @@ def _search(effort: str) -> tuple[Callable[[F], F], ...]:
     )
 
 
-def _pack_options(**options: Any) -> PackOptions:
-    if options.get("method") == "sequence" and options.get("semantics") == "once":
-        raise click.UsageError("--method sequence shares no token, so --semantics once has no effect; use branch")
-    return PackOptions(**options)
-
-
 def search_options(effort: str) -> Callable[[F], F]:
     """Add the options of a search to a command, which receives them as `search: PackOptions`."""
-    return option_group("search", _search(effort), _pack_options)
+    return option_group("search", _search(effort), as_usage(PackOptions))
 
 
-pack_options = option_group("options", (*LIMITS, *_search(USUAL.effort), *LOSS), _pack_options)
+pack_options = option_group("options", (*LIMITS, *_search(USUAL.effort), *LOSS), as_usage(PackOptions))
 """Adds all options of packing to a command, which receives them as `options: PackOptions`."""
 
 # Options that a plan file replaces: the limits and the search.

@@ -14,8 +14,8 @@ from .option_groups import option_group
 USUAL = BuildOptions()
 
 
-def _build_options(format_name: str, tools: str | None, **options: Any) -> BuildOptions:
-    return BuildOptions(format=format_name, tools=load_tools(tools), **options)
+def _read_tools(context: click.Context, option: click.Parameter, path: str | None) -> list[dict[str, Any]] | None:
+    return None if path is None else read_tools(path)
 
 
 reading_options = option_group(
@@ -23,7 +23,6 @@ reading_options = option_group(
     (
         click.option(
             "--format",
-            "format_name",
             metavar="NAME",
             default=USUAL.format,
             help="Format of the inputs, as treepack formats lists them; by default it is recognised by content.",
@@ -36,6 +35,7 @@ reading_options = option_group(
         click.option(
             "--tools",
             type=click.Path(exists=True, dir_okay=False),
+            callback=_read_tools,
             help="JSON list of tool schemas for conversations that have none.",
         ),
         click.option(
@@ -67,12 +67,12 @@ reading_options = option_group(
             help="Processes that read and tokenise; the result is the same.",
         ),
     ),
-    _build_options,
+    BuildOptions,
 )
 """Adds the reading options to a command, which receives them as `build: BuildOptions`."""
 
 
-def load_tools(path: str | None) -> list[dict[str, Any]] | None:
+def read_tools(path: str) -> list[dict[str, Any]]:
     """Return the tool schemas in a JSON file.
 
     Raises:
@@ -82,8 +82,6 @@ def load_tools(path: str | None) -> list[dict[str, Any]] | None:
 
     from treepack.errors import TreepackError
 
-    if path is None:
-        return None
     try:
         tools = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:

@@ -198,7 +198,7 @@ def test_what_shares_no_token_cannot_count_shared_ones_once(treepack: Run, trie:
     options = ("--method", "sequence", "--semantics", "once")
     refused = treepack("pack", trie, "--capacity", 12, *options, "--out", tmp_path / "flat")
     assert refused.status == 2
-    assert "--method sequence shares no token" in refused.err
+    assert "the method sequence shares no token" in refused.err
 
 
 def test_choices_are_those_of_the_library() -> None:
