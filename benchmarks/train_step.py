@@ -45,7 +45,8 @@ from treepack.data.dataset import PackedDataset
 from treepack.files.manifest import read_manifest
 from treepack.model.forward import prepare_batch, row_loss
 from treepack.model.layers import adapt_layers
-from treepack.model.load import LoadedModel, load_model
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
 
 DRY_RUN_MODEL: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

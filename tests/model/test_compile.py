@@ -16,7 +16,8 @@ from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers, compile_layers
-from treepack.model.load import LoadedModel, load_model
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
 
 # Lengths of the trajectories of a row; none is 0 or 1, on which torch.compile always specialises.
 LENGTHS = (9, 17, 30, 41)

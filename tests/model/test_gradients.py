@@ -33,7 +33,7 @@ from support.packed_gradients import TOLERANCE, assert_equal, gradients_of, pack
 from treepack.attention import register
 from treepack.data.batch import Batch, make_batch
 from treepack.model.layers import checkpoint_layers
-from treepack.model.load import LoadedModel
+from treepack.model.loaded import LoadedModel
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, packed_trie, plan_rows
 from treepack.pack.plan.problem import Limits
 from treepack.pack.rows import pack_rows

@@ -18,7 +18,8 @@ from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import check_fits
 from treepack.model.forward import hidden_states
-from treepack.model.load import LoadedModel, load_model
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
 
 SAMPLES = [Sample((1, 2, 3), (0.0, 1.0, 1.0)), Sample((1, 2, 4, 5), (0.0, 0.0, 1.0, 1.0))]

@@ -26,7 +26,7 @@ from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
 from treepack.model.forward import row_logprobs
-from treepack.model.load import LoadedModel
+from treepack.model.loaded import LoadedModel
 from treepack.model.objectives import PRESETS, Objective, choose_objective, objective_loss, preference_pairs
 
 TOLERANCE = 1e-9

@@ -18,7 +18,7 @@ from support.oracle_model import (
 from treepack.attention import IMPLEMENTATIONS, register
 from treepack.data.batch import Batch
 from treepack.model.forward import row_loss
-from treepack.model.load import LoadedModel
+from treepack.model.loaded import LoadedModel
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from support.oracle_objectives import Rollout, own_logprobs
 from support.strategies import make
 from treepack.attention import register
 from treepack.data.dataset import PackedDataset
-from treepack.model.load import LoadedModel
+from treepack.model.loaded import LoadedModel
 from treepack.trajectory import Trajectory, spans_of_mask
 
 

@@ -21,7 +21,7 @@ from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
-from treepack.model.load import LoadedModel
+from treepack.model.loaded import LoadedModel
 from treepack.model.verify import verify_gradients
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions

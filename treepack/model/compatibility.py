@@ -23,7 +23,7 @@ from treepack.errors import TreepackError
 
 if TYPE_CHECKING:
     from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without
-    from treepack.model.load import LoadedModel
+    from treepack.model.loaded import LoadedModel
 
 REQUIREMENT = "treepack trains models whose every layer is plain softmax attention"
 NO_INTERFACE = "its code does not use transformers' attention interface"

@@ -20,7 +20,7 @@ from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import one_line
 from treepack.model.layers import recomputes
-from treepack.model.load import LoadedModel
+from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
 from treepack.model.objectives import Objective, objective_loss
 

@@ -14,51 +14,19 @@ weight is read, and `probe.probe` by a small forward pass. The forward passes of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
 from treepack.model.compatibility import check_config, translate_errors
+from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model that passed every check of its own.
-
-    Attributes:
-        model: the model of transformers, in eval mode.
-        source: the argument of `load_model`, for messages.
-        attention: the implementation in use, never "auto".
-        notes: remarks for the user.
-        varlen: True if rows without a branch go to varlen FlashAttention.
-        device: the device that computes.
-        root: the module that gathers the weights if they are sharded over ranks (`train.sharding`), else None.
-    """
-
-    model: Any
-    source: str
-    attention: str
-    notes: tuple[str, ...]
-    varlen: bool = False
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    root: Any = None
-
-    def compute(self, function: Callable[[], T]) -> T:
-        """Run `function`, which runs the model, with its weights gathered from all ranks; return the result.
-
-        Gradients flow through the tensors of the result: a tensor, or tensors in tuples, lists and dicts.
-        """
-        result: T = function() if self.root is None else self.root(function)
-        return result
 
 
 def load_model(

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from treepack.data.batch import Batch, TermTensors
 from treepack.errors import TreepackError
 from treepack.model.forward import row_loss, row_objective
-from treepack.model.load import LoadedModel
+from treepack.model.loaded import LoadedModel
 from treepack.model.objectives import Objective, objective_loss
 from treepack.model.probe import use_attention
 

@@ -25,7 +25,8 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.model.compatibility import check_fits, position_limit
 from treepack.model.forward import prepare_batch, row_logprobs
-from treepack.model.load import LoadedModel, load_model
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row

@@ -21,7 +21,8 @@ from treepack.ingest.tokenization import load_tokenizer
 from treepack.model.compatibility import check_fits, position_limit, saved_tokenizer
 from treepack.model.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
 from treepack.model.layers import adapt_layers
-from treepack.model.load import LoadedModel, load_model
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.schedule import OptimiserStep, plan_steps

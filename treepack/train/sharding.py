@@ -28,14 +28,8 @@ from torch import Tensor, nn
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.layers import adapt_layers, find_layers
-from treepack.model.load import (
-    LoadedModel,
-    build_model,
-    hide_progress_bars,
-    read_config,
-    translate_load_errors,
-    with_attention,
-)
+from treepack.model.load import build_model, hide_progress_bars, read_config, translate_load_errors, with_attention
+from treepack.model.loaded import LoadedModel
 from treepack.train.options import TrainOptions
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

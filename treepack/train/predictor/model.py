@@ -35,7 +35,8 @@ from treepack.files import schema
 from treepack.files.manifest import TokenizerEntry, check_part, file_sha256, read_manifest
 from treepack.model.compatibility import check_fits
 from treepack.model.forward import hidden_states, prepare_batch
-from treepack.model.load import LoadedModel, hide_progress_bars, load_model
+from treepack.model.load import hide_progress_bars, load_model
+from treepack.model.loaded import LoadedModel
 from treepack.rl.trace.predictions import group_ids
 from treepack.rl.trace.targets import Anchors, anchors
 from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone

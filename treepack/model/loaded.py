@@ -1,0 +1,42 @@
+"""A model that is ready to train on packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that passed every check of its own.
+
+    Attributes:
+        model: the model of transformers, in eval mode.
+        source: the argument of `load_model`, for messages.
+        attention: the implementation in use, never "auto".
+        notes: remarks for the user.
+        varlen: True if rows without a branch go to varlen FlashAttention.
+        device: the device that computes.
+        root: the module that gathers the weights if they are sharded over ranks (`train.sharding`), else None.
+    """
+
+    model: Any
+    source: str
+    attention: str
+    notes: tuple[str, ...]
+    varlen: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    root: Any = None
+
+    def compute(self, function: Callable[[], T]) -> T:
+        """Run `function`, which runs the model, with its weights gathered from all ranks; return the result.
+
+        Gradients flow through the tensors of the result: a tensor, or tensors in tuples, lists and dicts.
+        """
+        result: T = function() if self.root is None else self.root(function)
+        return result
