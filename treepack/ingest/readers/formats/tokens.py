@@ -5,9 +5,8 @@
     response                           x  x  x  x  x  x  x                   one per token of the response
     trained                            x  x        x  x  x                   one per trained token, in order
 
-The tokens of a field follow from the number of its values. A number that fits no row of the picture is refused,
-and so is a number that fits two rows that place the values differently. Padding that an attention mask marks is
-removed. Every check is one numpy pass over the record; no Python loop runs over tokens.
+The tokens of a field follow from the number of its values; a number that fits none or several rows of the picture is
+refused. Padding that an attention mask marks is removed. Every check is one numpy pass over the record.
 """
 
 from __future__ import annotations
@@ -392,10 +391,7 @@ FORMAT = Format(
     name="tokens",
     program="anything with token ids: trainers' dumps, your own",
     recognised_by="ids, whole or as prompt and response, under one of the names of [inputs](inputs.md#tokens)",
-    requires=[
-        {tf.NAMES[tf.IDS]: IDS},
-        {tf.NAMES[tf.PROMPT]: IDS, tf.NAMES[tf.RESPONSE]: IDS},
-    ],
+    requires=[{tf.NAMES[tf.IDS]: IDS}, {tf.NAMES[tf.PROMPT]: IDS, tf.NAMES[tf.RESPONSE]: IDS}],
     checked="none",
     used="input_ids loss_mask logprobs reward group_id".split(),
     dropped=("fields without a name in [inputs](inputs.md#tokens) that are no short metadata",),
