@@ -43,6 +43,13 @@ def test_public_names_exist() -> None:
     assert [name for name in treepack.__all__ if not hasattr(treepack, name)] == []
 
 
+def test_the_stub_has_the_types_of_all_public_names() -> None:
+    text = (ROOT / "treepack" / "__init__.pyi").read_text()
+    imports = re.findall(r"^from treepack\.(\S+) import (\w+) as (\w+)$", text, re.MULTILINE)
+    homes = {name: home if ":" in home else f"{home}:{name}" for name, home in treepack._HOME.items()}
+    assert {name: f"{home}:{own}" for home, own, name in imports} == homes
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 

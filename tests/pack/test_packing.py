@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ def test_trajectories_that_are_too_long_are_counted(trie: Trie) -> None:
         ({"method": "sequence", "semantics": "once"}, "semantics must be branch"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(changes: dict[str, object], sentence: str) -> None:
+def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(TreepackError, match=sentence):
         replace(PackOptions(capacity=8), **changes)
 
@@ -121,7 +122,7 @@ def test_arrays_become_the_rows_of_the_page() -> None:
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(
-    ids: list[list[int]], mask: list[list[float]], values: dict[str, object], sentence: str
+    ids: list[list[int]], mask: list[list[float]], values: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(TreepackError, match=sentence):
         trajectories_from_arrays(ids, mask, **values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_options_are_those_of_the_manifest(tmp_path: Path) -> None:
         ({"tools": ["x"]}, "expected a list of tool schemas"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(changes: dict[str, object], sentence: str) -> None:
+def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(TreepackError, match=sentence):
         BuildOptions(**changes)
 

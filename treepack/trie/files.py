@@ -25,7 +25,7 @@ def write_trie(
     directory: Path,
     provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
     *,
-    release: Callable[[], object] = lambda: None,
+    release: Callable[[], object] | None = None,
 ) -> Manifest:
     """Write `trie` into an existing empty `directory`, with its manifest last; return the manifest.
 
@@ -49,13 +49,15 @@ def write_trie(
             trie.num_passing[a:b],
         ]
         nodes.write(pa.Table.from_arrays([pa.array(c) for c in columns], schema=schema.NODES), tokens=len(tokens))
-        release()
+        if release is not None:
+            release()
     trajectories = PartWriter(directory, "trajectories", schema.TRAJECTORIES)
     lengths = trie.lengths
     for a, b in token_slices(lengths, PART_TOKENS // 2):
         # A page ends where a chunk ends. One chunk makes the bytes independent of how the table was put together.
         trajectories.write(trie.trajectories.slice(a, b - a).combine_chunks(), tokens=int(lengths[a:b].sum()))
-        release()
+        if release is not None:
+            release()
     entries = {
         "share": trie.share,
         "max_token_id": max_token_id,

@@ -5,8 +5,8 @@
     response                           x  x  x  x  x  x  x                   one per token of the response
     trained                            x  x        x  x  x                   one per trained token, in order
 
-The tokens of a field follow from the number of its values; a number that fits none or several rows of the picture is
-refused. Padding that an attention mask marks is removed. Every check is one numpy pass over the record.
+The tokens of a field follow from the number of its values. A number that fits no row of the picture is refused, and so
+is one that fits two rows with different places. Padding that an attention mask marks is removed.
 """
 
 from __future__ import annotations

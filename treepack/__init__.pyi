@@ -1,0 +1,129 @@
+"""Types of the names that `treepack` loads when they are first used; a test compares them with `_HOME`."""
+
+from treepack.analysis.check import check as check
+from treepack.analysis.options import ReportOptions as ReportOptions
+from treepack.analysis.options import StatsOptions as StatsOptions
+from treepack.analysis.report.write import report as report
+from treepack.analysis.stats import stats as stats
+from treepack.attention import register as register_attention
+from treepack.attention import tree_attention as tree_attention
+from treepack.data.batch import make_batch as make_batch
+from treepack.data.dataset import PackedDataset as PackedDataset
+from treepack.errors import TreepackError as TreepackError
+from treepack.files.manifest import Provenance as Provenance
+from treepack.ingest.options import BuildOptions as BuildOptions
+from treepack.ingest.readers.registry import read_trajectories as read_trajectories
+from treepack.ingest.tokenization import tokenize as tokenize
+from treepack.model.collation import batch_logprobs as batch_logprobs
+from treepack.model.collation import batch_loss as batch_loss
+from treepack.model.collation import collate as collate
+from treepack.model.forward import row_logprobs as row_logprobs
+from treepack.model.forward import row_loss as row_loss
+from treepack.model.forward import row_objective as row_objective
+from treepack.model.load import load_model as load_model
+from treepack.model.loss import tree_logprobs as tree_logprobs
+from treepack.model.loss import weighted_nll as weighted_nll
+from treepack.model.objectives import choose_objective as choose_objective
+from treepack.model.objectives import objective_loss as objective_loss
+from treepack.model.verify import verify_gradients as verify_gradients
+from treepack.pack.directory import PackSummary as PackSummary
+from treepack.pack.directory import pack_trie as pack_trie
+from treepack.pack.files import read_rows as read_rows
+from treepack.pack.files import write_packed as write_packed
+from treepack.pack.options import PackOptions as PackOptions
+from treepack.pack.packing import Packing as Packing
+from treepack.pack.packing import plan_packing as plan_packing
+from treepack.pack.plan.check import check_plan as check_plan
+from treepack.pack.plan.plan import Plan as Plan
+from treepack.pack.plan.planning import plan_rows as plan_rows
+from treepack.pack.row import Row as Row
+from treepack.pack.rows import pack_rows as pack_rows
+from treepack.processes import Progress as Progress
+from treepack.rl.advantages.estimate import AdvantageOptions as AdvantageOptions
+from treepack.rl.advantages.estimate import estimate_advantages as estimate_advantages
+from treepack.rl.advantages.estimate import with_advantages as with_advantages
+from treepack.rl.pros.augmentation import augment as augment
+from treepack.rl.pros.pass_rates import estimate as estimate_pass_rates
+from treepack.train.logprobs import open_scoring as open_scoring
+from treepack.train.logprobs import scored_rows as scored_rows
+from treepack.train.predictor.fit import fit as fit_values
+from treepack.train.predictor.fit import open_fit as open_fit
+from treepack.train.predictor.model import load_values as load_values
+from treepack.train.predictor.model import predict as predict_values
+from treepack.trajectory import Tokens as Tokens
+from treepack.trajectory import Trajectory as Trajectory
+from treepack.trajectory import trajectories_from_arrays as trajectories_from_arrays
+from treepack.trie.build import build_trie as build_trie
+from treepack.trie.directory import TrieSummary as TrieSummary
+from treepack.trie.directory import build_trie_directory as build_trie_directory
+from treepack.trie.directory import read_to_trie as read_to_trie
+from treepack.trie.files import read_trie as read_trie
+from treepack.trie.files import write_trie as write_trie
+from treepack.trie.trie import Trie as Trie
+
+__version__: str
+_HOME: dict[str, str]
+
+__all__ = [
+    "AdvantageOptions",
+    "BuildOptions",
+    "PackOptions",
+    "PackSummary",
+    "PackedDataset",
+    "Packing",
+    "Plan",
+    "Progress",
+    "Provenance",
+    "ReportOptions",
+    "Row",
+    "StatsOptions",
+    "Tokens",
+    "Trajectory",
+    "TreepackError",
+    "Trie",
+    "TrieSummary",
+    "__version__",
+    "augment",
+    "batch_logprobs",
+    "batch_loss",
+    "build_trie",
+    "build_trie_directory",
+    "check",
+    "check_plan",
+    "choose_objective",
+    "collate",
+    "estimate_advantages",
+    "estimate_pass_rates",
+    "fit_values",
+    "load_model",
+    "load_values",
+    "make_batch",
+    "objective_loss",
+    "open_fit",
+    "open_scoring",
+    "pack_rows",
+    "pack_trie",
+    "plan_packing",
+    "plan_rows",
+    "predict_values",
+    "read_rows",
+    "read_to_trie",
+    "read_trajectories",
+    "read_trie",
+    "register_attention",
+    "report",
+    "row_logprobs",
+    "row_loss",
+    "row_objective",
+    "scored_rows",
+    "stats",
+    "tokenize",
+    "trajectories_from_arrays",
+    "tree_attention",
+    "tree_logprobs",
+    "verify_gradients",
+    "weighted_nll",
+    "with_advantages",
+    "write_packed",
+    "write_trie",
+]
