@@ -93,7 +93,7 @@ def make(path: Path, kind: str, size: int) -> None:
 
 def in_memory(pid: int) -> tuple[int, int]:
     """Bytes in memory of a process and all below it, and those of them that are no pages of files."""
-    whole = own = 0
+    whole = private = 0
     waiting = [pid]
     while waiting:
         folder = Path("/proc", str(waiting.pop()))
@@ -105,8 +105,8 @@ def in_memory(pid: int) -> tuple[int, int]:
             continue
         kilobytes = {name: int(status[name].split()[0]) for name in ("VmRSS", "RssAnon") if name in status}
         whole += kilobytes.get("VmRSS", 0) << 10
-        own += kilobytes.get("RssAnon", 0) << 10
-    return whole, own
+        private += kilobytes.get("RssAnon", 0) << 10
+    return whole, private
 
 
 def build(path: Path, out: Path, options: list[str]) -> tuple[float, int, int]:
@@ -114,14 +114,14 @@ def build(path: Path, out: Path, options: list[str]) -> tuple[float, int, int]:
     command = [Path(sys.executable).parent / "treepack", "build-trie", path, "--out", out, *options]
     began = time.perf_counter()
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL)
-    whole = own = 0
+    whole = private = 0
     while process.poll() is None:
         memory = in_memory(process.pid)
-        whole, own = max(whole, memory[0]), max(own, memory[1])
+        whole, private = max(whole, memory[0]), max(private, memory[1])
         time.sleep(INTERVAL)
     if process.returncode:
         raise SystemExit("the command failed")
-    return time.perf_counter() - began, whole, own
+    return time.perf_counter() - began, whole, private
 
 
 def main() -> None:
@@ -145,7 +145,7 @@ def main() -> None:
         written = set()
         for workers in map(int, parsed.workers.split(",")):
             out = Path(folder) / f"trie-{workers}"
-            seconds, whole, own = build(path, out, [*options, "--workers", str(workers)])
+            seconds, whole, private = build(path, out, [*options, "--workers", str(workers)])
             manifest = read_manifest(out)
             written.add(tuple(entry["sha256"] for entry in manifest["files"]))
             if len(written) == 1 and workers == int(parsed.workers.split(",")[0]):
@@ -157,7 +157,7 @@ def main() -> None:
             print(
                 f"workers {workers}   {seconds:7.1f} s   {size / seconds / 1e6:6.1f} MB/s   "
                 f"{totals['tokens_flat'] / seconds / 1e6:5.2f} M tokens/s   "
-                f"peak memory {whole / 1e6:,.0f} MB, of its own {own / 1e6:,.0f} MB",
+                f"peak memory {whole / 1e6:,.0f} MB, of its own {private / 1e6:,.0f} MB",
                 flush=True,
             )
         print("all wrote the same bytes" if len(written) == 1 else "THEY DIFFER")

@@ -138,8 +138,8 @@ def timed(arguments: argparse.Namespace, ranks: Any, device: torch.device, field
     config = write_config(arguments.folder / "model.json", fields)
     run = open_run(arguments.packed, config, options, ranks)
     optimiser = make_optimiser(run)
-    own = (row for step in run.schedule for row in deal(step.rows, run.costs(), ranks.size)[ranks.rank])
-    rows = Prefetch(run.dataset, own, pin=gpu)
+    own_rows = (row for step in run.schedule for row in deal(step.rows, run.costs(), ranks.size)[ranks.rank])
+    rows = Prefetch(run.dataset, own_rows, pin=gpu)
     run.loaded.model.train()
     metrics = [train_step(run, optimiser, number, rows) for number in range(len(run.schedule))]
     rows.close()

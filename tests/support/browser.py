@@ -15,10 +15,10 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.chrome.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic"),
-    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
+FLAGS = """
+    --headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-quic
+    --no-first-run --disable-background-networking --disable-component-update --disable-sync
+""".split()
 PATIENCE = 60  # seconds, for machines that are busy
 
 

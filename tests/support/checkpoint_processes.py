@@ -89,10 +89,10 @@ def tiny(*, tied: bool = False, **fields: Any) -> tuple[Any, torch.optim.AdamW]:
 
 def seed() -> None:
     """Seed every generator, differently on every rank."""
-    own = dist.get_rank() if dist.is_initialized() else 0
-    random.seed(own)
-    np.random.seed(own)
-    torch.manual_seed(own)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
 
 
 def update(model: Any, optimiser: torch.optim.Optimizer) -> None:
@@ -139,8 +139,8 @@ def reshard(directory: Path, out: Path) -> None:
     checkpoint, _ = latest(directory)
     assert checkpoint is not None
     restore(checkpoint, model, optimiser)
-    own = dist.get_rank() if dist.is_initialized() else 0
-    assert torch.equal(torch.get_rng_state(), untouched) == (own >= checkpoint.world_size)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    assert torch.equal(torch.get_rng_state(), untouched) == (rank >= checkpoint.world_size)
     snapshot(out, model, optimiser)
     update(model, optimiser)
 

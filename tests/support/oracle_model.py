@@ -84,9 +84,9 @@ def make_row(samples: Sequence[Sample], *, row_id: int = 0) -> Row:
 
 def once(samples: Sequence[Sample]) -> list[Sample]:
     """`samples` with every weight divided by the number of samples that train the same prefix."""
-    trained = Counter(s.tokens[: n + 1] for s in samples for n, own in enumerate(s.weights) if own)
+    trained = Counter(s.tokens[: n + 1] for s in samples for n, weight in enumerate(s.weights) if weight)
     return [
-        Sample(s.tokens, tuple(own / max(trained[s.tokens[: n + 1]], 1) for n, own in enumerate(s.weights)))
+        Sample(s.tokens, tuple(weight / max(trained[s.tokens[: n + 1]], 1) for n, weight in enumerate(s.weights)))
         for s in samples
     ]
 

@@ -95,9 +95,9 @@ def tree_of(nested: Nested, terms: list[int] | None = None) -> PlanTree:
     parent: list[int] = []
     open_nodes = [(nested, 0, -1)]
     while open_nodes:
-        (own, children), above, up = open_nodes.pop()
-        open_nodes.extend((child, above + own, len(size)) for child in reversed(children))
-        size.append(own)
+        (tokens, children), above, up = open_nodes.pop()
+        open_nodes.extend((child, above + tokens, len(size)) for child in reversed(children))
+        size.append(tokens)
         depth.append(above)
         parent.append(up)
     end = list(range(1, len(size) + 1))

@@ -66,8 +66,9 @@ class Conversation:
     def expected(self, reward: float | None) -> tuple[list[int], list[int], list[float], float | None]:
         """What `back` gives for the one trajectory that the calls are."""
         starts = [len(prompt) for prompt in self.prompts]
-        trained = [start + i for start, own in zip(starts, self.responses, strict=True) for i in range(len(own))]
-        return self.prompts[-1] + self.responses[-1], trained, [each for own in self.logprobs for each in own], reward
+        trained = [start + i for start, reply in zip(starts, self.responses, strict=True) for i in range(len(reply))]
+        logprobs = [each for values in self.logprobs for each in values]
+        return self.prompts[-1] + self.responses[-1], trained, logprobs, reward
 
 
 @st.composite

@@ -129,9 +129,9 @@ def test_yaml_that_holds_code_or_cannot_be_read_is_refused(monkeypatch: pytest.M
 @given(conversations())
 def test_choices_with_token_ids_come_back(talk: Conversation) -> None:
     choices: list[dict[str, Any]] = []
-    for prompt, own, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True):
-        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in zip(own, values, strict=True)]
-        choice = {"message": ANSWER, "prompt_token_ids": prompt, "token_ids": own, "logprobs": {"content": content}}
+    for prompt, reply, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True):
+        content = [{"token": f"token_id:{token}", "logprob": value} for token, value in zip(reply, values, strict=True)]
+        choice = {"message": ANSWER, "prompt_token_ids": prompt, "token_ids": reply, "logprobs": {"content": content}}
         choices += [USER, choice]
     (trajectory,) = read({"messages_and_choices": choices, "reward": 0.5})
     assert back(trajectory) == talk.expected(0.5)

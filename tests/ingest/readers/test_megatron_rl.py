@@ -91,8 +91,8 @@ def test_rollouts_that_cannot_be_trained_are_skipped() -> None:
 def test_turns_come_back(talk: Conversation) -> None:
     parts = list(zip(talk.prompts, talk.responses, strict=True))
     value = {
-        "trajectory": [prompt + own for prompt, own in parts],
-        "generation_mask": [[False] * len(prompt) + [True] * len(own) for prompt, own in parts],
+        "trajectory": [prompt + response for prompt, response in parts],
+        "generation_mask": [[False] * len(prompt) + [True] * len(response) for prompt, response in parts],
         "logprobs": talk.logprobs,
         "reward": [0.25, 0.25],
     }

@@ -150,7 +150,7 @@ def test_a_file_of_something_else_is_refused() -> None:
 @given(conversations())
 def test_an_episode_comes_back(talk: Conversation) -> None:
     parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    steps = [{"prompt_ids": prompt, "response_ids": own, "logprobs": values} for prompt, own, values in parts]
+    steps = [{"prompt_ids": prompt, "response_ids": response, "logprobs": values} for prompt, response, values in parts]
     (trajectory,) = read(episode(steps, reward=0.5))
     assert back(trajectory) == talk.expected(0.5)
 
@@ -158,8 +158,8 @@ def test_an_episode_comes_back(talk: Conversation) -> None:
 @given(conversations())
 def test_a_chain_of_traces_comes_back(talk: Conversation) -> None:
     chain: list[dict[str, Any]] = []
-    for number, (delta, own, values) in enumerate(zip(talk.deltas, talk.responses, talk.logprobs, strict=True)):
-        trace = {"trace_id": str(number), "session_id": "s", "completion_token_ids": own, "logprobs": values}
+    for number, (delta, response, values) in enumerate(zip(talk.deltas, talk.responses, talk.logprobs, strict=True)):
+        trace = {"trace_id": str(number), "session_id": "s", "completion_token_ids": response, "logprobs": values}
         link = {"prompt_delta_token_ids": delta, "parent_trace_id": str(number - 1)}
         chain.append(trace | (link if number else {"prompt_token_ids": delta}))
     (trajectory,) = sessions(chain)

@@ -199,9 +199,9 @@ def test_parts_of_llama_factory_are_joined_by_their_kind_and_weighted_by_message
         {"type": "text", "value": "add."},
         {"type": "tool_call", "value": CALL},
     ]
-    asked = {"role": "user", "content": [{"type": "text", "value": "Q"}], "loss_weight": 0.0}
+    question = {"role": "user", "content": [{"type": "text", "value": "Q"}], "loss_weight": 0.0}
     answers = [{"role": "assistant", "content": parts, "loss_weight": weight} for weight in (0.0, 0.5)]
-    ((_, content),) = read(llama_factory, {"messages": [asked, *answers, {"role": "assistant", "content": parts}]})
+    ((_, content),) = read(llama_factory, {"messages": [question, *answers, {"role": "assistant", "content": parts}]})
     assert spoken(content)[1:] == [("assistant", "I add.", weight) for weight in (0.0, 0.5, 1.0)]
     assert content.messages[1]["reasoning_content"] == "So."
     assert content.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
@@ -279,7 +279,7 @@ def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:
     assert refusal(sharegpt, {"conversations": turns}) == (
         'turn 2 has the call "add(2)"; expected JSON with name and arguments'
     )
-    asked = [{"role": "user", "content": "Hi"}]
-    assert refusal(ms_swift, {"messages": asked, "rejected_response": "No"}) == (
+    question = [{"role": "user", "content": "Hi"}]
+    assert refusal(ms_swift, {"messages": question, "rejected_response": "No"}) == (
         "has a rejected_response but no chosen one; end messages with a message of the assistant"
     )

@@ -51,8 +51,8 @@ def said(role: str, *parts: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "parts": texts, **more}
 
 
-def span(asked: list[Any], answers: list[Any], **more: Any) -> dict[str, Any]:
-    attributes = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": asked, "gen_ai.output.messages": answers}
+def span(prompt: list[Any], answers: list[Any], **more: Any) -> dict[str, Any]:
+    attributes = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": prompt, "gen_ai.output.messages": answers}
     attributes |= more.pop("also", {})
     return {"span_id": "1", "trace_id": "t", "start_time": 5, "attributes": attributes} | more
 
@@ -192,9 +192,9 @@ def test_a_call_with_a_part_that_is_no_text_is_skipped_and_one_without_text_refu
 # LangSmith
 
 
-def run(name: str, asked: Any, answer: Any, **more: Any) -> dict[str, Any]:
+def run(name: str, question: Any, answer: Any, **more: Any) -> dict[str, Any]:
     order = f"1Zr.{name}"
-    inputs = {"messages": asked}
+    inputs = {"messages": question}
     return {
         "id": name,
         "run_type": "llm",
@@ -269,13 +269,13 @@ def test_responses_come_in_many_forms(outputs: dict[str, Any]) -> None:
 
 
 def test_parts_of_a_provider_become_reasoning_calls_and_results() -> None:
-    asked = [
+    questions = [
         {"role": "user", "content": "2 + 3?"},
         {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "5"}]},
     ]
     answer = {"role": "assistant", "content": [{"type": "thinking", "thinking": "So."}, {"type": "text", "text": "5"}]}
-    value = run("2Za", asked, answer)
+    value = run("2Za", questions, answer)
     value["inputs"] |= {"system": "Count.", "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
     _, content = only(read(langsmith, value))
     assert [message["role"] for message in content.messages] == ["system", "user", "assistant", "tool", "assistant"]

@@ -93,6 +93,6 @@ def test_a_datum_whose_targets_are_not_its_input_shifted_is_refused() -> None:
 @given(conversations())
 def test_a_trajectory_comes_back(talk: Conversation) -> None:
     parts = zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
-    steps = [transition(model_input(prompt[:1], prompt[1:]), own, values) for prompt, own, values in parts]
+    steps = [transition(model_input(prompt[:1], prompt[1:]), response, values) for prompt, response, values in parts]
     (trajectory,) = read(tinker, {"transitions": steps, "final_ob": model_input()})
     assert back(trajectory) == talk.expected(0.25 * len(steps))

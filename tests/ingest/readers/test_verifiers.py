@@ -246,9 +246,9 @@ def test_the_model_comes_from_the_summary_which_alone_is_skipped() -> None:
 @given(conversations())
 def test_a_trace_comes_back(talk: Conversation) -> None:
     nodes: list[dict[str, Any]] = []
-    for delta, own, values in zip(talk.deltas, talk.responses, talk.logprobs, strict=True):
+    for delta, reply, values in zip(talk.deltas, talk.responses, talk.logprobs, strict=True):
         nodes.append(node(len(nodes) - 1 if nodes else None, delta))
-        nodes.append(node(len(nodes) - 1, own, len(own), logprobs=values))
+        nodes.append(node(len(nodes) - 1, reply, len(reply), logprobs=values))
     (trajectory,) = trajectories(episode(nodes, rewards={"a": {"score": 0.5, "weight": 1.0}}))
     assert back(trajectory) == talk.expected(0.5)
 
@@ -256,8 +256,8 @@ def test_a_trace_comes_back(talk: Conversation) -> None:
 @given(conversations())
 def test_a_line_of_results_comes_back(talk: Conversation) -> None:
     steps = [
-        {"tokens": {"prompt_ids": prompt, "completion_ids": own, "completion_logprobs": values}, "trajectory_id": "t"}
-        for prompt, own, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
+        {"tokens": {"prompt_ids": prompt, "completion_ids": reply, "completion_logprobs": values}, "trajectory_id": "t"}
+        for prompt, reply, values in zip(talk.prompts, talk.responses, talk.logprobs, strict=True)
     ]
     (trajectory,) = read_results({"example_id": 3, "completion": None, "reward": 0.5, "trajectory": steps})
     assert back(trajectory) == talk.expected(0.5)
