@@ -46,9 +46,9 @@ def _distribution(values: Float64) -> dict[str, float | str]:
     metavar="auto|recorded|turn|node|N",
     default="auto",
     show_default=True,
-    help="Start of each node of the tree: recorded token offsets, runs of trained tokens, branches of the trie, or "
-    "every N tokens; auto: recorded if there are any, else node. Within the prompt of a continuation, turn and N cut "
-    "as in the rollout that it continues.",
+    help="Start of each node of the tree: recorded: token offsets in the metadata; turn: runs of trained tokens; node: "
+    "branches of the trie; N: every N tokens; auto: recorded if there are offsets, else node. Within the prompt of a "
+    "continuation, turn and N cut as in the rollout that it continues.",
 )
 @click.option(
     "--min-depth",

@@ -18,9 +18,9 @@ OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace an existing 
 
 @click.group()
 def allocate() -> None:
-    """Divide a budget of rollouts among prompts or prefixes whose outcomes will differ (TRACE).
+    """Divide a budget of rollouts among the prompts or prefixes whose outcomes are likely to differ (TRACE).
 
-    The decision uses predicted chances of success.
+    The input is a predicted chance of success for each prompt or prefix, as treepack values predict writes it.
     """
 
 
@@ -59,29 +59,27 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     )
 
 
-@allocate.command()
+@allocate.command(short_help="Write the prefixes of rollouts to continue, and how often.")
 @click.argument("trie", type=click.Path(path_type=Path))
 @click.option(
     "--predictions", type=click.Path(path_type=Path), required=True, help="JSON lines or Parquet of prefix values."
 )
-@click.option(
-    "--expand", type=click.IntRange(min=1), required=True, help="Continuations of a group, per rollout of the group."
-)
+@click.option("--expand", type=click.IntRange(min=1), required=True, help="Continuations for each rollout of a group.")
 @click.option(
     "--segment",
     metavar="turn|recorded|node|N",
     default="turn",
     show_default=True,
-    help="End of a prefix, with the values of treepack advantages.",
+    help="End of a prefix; the same values as in treepack advantages.",
 )
 @OUT
 @OVERWRITE
 def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path, overwrite: bool) -> None:
     """Write the prefixes of the rollouts in TRIE to continue, and the number of continuations of each.
 
-    The predictions contain group_id, trajectory_id, turn and value for every turn but the last of every rollout. The
-    value is the chance that a rollout that continues after this turn succeeds. In each group, the counts maximise the
-    expected number of prefixes with a continuation whose outcome differs from the outcome of the rollout.
+    The predictions contain group_id, trajectory_id, turn and value for every turn of every rollout except the last
+    turn. The value is the chance of success of a rollout that continues after this turn. In each group, the counts
+    maximise the expected number of prefixes with a continuation whose outcome differs from the outcome of the rollout.
     """
     from treepack.rl.trace.expansion import prefix_table, refuse_name, write_table
     from treepack.rl.trace.predictions import read_predictions

@@ -45,7 +45,7 @@ BOUNDARIES = ("token", "turn")
     type=click.Choice(BOUNDARIES),
     default="token",
     show_default=True,
-    help="Places to cut: before any trained token, or only at the start of a turn, a run of trained tokens.",
+    help="Places to cut: before any trained token, or only at the start of a turn (a run of trained tokens).",
 )
 @click.option(
     "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
@@ -64,8 +64,9 @@ def augment(
     """Write the valuable prefix of every successful rollout as a new query.
 
     The prefix ends before the token of highest entropy in the middle half of the generated tokens. If a critic's values
-    are given, only the highest tenth by value counts. Roll out the queries of the output like any other and copy their
-    fields to the rollouts. treepack build-trie then trains none of the reused tokens, whose number is untrained_prefix.
+    are given, only the tenth of these tokens with the highest values is considered. Roll out the written queries like
+    any others, and copy their fields to the rollouts. treepack build-trie then trains none of the reused tokens; the
+    field untrained_prefix is their number.
     """
     import orjson
 

@@ -11,7 +11,8 @@ import click
 def formats(name: str | None, as_json: bool) -> None:
     """List the formats of rollouts and the information that each keeps. With NAME, print all facts of one format.
 
-    The content of a file decides its format. --format NAME of build-trie and stats requires one format.
+    The content of a file decides its format. With --format NAME, build-trie, stats, show and report accept
+    only that format.
     """
     import json
 

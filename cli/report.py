@@ -1,4 +1,4 @@
-"""`treepack report`: one page, or pictures, of what rollouts, a trie or a packed directory share."""
+"""`treepack report`: the sharing in rollouts, a trie or a packed directory, as one page or as pictures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USUAL = ReportOptions()
 @click.option(
     "--capacity",
     type=Capacities(),
-    help="Capacities at which ERR is compared with POR; default: doubling from the smallest that every rollout fits.",
+    help="Capacities at which ERR is compared with POR; default: powers of two that every rollout fits.",
 )
 @click.option(
     "--model",
@@ -51,7 +51,7 @@ USUAL = ReportOptions()
     metavar="TOKENS",
     default=USUAL.text_limit,
     show_default=True,
-    help="Maximum number of tokens with text in the page; every node keeps equally many of its first ones.",
+    help="Maximum number of tokens shown as text; every node shows the same number of its first tokens.",
 )
 @search_options(USUAL.pack.effort)
 @reading_options
@@ -103,7 +103,7 @@ def report(
 
 
 def _text_rows(summary: ReportSummary) -> dict[str, Any]:
-    """Return the rows of the output that tell which text the page has."""
+    """Return the rows of the output about the text in the page."""
     if not summary.has_text:
         return {"text": "left out"}
     text = "decoded" if summary.decoded else "token ids, because there is no tokenizer; give --tokenizer"

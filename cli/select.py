@@ -92,8 +92,8 @@ def select() -> None:
 def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampling, overwrite: bool) -> None:
     """Estimate the pass rate of every query and write the K nearest to 0.5, nearest first.
 
-    Each line has query_id, parent_id (null for an original query), pass_rate, log_odds, deviation (of the log-odds),
-    and tried, the number of rollouts of the estimate, in which forgotten ones count in part.
+    Each line has query_id, parent_id (null for an original query), pass_rate, log_odds, deviation (of the log-odds)
+    and tried, the number of rollouts that the estimate uses; forgotten rollouts count as fractions.
     """
     import orjson
 

@@ -34,8 +34,8 @@ WIDTH = 100  # if there is no terminal to ask for its width
 @click.option("--group", metavar="ID", help="Show the tree of this group.")
 @click.option("--row", type=int, metavar="N", help="Show this row of a packed directory, 0 for the first.")
 @click.option("--text", is_flag=True, help="Show decoded tokens, not ids; trained ones are marked +.")
-@click.option("--full", is_flag=True, help="Leave out nothing, however long.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, of which nothing is left out.")
+@click.option("--full", is_flag=True, help="Show everything, however long.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @reading_options
 def show(
     paths: tuple[str, ...],
@@ -47,10 +47,10 @@ def show(
     as_json: bool,
     build: BuildOptions,
 ) -> None:
-    """Show a tree, a rollout or a packed row, and what of it is trained.
+    """Show a tree, a rollout or a packed row, with its trained tokens marked.
 
-    PATH is a trie directory, a packed directory, or raw rollouts as for build-trie. By default the group with the
-    highest overlap is shown and the others are listed, or row 0 of a packed directory.
+    PATH is a trie directory, a packed directory, or raw rollouts as for build-trie. By default, a packed
+    directory shows row 0; a trie or raw rollouts show the group with the highest overlap, and list the other groups.
 
     \b
     treepack show rollouts.jsonl --tokenizer MODEL --text --trajectory ID    # check a chat template
@@ -180,7 +180,7 @@ def _no_tokenizer(where: str) -> TreepackError:
 
 
 def _print_json(chosen: _Chosen) -> None:
-    """One object; several samples of a conversation are its `samples`."""
+    """Print one object; it lists several samples of a conversation under `samples`."""
     import json
 
     from treepack.analysis.show.views import as_json

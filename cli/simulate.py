@@ -52,7 +52,7 @@ EXPERIMENT_OPTIONS = [
     click.option("--budget", type=int, default=1024, show_default=True, help="Rollouts of prompts in a step, M."),
     click.option("--expand", type=int, default=2, show_default=True, help="Continuations per rollout, N."),
     click.option("--candidates", type=int, default=512, show_default=True, help="Prompts to choose from in a step."),
-    click.option("--selected", type=int, help="Prompts that uniform allocation rolls out; default: half of them."),
+    click.option("--selected", type=int, help="Prompts that uniform allocation rolls out; default: half of those."),
     click.option(
         "--root-noise",
         type=float,
@@ -64,7 +64,7 @@ EXPERIMENT_OPTIONS = [
         "--prefix-noise", type=float, default=1.5, show_default=True, help="The same for predicted values of prefixes."
     ),
     click.option("--steps", type=int, default=100, show_default=True, help="Simulated training steps."),
-    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--seed", type=int, default=0, show_default=True, help="Seed of all draws."),
 ]
 WORLD_OPTIONS = [
     click.option("--max-turns", type=int, help="Without TRIE: maximum turns of a rollout.  [default: 5]"),
@@ -72,12 +72,13 @@ WORLD_OPTIONS = [
     click.option(
         "--spread",
         type=float,
-        help="Without TRIE: concentration of prompts' chances; below 2 most are easy or hard.  [default: 0.5]",
+        help="Without TRIE: concentration of the prompts' chances; below 2, most are easy or hard.  [default: 0.5]",
     ),
     click.option(
         "--persistence",
         type=float,
-        help="The higher, the less a turn decides; with TRIE, 0 redraws its rollouts.  [default: 4]",
+        help="The higher, the less one turn changes the chance of success; with TRIE and 0, "
+        "continuations are recorded ones.  [default: 4]",
     ),
 ]
 
@@ -87,7 +88,7 @@ def simulate() -> None:
     """Simulate rollouts to compare ways to spend them."""
 
 
-@simulate.command()
+@simulate.command(short_help="Compare uniform and TRACE allocation of one budget.")
 @click.argument("trie", type=click.Path(path_type=Path), required=False)
 @option_group("experiment", EXPERIMENT_OPTIONS, _experiment)
 @option_group("world_fields", WORLD_OPTIONS, _world_fields)
@@ -96,7 +97,7 @@ def simulate() -> None:
     metavar="turn|recorded|node|N",
     default="turn",
     show_default=True,
-    help="With TRIE: end of a prefix, with the values of treepack advantages.",
+    help="With TRIE: end of a prefix; the same values as in treepack advantages.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def allocation(
@@ -104,7 +105,7 @@ def allocation(
 ) -> None:
     """Compare uniform and TRACE allocation of rollouts and continuations under one budget.
 
-    The effective ratio is the share of the prompts rolled out that had both outcomes. Rollouts come from a Markov model
+    The effective ratio is the share of the rolled-out prompts that had both outcomes. Rollouts come from a Markov model
     of success, or are drawn from the rollouts of TRIE. Intervals are 95 % intervals over steps.
     """
     import json

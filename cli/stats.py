@@ -1,4 +1,4 @@
-"""`treepack stats`: what rollouts, a trie or a packed directory share, and whether files are intact."""
+"""`treepack stats`: statistics of rollouts, a trie or a packed directory, and a check that files are intact."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Capacities(click.ParamType[tuple[int, ...]]):
 @click.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--check", is_flag=True, help="Verify hashes, every row invariant, and that rows give back the trie.")
+@click.option("--check", is_flag=True, help="Verify hashes, every invariant, and that rows contain all of the trie.")
 @click.option(
     "--trie",
     "trie_path",
@@ -53,20 +53,20 @@ class Capacities(click.ParamType[tuple[int, ...]]):
 @click.option(
     "--capacity",
     type=Capacities(),
-    help="Predict the packing, and forecast for it; trajectories that do not fit are left out and counted.",
+    help="Plan rows of these capacities, and forecast for them; longer trajectories are left out and counted.",
 )
 @click.option("--effective-ratio", is_flag=True, help="Show how many groups and prefixes have mixed outcomes (TRACE).")
 @click.option(
     "--predictions",
     type=click.Path(path_type=Path),
-    help="Predicted values, as for treepack allocate: show how well they rank groups and prefixes.",
+    help="File of predicted values, as for treepack allocate: show how well they rank groups and prefixes.",
 )
 @click.option(
     "--segment",
     metavar="turn|recorded|node|N",
     default=USUAL.segment,
     show_default=True,
-    help="For these two: after which tokens a prefix ends, as for treepack advantages.",
+    help="For --effective-ratio and --predictions: end of a prefix; the same values as in treepack advantages.",
 )
 @click.option(
     "--model",
@@ -80,7 +80,7 @@ class Capacities(click.ParamType[tuple[int, ...]]):
     metavar="NAME|TFLOP/S",
     default=USUAL.device,
     show_default=True,
-    help="Hours of the forecast: a100, h100, h200, b200, or the rate of bfloat16 products.",
+    help="GPU for which the forecast gives hours: a100, h100, h200, b200, or its rate in bfloat16.",
 )
 @search_options(USUAL.pack.effort)
 @reading_options
@@ -98,13 +98,13 @@ def stats(
     search: PackOptions,
     build: BuildOptions,
 ) -> None:
-    """Show what rollouts share, what a packing keeps of it, and how much faster training on it is.
+    """Show how much rollouts share, how much of it a packing keeps, and the speed-up of training.
 
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie.
 
-    The forecast compares floating-point operations on the tree with flat packing, of whole trajectories and of one
-    sample per turn. Without --capacity it plans quickly for 16384 and 65536, or for a capacity that the longest
-    trajectory needs.
+    The forecast compares the floating-point operations of training on the tree and on separate samples, which are
+    whole trajectories or one per turn. Without --capacity it plans quickly for those of 16384 and 65536 tokens that the
+    longest trajectory fits; if it fits neither, for the next power of two.
     """
     import json
 

@@ -98,8 +98,8 @@ def train(
 
     PACKED is a packed directory, on this machine or at a URI that pyarrow or fsspec opens (s3://, gs://, hf://, ...).
     The output is a model directory for from_pretrained, with metrics.jsonl (a line per optimiser step). The loss of a
-    step is one mean over all its rows. With --loss sft it is normalised as the rows were packed, with other losses as
-    --denominator sets. Options of these losses default to the usual values of each loss.
+    step is one mean over all its rows. The rows define how --loss sft is normalised; for other losses --denominator
+    defines it. Options of these losses default to the usual values of each loss.
 
     With --resume a run that was interrupted, or stopped by SIGTERM, continues from its newest checkpoint. On several
     GPUs: torchrun --nproc-per-node 8 --no-python treepack train ...

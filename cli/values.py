@@ -80,7 +80,7 @@ def values() -> None:
     metavar="turn|recorded|node|N",
     default="turn",
     show_default=True,
-    help="Segment after which a prefix ends, as in treepack advantages.",
+    help="Segment after which a prefix ends; the same values as in treepack advantages.",
 )
 @click.option(
     "--capacity", type=click.IntRange(min=1), default=8192, show_default=True, help="Maximum tokens of a row."
@@ -168,7 +168,7 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
     return results
 
 
-@values.command()
+@values.command(short_help="Write the value of every prompt and prefix in TRIE.")
 @click.argument("trie", type=click.Path(path_type=Path))
 @click.option(
     "--values",

@@ -154,7 +154,7 @@ def _is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
 
 
 def _with_numbers(names: list[str]) -> list[str]:
-    """Append to each name that is already taken the smallest number from 2 on that makes it free."""
+    """Return distinct names: a name that already occurred gets the smallest free number, from 2 on, as a suffix."""
     # a a#2 a a -> a a#2 a#3 a#4: `last` continues the search after the last number, which keeps it linear.
     taken: set[str] = set()
     last: dict[str, int] = {}

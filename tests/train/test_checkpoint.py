@@ -274,7 +274,7 @@ def test_an_optimiser_that_groups_its_parameters_otherwise_is_refused(tmp_path: 
     assert "contains 2 groups" in _refusal(tmp_path / "one", tiny(), (model, torch.optim.AdamW(model.parameters())))
     first, *others = model.parameters()
     split = torch.optim.AdamW([{"params": [first]}, {"params": others}])
-    assert " is in another group of the optimiser" in _refusal(tmp_path / "two", tiny(), (model, split))
+    assert " is in another group of this optimiser" in _refusal(tmp_path / "two", tiny(), (model, split))
 
 
 def test_tied_weights_are_saved_once(tmp_path: Path) -> None:

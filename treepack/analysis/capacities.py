@@ -77,7 +77,7 @@ def predict(planned: Iterable[PlannedCapacity]) -> list[Report]:
 
 
 def usual_capacities(trie: Trie) -> list[int]:
-    """Return 16,384 and 65,536 if every trajectory fits, else the next power of two that the longest one fits."""
+    """Return those of 16,384 and 65,536 that the longest trajectory fits; if it fits neither, the next power of two."""
     longest = int(trie.lengths.max())
     return [size for size in USUAL_CAPACITIES if size >= longest] or [1 << (longest - 1).bit_length()]
 

@@ -47,12 +47,12 @@ class ReportOptions:
 
     Attributes:
         build: how raw rollouts are read; its tokenizer also decodes token ids.
-        capacities: capacities at which ERR is compared with POR; empty for doubling from the longest rollout.
+        capacities: capacities at which ERR is compared with POR; empty for powers of two that every rollout fits.
         pack: method, effort and time limit of the plans; its other fields are not used.
         model: model of the forecast: a preset or a config.json.
         trie: trie of a packed directory; None for the one it was packed from, or else one rebuilt from its rows.
         text: put the text of the rollouts into the page.
-        text_limit: maximum number of tokens with text in the page; every node keeps equally many of its first ones.
+        text_limit: maximum number of tokens shown as text; every node shows the same number of its first tokens.
     """
 
     build: BuildOptions = field(default_factory=BuildOptions)

@@ -44,7 +44,7 @@ def stats(
     *,
     progress: ReportProgress | None = None,
 ) -> Report:
-    """Return what rollouts share, what a packing keeps of it, and the forecast of the speed-up.
+    """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
 
     Args:
         paths: one trie directory, one packed directory, or raw rollouts as for `build_trie_directory`.

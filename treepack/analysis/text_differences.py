@@ -59,7 +59,7 @@ WORDS = re.compile(rf"[{UNSPACED}]|[^\s{UNSPACED}]+")
 WORD = re.compile(r"\S{0,24}\Z")
 SPACE = re.compile(r"\s+")
 SHOWN_BEFORE, SHOWN = 40, 80  # characters of an example before and after the parting: a line of a terminal
-SIMILAR = 0.7  # share of common words from which on two prompts are versions of one prompt
+SIMILAR = 0.7  # minimum share of common words of two versions of one prompt
 # Characters before a cut that are ignored: a cut may split a character of four bytes, or an id or a tag.
 LONGEST_CHARACTER, LONGEST_ID = 4, 64
 
@@ -134,7 +134,7 @@ def _common_length(a: str, b: str) -> int:
 
 
 def _equal_up_to_cut(a: str, b: str, *, whole: tuple[bool, bool], is_call: bool, tail: int) -> bool:
-    """Return whether the texts are equal, or equal up to a cut; a call must only begin with the expected text.
+    """Return whether the texts are equal, or equal up to a cut. For a call, the actual text may also continue.
 
     `tail` characters before a cut are ignored, because the cut may split a character, an id or a tag.
     """

@@ -146,7 +146,8 @@ def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64
     spans = SpanView.of(table)
     owner = np.repeat(np.arange(len(kept)), np.diff(spans.offsets))
     inside = spans.ends <= last[owner]
-    # A cut is at the end of a turn, so every span is inside or outside as a whole.
+    # A cut is at the end of a turn, so every span is inside or outside as a whole. Ends [4, 7] of trajectory 0 and [3]
+    # of trajectory 1, cut after 4 and 3 tokens: owner [0, 0, 1] -> inside [1, 0, 1] -> offsets [0, 1, 2].
     offsets = np.concatenate([[0], np.cumsum(np.bincount(owner[inside], minlength=len(kept)))]).astype(np.int32)
     parts = [pa.array(values[inside]) for values in (spans.starts, spans.ends, spans.weights)]
     new = {

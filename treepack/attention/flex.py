@@ -152,7 +152,7 @@ def attend_blocks(
 
 
 def _scale_query(query: Tensor, scale: float | None) -> Tensor:
-    """Return `query` multiplied such that the default scale D**-0.5 gives the scores of `scale`.
+    """Return `query` multiplied by a factor, so that the default scale D**-0.5 gives the scores of `scale`.
 
     As an argument, a scale would become a symbolic float under dynamic=True, which the kernel template refuses.
     """

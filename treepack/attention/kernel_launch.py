@@ -128,7 +128,7 @@ def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
 
 
 def key_heads_per_section(key: Tensor, cache_bytes: int, *, pairs: int = 1) -> int:
-    """Return how many key heads run at one time, such that their tensors stay in the L2 cache.
+    """Return how many key heads to run at one time, so that their tensors stay in the L2 cache.
 
     Args:
         key: [B, H_kv, T, D].

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GRANULE = 32  # where a branch starts or ends, parts of 32 keys are computed in vain, not parts of 128
+GRANULE = 32  # at the start and end of a branch, parts of 32 keys instead of 128 are computed without use
 QUERY_BLOCK = 128  # two wgmma products of 64 rows
 KEY_BLOCK = 128
 QUERY_TILE = 64  # the query ranges of key blocks begin and end at multiples of it

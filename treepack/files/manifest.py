@@ -93,7 +93,7 @@ class Provenance:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Provenance:
-        """Return the provenance of an existing directory, to derive that of a copy with `dataclasses.replace`."""
+        """Return the provenance of an existing directory; a copy of it gets the same with some entries replaced."""
         names = {entry.name for entry in fields(cls)}
         return cls(**{name: value for name, value in manifest.items() if name in names})  # type: ignore[arg-type]
 

@@ -233,7 +233,7 @@ def _render(
 
 
 def _converter(setting: _Setting) -> Convert | str:
-    """Return the conversion of tool-call arguments for a template, or the reason in brackets if it prints no form.
+    """Return the conversion of tool-call arguments for a template, or if it prints no form, the reason in brackets.
 
     Arguments are JSON text or an object; a template prints one form, both or none. Some templates require or refuse a
     system message, tools, or a result after the call. The first probe whose arguments are printed in either form

@@ -78,12 +78,15 @@ def _parts_and_job(
 
 
 def _min_parts(job: Job) -> int:
-    """Return the parts that justify a second process: starting one costs as much as reading 4 MB of token ids."""
+    """Return the minimum number of parts for which a second process saves time.
+
+    Starting one costs as much as reading 4 MB of token ids.
+    """
     return 1 if job.tokenizer else 8
 
 
 class _ReadWork:
-    """Reads and tokenises parts of files."""
+    """The work of a process: read and tokenise a part of a file."""
 
     def __init__(self, job: Job) -> None:
         self._tokenise = Tokenisation(job)
@@ -93,7 +96,7 @@ class _ReadWork:
 
 
 class _ColumnsWork:
-    """Reads and tokenises parts of files, and makes columns of the usable trajectories."""
+    """The work of a process: read and tokenise a part of a file, and make columns of the usable trajectories."""
 
     def __init__(self, job: Job) -> None:
         self._read = _ReadWork(job)

@@ -94,7 +94,7 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
     Args:
         model: a causal language model of transformers with tree attention, with the wrappers of the trainer.
         inputs: the result of `collate`, on the model's device.
-        chunk: targets whose logits exist at a time.
+        chunk: targets whose logits are in memory at a time.
 
     Raises:
         TreepackError: if the model uses another attention, or its output layer is not a plain linear layer.

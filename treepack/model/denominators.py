@@ -63,7 +63,7 @@ def check_columns(dataset: PackedDataset, objective: Objective) -> None:
     for column in ("term_token", *objective.columns):
         if column not in dataset.term_columns:
             raise TreepackError(f"{dataset.path}: has no {column}, which the loss {name} needs; {_REMEDIES[column]}")
-    # Without old log-probabilities every ratio is 1; with some of them, the others would be NaN, so all or none.
+    # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
     optional = ("term_old_logprob",) if objective.loss != "dpo" and "term_old_logprob" in dataset.term_columns else ()
     for column in (*objective.columns, *optional):
         for table in dataset.tables(["row_id", column]):

@@ -88,7 +88,7 @@ def row_objective(
         batch: the row, with its terms, on the model's device.
         factors: float64 [num_trajectories], from `denominators.step_factors`, on the model's device.
         objective: any but sft.
-        chunk: tokens whose logits exist at a time.
+        chunk: tokens whose logits are in memory at a time.
     """
     assert batch.terms is not None, "open the dataset with terms=True"
     logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=chunk)

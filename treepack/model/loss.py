@@ -12,8 +12,8 @@ r"""Losses of a packed row from its hidden states, without the logits of the who
 `weighted_nll` is the SUM of loss_weight * nll. The caller divides it by the denominator of the optimiser step, which is
 the sum of loss_weight over all rows of the step. A mean per row would give a mean of means.
 
-Targets are processed in chunks of `chunk` under checkpointing: only the logits of one chunk exist at a time, in forward
-and in backward.
+Targets are processed in chunks of `chunk` under checkpointing: only the logits of one chunk are in memory at a
+time, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
-# Targets whose logits exist at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
+# Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
 
 
@@ -47,7 +47,7 @@ def weighted_nll(
         weight: [V, D], the output embedding.
         targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row.
         bias: [V], if the output layer has one.
-        chunk: targets whose logits exist at a time.
+        chunk: targets whose logits are in memory at a time.
 
     Returns:
         a float64 scalar, attached to `hidden`; 0 for a row without targets.
@@ -100,7 +100,7 @@ def tree_logprobs(
         input_ids: int64 [T].
         parent: int64 [T].
         bias: [V], if the output layer has one.
-        chunk: tokens whose logits exist at a time.
+        chunk: tokens whose logits are in memory at a time.
 
     Returns:
         log-probabilities [n] and entropies [n], in nats; attached to `hidden` even if n is 0.

@@ -62,7 +62,7 @@ LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo")
 DENOMINATORS = ("token", "trajectory", "group", "global")
 ESTIMATORS = ("k1", "k2", "k3")
 
-# Terms whose values exist at a time in forward and backward: about 10 columns of float64, 10 MB, in rows of any size.
+# Terms whose values are in memory at a time in forward and backward: about 10 columns of float64, 10 MB.
 TERM_CHUNK = 1 << 17
 
 # Usual values of each loss; see the papers above.
@@ -190,7 +190,7 @@ def objective_loss(
         terms: the row's terms.
         factors: float64 [K], f of the row's trajectories; see `denominators.step_factors`.
         objective: any but sft.
-        chunk: terms whose values exist at a time.
+        chunk: terms whose values are in memory at a time.
 
     Returns:
         the loss, a float64 scalar attached to `logprobs` and already divided by the step's denominator; and a dict of

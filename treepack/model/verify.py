@@ -155,7 +155,7 @@ def _losses_alone(model: Any, batch: Batch, factors: Tensor | None, objective: O
 
 
 def _objective_alone(model: Any, batch: Batch, factors: Tensor, objective: Objective) -> Iterator[Tensor]:
-    """Yield one scalar per trajectory, with its gradient; the value of the first is the loss of the row, of others 0.
+    """Yield one scalar per trajectory, with its gradient; the first has the loss of the row as its value, the others 0.
 
     The objective needs all trajectories at once, but memory has room for the graph of one. So the gradient of the
     objective by every log-probability and entropy comes first, from runs without a graph. Then each trajectory runs

@@ -130,9 +130,10 @@ def _align(siblings: list[int], subtree: list[int], at: int) -> list[int]:
 
 
 def _filling(sizes: list[int], used: int) -> list[int] | None:
-    """Return indices, descending, of sizes that fill up a block with `used` tokens in it exactly, or several blocks.
+    """Return indices, descending, of sizes that fill the rest of a block exactly, or several blocks.
 
-    None if no subset does. Subset sums modulo `BLOCK` are the bits of one integer.
+    The block already contains `used` tokens. The result is None if no subset fills it. Subset sums modulo `BLOCK` are
+    the bits of one integer.
     """
     # BLOCK 4, used 3, sizes [1, 2]: bits 0b1000 -> with the 1 also 0b1 -> bit 0 is set, so [0] fills the block.
     whole = (1 << BLOCK) - 1

@@ -53,7 +53,7 @@ class PlacedNodes:
 
 
 class RowPlacer:
-    """Places the nodes of rows of one trie."""
+    """Placement of the nodes of rows, for all rows of one trie."""
 
     def __init__(self, trie: Trie) -> None:
         self.trie = trie
@@ -112,7 +112,8 @@ class RowPlacer:
 
     def _last_tokens_above(self, nodes: PlacedNodes) -> Int64:
         """Return for each node the last row token of its parent, -1 at a root."""
-        # `nodes` is not sorted, so parents are looked up through its sorted order.
+        # `nodes` is not sorted, so parents are looked up through its sorted order: nodes [0, 4, 1], whose parents are
+        # [-1, 0, 0] -> by_id [0, 2, 1], above [0, 0, 0]. With begin [0, 2, 5, 9] the last token above is [-1, 1, 1].
         by_id = np.argsort(nodes.nodes)
         up = self.trie.parent[nodes.nodes]
         above = by_id[np.searchsorted(nodes.nodes, np.maximum(up, 0), sorter=by_id)]

@@ -69,7 +69,7 @@ def times_trained(trie: Trie) -> Int32:
 
 
 class RowWeights:
-    """Computes the loss weights and terms of rows of one trie."""
+    """Loss weights and terms of rows, for all rows of one trie."""
 
     def __init__(self, trie: Trie, *, normalize: str, semantics: str) -> None:
         self.trie = trie

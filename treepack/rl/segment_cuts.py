@@ -159,7 +159,8 @@ def _inherited_cuts(owner: Int64, start: Int64, origins: Origins) -> tuple[Int64
         heir, cut = heir[shared], cut[shared]
         size[ready] = np.bincount(heir, minlength=len(ready))
         begin[ready] = len(pool) + np.cumsum(size[ready]) - size[ready]
-        # The slices come array by array; a stable sort by heir makes each heir's cuts contiguous in the pool.
+        # The slices come array by array; a stable sort by heir makes each heir's cuts contiguous in the pool:
+        # heir [0, 1, 0], cut [3, 4, 6] -> size [2, 1], cuts [3, 6, 4] added to the pool.
         pool = np.concatenate([pool, cut[np.argsort(heir, kind="stable")]])
         owners.append(np.repeat(ready, size[ready]))
         done[ready] = True

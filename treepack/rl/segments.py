@@ -99,7 +99,8 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
     first = np.full(len(members), np.iinfo(np.int64).max)
     np.minimum.at(first, owner, start)
     deep = (start == first[owner]) | (start - first[owner] >= min_depth)
-    # A member without cuts is one segment from token 0, its leaf, and its root segment is empty.
+    # A member without cuts is one segment from token 0, its leaf, and its root segment is empty: owner [0, 0, 2] of 3
+    # members -> uncut [1].
     uncut = np.flatnonzero(np.bincount(owner, minlength=len(members)) == 0)
     owner, start = np.concatenate([owner[deep], uncut]), np.concatenate([start[deep], np.zeros_like(uncut)])
     order = np.lexsort((start, owner))
@@ -122,6 +123,7 @@ def _build_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64, cuts
     begin = np.searchsorted(owner, np.arange(len(members)))
     # Equal ends are not enough: cut at 2 and 5 or at 3 and 5, the segments up to 5 differ. So the key also contains the
     # first cut. Later cuts need no place in the key, because each one follows from the end of the segment before.
+    # The header: position [6 -1 6 -1 -1], first [3 3 3 3 3] -> keys [27 -1 27 -1 -1] -> rank [1 0 1 0 0].
     first = start[begin[owner]]
     _, rank = np.unique(position * (int(first.max(initial=0)) + 1) + first, return_inverse=True)
     counts = np.bincount(owner, minlength=len(members))

@@ -83,7 +83,7 @@ def train(
     stop: Callable[[], bool] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Iterator[StepMetrics]:
-    """Train, yielding after every optimiser step; the model in `out` is complete after the last step.
+    """Train the model, and yield after every optimiser step; the model in `out` is complete after the last step.
 
     Every rank of the run must call this function and consume the whole iterator, which yields the same on every rank.
 

@@ -165,7 +165,7 @@ def _repair_generation_config(model: Any) -> tuple[str, ...]:
     config = model.generation_config
     if config is None or _is_savable(config):
         return ()
-    config.do_sample = True  # the usual fault: a temperature or top_p without it
+    config.do_sample = True  # the usual fault is a temperature or top_p without do_sample
     if _is_savable(config):
         return ("generation_config.json has sampling settings without do_sample, so do_sample is set",)
     model.generation_config = type(config).from_model_config(model.config)

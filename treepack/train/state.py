@@ -171,7 +171,7 @@ def _options_of_groups(
         differing = sorted({order[number] for number in numbers} ^ set(saved_group["params"]))
         if differing:
             raise TreepackError(
-                f"{path}: {differing[0]} is in another group of the optimiser; resume with the options of the run"
+                f"{path}: {differing[0]} is in another group of this optimiser; resume with the options of the run"
             )
         options.append(saved_group | {"params": list(numbers)})
     return options

@@ -33,7 +33,7 @@ MAX_CAPACITIES = 6  # default capacities to compare: each needs a plan
 FORECAST_CAPACITIES = 2  # the smallest capacities, among which the verdict chooses
 MIN_CAPACITY = 1024  # default rows are not shorter than this, however short the rollouts are
 REWARD_BINS = 11  # ranges of mean reward in the chart of rewards
-# Trajectories from which on "auto" means the quickest method here: 100,000 of them then take a minute with six plans.
+# With this many trajectories or more, "auto" is the quickest method here: six plans of 100,000 then take a minute.
 QUICK_MIN_TRAJECTORIES = 20_000
 
 
@@ -100,7 +100,7 @@ def measure(
     Args:
         subject: the data of the report.
         shape: the model of the verdict.
-        capacities: capacities at which ERR is compared; default: doubling from the smallest that fits every trajectory.
+        capacities: capacities at which ERR is compared; default: powers of two that every trajectory fits.
         method: method of the plans, as in `plan_rows`; "auto" means "contiguous" for many trajectories.
         search: effort of the method; low by default.
     """

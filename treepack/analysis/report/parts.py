@@ -63,6 +63,7 @@ def rewards_of(trie: Trie) -> Float64:
 
 def mean_by(index: Int64, values: Float64, count: int) -> Float64:
     """Return the mean of the values that are not NaN at each of `count` indices, NaN for an index without values."""
+    # index [0, 2, 2], values [1, 2, nan], count 3 -> sums [1, 0, 2], numbers [1, 0, 1] -> [1, nan, 2]
     known = ~np.isnan(values)
     sums = np.bincount(index[known], weights=values[known], minlength=count)
     numbers = np.bincount(index[known], minlength=count)

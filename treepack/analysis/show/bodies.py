@@ -33,7 +33,7 @@ Word = tuple[str, str]  # a token id, perhaps with a bracket, and its style
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Options of a drawing: columns of the terminal, everything or not, text by `decoder` or ids."""
+    """Options of a drawing: the columns of the terminal, `full` for all tokens, and a `decoder` for text, not ids."""
 
     width: int = 100
     full: bool = False
@@ -42,7 +42,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens `first .. stop - 1` of a node, with loss weights from `low` to `high`: all of them 0, or none."""
+    """The tokens `first .. stop - 1` of a node. Their loss weights, `low` to `high`, are all 0 or all positive."""
 
     first: int
     stop: int
@@ -55,7 +55,7 @@ class Segment:
 
 
 def segments(forest: DrawnForest, node: int, *, most: int = MAX_WEIGHTS) -> list[Segment]:
-    """Return the maximal runs of equal loss weight in a node; a trained run of more than `most` is one segment."""
+    """Return the maximal runs of equal loss weight in a node; more than `most` trained runs in sequence are joined."""
     first, stop = forest.start[node : node + 2].tolist()
     weight = forest.loss_weight[first:stop]
     # weight [0, 0, 1, .5, 0] -> bounds [0, 2, 3, 4, 5] -> runs 0-2 of 0; 2-3 of 1 and 3-4 of .5, together; 4-5 of 0

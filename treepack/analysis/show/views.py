@@ -54,7 +54,7 @@ class View:
 
 
 def group_view(trie: Trie, group_id: str, *, where: str) -> View:
-    """Return the tree of one group alone; prefixes that it shares with other groups are no overlap in it.
+    """Return the tree of one group alone; prefixes that it shares with other groups are not counted as overlap.
 
     Raises:
         TreepackError: there is no such group.

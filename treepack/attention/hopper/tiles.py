@@ -66,7 +66,7 @@ def ring(descriptor, ROWS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.cons
 
 @gluon.jit
 def gather(source, granules, barrier, tile, COUNT: gl.constexpr):
-    """Order COUNT granules of 32 tokens into the rows of `tile`, one after another.
+    """Start copies of COUNT granules of 32 tokens into the rows of `tile`, one after another.
 
     Granule -1 fetches granule 0 instead, because the barrier waits for the bytes of all of them. Its pairs are masked.
     """

@@ -73,7 +73,7 @@ def body(value: Any) -> dict[str, Any]:
 
 
 def request_and_response(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return request and response of a record; a missing one is empty. One object with both comes twice."""
+    """Return request and response of a record; a missing one is empty. One object with the fields of both is both."""
     if isinstance(value.get("request"), dict) or isinstance(value.get("response"), dict):
         return body(value.get("request")), body(value.get("response"))
     if "custom_id" in value:

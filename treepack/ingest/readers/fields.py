@@ -2,8 +2,8 @@
 
     Record + content --describe--> Trajectory
 
-All formats share these names, and a reader lists the fields that it has used itself. A field that nobody uses becomes
-metadata if it is small; otherwise it becomes a note, so that it is counted.
+All formats share these names. A reader passes the names of the fields that it has used for the content. A field that
+neither the reader nor `describe` uses becomes metadata if it is small, otherwise a note, so that it is counted.
 """
 
 from __future__ import annotations

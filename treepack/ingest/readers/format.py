@@ -87,7 +87,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def one_of(*values: str) -> Kind:
-    """The kind of a field that is one of `values`."""
+    """The kind of a text that is equal to one of `values`."""
     return Kind(" or ".join(values), lambda value: isinstance(value, str) and value in values)
 
 

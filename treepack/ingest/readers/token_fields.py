@@ -54,7 +54,7 @@ Fields = dict[str, dict[str, Any]]
 
 
 def sort_fields(record: dict[str, Any]) -> Fields:
-    """Return the fields of `record` with a known name, by kind and name; a text with such a name is another field."""
+    """Return the fields of `record` with a known name, by kind and name; fields that contain text are left out."""
     fields: Fields = {}
     for name, value in record.items():
         kind = KINDS.get(name)

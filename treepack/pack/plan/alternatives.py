@@ -4,10 +4,10 @@
     the same trees by heuristic         9   | 9                              9+1   9+1
     tree 3                              1 1
 
-The pieces of auto are finished: merged, or spread over ranks. The pieces of each quick method are finished too, once
-for all trees, and once only for the trees whose rows have as few tokens as the rows of auto. The result with the fewest
-tokens, then the fewest rows, is returned. So auto never needs more tokens than `contiguous` or `heuristic`, and never
-more rows if the tokens are equal.
+The pieces of auto are finished: merged, or spread over ranks. The pieces of each quick method are finished twice:
+once for all trees, and once for only the trees whose rows have as few tokens as the rows of auto. The result with the
+minimum number of tokens, then of rows, is returned. So auto never needs more tokens than `contiguous` or `heuristic`,
+and never more rows if the tokens are equal.
 """
 
 from __future__ import annotations

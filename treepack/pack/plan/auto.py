@@ -56,7 +56,7 @@ class SearchWork:
 
 
 # Column generation improves bounds for up to a few hundred leaves at once, so larger trees use it for smaller subtrees.
-# `entries` are shared by all trees, so with more leaves in total the programs must be fewer and smaller.
+# All trees share `entries`, so the more leaves they have in total, the fewer and smaller the programs must be.
 _BASIC = (float("inf"), ProofEffort(sets=12, exact=12, programs=(), entries=0))
 _SMALL_PARTS = (20_000, ProofEffort(sets=12, exact=20, programs=(), entries=0))
 WORK = {

@@ -77,7 +77,7 @@ class _Use:
 
 
 def _uses(pieces: RowSizes, limits: Limits) -> list[_Use]:
-    """Return one use for tokens and one for each other limit that is set."""
+    """Return the `_Use` of the tokens, and one for each other limit that is set."""
     pairs_of_use = ((pieces.tokens, limits.capacity), (pieces.pairs, limits.pairs), (pieces.terms, limits.terms))
     return [_Use(amounts, limit) for amounts, limit in pairs_of_use if limit is not None]
 

@@ -201,5 +201,6 @@ def _renumber_by_pairs(trie: Trie, row_of: Int64) -> Int64:
     first = _renumber(row_of)
     num_rows = int(first.max()) + 1
     steps = balance.steps_of(first, trie.step_rank, num_rows)
+    # steps [0, 0, 1], pairs [3, 9, 5] -> order [1, 0, 2] -> its inverse, the new numbers of the rows, [1, 0, 2]
     order = np.lexsort([np.arange(num_rows), -row_sizes(trie, first, num_rows).pairs, steps])
     return np.argsort(order)[first].astype(np.int64)

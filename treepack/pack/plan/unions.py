@@ -1,14 +1,14 @@
 """Tokens, score pairs and loss terms of all rows at once, counted directly in the trie.
 
-With its trajectories in the order of the trie, a row contains of each one only the tokens that it does not share with
+Take the trajectories of a row in the order of the trie. Each one adds to the row the tokens that it does not share with
 the trajectory before it in this row:
 
     trajectories of a row   a b c d    a b x    a y         4 + (3 - 2) + (2 - 1) = 6 tokens
     shared with the one before         2        1
 
-Two trajectories share the minimum `depth` of the nodes after the end of the first, up to and including the end of the
-second, and at most the whole first trajectory. The reason: between these ends, depth-first order enters the child of
-the node where the paths part, and no node above this child.
+The number of tokens that two trajectories share is the minimum `depth` of the nodes after the end of the first, up to
+and including the end of the second; it is at most the length of the first. The reason: between these two ends, the
+depth-first order enters the child of the node where the paths part, but no node above this child.
 """
 
 from __future__ import annotations

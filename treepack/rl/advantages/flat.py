@@ -2,8 +2,8 @@
 
     reward float64 [n], group int64 [n] (codes from 0) --grpo | dr_grpo | rloo | reinforce_pp--> float64 [n]
 
-        reward  1  0 | 2  2  5        dr_grpo   0.5  -0.5 | -1    -1    2          reward less the mean of the group
-        group   0  0 | 1  1  1        rloo      1    -1   | -1.5  -1.5  3          reward less the mean of the others
+        reward  1  0 | 2  2  5        dr_grpo   0.5  -0.5 | -1    -1    2          reward minus the mean of the group
+        group   0  0 | 1  1  1        rloo      1    -1   | -1.5  -1.5  3          reward minus the mean of the others
 
 Every standard deviation is the sample deviation (n - 1), as in the trainers of the papers, and `epsilon` is added to
 it. If it is below `ROUNDING` times the largest of the compared rewards, the values differ only by rounding, and the
@@ -23,12 +23,12 @@ ROUNDING = 1e-12
 
 
 def dr_grpo(reward: Float64, group: Int64) -> Float64:
-    """Reward less the mean of its group: Dr. GRPO (arXiv 2503.20783), which divides by nothing."""
+    """Reward minus the mean of its group: Dr. GRPO (arXiv 2503.20783), which divides by nothing."""
     return reward - means(reward, group)[group]
 
 
 def grpo(reward: Float64, group: Int64, *, scope: Int64 | None = None, epsilon: float = EPSILON) -> Float64:
-    """Reward less the mean of its group, over a standard deviation: GRPO (TRACE, equation 44; TreePO, equation 2).
+    """Reward minus the mean of its group, over a standard deviation: GRPO (TRACE, equation 44; TreePO, equation 2).
 
     The deviation is that of the rewards in the group. With `scope` int64 [n], it is the deviation of the differences
     themselves over all trajectories of one scope, for example a training step. This is the baseline variant of
@@ -40,7 +40,7 @@ def grpo(reward: Float64, group: Int64, *, scope: Int64 | None = None, epsilon: 
 
 
 def rloo(reward: Float64, group: Int64) -> Float64:
-    """Reward less the mean of the others of its group: REINFORCE leave-one-out (arXiv 2402.14740).
+    """Reward minus the mean of the others of its group: REINFORCE leave-one-out (arXiv 2402.14740).
 
     (n R_i - sum R) / (n - 1) is n / (n - 1) times `dr_grpo`. Groups must have two trajectories or more.
     """
@@ -49,7 +49,7 @@ def rloo(reward: Float64, group: Int64) -> Float64:
 
 
 def reinforce_pp(reward: Float64, scope: Int64, *, epsilon: float = EPSILON) -> Float64:
-    """Reward less the mean of its `scope`, over its standard deviation: REINFORCE++ (arXiv 2501.03262).
+    """Reward minus the mean of its `scope`, over its standard deviation: REINFORCE++ (arXiv 2501.03262).
 
     The scope is a global batch, not a group. Every trajectory counts once, independent of its number of tokens.
     """

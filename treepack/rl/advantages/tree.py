@@ -33,7 +33,7 @@ def treepo(
     without_root: bool = False,
     epsilon: float = EPSILON,
 ) -> Float64:
-    """Mean over the nested subgroups of a trajectory of its reward less the subgroup's mean: TreePO, equation 5.
+    """Mean over the nested subgroups of a trajectory of its reward minus the subgroup's mean: TreePO, equation 5.
 
         G_j   = the trajectories that pass through node j, with j any node above the last segment of trajectory i
         A_ij  = R_i - mean of R over G_j
@@ -78,7 +78,7 @@ def treerpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> 
     """Value of a segment compared with its siblings: TreeRPO in the form of TRACE, equations 45 and 46.
 
     The value of a leaf is its reward, the value of any other node the mean of its children. The advantage of a child is
-    its value less the mean of its parent's children, over their standard deviation. Roots have 0.
+    its value minus the mean of its parent's children, over their standard deviation. Roots have 0.
     """
     value = _backed_up_values(tree, reward)
     child = np.flatnonzero(tree.parent >= 0)
@@ -124,7 +124,7 @@ def tree_grpo_segments(tree: SegmentTree, reward: Float64, *, epsilon: float = E
 
 
 def treerl(tree: SegmentTree, reward: Float64, *, leaf_scaled: bool = False) -> Float64:
-    """Value of a segment less the value of its root, plus the same less its parent: TreeRL (arXiv 2506.11902).
+    """Value of a segment minus that of its root, plus its value minus that of its parent: TreeRL (arXiv 2506.11902).
 
     The value of a node is the mean reward of the trajectories through it. The first term is therefore the global
     advantage and the second the local one; a root has 0. `leaf_scaled` divides by the square root of the number of

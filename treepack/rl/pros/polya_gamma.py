@@ -40,7 +40,7 @@ def draw(shape: Float64, tilt: Float64, rng: np.random.Generator) -> Float64:
 
 
 def log_likelihood_error(psi: Float64) -> Float64:
-    """Log-likelihood of one trial for which `draw` is exact, less the logistic one, at log-odds `psi` float64 [n]."""
+    """Log-likelihood of one trial for which `draw` is exact, minus the logistic one, at log-odds `psi` float64 [n]."""
     # psi [0, 3, 6, 10] -> [0, 4.3e-8, 2.7e-6, 5.6e-5]. E[exp(-w psi^2 / 2)] of a gamma variable of shape b and rate r
     # is (1 + psi^2 / (2 r))^-b.
     square = psi[:, None] ** 2 / 2

@@ -68,7 +68,8 @@ def prefix_table(trie: Trie, predictions: Predictions, *, expand: int, segment: 
     reward = binary_rewards(trie)
     prefixes = anchors(trie, segment=segment)
     value = prefix_values(predictions, trie, prefixes)
-    # Groups share a trie, so their trajectories may alternate. Sort prefixes by group, and write the counts back.
+    # Groups share a trie, so their trajectories may alternate. Sort prefixes by group, and write the counts back: group
+    # [0, 1, 0] -> order [0, 2, 1]; the counts [5, 6, 7] in this order -> count [5, 7, 6].
     group = prefixes.group[prefixes.trajectory]
     order = np.argsort(group, kind="stable")
     budget = np.bincount(prefixes.group) * expand

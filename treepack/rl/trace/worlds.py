@@ -144,6 +144,7 @@ def recorded_world(trie: Trie, *, segment: str = "turn", persistence: float = 4.
     values = np.zeros((trie.num_trajectories, int(num_turns.max())))
     values[:, 0] = value[prefixes.group]
     values[prefixes.trajectory, prefixes.turn] = value[prefixes.node]
+    # group [1, 0, 1] -> start [0, 1, 3], members [1, 0, 2]: group 0 has trajectory 1, group 1 has 0 and 2
     start = np.searchsorted(np.sort(prefixes.group), np.arange(tree.num_groups + 1))
     members = np.argsort(prefixes.group, kind="stable")
     return TrieWorld(start, members, value[: tree.num_groups], Rollouts(num_turns, reward, values))

@@ -182,7 +182,7 @@ def _schedule(num_rows: int, train: TrainOptions) -> list[OptimiserStep]:
 
 
 def fit(run: Fit, out: str | Path, *, overwrite: bool = False) -> Iterator[FitStep]:
-    """Fit, yielding after every optimiser step; `out` appears after the last step.
+    """Fit the predictor, and yield after every optimiser step; `out` appears after the last step.
 
     Raises:
         TreepackError: `out` exists, a loss or gradient is not finite, memory is too small, or the disk fails.

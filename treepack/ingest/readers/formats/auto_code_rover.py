@@ -80,7 +80,7 @@ def _rounds(path: str) -> list[tuple[int, Path]]:
 
 
 def _num_shared(messages: list[dict[str, Any]], path: Path, *, start: int = 0) -> int:
-    """Count the first `messages` that equal the messages of the file at `path` from message `start`."""
+    """Count how many first `messages` equal those of the file at `path`, which is read from its message `start` on."""
     others = islice(read_records(str(path)), start, None)
     pairs = zip(messages, (record.value for record in others), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -78,7 +78,7 @@ def _read_row(record: Record, options: ReadOptions) -> Iterator[Trajectory | Ski
         kept["ground_truth"] = model.get("ground_truth")
     if kept.get("advantages") is not None:
         kept.pop("returns", None)
-    # Rewards are scores less the KL penalty, so only the first of these fields is the reward.
+    # Rewards are scores minus the KL penalty, so only the first of these fields is the reward.
     scores = [name for name in SCORES if kept.get(name) is not None]
     kept = without(kept, scores[1:])
     yield from tokens.read(replace(record, value=kept), options)
@@ -106,7 +106,7 @@ FORMAT = Format(
         advantages uid __num_turns__ data_source extra_info reward_model.ground_truth
     """.split(),
     dropped=(
-        "token_level_rewards if there are scores (they are the scores less the KL penalty)",
+        "token_level_rewards if there are scores (they are the scores minus the KL penalty)",
         "returns if there are advantages",
         "raw_prompt (text of the prompt ids)",
         "routed_experts",

@@ -292,7 +292,7 @@ class _Generator:
         return earned + np.cumsum(rate)[:-1] * tree.size - self.program.cost
 
     def _scale(self, profits: Float64, bits: int) -> int:
-        """Return a power of 2 such that sums of profits, times it and rounded, stay below 2**bits."""
+        """Return a power of 2 so that sums of profits, multiplied by it and rounded, stay below 2**bits."""
         highest = max(float(profits.clip(0).sum()), float(self.program.cost.max())) + 1
         return 1 << max(0, bits - 1 - math.frexp(highest)[1])
 

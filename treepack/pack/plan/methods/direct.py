@@ -68,7 +68,8 @@ def _variables(model: Any, tree: PlanTree) -> dict[tuple[int, int], Any]:
     The lowest leaf of a row and its ancestors share one variable, because the row contains all of them or none.
     """
     # The leaves below v are first[v] .. stop[v] - 1. Row r has leaves >= r only, so v can be in it if r < stop[v]. If
-    # also first[v] <= r, v is its lowest leaf or above it.
+    # also first[v] <= r, v is its lowest leaf or above it. A root 0 with the leaves 1 and 2: first [0, 0, 1],
+    # stop [2, 1, 2] -> row 0 may contain all three, row 1 the nodes 0 and 2, both with the variable used[1].
     first = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)).tolist()
     stop = np.searchsorted(tree.leaf, tree.end).tolist()
     used = [model.new_bool_var("") for _ in range(tree.num_leaves)]

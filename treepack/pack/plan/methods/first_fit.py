@@ -117,7 +117,7 @@ def _refresh(rows: Int32, block: Int64, load: Int64, most: int) -> None:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _first_with_room(load: Int64, size: int, most: Int64) -> int:
-    """Return the first row whose loads are all at most `most` int64 [limits]; there always is an empty row."""
+    """Return the first row whose loads are all at most `most` int64 [limits]; there is always an empty row."""
     # Each limit moves the row forward, until no limit moves it any more.
     row, agreed = 0, False
     while not agreed:

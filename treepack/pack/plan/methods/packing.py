@@ -1,8 +1,9 @@
 """The last step of the multi-path program as bin packing by CP-SAT, for roots with too many states to enumerate.
 
 Above the root there are no nodes, so only the number of rows matters, not the room left in them. Choose one state of
-every child, and put all traversals of the chosen states into rows, so that tokens of the states and rows together cost
-the minimum. Two traversals of the same child are never in the same row, because they would be one traversal.
+every child, and put all traversals of the chosen states into rows, so that the states and the
+rows together have the minimum number of tokens. Two traversals of the same child are never in the same row, because
+they would be one traversal.
 
     child 1   state {5, 3} or {9}         row 0  [5 . . 4 . .]        row 1  [3 . 7 . . . .]
     child 2   state {4, 7}

@@ -47,6 +47,7 @@ def fewest(tree: PlanTree, limits: Limits) -> tuple[Int64, Int64]:
     """
     tokens, fits = _tokens_of_sets(tree, limits)
     rows = _best_of_sets(np.ones_like(tokens), fits)[0]
+    # The leaves of node v are low[v] .. high[v] - 1: leaf [1, 2], end [3, 2, 3] -> low [0, 0, 1], high [2, 1, 2].
     low, high = np.searchsorted(tree.leaf, np.arange(tree.num_nodes)), np.searchsorted(tree.leaf, tree.end)
     min_tokens = tree.size.copy()
     for node in np.flatnonzero(high - low > 1).tolist():
@@ -79,7 +80,10 @@ def _tokens_of_sets(tree: PlanTree, limits: Limits) -> tuple[Int64, NDArray[np.b
 
 
 def _sum_of_sets(alone: Int64, common: Int64) -> Int64:
-    """Return the sum over the union of the paths of every set of leaves, int64 [2^leaves]."""
+    """Return the amount that each set of leaves uses, int64 [2^leaves].
+
+    Leaf a uses `alone[a]`. For a < b, `common[a, b]` of it also belongs to leaf b, and counts once.
+    """
     # highest[s - 1] is the highest leaf of set s, since the empty set has none: after leaf 1 it is [0, 1, 1]. Each leaf
     # doubles the sets: lengths [6, 9] that share 4 -> sums [0] -> [0, 6] -> [0, 6, 9, 11].
     sums = np.zeros(1, np.int64)

@@ -92,14 +92,14 @@ class _Level:
 
 
 class _Rounding(dict[int, int]):
-    """The room of a traversal, rounded down to the largest sum that can be added to it; computed once for each room."""
+    """A cache of rounded rooms: each room is rounded down to the largest sum of tokens that may still be added."""
 
     def __init__(self, sums: int | None) -> None:
         super().__init__()
         self.sums = sums
 
     def __missing__(self, left: int) -> int:
-        # sums {0, 3, 6} = 0b1001001, left 5: keep the bits 0 to 5 -> 0b001001, the highest is 3
+        # sums {0, 3, 6} = 0b1001001, left 5: keep the bits 0 to 5 -> 0b001001, whose highest bit is 3
         rounded = left if self.sums is None else (self.sums & ((2 << left) - 1)).bit_length() - 1
         self[left] = rounded
         return rounded
