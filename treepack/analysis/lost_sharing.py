@@ -151,10 +151,11 @@ def _meeting(parent: list[int], a: int, b: int) -> int:
 def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
     """Return the reasons for all tokens of `trie` and the causes of lost sharing, as plain values ready for JSON.
 
-    `laid_down` maps a reason to a number of tokens, in total N_tree: "first" of a group; "sampling", another answer;
-    "environment", another observation after the same actions; the "next call" of a rollout; a "longer prompt"; tokens
-    "behind" a loss, which come after it; and "lost". `lost` lists the causes of the latter, the costliest first,
-    each with its tokens, its number of partings and an example.
+    `laid_down` maps the reason why tokens are stored to their number; the sum is N_tree. The reasons are: "first" of a
+    group; "sampling", another answer; "environment", another observation after the same actions; the "next call" of a
+    rollout; a "longer prompt"; "lost", tokens that should have been shared; and "behind", the tokens that follow lost
+    ones. `lost` lists the causes of lost tokens, the costliest first, each with its tokens, its number of partings and
+    an example.
 
     Args:
         trie: the trie.

@@ -18,15 +18,15 @@ class StatsOptions:
 
     Attributes:
         build: how raw rollouts are read.
-        capacities: capacities to predict the packing for; empty for a quick forecast at usual ones.
+        capacities: capacities to plan rows and forecast for; empty for a quick forecast at usual ones.
         pack: method, effort and time limit of the plans for `capacities`; its other fields are not used.
         model: model of the forecast: a preset or a config.json.
         device: device of the forecast: a name or a rate in TFLOP/s.
-        check: verify files, invariants, and that rows give back their trie.
+        check: verify hashes, every invariant, and that rows contain all of their trie.
         trie: trie to check a packed directory against; None for the one it was packed from.
         effective_ratio: add the share of groups and prefixes with mixed outcomes (TRACE).
         predictions: file of predicted values, to add how well they rank groups and prefixes.
-        segment: after which tokens a prefix ends, for these two.
+        segment: end of a prefix, for `effective_ratio` and `predictions`.
     """
 
     build: BuildOptions = field(default_factory=BuildOptions)

@@ -2,8 +2,8 @@
 
     subtree_end   4 4 4 4 7 7 7 8        offsets   0 4 7 8        three chains
 
-Such a row needs no tree, so torch's own FlashAttention for sequences of different lengths takes it. `find_chains` runs
-once, when the schedule of a row is prepared; no layer repeats it.
+Such a row needs no tree attention, so torch's own FlashAttention for sequences of different lengths computes it.
+`find_chains` runs once, when the schedule of a row is prepared; no layer repeats it.
 
 In: query [B, H, T, D], key and value [B, H_kv, T, D], bfloat16 or float16 on a GPU. Under
 `torch.use_deterministic_algorithms` the backward is deterministic and slower; otherwise it sums dq in any order.

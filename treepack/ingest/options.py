@@ -16,12 +16,12 @@ SHARES = ("all", "group", "none")
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How to build a trie from rollouts; the fields are the options of `treepack build-trie`.
+    """Options of building a trie from rollouts: the options of `treepack build-trie`.
 
     Attributes:
         format: a name that `treepack formats` lists, or "auto" to recognise each file by its content.
         tokenizer: name or folder of the tokenizer whose chat template renders conversations.
-        tools: tool schemas for conversations that bring none.
+        tools: tool schemas for conversations that have none.
         expand: "trajectory" for one sample per conversation, "turns" for one per assistant turn.
         share: "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none"
             makes every trajectory a tree of its own.

@@ -31,7 +31,7 @@ NOTES = {"call": "tool call ids made stable", "uuid": "UUIDs made stable", "time
 
 
 def with_stable_ids(item: Trajectory) -> Trajectory:
-    """Replace the ids of a conversation, and note each kind of id; other content stays as it is, with a note."""
+    """Replace the ids of a conversation, and note each kind of id. Other content stays unchanged, with a note."""
     if not isinstance(item.content, Chat):
         return replace(item, notes=(*item.notes, "no conversation, ids not made stable"))
     messages, kinds = stable_messages(item.content.messages)

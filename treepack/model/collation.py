@@ -81,8 +81,8 @@ def _concatenate_terms(rows: Sequence[TermTensors], length: int) -> TermTensors:
         shift["tokens"] += length
         shift["index"] += len(terms.tokens)
         shift["trajectory"] += len(terms.group)
-        # Group codes are below the number of trajectories, so groups of two rows never get the same code. Equal groups
-        # of two rows get different codes too, which is correct: an objective compares trajectories of one row only.
+        # Group codes are below the number of trajectories, so groups of two rows never get the same code. A group
+        # with trajectories in two rows gets two codes. This is correct: an objective compares within one row only.
         shift["group"] += len(terms.group)
     tensors: dict[str, Any] = {name: None if values is None else torch.cat(values) for name, values in columns.items()}
     return TermTensors(**tensors)

@@ -204,7 +204,7 @@ def objective_loss(
     if objective.loss == "gspo":
         with torch.no_grad():
             log_ratios = _sequence_log_ratios(logprobs, terms, len(factors), chunk)
-    total = logprobs.sum(dtype=torch.float64) * 0  # attached, also for a row of padding without a term
+    total = logprobs.sum(dtype=torch.float64) * 0  # depends on `logprobs` even for a row of padding, which has no term
     sums = torch.zeros(len(_MEANS), dtype=torch.float64, device=logprobs.device)
     for part in _slices(terms, chunk):
         loss, part_sums = checkpoint(

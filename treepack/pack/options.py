@@ -23,7 +23,7 @@ MAX_BUDGET = 10**18  # sums of a few budgets still fit 64 bits
 
 @dataclass(frozen=True, slots=True)
 class PackOptions:
-    """How to pack a trie into rows; the fields are the options of `treepack pack`.
+    """Options of packing a trie into rows: the options of `treepack pack`.
 
     Attributes:
         capacity: maximum number of tokens in a row; None only if a plan file gives it.

@@ -30,7 +30,7 @@ class Packing:
     """A checked plan of a trie, ready to yield its rows.
 
     Attributes:
-        trie: the trie whose trajectories are planned; those that are too long are cut or left out.
+        trie: the trie whose trajectories are planned; trajectories that are too long are cut or left out.
         plan: the row of each trajectory of `trie`.
         totals: `trie_totals` and `packed_totals` together.
         counts: trajectories that were dropped or truncated.
@@ -56,7 +56,7 @@ class Packing:
 def plan_packing(trie: Trie, options: PackOptions, *, plan_file: PlanFile | None = None) -> Packing:
     """Plan the rows of `trie`; nothing is written.
 
-    The limits and the rows come from `plan_file` if it is given, else they are planned as `options` say.
+    The limits and the rows come from `plan_file` if it is given, else `options` defines how they are planned.
 
     Raises:
         TreepackError: neither a capacity nor a plan, a trajectory that is too long, or a plan that does not suit.

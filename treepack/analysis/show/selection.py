@@ -35,7 +35,7 @@ SAMPLE = re.compile(r"/(turn|part)-\d+")  # the suffix that tokenisation adds to
 
 @dataclass(frozen=True, slots=True)
 class SelectedGroup:
-    """A group of a trie: its tokens with each trajectory alone, and its tokens in a tree of this group alone."""
+    """A group of a trie: the tokens of its trajectories one by one, and of a tree that contains only this group."""
 
     group_id: str
     num_trajectories: int

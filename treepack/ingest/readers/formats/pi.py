@@ -9,8 +9,9 @@
 Entries form a tree by `parentId`. In version 1, which has no ids, each entry follows the entry before it. The prompt of
 an assistant message is its path from the root, or from the summary of the last compaction and the entries that the
 compaction kept. Calls that continue each other are joined, so a compaction or a branch starts a new trajectory.
-Summaries, and commands of the user, are in the prompt with a title of ours. The file contains neither the system
-prompt nor the tools. Interrupted and failed turns are neither trained nor read. A call after an image is left out.
+Summaries and commands of the user are in the prompt under a title that this reader adds. The file contains neither the
+system prompt nor the tools. Interrupted and failed turns are neither trained nor read. A call after an image is left
+out.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ def count(
 
     `tokens` and `times` int64 [nodes] are bounds that are already proven, `stop` the tokens from the root to the end of
     each node. A row that passes through node u has `left = capacity - stop[u]` tokens left for the nodes below u. If
-    these need D tokens, at least D / left rows pass through u. In addition, a row that continues to a child contains at
-    least the shortest path there. So at least as many rows pass through u as bins of size `left` are needed for the
-    rows of all children, where each row is as large as this path.
+    these need D tokens, at least D / left rows pass through u. A second bound comes from bin packing: the bins are the
+    rows through u, of size `left`. The items are the rows through each child; an item is as large as the shortest path
+    down from this child.
     """
     # The worked tree of docs/packing.md, capacity 12: below d (stop 8) are 5 tokens, 12 - 8 = 4 left -> 2 rows, and
     # 2 * 4 + 5 = 13 tokens. Below the prompt (stop 4): 2 + 7 + 13 = 22, 8 left -> 3 rows -> 3 * 4 + 22 = 34 tokens.

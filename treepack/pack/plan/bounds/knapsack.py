@@ -1,4 +1,4 @@
-"""The row of a tree with the highest profit, compiled: a knapsack in which a node can only be taken with its parent.
+"""The most profitable row of a tree, compiled: a knapsack in which a node can only be taken with its parent.
 
 Nodes are in depth-first order. `best[i][room]` is the maximum profit of nodes from i on, when the parent of i is taken:
 

@@ -1,4 +1,4 @@
-"""Improve a plan by tearing out neighbouring leaves and putting them back, compiled: ruin and recreate.
+"""Improve a plan by removing neighbouring leaves and inserting them again, compiled: ruin and recreate.
 
     rows of a tree --> tear strings of neighbouring leaves out of one to four rows
                    --> put each leaf back into the row that grows least

@@ -1,11 +1,11 @@
 """Drop states of a node that another state dominates, compiled.
 
-`traversals.py` explains states and traversals. State a dominates state b if it costs no more than b and each of its
-traversals can replace a different traversal of b that has no more room left:
+`traversals.py` explains states and traversals. State a dominates state b if a costs no more than b, and each traversal
+of a has a partner: a different traversal of b with at most as much room.
 
-    a  has left  5  9        b  has left  4  7  8        5 >= 4 and 9 >= 7: any plan with b is as good with a
+    rooms of a   5  9        rooms of b   4  7  8        5 >= 4 and 9 >= 7, so any plan with b is as good with a
 
-In a plan with b, put the traversals of a in the place of these, and remove the other traversals of b. Then no row gets
+In a plan with b, replace each partner by its traversal of a, and remove the other traversals of b. Then no row gets
 longer and no row is added, no ancestor is repeated in more rows, and all leaves below the node are still in rows. It is
 enough to try the traversals of b with the smallest rooms, in order. So with missing traversals of infinite room, a
 dominates b if a >= b in every place. States of only the first children of a node are compared in the same way.

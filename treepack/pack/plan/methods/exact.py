@@ -9,13 +9,13 @@ Bounds (`completion.py`) drop every partial plan that cannot stay within the tar
 2. Narrow runs keep only the cheapest states of each node. They nearly always find a better plan.
 3. Runs have targets between the bound and the best plan. A run without a plan raises the bound; the first run with a
    plan has found the best plan.
-4. If no target had a plan, the last run looks for a plan with fewer tokens, or as many tokens and fewer rows.
+4. If no target had a plan, the last run looks for a plan with fewer tokens, or with equal tokens and fewer rows.
 
 Traversals are bins, and there are two ways to pack them. At inner nodes the room left in each bin matters, and any
 packing can be the best one, so all packings are enumerated. At the root only the number of bins matters.
-There, the traversals of two children are matched. With more children, packings are enumerated while there are few
-states; with many, CP-SAT packs them (`packing.py`). States do not contain score pairs and loss terms. If the best plan
-for the capacity alone exceeds a budget, the problem becomes an integer program (`direct.py`).
+There, the traversals of two children are matched. With more children, packings are enumerated if there are few
+states; if there are many, CP-SAT packs them (`packing.py`). States do not contain score pairs and loss terms. If the
+best plan for the capacity alone exceeds a budget, the problem becomes an integer program (`direct.py`).
 """
 
 from __future__ import annotations
