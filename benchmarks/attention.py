@@ -134,7 +134,7 @@ def extra_memory(candidate: Candidate, lse_bytes: int) -> float:
 
 
 def rms_ratio(result: Tensor, expected: Tensor) -> float:
-    """Return RMS of the difference over RMS of `expected`, for the tokens that both have."""
+    """Return RMS of the difference divided by RMS of `expected`, over the tokens of both."""
     length = min(result.shape[2], expected.shape[2])
     a, b = result.detach()[:, :, :length], expected.detach()[:, :, :length]
     squares = [((x - y).float().norm(), y.float().norm()) for x, y in zip(a[0], b[0], strict=True)]  # by head

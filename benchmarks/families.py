@@ -1,4 +1,4 @@
-"""Packing problems without tokens: named families of trees, like those that agents and samplers make, and hard ones.
+"""Packing problems without tokens: named families of trees, like the trees of agents and samplers, and hard ones.
 
     (parent, size) --tree_of--> PlanTree, ... --forest_of_trees--> PlanForest --trie_of--> Trie whose tokens are all 0
 

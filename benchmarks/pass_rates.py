@@ -1,14 +1,14 @@
-"""Pass rates of many queries: seconds of `treepack select` and its state, and how good the queries are it selects.
+"""Pass rates of many queries: seconds of `treepack select` and its state, and true pass rates of selected queries.
 
     python benchmarks/pass_rates.py [--queries 1000000] [--workers 1]
 
 The timed pool has one original query in ten; twelve training steps have rolled out a fifth of it eight times each.
 
 Then 30 steps roll out 64 queries eight times each, of 500 original queries whose true log-odds are drawn from the model
-of `rl/pass_rates.py` and go 0.1 a step in either direction. In the growing pool, every original query that passed at a
-step, or whose augmented one did, gets a new augmented query; in the fixed pool, none does. Queries are selected at
-random, by the share of successes remembered (0.5 where there is none), or by `treepack select`; printed is what the
-true pass rates were in the last 20 steps.
+of `rl/pros/pass_rates.py` and change by a deviation of 0.1 a step. In the growing pool, every original query that
+passed at a step, or whose augmented query did, gets a new augmented query; in the fixed pool, none does. Queries are
+selected at random, by the remembered share of successes (0.5 if there is none), or by `treepack select`. The benchmark
+prints the true pass rates of the last 20 steps.
 """
 
 from __future__ import annotations

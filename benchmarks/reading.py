@@ -2,13 +2,13 @@
 
     python benchmarks/reading.py [--kind heavy|little|chat] [--gigabytes N] [--workers 1,2] [--folder DIR]
 
-Makes JSONL of made-up rollouts of 8,192 to 32,768 tokens, in groups of 16, each but the first of a group forking off an
-earlier one: at 92 to 100 % of its length (heavy: about nine tokens in ten are repeats) or at 0 to 20 % (little: one
-in ten); or conversations of ten turns of made-up text under two system prompts, for sample_data/tokenizer (chat). Runs
-`treepack build-trie` on it once for each number of workers, and compares what they wrote.
+Makes JSONL of made-up rollouts of 8,192 to 32,768 tokens, in groups of 16. Each except the first of a group branches
+off an earlier one: at 92 to 100 % of its length (heavy: about nine tokens in ten are repeats) or at 0 to 20 % (little:
+one in ten); or conversations of ten turns of made-up text under two system prompts, for sample_data/tokenizer (chat).
+Runs `treepack build-trie` on it once for each number of workers, and compares the outputs.
 
-Memory is the sum over the process and its workers of what /proc says they have in memory (Linux), every 50 ms: pages
-that several of them share, as those of libraries, are counted for each. "of its own" leaves out pages of files.
+Memory is the resident memory that /proc lists (Linux), summed over the process and its workers every 50 ms. Pages that
+several of them share, for example of libraries, are counted for each. "of its own" leaves out pages of files.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def make(path: Path, kind: str, size: int) -> None:
 
 
 def in_memory(pid: int) -> tuple[int, int]:
-    """Bytes in memory of a process and all below it, and those of them that are no pages of files."""
+    """Bytes in memory of a process and all its descendants, and the bytes without pages of files."""
     whole = private = 0
     waiting = [pid]
     while waiting:

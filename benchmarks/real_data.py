@@ -2,8 +2,8 @@
 
     python benchmarks/real_data.py --source NAME=PATH [--source ...] [--tools NAME=FILE ...] [--steps 20]
 
-First a byte-level BPE of 16,384 entries is trained on the text of all sources, so that token counts are those of a
-tokenizer that knows the text; its chat template is the sample data's. Then, for whole trajectories and for turns:
+First a byte-level BPE of 16,384 entries is trained on the text of all sources, so that the tokenizer
+fits the text; its chat template is the sample data's. Then, for whole trajectories and for turns:
 build-trie, pack at 8192 and 32768 (longer trajectories truncated, and counted), stats --check, and some steps of a tiny
 Qwen3 on the CPU. Prints one Markdown row each. Needs the development install.
 """

@@ -5,9 +5,9 @@
 
 First a small model is trained in every way that several ranks offer: sharded, with layers compiled and recomputed,
 gathered in bfloat16, offloaded to the CPU, stopped and resumed with another number of ranks. Each curve of losses must
-be that of one GPU. Then the model itself, with compiled layers, recomputation and AdamW: seconds of a step (median
-without the first), speed-up over one GPU, peak memory of the first rank, and how long saving a checkpoint holds
-training up (first and second save) and takes in all, on the largest number of GPUs.
+equal the curve of one GPU. Then the model itself, with compiled layers, recomputation and AdamW: seconds of a step
+(median without the first), speed-up over one GPU, peak memory of the first rank, and the seconds for which a checkpoint
+interrupts training (first and second save) and takes in total, on the largest number of GPUs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def start(arguments: argparse.Namespace, size: int) -> None:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """What each process does."""
+    """The program of each process."""
     device = find_device("cpu" if arguments.dry_run else "cuda")
     ranks = join_ranks(device)
     base = {"device": device.type, "lr": 1e-3, "rows_per_step": 5, "steps": 3, "checkpoint_every": 0, "dtype": "bf16"}
@@ -159,7 +159,7 @@ def timed(arguments: argparse.Namespace, ranks: Any, device: torch.device, field
 
 
 def saved(arguments: argparse.Namespace, ranks: Ranks, model: Any, optimiser: Any) -> tuple[list[float], float]:
-    """Seconds that each of two saves holds training up, and that the second takes in all."""
+    """Seconds for which each of two saves interrupts training, and seconds of the second save in total."""
     checkpoints = Checkpoints(arguments.folder / "checkpoints", keep=1)
     holds: list[float] = []
     for step in (1, 2):
@@ -203,7 +203,7 @@ def show_times(arguments: argparse.Namespace) -> None:
     """The table of the model itself."""
     print(f"\n{arguments.model}, {arguments.rows_per_step} rows of {arguments.packed.name} per step")
     print(
-        "| GPUs | step, s | speed-up | of ideal | waiting for rows | GiB on rank 0 | save holds, s | in all | losses |"
+        "| GPUs | step, s | speed-up | of ideal | waiting for rows | GiB on rank 0 | save holds, s | total | losses |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     first = None

@@ -5,13 +5,13 @@
     python benchmarks/train_step.py --dry-run      a tiny model and tiny rows on the CPU
 
 Both ways train the same random model on the same tokens through the trainer's own code: the same compiled layers under
-the same checkpointing and autocast, the same loss, AdamW. Flat, every root-to-leaf path is a sequence of its own;
-sequences share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 where it
-is installed, else torch's. The two losses must agree, or the run fails.
+the same checkpointing and autocast, the same loss, AdamW. Flat, every root-to-leaf path is a separate sequence.
+Sequences share rows of at most `--flat-row` tokens and attend through varlen FlashAttention: FlashAttention-4 if it is
+installed, else torch's. The two losses must agree, or the run fails.
 
-ideal        floating-point operations flat over those of the tree, of the rows that are measured (analysis.model_cost)
+ideal        floating-point operations of the measured rows, flat over tree (analysis.model_cost)
 efficiency   measured speed-up over the ideal one
-forecast     the speed-up that `treepack stats` foretells: of a packed directory, from all of its rows
+forecast     the speed-up that `treepack stats` forecasts; for a packed directory, from all of its rows
 measured/f.  measured speed-up over the forecast
 MFU          operations of forward and backward, nothing recomputed counted, per second, over the machine's measured
              rate of 8192 x 8192 x 8192 bfloat16 products
@@ -73,7 +73,7 @@ class Result:
 
     @property
     def speedup(self) -> float:
-        """How many times faster the tree is."""
+        """Seconds of flat training divided by the seconds of the tree."""
         return self.flat / self.tree
 
 
@@ -141,7 +141,7 @@ def packed_rows(path: Path, count: int, shape: ModelShape) -> tuple[list[Batch],
 
 
 def speedup(line: Line, shape: ModelShape) -> float:
-    """Operations flat over those of the rows."""
+    """Operations of flat training divided by the operations of the rows."""
     return operations(shape, line.flat) / operations(shape, line.packed)
 
 
@@ -218,7 +218,7 @@ def as_chains(loaded: LoadedModel, row: Batch) -> Batch:
 
 
 def work_of(rows: list[Batch]) -> FlopCount:
-    """What rows hold, whether trees or sequences."""
+    """The work of rows of trees or of separate sequences."""
     return counted_rows(rows).packed
 
 

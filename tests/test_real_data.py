@@ -1,4 +1,4 @@
-"""Real rollouts, where they lie beside the checkout: read, packed, proven, and as alike as measured before."""
+"""Real rollouts, if they are beside the checkout: read, packed, checked, with the sharing measured before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of children: tile counts are those of the attention mask, and no order loses or changes a trajectory."""
+"""The order of children: tile counts equal a count over the attention mask, and no order changes a trajectory."""
 
 from __future__ import annotations
 

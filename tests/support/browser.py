@@ -24,7 +24,7 @@ PATIENCE = 60  # seconds, for machines that are busy
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[WebDriver]:
-    """A browser with an empty `profile`; the test is skipped, with a warning, where none is installed."""
+    """A browser with an empty `profile`; if none is installed, the test is skipped with a warning."""
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
         missing = "Chromium or its driver is not installed, so pages are not tested: apt-get install chromium-driver"

@@ -1,4 +1,4 @@
-"""What the checkpoint tests run in processes of their own: training runs, of one rank or several, and savers to kill.
+"""Programs of the checkpoint tests, each in its own process: training runs of one or several ranks, and savers to kill.
 
 in_processes   run a function in N fresh processes, joined by gloo if there are several
 train          updates of a tiny model whose data comes from the generators of random numbers
@@ -105,7 +105,7 @@ def update(model: Any, optimiser: torch.optim.Optimizer) -> None:
 
 
 def train(directory: Path, out: Path, updates: int, save_at: int, tied: bool) -> None:
-    """Go on from the latest checkpoint, or begin; make `updates` in all, save at `save_at`; snapshot to `out`."""
+    """Start, or continue from the latest checkpoint, up to `updates`; save at `save_at`; snapshot to `out`."""
     model, optimiser = tiny(tied=tied)
     seed()
     checkpoints = Checkpoints(directory)
@@ -189,7 +189,7 @@ def ranks_that_look(directory: Path, note: str) -> None:
 
 
 def save_in_little_space(directory: Path, num_bytes: int) -> None:
-    """Save step 2 where no file may grow beyond `num_bytes`."""
+    """Save step 2 while no file may be larger than `num_bytes`."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
     checkpoints = Checkpoints(directory)

@@ -1,4 +1,4 @@
-"""What a run of the installed `treepack` command gives back, for tests that take the fixture `treepack`."""
+"""The result of a run of the installed `treepack` command, for tests with the fixture `treepack`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """Exit status and what was written."""
+    """Exit status and output."""
 
     status: int
     out: str

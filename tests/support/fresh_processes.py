@@ -1,6 +1,6 @@
-"""Fresh processes that start in no time: a server that has the slow imports behind it forks each of them.
+"""Fresh processes that start at once: a server, which did the slow imports before, forks each of them.
 
-To import torch and transformers takes seconds of a core, which the server spends once for all the tests of a process.
+The import of torch and transformers takes seconds of a core. The server does it once for all tests of a process.
 
 PROCESSES    multiprocessing's context of that server
 run_command  the command line, as the function of such a process

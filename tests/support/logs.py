@@ -1,4 +1,4 @@
-"""What the tests of readers of logs share: records made of values, conversations picked out, real files if present."""
+"""Helpers of the tests of log readers: records from values, conversations among items, real files if present."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Read = Callable[[Record, ReadOptions], Iterator[Trajectory | Skipped]]
 
 
 def real(name: str) -> Path:
-    """The real rollouts called `name`; where there are none, the test is skipped."""
+    """The folder of the real rollouts `name`; if it is missing, the test is skipped."""
     path = REAL / name
     if not path.exists():
         pytest.skip(f"no real rollouts at {path}")
@@ -24,7 +24,7 @@ def real(name: str) -> Path:
 
 
 def read_value(read: Read, value: dict[str, Any], path: str = "runs/one/log.json") -> list[Trajectory | Skipped]:
-    """What `read` makes of a file at `path` that holds the document `value`; the file need not exist."""
+    """The result of `read` for a file at `path` with the document `value`; the file need not exist."""
     return list(read(Record(path, path, value), ReadOptions()))
 
 
@@ -34,7 +34,7 @@ def chats(items: Iterable[Trajectory | Skipped]) -> list[tuple[Trajectory, Chat]
 
 
 def reasons(items: Iterable[Trajectory | Skipped]) -> list[str]:
-    """Why what was skipped was skipped."""
+    """The reasons of the skipped items."""
     return [item.reason for item in items if isinstance(item, Skipped)]
 
 

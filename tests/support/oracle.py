@@ -1,9 +1,9 @@
 """Slow, obvious twins of the data half, written from the definitions and sharing no code with it.
 
 dict_trie     one Python dict per token
-visible       which tokens a token may see, by chasing parents
+visible       the tokens that a token may see, by chasing parents
 union_tokens  tokens of the union of some root-to-end paths, as a set of prefixes
-best_plan     the least total of rows, by trying every assignment
+best_plan     the minimum total of rows, by trying every assignment
 unique_names  ids made unique, one after the other
 best_fit_decreasing   rows that the heuristic of that name opens
 """
@@ -74,7 +74,7 @@ def best_plan(sequences: Sequence[Path], capacity: int) -> tuple[int, int]:
 
 
 def unique_names(names: Sequence[str], sources: Sequence[str]) -> list[str]:
-    """`names`, repeated ones with their source and, where that is taken, the next free number."""
+    """`names`; repeated ones get their source and, if that name is taken too, the next free number."""
     counts = Counter(names)
     result = [name if counts[name] == 1 else f"{name}@{source}" for name, source in zip(names, sources, strict=True)]
     taken: set[str] = set()

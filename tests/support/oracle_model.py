@@ -134,7 +134,7 @@ def alone(model: Any, samples: Sequence[Sample]) -> tuple[Tensor, dict[str, Tens
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """Gradient of every parameter, zero where none arrived."""
+    """Gradient of every parameter, zero for a parameter without one."""
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()
     }

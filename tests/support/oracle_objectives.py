@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollout:
-    """Token ids, and per token its loss weight (0 where it is not trained), advantage and log-probabilities."""
+    """Token ids, and per token its loss weight (0 if it is not trained), advantage and log-probabilities."""
 
     tokens: list[int]
     weights: list[float]

@@ -19,7 +19,7 @@ Node = tuple[Hashable, ...]
 
 @dataclass(frozen=True)
 class Rollout:
-    """`cuts` are the token offsets where its segments start, ascending, at least one; what is before is the root's."""
+    """`cuts`: token offsets where its segments start, ascending, at least one; the tokens before are the root's."""
 
     tokens: list[int]
     cuts: list[int]
@@ -52,7 +52,7 @@ def over(value: float, deviation: float) -> float:
 
 
 def branch_cuts(rollouts: list[Rollout]) -> list[list[int]]:
-    """Where each rollout parts from another of its group while both go on; 0 for all where first tokens differ."""
+    """Offsets at which each rollout differs from another of its group inside both; 0 for all if first tokens differ."""
     result = []
     for a in rollouts:
         cuts = set()

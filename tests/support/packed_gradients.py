@@ -1,4 +1,4 @@
-"""Gradients of packed rows, and the comparison with those of trajectories alone."""
+"""Gradients of packed rows, and the comparison with gradients of trajectories alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of a test of several ranks does: `train_over` trains every case, all ranks together.
+"""The program of each process of a test of several ranks: `train_over` trains every case, all ranks together.
 
 Processes meet through a file, so no port is needed; they are started once for many cases.
 """
@@ -29,7 +29,7 @@ CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
 class Case:
     """A training run in the directory `out`, by default one named after it; `changes` are to the options `CPU`.
 
-    It is resumed if it can be, and told to stop after the step `until`.
+    It is resumed if possible, and stops after the step `until`.
     """
 
     name: str
@@ -45,7 +45,7 @@ def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str
     """Train each case over `size` ranks, 0 for this process without a group, into folder/size.
 
     Returns:
-        for each name: `out`, `records` of the steps with the number of `graphs` compiled so far, full `gradients` of
+        of each name: `out`, `records` of the steps with the number of `graphs` compiled so far, full `gradients` of
         the last step, `notes`.
     """
     out = folder / str(size)

@@ -1,4 +1,4 @@
-"""Hypothesis generators of what breaks trees: shared prefixes, duplicates, prefixes of each other, single tokens."""
+"""Hypothesis generators of hard trees: shared prefixes, duplicates, prefixes of each other, single tokens."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def trajectories(draw: st.DrawFn, *, max_count: int = 8, max_length: int = 9, st
 
 
 def tree_of(nested: Nested, terms: list[int] | None = None) -> PlanTree:
-    """The `PlanTree` of nested sizes, e.g. `(3, [(1, []), (2, [])])`; every leaf has one loss term unless told."""
+    """The `PlanTree` of nested sizes, e.g. `(3, [(1, []), (2, [])])`; without `terms`, every leaf has one loss term."""
     size: list[int] = []
     depth: list[int] = []
     parent: list[int] = []

@@ -48,7 +48,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Calls each of whose prompts begins with the whole call before it; `deltas` are what is new in each prompt."""
+    """Calls each of whose prompts begins with the whole call before it; `deltas` are the new tokens of each prompt."""
 
     deltas: list[list[int]]
     responses: list[list[int]]
@@ -64,7 +64,7 @@ class Conversation:
         return result
 
     def expected(self, reward: float | None) -> tuple[list[int], list[int], list[float], float | None]:
-        """What `back` gives for the one trajectory that the calls are."""
+        """The result of `back` for the one trajectory of these calls."""
         starts = [len(prompt) for prompt in self.prompts]
         trained = [start + i for start, reply in zip(starts, self.responses, strict=True) for i in range(len(reply))]
         logprobs = [each for values in self.logprobs for each in values]

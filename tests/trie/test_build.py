@@ -26,7 +26,7 @@ def content(trajectory: Trajectory) -> Tokens:
 
 
 def as_values(trajectory: Trajectory) -> dict[str, object]:
-    """Everything a trajectory says, comparable."""
+    """All fields of a trajectory, as values that can be compared."""
     tokens = content(trajectory)
     arrays = {name: getattr(tokens, name) for name in Tokens.__slots__}
     lists = {name: None if array is None else array.tolist() for name, array in arrays.items()}

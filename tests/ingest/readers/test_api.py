@@ -1,4 +1,4 @@
-"""Calls of chat-completions and Responses APIs as logs hold them: what is joined, what is a group, what is skipped."""
+"""Calls of chat-completions and Responses APIs in logs: joined calls, groups, and skipped records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a rollout: which become one trajectory, what is trained of each, and what they are called."""
+"""Calls of a rollout: the calls that become one trajectory, the tokens that they train, and their names."""
 
 from __future__ import annotations
 

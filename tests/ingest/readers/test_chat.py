@@ -1,4 +1,4 @@
-"""Conversations: what is normalised, what is trained, and what is refused in which words."""
+"""Conversations: normalised messages, trained messages, and errors."""
 
 from __future__ import annotations
 

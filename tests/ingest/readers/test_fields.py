@@ -1,4 +1,4 @@
-"""What every record may say besides its content: rewards, ids, groups, steps, weights, metadata."""
+"""Fields that every record may have besides its content: rewards, ids, groups, steps, weights, metadata."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def replaced(value: Any, place: Place, other: Any) -> Any:
 
 
 def reading(name: str, records: list[Record]) -> str | None:
-    """Why `records` are refused by the reader of format `name`; None if they are read."""
+    """The error of the reader of format `name` for `records`; None if it reads them."""
     try:
         items = list(FORMAT_OF_NAME[name].trajectories(records, ReadOptions(shapes=True)))
     except TreepackError as error:

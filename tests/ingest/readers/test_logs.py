@@ -1,4 +1,4 @@
-"""Logs of agents, one conversation per run: made-up ones, and real ones where they lie beside the checkout."""
+"""Logs of agents, one conversation per run: made-up ones, and real ones if they are beside the checkout."""
 
 from __future__ import annotations
 

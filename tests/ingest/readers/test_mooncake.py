@@ -1,4 +1,4 @@
-"""Traces of lengths and block hashes: what their stand-ins share, and where they are refused."""
+"""Traces of lengths and block hashes: the sharing of their placeholder tokens, and the commands that refuse them."""
 
 from __future__ import annotations
 

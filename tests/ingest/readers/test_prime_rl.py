@@ -23,7 +23,7 @@ def read(value: dict[str, Any]) -> list[Trajectory]:
 
 
 def columns(rollout: Rollout) -> dict[str, list[Any]]:
-    """What prime-rl keeps of each token, over the whole sequence."""
+    """The columns of prime-rl, with one value per token of the whole sequence."""
     before = len(rollout.prompt)
     return {
         "ids": rollout.ids,

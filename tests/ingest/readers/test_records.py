@@ -1,4 +1,4 @@
-"""Inputs to raw records: what is found, how files are told apart, and what is refused in which words."""
+"""Inputs to raw records: the search for files, the detection of their formats, and the errors."""
 
 from __future__ import annotations
 

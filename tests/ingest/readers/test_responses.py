@@ -1,4 +1,4 @@
-"""Items of the Responses API, and what is made of them: NeMo Gym's rollouts, and logs of the API itself."""
+"""Items of the Responses API and their trajectories: NeMo Gym's rollouts, and logs of the API itself."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def read_pi(*entries: dict[str, Any], **header: Any) -> list[Trajectory | Skippe
 
 
 def said_in(items: list[Trajectory | Skipped]) -> dict[str, str]:
-    """What each trajectory says, in letters: small ones are not trained."""
+    """The texts of each trajectory as letters; small letters are not trained."""
     return {
         item.trajectory_id: "".join(words.upper() if weight else words.lower() for _, words, weight in turns(content))
         for item, content in chats(items)
@@ -128,7 +128,7 @@ def test_what_the_user_ran_and_what_an_extension_said_is_in_the_prompt_of_a_pi_s
 
 @st.composite
 def pi_trees(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Entries whose text is their name, each behind any earlier one or none; compactions keep from any of their way."""
+    """Entries whose text is their name. Each has any earlier entry or no parent; a compaction keeps any suffix."""
     entries: list[dict[str, Any]] = []
     for number in range(draw(st.integers(1, 12))):
         name, kind = f"<{number}>", draw(st.sampled_from(["user", "assistant", "assistant", "compaction"]))
@@ -148,7 +148,7 @@ def way_to(entries: list[dict[str, Any]], name: str | None) -> list[dict[str, An
 
 
 def prompt_of(entries: list[dict[str, Any]], name: str | None) -> list[str]:
-    """What a reply to the entry called `name` was given, by names; a summary by that of its compaction."""
+    """The prompt of a reply to the entry `name`, as names; a summary has the name of its compaction."""
     way = way_to(entries, name)
     if not way:
         return []

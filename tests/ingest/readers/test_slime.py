@@ -98,7 +98,7 @@ def test_a_file_of_torch_reads_like_the_json_that_holds_the_same(tmp_path: Path)
 
 
 class Foreign:
-    """What a safe load must refuse."""
+    """A value that a safe load must refuse."""
 
 
 def test_a_file_of_torch_that_holds_code_is_refused() -> None:

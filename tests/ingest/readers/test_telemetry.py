@@ -1,4 +1,4 @@
-"""Telemetry of LLM calls: OpenTelemetry spans and LangSmith runs; which are calls, and what they say of a rollout."""
+"""Telemetry of LLM calls: OpenTelemetry spans and LangSmith runs; the calls among them, and the fields of a rollout."""
 
 from __future__ import annotations
 

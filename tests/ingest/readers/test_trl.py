@@ -1,4 +1,4 @@
-"""TRL: preference pairs, labels, packed rows, and what its GRPO trainers keep."""
+"""TRL: preference pairs, labels, packed rows, and the samples that its GRPO trainers keep."""
 
 from __future__ import annotations
 
