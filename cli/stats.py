@@ -34,9 +34,9 @@ class Capacities(click.ParamType[tuple[int, ...]]):
         except ValueError:
             self.fail(f"{value!r} is not a list of integers such as 8192,32768", param, ctx)
         if min(numbers) < 1:
-            self.fail(f"{value!r} holds a number below 1", param, ctx)
+            self.fail(f"{value!r} contains a number below 1", param, ctx)
         if max(numbers) > MAX_CAPACITY:
-            self.fail(f"{value!r} holds a number above {MAX_CAPACITY}", param, ctx)
+            self.fail(f"{value!r} contains a number above {MAX_CAPACITY}", param, ctx)
         return numbers
 
 

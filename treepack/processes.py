@@ -206,7 +206,7 @@ def _serve(connection: Connection, prepare: Any, job: Any) -> None:
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     pieces: SimpleQueue[Any] = SimpleQueue()
     # A thread receives, for two reasons. With large pieces and results, each side would otherwise block in `send` until
-    # the other side receives. And the thread notices the end of the other side in the middle of a piece.
+    # the other side receives. The second reason: the thread notices during a piece that the other side has ended.
     Thread(target=_receive, args=(connection, pieces), daemon=True).start()
     work = None
     while True:

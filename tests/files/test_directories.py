@@ -256,7 +256,7 @@ def test_missing_part_is_named(packed: Path) -> None:
 def test_truncated_part_is_named(packed: Path) -> None:
     path = packed / "part-00000.parquet"
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(TreepackError, match=r"part-00000\.parquet: has \d+ bytes, its manifest says \d+"):
+    with pytest.raises(TreepackError, match=r"part-00000\.parquet: has \d+ bytes, its manifest lists \d+"):
         list(read_rows(packed))
 
 

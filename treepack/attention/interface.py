@@ -4,10 +4,10 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="treepack_auto")
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
-A model passes its keyword arguments to the attention function of every layer. `subtree_end`, the `schedule` that
-`dispatch.prepare` made from it, the `autograd.Kept` of a forward pass under checkpointing, and the list `record` of a
-probe travel that way, and the model builds no mask of its own. Every other request of a model is refused, not ignored,
-because a missing bias gives a wrong gradient and no error.
+A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
+`subtree_end`, the `schedule` that `dispatch.prepare` made from it, the `autograd.Kept` of a forward pass under
+checkpointing, and the list `record` of a probe. The model builds no mask of its own. Every other request of a model is
+refused, not ignored, because a missing bias gives a wrong gradient and no error.
 """
 
 from __future__ import annotations

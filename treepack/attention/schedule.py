@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 
 GRANULE = 32  # at the start and end of a branch, parts of 32 keys instead of 128 are computed without use
 QUERY_BLOCK = 128  # two wgmma products of 64 rows
-KEY_BLOCK = 128
+KEY_BLOCK = 128  # four granules, the keys of one program of dk and dv
 QUERY_TILE = 64  # the query ranges of key blocks begin and end at multiples of it
 # Granules that straddle nodes get key blocks of their own if at least this many (4 blocks of them) end together.
 MIN_STRADDLING = 16

@@ -241,4 +241,4 @@ def check_size(directory: Location, entry: FileEntry) -> None:
     if size is None:
         raise TreepackError(f"{path}: is missing; write {directory} again")
     if size != entry["bytes"]:
-        raise TreepackError(f"{path}: has {size} bytes, its manifest says {entry['bytes']}; write it again")
+        raise TreepackError(f"{path}: has {size} bytes, its manifest lists {entry['bytes']}; write it again")

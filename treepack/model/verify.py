@@ -225,6 +225,7 @@ def _relative_errors(
 ) -> dict[str, float]:
     norms = {name: float(gradient.double().norm()) for name, gradient in expected.items()}
     min_norm = min_norm_share * sum(norm**2 for norm in norms.values()) ** 0.5
+    # 1e-300 avoids 0 / 0 if all gradients are 0.
     return {
         name: float((gradients[name].double() - gradient.double()).norm()) / max(norms[name], min_norm, 1e-300)
         for name, gradient in expected.items()

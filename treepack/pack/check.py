@@ -72,6 +72,7 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
     known = (terms.trajectory >= 0) & (terms.trajectory < len(row.trajectory_ids))
     if len(sizes) != 1 or not inside.all() or not known.all():
         raise TreepackError(f"row {row.row_id}: its terms point outside the row; pack the trie again")
+    # The sums add up in another order than those of the packer: rounding of float64, 1e-16 for each of up to 1e4 terms.
     sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens)
     _expect(row, "term_weight", np.isclose(sums, row.loss_weight, rtol=1e-12, atol=0))
 
@@ -150,10 +151,11 @@ def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
     Raises:
         TreepackError: naming the total.
     """
+    # Ratios of another program may differ by rounding.
     for name, value in counted.items():
         recorded = stored.get(name)
         if not isinstance(recorded, int | float) or not math.isclose(recorded, value, rel_tol=1e-9, abs_tol=1e-12):
-            raise TreepackError(f"the files give {name} = {value}, the manifest says {recorded}; write it again")
+            raise TreepackError(f"the files give {name} = {value}, the manifest lists {recorded}; write it again")
 
 
 class _Expected:

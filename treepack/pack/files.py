@@ -148,6 +148,7 @@ def row_of_table(table: pa.Table, i: int) -> Row:
         terms = RowTerms(**columns)
     derived = {name: values.pop(name) for name in ("num_tokens", "num_pairs", "total_weight")}
     row = Row(terms=terms, **{name: values[name] for name in schema.ROWS.names if name not in derived})
+    # total_weight is a sum of float64, so a file of another program may differ by rounding.
     for name, stored in derived.items():
         if not math.isclose(stored, getattr(row, name), rel_tol=1e-9):
             raise TreepackError(

@@ -107,7 +107,7 @@ def report(
 def _is_report(path: Path) -> bool:
     """Return whether an earlier report wrote the file; an empty one counts too."""
     with path.open("rb") as file:
-        head = file.read(1024)
+        head = file.read(1024)  # the mark of a page is in its first lines
     return (path.suffix == ".png" and head.startswith(b"\x89PNG")) or MARK.encode() in head or not head
 
 

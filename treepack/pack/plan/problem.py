@@ -131,7 +131,7 @@ class PlanForest:
     """All trees of a trie in the arrays of one `PlanTree`, and the leaf of each trajectory.
 
     Tree i is the nodes `node_start[i] .. node_start[i + 1] - 1`, and the same with `leaf_start` for its leaves.
-    `leaf_of` int64 [num_trajectories] is the leaf, counted over all trees, whose row each trajectory goes to.
+    Trajectory i goes to the row of the leaf `leaf_of[i]`, counted over all trees; int64 [num_trajectories].
     """
 
     joined: PlanTree

@@ -60,6 +60,7 @@ class MarkovWorld:
             raise TreepackError(f"max_turns is {self.max_turns}; expected 2 or more, else there is no prefix")
         if not 0 < self.success < 1:
             raise TreepackError(f"success is {self.success}; expected a mean chance between 0 and 1")
+        # So that p v, a parameter of the beta distribution, is positive also at `MIN_CHANCE`.
         for name in ("spread", "persistence"):
             if not 1e-6 <= getattr(self, name) < float("inf"):
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected a number of at least 1e-6")

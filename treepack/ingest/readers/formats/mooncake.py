@@ -25,7 +25,7 @@ from treepack.ingest.readers.format import ANY, ARRAY, Format
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Int32, Skipped, Tokens, Trajectory, as_token_ids
 
-BLOCKS = (512, 16)
+BLOCKS = (512, 16)  # tokens of a block in the two published traces; Mooncake's is tried first
 FIRST_OWN_ID = 1 << 30  # hash ids are below it; the ids of outputs fill the rest of the positive int32 values
 MAX_LENGTH = 1 << 24  # tokens: more than any known context, so a larger length is an error in the file
 USED = frozenset({"input_length", "output_length", "hash_ids"})

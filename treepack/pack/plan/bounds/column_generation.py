@@ -269,7 +269,7 @@ class _Generator:
 
     def _fill(self, profits: Float64) -> int:
         """Fill the table with `profits` times a scale, and return the scale."""
-        scale = self._scale(profits, 30)
+        scale = self._scale(profits, 30)  # sums fit the int32 of the table
         fill_table(self.sizes, np.rint(profits * scale).astype(np.int32), self.program.tree.end, self.table)
         return scale
 
@@ -300,7 +300,7 @@ class _Generator:
         """Return the best bound, computed again in integers and whole tokens, so that it is proven."""
         program, spent = self.program, self.spent
         tree, prices = program.tree, self.best_prices
-        scale = self._scale(self._profits(prices), 52)
+        scale = self._scale(self._profits(prices), 52)  # float64 is exact for integers below 2**53
         # Any prices >= 0 prove a bound, so rounding them down is allowed. From here on all numbers are exact.
         passed = np.floor(prices[: len(self.passed)] * scale).astype(np.int64)
         per_token = np.floor(prices[len(self.passed) :] / self.unit_of * scale).astype(np.int64)

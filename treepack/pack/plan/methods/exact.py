@@ -37,7 +37,7 @@ MAX_LEAVES = 500  # of trees that are searched; bounds need leaves * nodes of me
 MAX_LEAVES_WITH_BUDGETS = 60  # the same for integer programs, which have leaves * nodes variables
 _NARROW_WIDTHS = (8, 64)  # states per node of the narrow runs
 _TARGETS = (0.0, 0.125, 0.5)  # shares of the way from the bound to the best plan: bound 100, best 108 -> 100, 101, 104
-_ALL_STATES = 1 << 50
+_ALL_STATES = 1 << 50  # a width that no node reaches
 
 
 def exact(tree: PlanTree, limits: Limits, search: Search) -> Solution:

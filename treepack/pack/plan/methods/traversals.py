@@ -126,7 +126,7 @@ class TraversalProgram:
         self.sums = Sums(shape)
         self.exhaustive = True
         self.num_states = 0
-        self.excess = 1 << 50
+        self.excess = 1 << 50  # no plan outside the target has been dropped yet
         self.steps: list[list[dict[Rooms, tuple[int, Step]]]] = [[] for _ in shape.size]
         self.roundings: list[list[_Rounding]] = [[] for _ in shape.size]
         self.states: list[list[State]] = [[] for _ in shape.size]
@@ -254,7 +254,7 @@ class TraversalProgram:
                 )
                 for result, places in placements:
                     work += 1
-                    if work > 1000:
+                    if work > 1000:  # the clock is read once for 1000 placements
                         self.budget.spend(work)
                         work = 0
                     # The room used so far must leave enough room for the later children.
