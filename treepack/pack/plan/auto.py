@@ -25,7 +25,7 @@ from treepack.trajectory import Int64
 # leaves cost about three times the steps in total, not ten times.
 LEAVES_FOR_FULL_EFFORT = 600
 MIN_STEPS = 8  # per leaf and pass; the effort normal comes down to it at 843,750 leaves
-MIN_STEPS_FOR_ALL_PASSES = 50  # per leaf; the effort normal has fewer, and so only two passes, above 21,600 leaves
+MIN_STEPS_FOR_ALL_PASSES = 50  # per leaf; with fewer there are two passes: above 21,600 leaves at the effort normal
 MAX_LEAVES_OF_FIRST_FIT = 20_000  # first fit walks every path to the root, which is slow in large deep trees
 
 

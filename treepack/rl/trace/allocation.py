@@ -62,11 +62,11 @@ def allocate_roots(value: Float64, budget: int, *, maximum: Int64 | None = None)
     In this case, let w be the worth of a unit of that prompt. The loss of a count y is the maximum over x of
     (g(x) - w x) - (g(y) - w y). For counts of one sum, the sum of g is a constant minus the sum of the losses, so the
     best counts have the smallest loss in total. A loss is never negative. It is 0 for all counts so far, whose sum is
-    the budget less 1. A solution has a sum that is higher by 1. Only prompts with three or more can change by a single
-    unit. All others change by pairs, or start with an odd number. So a solution contains one of these:
+    the budget minus 1. The counts of a solution must add one unit in total. Only prompts with three or more can change
+    by a single unit. All others change by pairs, or start with an odd number. So a solution contains one of these:
 
         a prompt with three or more, now above its count    a loss of at least w minus the worth of its next unit
-        a prompt with three or more, now below its count    at least the worth of its last unit less w
+        a prompt with three or more, now below its count    at least the worth of its last unit minus w
         else a new prompt with three or more and, because   at least 3 (w - c) of the new prompt and 2 (c - w) of
         the sum must fit, a prompt of maximum 2 with none   the other one
 

@@ -132,8 +132,9 @@ class _Generator:
     def _first_prices(self) -> Float64:
         """Return prices at which no row earns more than it costs.
 
-        Half of the cost of a node is the price on rows through it, or through the node below it with as many rows. The
-        other half is the price on tokens of the highest demand for tokens above it; without one, the whole cost is.
+        The cost of a node is split in two. One half becomes the price on rows through the node, or through the first
+        node below it that has as many rows. The other half becomes the price on tokens of the topmost subtree with a
+        demand for tokens that contains the node. Elsewhere the whole cost is the first of these prices.
         """
         tree, times = self.program.tree, self.program.times
         whole = self.program.cost.astype(np.float64)

@@ -145,7 +145,7 @@ def _measure(tree: PlanTree, row_of_leaf: Int64) -> _MeasuredPlan:
 
 
 def _is_within(tree: PlanTree, row_of_leaf: Int64, limits: Limits) -> bool:
-    """Check that no row has more score pairs or loss terms than the limits."""
+    """Return whether every row is within the limits on score pairs and loss terms."""
     # Pairs (node, row) as two arrays: [(0, 0), (1, 0), (2, 1)] -> nodes [0, 1, 2], rows [0, 0, 1]
     nodes, rows = np.array(sorted(_nodes_of_rows(tree, row_of_leaf))).T
     pairs = np.zeros(rows.max() + 1, np.int64)

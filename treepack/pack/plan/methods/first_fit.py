@@ -148,7 +148,7 @@ def _first_at_most(minima: Int64, size: int, most: int, start: int) -> int:
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common: int) -> bool:
-    """Check that the row at entry `at` has room for the part of the path to `node` that is below `common`."""
+    """Return whether the row at entry `at` has room for the part of the path to `node` that is below `common`."""
     fits = True
     for kind in range(len(limit)):
         fits = fits and load[kind, at] + path[kind, node] - path[kind, common] <= limit[kind]

@@ -45,7 +45,7 @@ class Packing:
 
 
 def is_small(children: list[list[State]], target: Target) -> bool:
-    """Check that the program has few enough variables for CP-SAT: one for each state, and for each kind and row."""
+    """Return whether CP-SAT can solve the program: it has a variable for each state, and for each kind and row."""
     kinds = sum(len(_kinds(states)) for states in children)
     return kinds * target.max_rows + sum(map(len, children)) <= _MAX_VARIABLES
 

@@ -316,8 +316,8 @@ def _placements(
 ) -> Iterator[tuple[Rooms, tuple[int, ...]]]:
     """Yield every way to place the traversals `items` of a child: each joins a different one of `rooms` or is new.
 
-    At most `most_new` of them are new. Of equal rooms only the first is tried. A room that no traversal joins becomes
-    the one in `rounded`. Yields the new rooms, and for each item the index in `rooms` or NEW.
+    At most `most_new` of them are new. Of equal rooms only the first is tried. Yields the new rooms, and for each item
+    the index in `rooms` or NEW. In the new rooms, a room that no item joins has its value from `rounded`.
     """
     item = items[0]
     if len(items) == 1:
