@@ -33,7 +33,7 @@ def has_flash_attention_4() -> bool:
 
 
 def build_flash_mask(subtree_end: Tensor) -> BlockMask:
-    """Return `flex.build_block_mask` of `subtree_end` [B, T], in the tile sizes of its GPU."""
+    """Return `flex.build_block_mask` of `subtree_end` [B, T], in the tile sizes of the GPU that contains it."""
     # Capability 9 is Hopper; 10 and 11 are Blackwell.
     major, _ = torch.cuda.get_device_capability(subtree_end.device)
     return build_block_mask(subtree_end, query_block=128 if major == 9 else 256)

@@ -5,9 +5,9 @@
                                                              . . x         run 1, row 0, shared 2
 
 A run stores only the tokens of each sequence that differ from the sequence before it. The merge remembers how many
-tokens the next sequence of every run shares with the last sequence written. The one that shares more than all others
-comes next. Only sequences that share equally many tokens are compared, and only after these tokens. So a token is
-compared about once per run, not once per comparison.
+tokens the next sequence of every run shares with the last sequence written. The one that shares the most tokens comes
+next. Only if several share the same number are they compared, starting after these tokens. So a token is compared about
+once per run, not once per comparison.
 
 Memory: one sequence of each run. Equal sequences come in the order of the runs.
 """
