@@ -24,7 +24,7 @@ def allocate() -> None:
     """
 
 
-@allocate.command()
+@allocate.command(short_help="Write the number of rollouts of each prompt.")
 @click.argument("predictions", type=click.Path(path_type=Path))
 @click.option("--budget", type=int, required=True, help="Total rollouts of all prompts.")
 @click.option("--max-rollouts", type=click.IntRange(min=2), help="Maximum rollouts of one prompt.")

@@ -52,7 +52,7 @@ EXPERIMENT_OPTIONS = [
     click.option("--budget", type=int, default=1024, show_default=True, help="Rollouts of prompts in a step, M."),
     click.option("--expand", type=int, default=2, show_default=True, help="Continuations per rollout, N."),
     click.option("--candidates", type=int, default=512, show_default=True, help="Prompts to choose from in a step."),
-    click.option("--selected", type=int, help="Prompts that uniform allocation rolls out; default: half of those."),
+    click.option("--selected", type=int, help="Prompts that uniform allocation uses; default: half of all."),
     click.option(
         "--root-noise",
         type=float,

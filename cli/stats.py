@@ -102,9 +102,9 @@ def stats(
 
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie.
 
-    The forecast compares the floating-point operations of training on the tree and on separate samples, which are
-    whole trajectories or one per turn. Without --capacity it plans quickly for those of 16384 and 65536 tokens that the
-    longest trajectory fits; if it fits neither, for the next power of two.
+    The forecast compares the floating-point operations on the tree with those of flat packing, both of whole
+    trajectories and of one sample per turn. Without --capacity it plans quickly for 16384 and 65536 (each only if the
+    longest trajectory fits), else for the next power of two.
     """
     import json
 
