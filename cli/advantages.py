@@ -47,8 +47,8 @@ def _distribution(values: Float64) -> dict[str, float | str]:
     default="auto",
     show_default=True,
     help="Where the nodes of the tree start. recorded: token offsets in the metadata; turn: runs of trained tokens; "
-    "node: branches of the trie; N: every N tokens; auto: recorded if there are offsets, else node. Within the prompt of a "
-    "continuation, turn and N cut as in the rollout that it continues.",
+    "node: branches of the trie; N: every N tokens; auto: recorded if there are offsets, else node. Within the prompt "
+    "of a continuation, turn and N cut as in the rollout that it continues.",
 )
 @click.option(
     "--min-depth",
