@@ -81,12 +81,18 @@ def _print_grid(rows: Sequence[Sequence[str]], *, justify: str) -> None:
     for _ in rows[0]:
         table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text, because a name from a rollout may look like markup
-    console = Console(width=TABLE_WIDTH, color_system=None, highlight=False)
+        table.add_row(*(Text(_printable(cell)) for cell in row))  # Text, because a name may look like markup
+    # rich ignores the width on a terminal that is called dumb, unless it gets a height too.
+    console = Console(width=TABLE_WIDTH, height=1, color_system=None, highlight=False)
     with console.capture() as capture:
         console.print(table)
-    for line in capture.get().splitlines():
+    for line in capture.get().removesuffix("\n").split("\n"):
         click.echo(line.rstrip())
+
+
+def _printable(cell: str) -> str:
+    """Return `cell` with escapes for the characters that could drive a terminal: a tab becomes backslash t."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 
 
 def text(value: Any) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import click
 
 from treepack.ingest.options import EXPANSIONS, SHARES, BuildOptions
@@ -12,10 +9,6 @@ from treepack.ingest.options import EXPANSIONS, SHARES, BuildOptions
 from .option_groups import option_group
 
 USUAL = BuildOptions()
-
-
-def _read_tools(context: click.Context, option: click.Parameter, path: str | None) -> list[dict[str, Any]] | None:
-    return None if path is None else read_tools(path)
 
 
 reading_options = option_group(
@@ -35,7 +28,6 @@ reading_options = option_group(
         click.option(
             "--tools",
             type=click.Path(exists=True, dir_okay=False),
-            callback=_read_tools,
             help="JSON list of tool schemas for conversations that have none.",
         ),
         click.option(
@@ -70,22 +62,3 @@ reading_options = option_group(
     BuildOptions,
 )
 """Adds the reading options to a command, which receives them as `build: BuildOptions`."""
-
-
-def read_tools(path: str) -> list[dict[str, Any]]:
-    """Return the tool schemas in a JSON file.
-
-    Raises:
-        TreepackError: the file is not a JSON list of objects.
-    """
-    import json
-
-    from treepack.errors import TreepackError
-
-    try:
-        tools = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TreepackError(f"{path}: is not JSON ({error}); expected a list of tool schemas") from error
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise TreepackError(f"{path}: expected a JSON list of tool schemas")
-    return tools

@@ -89,12 +89,14 @@ def report(
         text_limit=text_limit,
     )
     with progress_bars() as progress:
-        summary = write_report(paths, page=out, pictures=png, options=options, overwrite=overwrite, progress=progress)
-    if summary.missing_tokenizer is not None:
-        click.echo(
-            f"note: the tokenizer {summary.missing_tokenizer} cannot be loaded, so token ids are shown; "
-            "give --tokenizer",
-            err=True,
+        summary = write_report(
+            paths,
+            page=out,
+            pictures=png,
+            options=options,
+            overwrite=overwrite,
+            progress=progress,
+            note=lambda remark: click.echo(f"note: {remark}", err=True),
         )
     if summary.page is not None:
         show({"page": str(summary.page), "bytes": summary.page.stat().st_size, **_text_rows(summary)})

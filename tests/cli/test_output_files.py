@@ -9,6 +9,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from support.command_line import Run
+from support.paths import SAMPLE_DATA
 from treepack.errors import TreepackError
 
 output = import_module("treepack_cli.output")
@@ -56,3 +58,28 @@ def test_json_lines_do_not_go_into_a_name_of_parquet(tmp_path: Path) -> None:
     output.refuse_suffix(tmp_path / "a.jsonl")
     with pytest.raises(TreepackError, match=r"is written as JSON lines; let its name end in \.jsonl"):
         output.refuse_suffix(tmp_path / "a.parquet")
+
+
+def test_cells_are_whole_and_harmless_on_any_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    output.show_table(["name", "value"], [("x" * 90, 1), ("a\tb[red]\x07", None)])
+    assert capsys.readouterr().out.splitlines() == [
+        " " * 86 + "name  value",
+        "x" * 90 + "      1",
+        "a\\tb[red]\\x07".rjust(90) + "      -",
+    ]
+
+
+def test_a_file_of_tools_is_read_only_for_rollouts(tmp_path: Path, treepack: Run) -> None:
+    (tmp_path / "bad.json").write_text("x")
+    tools = ("--tools", tmp_path / "bad.json")
+    assert treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", "--out", tmp_path / "trie").status == 0
+    assert treepack("stats", tmp_path / "trie", *tools).status == 0
+    assert treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", *tools).status == 2
+    refused = treepack("build-trie", SAMPLE_DATA / "tokens.jsonl", *tools, "--out", tmp_path / "other")
+    assert (refused.status, "is not JSON" in refused.err) == (1, True)
+    assert not (tmp_path / "other").exists()

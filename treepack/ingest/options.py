@@ -5,7 +5,9 @@ This file imports no numerical library, so that the command line can take its de
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
@@ -21,7 +23,7 @@ class BuildOptions:
     Attributes:
         format: a name that `treepack formats` lists, or "auto" to recognise each file by its content.
         tokenizer: name or folder of the tokenizer whose chat template renders conversations.
-        tools: tool schemas for conversations that have none.
+        tools: tool schemas for conversations that have none, or the path of a JSON file with them.
         expand: "trajectory" for one sample per conversation, "turns" for one per assistant turn.
         share: "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none"
             makes every trajectory a tree of its own.
@@ -37,7 +39,7 @@ class BuildOptions:
 
     format: str = "auto"
     tokenizer: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | str | None = None
     expand: str = "trajectory"
     share: str = "all"
     reward_key: str | None = None
@@ -53,8 +55,26 @@ class BuildOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
         if self.workers < 1:
             raise TreepackError(f"workers is {self.workers}; expected at least 1")
-        if self.tools is not None and not all(isinstance(tool, dict) for tool in self.tools):
+        if isinstance(self.tools, list) and not all(isinstance(tool, dict) for tool in self.tools):
             raise TreepackError("tools has an entry that is no object; expected a list of tool schemas")
+
+    def tool_schemas(self) -> list[dict[str, Any]] | None:
+        """Return the tool schemas, read from their file if `tools` is a path.
+
+        Raises:
+            TreepackError: the file cannot be read or is not a JSON list of objects.
+        """
+        if not isinstance(self.tools, str):
+            return self.tools
+        try:
+            tools = json.loads(Path(self.tools).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise TreepackError(f"{self.tools}: cannot be read ({error.strerror}); check the path") from error
+        except ValueError as error:
+            raise TreepackError(f"{self.tools}: is not JSON ({error}); expected a list of tool schemas") from error
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise TreepackError(f"{self.tools}: expected a JSON list of tool schemas")
+        return tools
 
     def as_record(self) -> dict[str, Any]:
         """Return the options that change the result, as the manifest of a trie records them."""
@@ -62,7 +82,7 @@ class BuildOptions:
             "expand": self.expand,
             "format": self.format,
             "share": self.share,
-            "tools": self.tools,
+            "tools": self.tool_schemas(),
             "reward_key": self.reward_key,
             "train_all": self.train_all,
         }

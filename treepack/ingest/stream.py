@@ -72,7 +72,7 @@ def _parts_and_job(
         train_all=options.train_all,
         shapes=options.shapes,
     )
-    job = Job(tokenizer, options.expand, options.tools, options.normalize_ids)
+    job = Job(tokenizer, options.expand, options.tool_schemas(), options.normalize_ids)
     parts = read_parts(inputs, how, format=options.format, input_hash=input_hash)
     return parts, job if options.workers == 1 else job.by_name()
 

@@ -75,6 +75,7 @@ def build_trie_directory(
     out, names = Path(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
     counts, digest, start = Counter[str](), InputHash(), time.perf_counter()
+    recorded = options.as_record()  # reads the file of tool schemas, so that a bad one is refused before the rollouts
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     with finished_directory(out, overwrite=overwrite) as temporary:
         batches = read_columns(names, options, counts, tokenizer=tokenizer, input_hash=digest)
@@ -82,7 +83,7 @@ def build_trie_directory(
         totals = trie_totals(built.trie)
         built.release()
         provenance = Provenance(
-            options=options.as_record(),
+            options=recorded,
             counts=dict(sorted(counts.items())),
             totals=totals,
             tokenizer=fingerprint(tokenizer) if tokenizer else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,6 @@ class ReportSummary:
         decoded: whether the page shows text; else it shows token ids, because there is no tokenizer.
         has_text: whether the page has the text or the ids of the rollouts at all.
         tokens_left_out: tokens beyond the text limit.
-        missing_tokenizer: name of the tokenizer that the data was made with, if it cannot be loaded any more.
     """
 
     page: Path | None
@@ -50,7 +49,6 @@ class ReportSummary:
     decoded: bool
     has_text: bool
     tokens_left_out: int
-    missing_tokenizer: str | None
 
 
 def report(
@@ -61,6 +59,7 @@ def report(
     options: ReportOptions = ReportOptions(),  # noqa: B008 (immutable)
     overwrite: bool = False,
     progress: ReportProgress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> ReportSummary:
     """Write a page that shows what rollouts share, or pictures of its charts, or both.
 
@@ -71,6 +70,7 @@ def report(
         options: plans, forecast and text of the report, and how raw rollouts are read.
         overwrite: replace files that an earlier report wrote.
         progress: called with the tokens or rows read so far.
+        note: called with remarks for the user, before the long work.
 
     Raises:
         TreepackError: bad input, an output that exists, another tokenizer, or a package that is not installed.
@@ -87,7 +87,7 @@ def report(
     if pictures is not None:
         figure_class()
     shape = read_shape(options.model)
-    subject, tokenizer, missing = _read(paths, options, progress)
+    subject, tokenizer = _read(paths, options, progress, note or (lambda _: None))
     search = Search(options.pack.effort, options.pack.time_limit)
     capacities = list(options.capacities) or None
     figures = measure(subject, shape, capacities=capacities, method=options.pack.method, search=search)
@@ -101,7 +101,7 @@ def report(
     if pictures is not None:
         write_pictures(subject, figures, pictures)
     left_out = 0 if texts is None else texts.tokens_left_out
-    return ReportSummary(page, pictures, tokenizer is not None, texts is not None, left_out, missing)
+    return ReportSummary(page, pictures, tokenizer is not None, texts is not None, left_out)
 
 
 def _is_report(path: Path) -> bool:
@@ -112,37 +112,38 @@ def _is_report(path: Path) -> bool:
 
 
 def _read(
-    paths: Sequence[str | Path], options: ReportOptions, progress: ReportProgress | None
-) -> tuple[Subject, Any, str | None]:
-    """Return the subject, its tokenizer or None, and the name of the tokenizer if it cannot be loaded."""
+    paths: Sequence[str | Path], options: ReportOptions, progress: ReportProgress | None, note: Callable[[str], None]
+) -> tuple[Subject, Any]:
+    """Return the subject, and its tokenizer or None."""
     directory, manifest, name = Path(paths[0]), manifest_of(paths), options.build.tokenizer
     if manifest is None:
         tokenizer = load_tokenizer(name) if name else None
         trie, counts = read_to_trie(paths, options.build, tokenizer=tokenizer, progress=progress)
         title = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
-        return Subject(title, trie, counts=counts), tokenizer, None
-    tokenizer, missing = _tokenizer_of(directory, manifest, name)
+        return Subject(title, trie, counts=counts), tokenizer
+    tokenizer = _tokenizer_of(directory, manifest, name, note)
     title = directory.resolve().name
     if manifest["format"] == schema.TRIE_FORMAT:
-        return Subject(title, read_trie(directory), counts=manifest["counts"]), tokenizer, missing
-    return _packed(title, directory, manifest, options.trie, progress), tokenizer, missing
+        return Subject(title, read_trie(directory), counts=manifest["counts"]), tokenizer
+    return _packed(title, directory, manifest, options.trie, progress), tokenizer
 
 
-def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None) -> tuple[Any, str | None]:
-    """Return the tokenizer `name`, or else that of the manifest, or None and its name if it cannot be loaded."""
+def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None, note: Callable[[str], None]) -> Any:
+    """Return the tokenizer `name`, or else the one of the manifest, or None if there is none or it cannot be loaded."""
     entry = manifest.get("tokenizer")
     chosen = name or (entry["name"] if entry else None)
     if not chosen:
-        return None, None
+        return None
     try:
         tokenizer = load_tokenizer(chosen)
     except TreepackError:
         if name:
             raise
-        return None, chosen
+        note(f"the tokenizer {chosen} cannot be loaded, so token ids are shown; give --tokenizer")
+        return None
     if entry and entry["sha256"] != fingerprint(tokenizer)["sha256"]:
         raise TreepackError(f"{chosen}: is another tokenizer than {entry['name']}, which {directory} was made with")
-    return tokenizer, None
+    return tokenizer
 
 
 def _packed(

@@ -59,7 +59,8 @@ def shorten(text: str, width: int) -> str:
 
 def table_lines(table: Table) -> Iterator[Text]:
     """Yield the lines of a rich table, as wide as its cells need."""
-    console = Console(width=MAX_TABLE_WIDTH, color_system=None)
+    # rich ignores the width on a terminal that is called dumb, unless it gets a height too.
+    console = Console(width=MAX_TABLE_WIDTH, height=1, color_system=None)
     for segments in console.render_lines(table, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
