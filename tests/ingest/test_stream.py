@@ -156,6 +156,7 @@ def test_standard_input_is_shared_among_workers(monkeypatch: pytest.MonkeyPatch)
     assert len(results[0].offsets) > 1200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_build_leaves_no_output_and_its_repetition_the_same_files(
     tmp_path: Path, how: signal.Signals

@@ -59,6 +59,7 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(actual[name], weight, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
     folder = packed.parent
     tied = tiny_config(folder / "tied.json", tie_word_embeddings=True)
