@@ -34,10 +34,11 @@ import families as made
 import numpy as np
 
 from treepack.pack.capacity import fit_capacity
+from treepack.pack.options import EFFORTS
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import FOREST_METHODS, METHODS, plan_rows
-from treepack.pack.plan.problem import EFFORTS, Search
+from treepack.pack.plan.problem import Search
 from treepack.trajectory import Int64
 from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie

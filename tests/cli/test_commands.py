@@ -16,10 +16,8 @@ import pytest
 from support.command_line import Run
 from support.paths import ROOT, SAMPLE_DATA
 from support.written_rollouts import write_rollouts
-from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY, NORMALIZE, SEMANTICS, TOO_LONG
-from treepack.pack.plan import problem
+from treepack.pack.options import EFFORTS, NORMALIZE, SEMANTICS, TOO_LONG
 from treepack.pack.plan.planning import FOREST_METHODS, GROUPS, METHODS
-from treepack.pack.plan.problem import EFFORTS
 
 SAMPLES = SAMPLE_DATA
 TREEPACK = Path(sys.executable).parent / "treepack"
@@ -208,7 +206,6 @@ def test_choices_are_those_of_the_library() -> None:
         (parameter,) = (p for p in group.get_command(None, command).params if f"--{option}" in p.opts)
         return list(parameter.type.choices)
 
-    assert (MAX_CAPACITY, MAX_BUDGET) == (problem.MAX_CAPACITY, problem.MAX_BUDGET)
     assert choices("stats", "method") == choices("pack", "method") == [*METHODS, *FOREST_METHODS, GROUPS]
     assert choices("stats", "effort") == choices("pack", "effort") == list(EFFORTS)
     assert choices("pack", "too-long") == list(TOO_LONG)

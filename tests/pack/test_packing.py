@@ -65,6 +65,14 @@ def test_a_saved_plan_gives_the_same_rows(directory: Path, tmp_path: Path) -> No
     assert (calls[-1].done, calls[-1].total) == (second.totals["num_rows"],) * 2
 
 
+def test_a_plan_without_sharing_is_refused_if_shared_tokens_count_once(directory: Path, tmp_path: Path) -> None:
+    flat = PackOptions(capacity=12, method="sequence")
+    pack_trie(directory, tmp_path / "flat", flat, save_plan=tmp_path / "plan.jsonl")
+    with pytest.raises(TreepackError, match="semantics must be branch"):
+        pack_trie(directory, tmp_path / "once", PackOptions(semantics="once"), plan=tmp_path / "plan.jsonl")
+    assert not (tmp_path / "once").exists()
+
+
 def test_trajectories_that_are_too_long_are_counted(trie: Trie) -> None:
     longer = build_trie([make("long", [1] * 9), make("short", [1, 2])])
     packing = plan_packing(longer, PackOptions(capacity=5, too_long="drop"))

@@ -8,7 +8,7 @@ The directory appears when it is complete.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,8 @@ def pack_trie(
             raise TreepackError(f"{save_path} is or lies inside the output {out}; choose another --save-plan")
         refuse_existing(save_path, overwrite=overwrite, inputs=inputs, is_own_file=_is_plan, option="--save-plan")
     plan_file = None if plan_path is None else read_plan_file(plan_path)
-    if plan_file is not None and plan_file.method == "sequence":
-        replace(options, method="sequence")  # refuses semantics that the method does not have
+    if plan_file is not None:
+        options.check_method(plan_file.method)  # before the trie is read
     source = read_manifest(trie, schema.TRIE_FORMAT)
     entry = trie_entry(trie, displayed(str(trie)))
     if plan_file and plan_file.trie not in (None, entry["sha256"]):

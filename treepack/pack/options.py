@@ -18,7 +18,7 @@ SEMANTICS = ("branch", "once")
 NORMALIZE = ("token", "trajectory", "group")
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
-MAX_BUDGET = 10**18  # sums of a few budgets still fit 64 bits
+MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,15 @@ class PackOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.time_limit is not None and not (math.isfinite(self.time_limit) and self.time_limit > 0):
             raise TreepackError(f"time_limit is {self.time_limit}; expected a positive number of seconds")
-        if self.method == "sequence" and self.semantics == "once":
+        self.check_method(self.method)
+
+    def check_method(self, method: str) -> None:
+        """Refuse `method`, which may come from a plan file instead of these options, if it does not suit the semantics.
+
+        Raises:
+            TreepackError: the method shares no token and a shared token would count once.
+        """
+        if method == "sequence" and self.semantics == "once":
             raise TreepackError("the method sequence shares no token, so semantics must be branch")
 
     def as_record(self) -> dict[str, Any]:

@@ -62,9 +62,7 @@ def plan_packing(trie: Trie, options: PackOptions, *, plan_file: PlanFile | None
         TreepackError: neither a capacity nor a plan, a trajectory that is too long, or a plan that does not suit.
     """
     limits = _limits(options, plan_file)
-    method = plan_file.method if plan_file else options.method
-    if method == "sequence" and options.semantics == "once":
-        raise TreepackError("the method sequence shares no token, so semantics must be branch")
+    options.check_method(plan_file.method if plan_file else options.method)
     fitted, counts = fit_capacity(trie, limits.longest, too_long=options.too_long)
     plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options)
     nodes = packed_trie(fitted, plan.method)

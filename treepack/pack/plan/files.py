@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.pack.plan.problem import MAX_BUDGET, MAX_CAPACITY, Limits
+from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY
+from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 

@@ -23,13 +23,6 @@ from treepack.columns import SpanView
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
-EFFORTS = ("low", "normal", "high")
-
-MAX_CAPACITY = 2**31 - 1
-"""Maximum capacity of a row in tokens: row columns are int32."""
-MAX_BUDGET = 10**18
-"""Maximum budget of score pairs or loss terms: a sum of nine such numbers still fits int64."""
-
 
 @dataclass(frozen=True, slots=True)
 class PlanTree:
@@ -105,9 +98,9 @@ class Limits:
 class Search:
     """The work that a method may do.
 
-    `effort` is one of `EFFORTS`. It limits counted work, not time, so the plan is the same on any machine. `time_limit`
-    is in seconds for each tree; only the exact method uses it. `num_leaves` is the number of leaves of all trees that
-    are planned together; `plan_trees` sets it.
+    `effort` is one of `options.EFFORTS`. It limits counted work, not time, so the plan is the same on any machine.
+    `time_limit` is in seconds for each tree; only the exact method uses it. `num_leaves` is the number of leaves of all
+    trees that are planned together; `plan_trees` sets it.
     """
 
     effort: str = "normal"
