@@ -22,7 +22,7 @@ CHECKED_TOTALS = ("num_rows", "tokens_packed", "num_trajectories", "tokens_flat"
 def check(
     directory: str | Path, *, trie: str | Path | None = None, progress: ReportProgress | None = None
 ) -> dict[str, Any]:
-    """Verify hashes, every invariant and the totals of a trie or packed directory; return the counts of what was read.
+    """Verify hashes, every invariant and the totals of a trie or packed directory; return its counts.
 
     The rows of a packed directory must also give back its trie: each trajectory exactly once, with its tokens and loss
     weights. That trie is `trie`, or the one that the manifest names. `against_trie` is False if it cannot be found.
@@ -42,7 +42,7 @@ def check(
 
 
 def check_trie_totals(trie: Trie, manifest: Manifest | None) -> dict[str, Any]:
-    """Check a trie, and its totals against `manifest` if there is one; return the counts of what was checked."""
+    """Check a trie, and its totals against `manifest` if there is one; return the numbers of trajectories and nodes."""
     check_trie(trie)
     if manifest is not None:
         check_totals(manifest["totals"], trie_totals(trie))
