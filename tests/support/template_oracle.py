@@ -1,0 +1,199 @@
+"""An oracle for trained spans of conversations: a unique marker in each text of each message, and what must follow.
+
+    {"role": "user", "content": "Hi"}                         {"role": "user", "content": "mark0cz"}
+    {"role": "assistant", "content": "", "tool_calls": ...}   ... arguments {"city": "mark1a0z"}
+
+It looks at decoded samples only, and renders with transformers itself, so it shares no code with the spans it checks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+MARK = re.compile(r"mark(\d+)([crax])(\d*)z")
+
+
+@dataclass(frozen=True)
+class DecodedSample:
+    """The text of a sample, and the character spans of it that are trained."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+    @property
+    def trained(self) -> list[str]:
+        """The text of each span."""
+        return [self.text[start:end] for start, end in self.spans]
+
+
+def marked(chat: Chat, *, limit: int = 24) -> Chat:
+    """Return the first `limit` messages of `chat`, with every text replaced by a marker of its message.
+
+    The letter of a marker is its kind: c content, r reasoning, a argument of a call, x a text that is no assistant's.
+    """
+    messages = []
+    for i, message in enumerate(chat.messages[:limit]):
+        new = dict(message)
+        is_assistant = message["role"] == "assistant"
+        text = message.get("content") or ""
+        if text.strip():
+            new["content"] = f"mark{i}{'c' if is_assistant else 'x'}z"
+            if is_assistant and "</think>" in text:
+                new["content"] = f"<think>\nmark{i}rz\n</think>\n\nmark{i}cz"
+        if (message.get("reasoning_content") or "").strip():
+            new["reasoning_content"] = f"mark{i}rz"
+        if message.get("tool_calls"):
+            new["tool_calls"] = [_marked_call(call, i, j) for j, call in enumerate(message["tool_calls"])]
+        messages.append(new)
+    return replace(chat, messages=messages, message_weights=chat.message_weights[:limit])
+
+
+def _marked_call(call: dict[str, Any], i: int, j: int) -> dict[str, Any]:
+    """Return `call` number j of message i, with a marker for each of its arguments."""
+    arguments = call["function"]["arguments"]
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        new: Any = f"mark{i}a{100 * j}z"
+    else:
+        new = {key: f"mark{i}a{100 * j + n}z" for n, key in enumerate(value)}
+        new = json.dumps(new) if isinstance(arguments, str) else new
+    return call | {"function": call["function"] | {"arguments": new}}
+
+
+def decode(tokenizer: Any, sample: Trajectory) -> DecodedSample:
+    """Return the text of `sample`, piece by piece between the ends of its spans."""
+    content = sample.content
+    assert isinstance(content, Tokens)
+    ends = [0, *(int(p) for span in zip(content.starts, content.ends, strict=True) for p in span), len(content.tokens)]
+    texts = [
+        tokenizer.decode(content.tokens[a:b], clean_up_tokenization_spaces=False)
+        for a, b in zip(ends, ends[1:], strict=False)
+    ]
+    places = [0]
+    for text in texts:
+        places.append(places[-1] + len(text))
+    # Pieces alternate: context, span, context, span, ..., context. places[1] to places[2] is the first span.
+    return DecodedSample("".join(texts), list(zip(places[1:-1:2], places[2::2], strict=True)))
+
+
+def render(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, variables: dict[str, Any], **more: Any
+) -> str:
+    """Render `messages` with transformers alone; arguments of calls as objects, as its templates expect them."""
+    parsed = [_with_objects(message) for message in messages]
+    return str(tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, **variables, **more))
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return message | {"tool_calls": [c | {"function": c["function"] | {"arguments": _object(c)}} for c in calls]}
+
+
+def _object(call: dict[str, Any]) -> Any:
+    arguments = call["function"]["arguments"]
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments
+
+
+def end_of_turn(tokenizer: Any) -> str:
+    """Return the text that the template writes after the last message of an assistant, without the last newline."""
+    messages = [{"role": "user", "content": "mark0xz"}, {"role": "assistant", "content": "mark1cz"}]
+    return render(tokenizer, messages, None, {}).partition("mark1cz")[2].rstrip()
+
+
+def faults(tokenizer: Any, chat: Chat, samples: list[Trajectory | Skipped], tools: Any) -> list[str]:
+    """Return what is wrong with `samples` of the marked conversation `chat`; an empty list for right or skipped ones."""
+    if any(isinstance(sample, Skipped) for sample in samples):
+        return [] if len(samples) == 1 else ["a skip beside samples of the same conversation"]
+    decoded = [decode(tokenizer, sample) for sample in samples if isinstance(sample, Trajectory)]
+    trained = [text for sample in decoded for text in sample.trained]
+    return [
+        *_faults_of_markers(chat, trained),
+        *_faults_of_reasoning(tokenizer, chat, trained, tools),
+        *_faults_of_ends(tokenizer, chat, trained),
+        *(fault for sample in decoded for fault in _faults_of_order(sample)),
+    ]
+
+
+def _faults_of_markers(chat: Chat, trained: list[str]) -> list[str]:
+    """Each text of a trained message must be trained once, and no other text."""
+    counts = Counter(match[0] for text in trained for match in MARK.finditer(text))
+    wanted = Counter[str]()
+    for message, weight in zip(chat.messages, chat.message_weights, strict=True):
+        if weight:
+            texts = [
+                message.get("content") or "",
+                *(json.dumps(c["function"]) for c in message.get("tool_calls") or []),
+            ]
+            wanted.update(match[0] for text in texts for match in MARK.finditer(text) if match[2] != "r")
+    found = []
+    for mark in sorted(counts.keys() | wanted.keys()):
+        kind = MARK.fullmatch(mark)
+        assert kind
+        if kind[2] == "r":
+            i = int(kind[1])
+            if counts[mark] > 1 or not chat.message_weights[i]:
+                found.append(f"{mark} is trained {counts[mark]} times")
+        elif counts[mark] != wanted[mark]:
+            found.append(f"{mark} is trained {counts[mark]} times and should be {wanted[mark]} times")
+    return found
+
+
+def _faults_of_reasoning(tokenizer: Any, chat: Chat, trained: list[str], tools: Any) -> list[str]:
+    """If the template prints the reasoning of a message that comes last, it must be trained."""
+    found = []
+    for i, message in enumerate(chat.messages):
+        mark = f"mark{i}rz"
+        if chat.message_weights[i] and mark in json.dumps(message) and not any(mark in text for text in trained):
+            try:
+                text = render(tokenizer, chat.messages[: i + 1], tools, chat.chat_template_kwargs or {})
+            except Exception:  # the template refuses what our own rendering has mended
+                continue
+            if mark in text:
+                found.append(f"{mark} is printed and not trained")
+    return found
+
+
+def _faults_of_ends(tokenizer: Any, chat: Chat, trained: list[str]) -> list[str]:
+    """A turn without calls must end as the template ends turns."""
+    end = end_of_turn(tokenizer)
+    found = []
+    for text in trained:
+        marks = list(MARK.finditer(text))
+        if marks and not chat.messages[int(marks[-1][1])].get("tool_calls") and text[marks[-1].end() :].strip() != end:
+            found.append(f"{marks[-1][0]} ends with {text[marks[-1].end() :]!r} and should with {end!r}")
+    return found
+
+
+def _faults_of_order(sample: DecodedSample) -> list[str]:
+    """Messages stand in their order."""
+    order = [int(match[1]) for match in MARK.finditer(sample.text)]
+    return [] if order == sorted(order) else [f"the messages stand in the order {order}"]
+
+
+def faults_of_prompt(tokenizer: Any, chat: Chat, sample: Trajectory, tools: Any) -> list[str]:
+    """Return what is wrong with the prompt of `sample`, one turn: it must be the template's with a generation prompt."""
+    decoded = decode(tokenizer, sample)
+    marks = list(MARK.finditer("".join(decoded.trained)))
+    if not marks:
+        return []
+    i = int(marks[0][1])
+    prompt = render(tokenizer, chat.messages[:i], tools, chat.chat_template_kwargs or {}, add_generation_prompt=True)
+    before = decoded.text[: decoded.spans[0][0]]
+    # A block that the prompt opened may be closed before the turn, if the turn has no reasoning.
+    rest = re.sub(r"</?think>|\s", "", before[len(prompt) :])
+    return [] if before.startswith(prompt) and not rest else [f"turn {i} has another prompt: {before[-80:]!r}"]
