@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import percent, progress, refuse_output, refuse_suffix, show
+from .output import percent, refuse_output, refuse_suffix, show
+from .progress import progress, quiet_option
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
@@ -51,6 +52,7 @@ BOUNDARIES = ("token", "turn")
     "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
 def augment(
     trie: Path,
     out: Path,

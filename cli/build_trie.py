@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .output import percent, progress_bars, show
+from .output import percent, show
+from .progress import progress_bars, quiet_option
 from .reading import reading_options
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
 @reading_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
 def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrite: bool) -> None:
     """Read rollouts and write their prefix tries.
 

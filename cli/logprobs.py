@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .option_groups import option_group
-from .output import progress, show
+from .output import show
+from .progress import progress, quiet_option
 
 if TYPE_CHECKING:
     from treepack.train.logprobs import ScoreOptions
@@ -74,6 +75,7 @@ _score_options = option_group(
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Packed directory to write.")
 @_score_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
 def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwrite: bool) -> None:
     """Write the log-probability of every trained token under a model into a copy of packed rows.
 

@@ -1,65 +1,14 @@
-"""Output of the commands: aligned values and tables on stdout, progress on stderr, and checks of output files."""
+"""Output of the commands: aligned values and tables on stdout, and checks of output files."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    from treepack.processes import Progress, ReportProgress
-
-T = TypeVar("T")
-
 TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
-
-
-@contextmanager
-def progress_bars() -> Iterator[ReportProgress]:
-    """Yield a function that draws one bar per stage on stderr; it is silent if stderr is no terminal."""
-    from tqdm import tqdm
-
-    bars: dict[str, Any] = {}
-
-    def draw(progress: Progress) -> None:
-        if progress.stage not in bars:
-            is_tokens = progress.unit == "tokens"
-            bars[progress.stage] = tqdm(
-                desc=progress.stage,
-                total=progress.total,
-                unit="tok" if is_tokens else "",
-                unit_scale=is_tokens,
-                disable=not sys.stderr.isatty(),
-            )
-        bar = bars[progress.stage]
-        bar.update(progress.done - bar.n)
-
-    try:
-        yield draw
-    finally:
-        for bar in bars.values():
-            bar.close()
-
-
-def progress(items: Iterable[T], *, description: str, total: int | None = None) -> Iterator[T]:
-    """Return `items` with a progress bar on stderr; silent if stderr is no terminal."""
-    from tqdm import tqdm
-
-    return iter(tqdm(items, desc=description, total=total, unit="", disable=not sys.stderr.isatty()))
-
-
-def token_progress(trajectories: Iterable[T], *, description: str) -> Iterator[T]:
-    """Yield trajectories with a bar of the tokens read and tokens per second on stderr."""
-    from tqdm import tqdm
-
-    with tqdm(desc=description, unit="tok", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-        for item in trajectories:
-            bar.update(len(getattr(getattr(item, "content", item), "tokens", ())))
-            yield item
 
 
 def show(rows: Mapping[str, Any]) -> None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from .output import percent, progress_bars, show, text
+from .output import percent, show, text
 from .planning import REPLACED_BY_PLAN, pack_options
+from .progress import progress_bars, quiet_option
 
 if TYPE_CHECKING:
     from treepack.pack.directory import PackSummary
@@ -29,6 +30,7 @@ WAITING = "group_pairs_max_over_mean"
 )
 @click.option("--save-plan", type=click.Path(path_type=Path), help="Also write the plan, as --plan reads it.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@quiet_option
 def pack(
     trie: Path, out: Path, options: PackOptions, plan: Path | None, save_plan: Path | None, overwrite: bool
 ) -> None:

@@ -6,7 +6,7 @@ import click
 
 from treepack.ingest.options import EXPANSIONS, SHARES, BuildOptions
 
-from .option_groups import option_group
+from .option_groups import as_usage, option_group
 
 USUAL = BuildOptions()
 
@@ -51,6 +51,10 @@ reading_options = option_group(
             help="Number tool call ids, UUIDs and times of conversations, so that random ones do not split prefixes.",
         ),
         click.option("--train-all", is_flag=True, help="Train every token of token records that have no mask."),
+        click.option("--strict", is_flag=True, help="Refuse the first rollout that would be skipped."),
+        click.option(
+            "--skip-bad", is_flag=True, help="Skip and count damaged records and files, which are refused otherwise."
+        ),
         click.option(
             "--workers",
             type=click.IntRange(min=1),
@@ -59,6 +63,6 @@ reading_options = option_group(
             help="Processes that read and tokenise; the result is the same.",
         ),
     ),
-    BuildOptions,
+    as_usage(BuildOptions),
 )
 """Adds the reading options to a command, which receives them as `build: BuildOptions`."""

@@ -9,8 +9,9 @@ import click
 
 from treepack.analysis.options import ReportOptions
 
-from .output import progress_bars, show
+from .output import show
 from .planning import search_options
+from .progress import progress_bars, quiet_option
 from .reading import reading_options
 from .stats import Capacities
 
@@ -56,6 +57,7 @@ USUAL = ReportOptions()
 @search_options(USUAL.pack.effort)
 @reading_options
 @click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
+@quiet_option
 def report(
     paths: tuple[str, ...],
     out: Path | None,

@@ -12,7 +12,7 @@ import click
 
 from treepack.errors import TreepackError
 
-from .output import token_progress
+from .progress import quiet_option, token_progress
 from .reading import reading_options
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ WIDTH = 100  # if there is no terminal to ask for its width
 @click.option("--full", is_flag=True, help="Show everything, however long.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @reading_options
+@quiet_option
 def show(
     paths: tuple[str, ...],
     trajectory: str | None,

@@ -10,8 +10,8 @@ import click
 from treepack.analysis.options import StatsOptions
 from treepack.pack.options import MAX_CAPACITY
 
-from .output import progress_bars
 from .planning import search_options
+from .progress import progress_bars, quiet_option
 from .reading import reading_options
 from .stats_table import print_report
 
@@ -84,6 +84,7 @@ class Capacities(click.ParamType[tuple[int, ...]]):
 )
 @search_options(USUAL.pack.effort)
 @reading_options
+@quiet_option
 def stats(
     paths: tuple[str, ...],
     as_json: bool,

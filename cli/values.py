@@ -12,6 +12,7 @@ import click
 from .optimiser import OptimiserOptions, optimiser_options
 from .option_groups import option_group
 from .output import refuse_output, show
+from .progress import INTERVAL, quiet_option, step_progress
 
 if TYPE_CHECKING:
     from treepack.train.predictor.fit import FitStep
@@ -96,6 +97,7 @@ def values() -> None:
 )
 @_compute_options
 @_overwrite_option
+@quiet_option
 def fit(
     trie: Path,
     model: str,
@@ -153,18 +155,13 @@ def fit(
 
 
 def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
-    """Carry out all steps with a progress bar on stderr, and return their measurements."""
-    import sys
-
-    from tqdm import tqdm
-
+    """Carry out all steps with progress on stderr, and return their measurements."""
     results = []
     # All are kept in memory, because the summary shows the first and the last loss: nine numbers a step.
-    with tqdm(total=total, desc="fitting", unit="step", disable=not sys.stderr.isatty()) as bar:
+    with step_progress("fitting", total, interval=INTERVAL) as report:
         for step in steps:
             results.append(step)
-            bar.update()
-            bar.set_postfix(loss=f"{step.loss:.4f}")
+            report(len(results), {"loss": f"{step.loss:.4f}"})
     return results
 
 
@@ -184,6 +181,7 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
 @click.option("--capacity", type=click.IntRange(min=1), help="Maximum tokens of a row; by default that of the fit.")
 @_compute_options
 @_overwrite_option
+@quiet_option
 def predict(
     trie: Path,
     predictor: Path,

@@ -230,12 +230,22 @@ def _receive(connection: Connection, pieces: SimpleQueue[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a stage of a command: `done` of `total` units; `total` is None if it is unknown."""
+    """Progress of a stage of a command.
+
+    Attributes:
+        stage: its name, such as "reading".
+        done: units so far.
+        total: units in total, None if it is unknown.
+        unit: name of a unit in the plural; empty for a stage that counts nothing.
+        share: share of the stage that is done, if something other than `done` and `total` tells it: bytes of the
+            input, or time of a time limit.
+    """
 
     stage: str
     done: int
     total: int | None
     unit: str
+    share: float | None = None
 
 
 ReportProgress = Callable[[Progress], None]

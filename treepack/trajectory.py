@@ -103,10 +103,23 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Input that cannot be used for training, and the reason; it is counted and reported, never silent."""
+    """Input that cannot be used for training, and the reason; it is counted and reported, never silent.
+
+    `reason` is short and the same for the same cause, so that it can be counted. `detail` is the sentence about this
+    rollout, as an error says it. `group_id` is its group if it is known. `is_rollout` is False for a file or record that
+    is not a rollout by itself, such as a file that is read together with another one.
+    """
 
     source: str
     reason: str
+    group_id: str | None = None
+    detail: str = ""
+    is_rollout: bool = True
+
+    @property
+    def sentence(self) -> str:
+        """The detail, or else source and reason."""
+        return self.detail or f"{self.source}: {self.reason}"
 
 
 def spans_of_mask(weights: Float64) -> tuple[Int32, Int32, Float64]:

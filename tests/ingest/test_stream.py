@@ -25,6 +25,7 @@ from support.byte_tokenizer import PLAIN, save
 from treepack.columns import Sequences, join
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
+from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.stream import read, read_columns, usable
 
@@ -67,9 +68,9 @@ def parquet(rollouts: Rollouts) -> bytes:
     return sink.getvalue()
 
 
-def columns(inputs: Sequence[str], options: BuildOptions) -> tuple[Sequences, Counter[str], InputHash]:
-    counts, digest = Counter[str](), InputHash()
-    return join(list(read_columns(inputs, options, counts, input_hash=digest))), counts, digest
+def columns(inputs: Sequence[str], options: BuildOptions) -> tuple[Sequences, ReadLog, InputHash]:
+    log, digest = ReadLog(), InputHash()
+    return join(list(read_columns(inputs, options, log, input_hash=digest))), log, digest
 
 
 def same(a: Sequences, b: Sequences) -> bool:
@@ -95,25 +96,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_several_workers_read_what_one_reads(folder: Path, tokenizer: str) -> None:
     for expand in ("trajectory", "turns"):
-        one, counts, digest = columns([str(folder)], BuildOptions(tokenizer=tokenizer, expand=expand))
-        many, counts_of_many, digest_of_many = columns(
+        one, log, digest = columns([str(folder)], BuildOptions(tokenizer=tokenizer, expand=expand))
+        many, log_of_many, digest_of_many = columns(
             [str(folder)], BuildOptions(tokenizer=tokenizer, expand=expand, workers=3)
         )
         assert same(one, many)
-        assert counts == counts_of_many
+        assert log == log_of_many
         assert sorted(digest.files) == sorted(digest_of_many.files)
         assert len(one.offsets) > 800
-        assert len(counts) >= 3
+        assert len(log.counts) >= 3
+        assert len(log.skipped) == 100 < log.num_skipped
         assert digest.num_files == 7
 
 
 def test_columns_are_those_of_the_trajectories(folder: Path, tokenizer: str) -> None:
     options, counts = BuildOptions(tokenizer=tokenizer), Counter[str]()
     rollouts = list(usable(read([str(folder)], options), counts))
-    sequences, counted, _ = columns([str(folder)], options)
+    sequences, log, _ = columns([str(folder)], options)
     assert sequences.table["trajectory_id"].to_pylist() == [rollout.trajectory_id for rollout in rollouts]
     assert sequences.table["source"].to_pylist() == [rollout.source for rollout in rollouts]
-    assert counts == counted
+    assert counts == log.counts
 
 
 def test_the_hash_is_that_of_the_files(folder: Path, tokenizer: str) -> None:

@@ -18,11 +18,11 @@ TOKENS = SAMPLE_DATA / "tokens.jsonl"
 
 def test_a_directory_is_the_trie_in_memory(tmp_path: Path) -> None:
     summary = build_trie_directory([TOKENS], tmp_path / "trie")
-    trie, counts = read_to_trie([TOKENS])
+    trie, log = read_to_trie([TOKENS])
     written = read_trie(tmp_path / "trie")
     assert np.array_equal(written.tokens, trie.tokens)
     assert written.trajectories.equals(trie.trajectories)
-    assert (summary.counts, summary.num_files) == (counts, 1)
+    assert (summary.counts, summary.num_files) == (log.counts, 1)
     assert summary.totals["tokens_tree"] == trie.tokens_tree
     assert json.loads((tmp_path / "trie" / "manifest.json").read_text()) == summary.manifest
 

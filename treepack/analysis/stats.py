@@ -62,8 +62,8 @@ def stats(
     if manifest:
         trie, counts, kind = read_trie(directory), manifest["counts"], "trie"
     else:
-        trie, counts = read_to_trie(paths, replace(options.build, shapes=True), progress=progress)
-        kind = "trajectories"
+        trie, log = read_to_trie(paths, replace(options.build, shapes=True), progress=progress)
+        counts, kind = dict(sorted(log.counts.items())), "trajectories"
     report = describe(trie, kind=kind) | {"counts": counts}
     if options.check:
         report["checked"] = check_trie_totals(trie, manifest)

@@ -68,6 +68,7 @@ class Manifest(TypedDict):
     share: NotRequired[str]
     capacity: NotRequired[int]
     input: NotRequired[InputEntry]
+    skipped: NotRequired[dict[str, Any]]
     trie: NotRequired[TrieEntry]
     advantages: NotRequired[dict[str, Any]]
     logprobs: NotRequired[dict[str, Any]]
@@ -78,8 +79,8 @@ class Provenance:
     """Origin of a directory: all entries of its manifest that do not follow from its files.
 
     `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
-    over trajectories and rows. `input` and `trie` are the sources; `advantages` and `logprobs` describe columns that a
-    later command added.
+    over trajectories and rows. `input` and `trie` are the sources; `skipped` names rollouts that were skipped;
+    `advantages` and `logprobs` describe columns that a later command added.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Provenance:
     totals: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: TokenizerEntry | None = None
     input: InputEntry | None = None
+    skipped: Mapping[str, Any] | None = None
     trie: TrieEntry | None = None
     advantages: Mapping[str, Any] | None = None
     logprobs: Mapping[str, Any] | None = None
@@ -128,6 +130,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "trie": {"path": str, "sha256": str},
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
     "logprobs": {},
+    "skipped": {"num_rollouts": int, "num_skipped": int, "rollouts": list, "num_groups": int, "groups": list},
 }
 
 

@@ -31,6 +31,8 @@ class BuildOptions:
         normalize_ids: number tool call ids, UUIDs and times of conversations, so that random ones share prefixes.
         train_all: train every token of token records that have no mask.
         shapes: also accept inputs that have lengths but no tokens; for statistics only.
+        strict: refuse the first rollout that would be skipped.
+        skip_bad: skip and count damaged records and files, which are refused otherwise.
         workers: processes that read and tokenise; the result is the same for any number.
 
     Raises:
@@ -46,6 +48,8 @@ class BuildOptions:
     normalize_ids: bool = False
     train_all: bool = False
     shapes: bool = False
+    strict: bool = False
+    skip_bad: bool = False
     workers: int = 1
 
     def __post_init__(self) -> None:
@@ -55,6 +59,8 @@ class BuildOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
         if self.workers < 1:
             raise TreepackError(f"workers is {self.workers}; expected at least 1")
+        if self.strict and self.skip_bad:
+            raise TreepackError("strict refuses what skip_bad skips; give one of them (--strict, --skip-bad)")
         if isinstance(self.tools, list) and not all(isinstance(tool, dict) for tool in self.tools):
             raise TreepackError("tools has an entry that is no object; expected a list of tool schemas")
 
@@ -86,5 +92,5 @@ class BuildOptions:
             "reward_key": self.reward_key,
             "train_all": self.train_all,
         }
-        # Written only if set: tries that were built without the option keep their bytes.
-        return record | ({"normalize_ids": True} if self.normalize_ids else {})
+        # Written only if set: tries that were built without these options keep their bytes.
+        return record | {name: True for name in ("normalize_ids", "skip_bad") if getattr(self, name)}

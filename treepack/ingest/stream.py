@@ -1,7 +1,7 @@
 """Read files into usable trajectories, in one process or several, and count the input that cannot be used.
 
     inputs --read_parts--> part --worker--> Trajectory | Skipped, ...     (read)
-                           part --worker--> Sequences, counts             (read_columns)
+                           part --worker--> Sequences, ReadLog            (read_columns)
 
 This process finds, hashes and decompresses the files and cuts them into parts. A worker parses, reads and tokenises a
 part and makes columns of it. The result does not depend on the number of workers.
@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from treepack.columns import Sequences, as_columns
+from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
+from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
 from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer
@@ -42,21 +44,21 @@ def read(
 def read_columns(
     inputs: Sequence[str],
     options: BuildOptions,
-    counts: Counter[str],
+    log: ReadLog,
     *,
     tokenizer: Any = None,
     input_hash: InputHash | None = None,
 ) -> Iterator[Sequences]:
     """Yield the trajectories of `read` as columns, in batches; trajectory ids may repeat.
 
-    Each reason for skipping a record, and each note, is counted in `counts`.
+    Rollouts, samples, notes and reasons for skipping are counted in `log`.
 
     Raises:
         TreepackError: bad input; text without a tokenizer.
     """
     parts, job = _parts_and_job(inputs, options, tokenizer, input_hash)
-    for batch, counted in in_order(_ColumnsWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
-        counts.update(counted)
+    for batch, log_of_part in in_order(_ColumnsWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
+        log.merge(log_of_part)
         if batch is not None:
             yield batch
 
@@ -72,7 +74,7 @@ def _parts_and_job(
         train_all=options.train_all,
         shapes=options.shapes,
     )
-    job = Job(tokenizer, options.expand, options.tool_schemas(), options.normalize_ids)
+    job = Job(tokenizer, options.expand, options.tool_schemas(), options.normalize_ids, options.strict)
     parts = read_parts(inputs, how, format=options.format, input_hash=input_hash)
     return parts, job if options.workers == 1 else job.by_name()
 
@@ -90,9 +92,22 @@ class _ReadWork:
 
     def __init__(self, job: Job) -> None:
         self._tokenise = Tokenisation(job)
+        self._strict = job.strict
 
     def __call__(self, part: Part) -> list[Trajectory | Skipped]:
-        return [sample for item in part.trajectories() for sample in self._tokenise(item)]
+        return [sample for _, samples in self.samples(part) for sample in samples]
+
+    def samples(self, part: Part) -> Iterator[tuple[Trajectory | Skipped, list[Trajectory | Skipped]]]:
+        """Yield each item of `part` with its samples.
+
+        Raises:
+            TreepackError: `strict` refuses a rollout.
+        """
+        for item in part.trajectories():
+            samples = list(self._tokenise(item))
+            if self._strict:
+                refuse_skipped(samples)
+            yield item, samples
 
 
 class _ColumnsWork:
@@ -101,10 +116,21 @@ class _ColumnsWork:
     def __init__(self, job: Job) -> None:
         self._read = _ReadWork(job)
 
-    def __call__(self, part: Part) -> tuple[Sequences | None, Counter[str]]:
-        counts: Counter[str] = Counter()
-        trajectories = list(usable(self._read(part), counts))
-        return as_columns(trajectories) if trajectories else None, counts
+    def __call__(self, part: Part) -> tuple[Sequences | None, ReadLog]:
+        log = ReadLog()
+        trajectories = [each for item, samples in self._read.samples(part) for each in log.add(item, samples)]
+        return as_columns(trajectories) if trajectories else None, log
+
+
+def refuse_skipped(samples: Iterable[Trajectory | Skipped]) -> None:
+    """Refuse the first rollout among `samples` that is skipped.
+
+    Raises:
+        TreepackError: with the sentence about the rollout.
+    """
+    for sample in samples:
+        if isinstance(sample, Skipped) and sample.is_rollout:
+            raise TreepackError(f"{sample.sentence}; fix or remove the rollout, or skip it without --strict")
 
 
 def usable(stream: Iterable[Trajectory | Skipped], counts: Counter[str]) -> Iterator[Trajectory]:

@@ -114,7 +114,7 @@ def tokenize(
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Settings of tokenisation: the arguments of `tokenize`.
+    """Settings of tokenisation: the arguments of `tokenize`; `strict` refuses the first rollout that is skipped.
 
     Raises:
         TreepackError: `expand` is not one of `EXPANSIONS`.
@@ -124,6 +124,7 @@ class Job:
     expand: str = "trajectory"
     tools: Tools = None
     normalize_ids: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         """Refuse an unknown `expand`."""

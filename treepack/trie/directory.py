@@ -8,7 +8,6 @@ The directory appears when it is complete. Memory is bounded: see `out_of_core`.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from treepack.columns import Sequences
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.options import BuildOptions
+from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.stream import read_columns
 from treepack.ingest.tokenization import fingerprint, load_tokenizer
@@ -30,11 +30,12 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class TrieSummary:
-    """A trie directory that was written: its path, its manifest, and the time that it took in seconds."""
+    """A trie directory that was written: its path and manifest, the seconds that it took, and the log of reading."""
 
     path: Path
     manifest: Manifest
     seconds: float
+    log: ReadLog
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -74,23 +75,24 @@ def build_trie_directory(
     """
     out, names = Path(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
-    counts, digest, start = Counter[str](), InputHash(), time.perf_counter()
+    log, digest, start = ReadLog(), InputHash(), time.perf_counter()
     recorded = options.as_record()  # reads the file of tool schemas, so that a bad one is refused before the rollouts
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     with finished_directory(out, overwrite=overwrite) as temporary:
-        batches = read_columns(names, options, counts, tokenizer=tokenizer, input_hash=digest)
+        batches = read_columns(names, options, log, tokenizer=tokenizer, input_hash=digest)
         built = build_large_trie(_reading(batches, progress), share=options.share, folder=temporary)
         totals = trie_totals(built.trie)
         built.release()
         provenance = Provenance(
             options=recorded,
-            counts=dict(sorted(counts.items())),
+            counts=dict(sorted(log.counts.items())),
+            skipped=log.as_record() or None,
             totals=totals,
             tokenizer=fingerprint(tokenizer) if tokenizer else None,
             input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
         )
         manifest = write_trie(built.trie, temporary, provenance, release=built.release)
-    return TrieSummary(out, manifest, time.perf_counter() - start)
+    return TrieSummary(out, manifest, time.perf_counter() - start, log)
 
 
 def read_to_trie(
@@ -99,18 +101,18 @@ def read_to_trie(
     *,
     tokenizer: Any = None,
     progress: ReportProgress | None = None,
-) -> tuple[Trie, dict[str, int]]:
-    """Read rollouts into a trie without writing a directory; return it and the counts of skipped rollouts and notes.
+) -> tuple[Trie, ReadLog]:
+    """Read rollouts into a trie without writing a directory; return it and the log of reading.
 
     `tokenizer` is that of `options`, if the caller has loaded it already. A large trie is mapped from temporary files.
 
     Raises:
         TreepackError: bad input, no trajectory at all, or text without a tokenizer.
     """
-    counts: Counter[str] = Counter()
-    batches = read_columns([str(path) for path in inputs], options, counts, tokenizer=tokenizer)
+    log = ReadLog()
+    batches = read_columns([str(path) for path in inputs], options, log, tokenizer=tokenizer)
     trie = build_large_trie(_reading(batches, progress), share=options.share).trie
-    return trie, dict(sorted(counts.items()))
+    return trie, log
 
 
 def _reading(batches: Iterable[Sequences], progress: ReportProgress | None) -> Iterable[Sequences]:

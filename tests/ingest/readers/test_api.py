@@ -147,7 +147,7 @@ def test_a_batch_is_read_with_its_requests(tmp_path: Path) -> None:
     assert items[1:] == [
         Skipped(f"{answers}:2", "response of a batch without its request in a file of the folder"),
         Skipped(f"{answers}:3", "request that failed"),
-        Skipped(f"{requests}:1", "batch request, read with its response"),
+        Skipped(f"{requests}:1", "batch request, read with its response", is_rollout=False),
     ]
 
 

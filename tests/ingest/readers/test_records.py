@@ -284,7 +284,7 @@ def test_a_name_that_is_not_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> N
     records = [record for path in files for record in read_records(path, input_hash=digest)]
     assert [record.source for record in records] == [f"{tmp_path}/\\xff.jsonl:{line}" for line in (1, 2)]
     assert [record.label for record in records] == ["\\xff.jsonl:1", "\\xff.jsonl:2"]
-    assert skipped == [Skipped(f"{tmp_path}/a.\\xff", "file extension .\\xff not read")]
+    assert skipped == [Skipped(f"{tmp_path}/a.\\xff", "file extension .\\xff not read", is_rollout=False)]
     assert digest.files[0][0] == f"{tmp_path}/\\xff.jsonl"
 
 

@@ -187,6 +187,6 @@ def test_steps_that_repeat_what_came_before_are_calls_that_are_joined() -> None:
 
 
 def test_a_rollout_that_cannot_be_trained_is_skipped() -> None:
-    assert gym(None) == [Skipped(SOURCE, "task without a response")]
+    assert gym(None) == [Skipped(SOURCE, "task without a response", is_rollout=False)]
     assert gym([said("a")], mask_sample=True) == [Skipped(SOURCE, "masked by its environment (mask_sample)")]
     assert gym([said("a")], instance_config={"mask_sample": True}) == gym([said("a")], mask_sample=True)

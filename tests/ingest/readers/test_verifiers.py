@@ -108,7 +108,7 @@ def test_a_trace_with_images_is_skipped_and_a_model_that_could_see_some_is_not_e
 def test_an_agent_that_is_not_trainable_is_skipped_and_counted() -> None:
     items = read(EPISODES[1])
     assert [item.trajectory_id for item in items if isinstance(item, Trajectory)] == ["t2"]
-    assert items[1] == Skipped("r.jsonl:1", "agent that is not trained")
+    assert items[1] == Skipped("r.jsonl:1", "agent that is not trained", is_rollout=False)
 
 
 def test_without_token_ids_the_messages_are_read_and_only_sampled_ones_trained() -> None:

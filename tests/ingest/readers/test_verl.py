@@ -145,7 +145,7 @@ def test_enable_thinking_of_a_conversation_goes_to_its_template() -> None:
 
 def test_a_prompt_without_a_response_is_skipped_and_each_generated_response_is_a_trajectory() -> None:
     row: dict[str, Any] = {"prompt": [USER], "reward_model": {"ground_truth": "4"}, "data_source": "s"}
-    assert read(verl_data, row) == [Skipped("r.jsonl:1", "prompt without a response")]
+    assert read(verl_data, row) == [Skipped("r.jsonl:1", "prompt without a response", is_rollout=False)]
     items = read(verl_data, row | {"responses": ["4", "5"]})
     assert [chat_of(item).messages for item in items] == [[USER, ANSWER], [USER, ANSWER | {"content": "5"}]]
     names = [item.trajectory_id for item in items if isinstance(item, Trajectory)]

@@ -118,9 +118,9 @@ def _read(
     directory, manifest, name = Path(paths[0]), manifest_of(paths), options.build.tokenizer
     if manifest is None:
         tokenizer = load_tokenizer(name) if name else None
-        trie, counts = read_to_trie(paths, options.build, tokenizer=tokenizer, progress=progress)
+        trie, log = read_to_trie(paths, options.build, tokenizer=tokenizer, progress=progress)
         title = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
-        return Subject(title, trie, counts=counts), tokenizer
+        return Subject(title, trie, counts=dict(sorted(log.counts.items()))), tokenizer
     tokenizer = _tokenizer_of(directory, manifest, name, note)
     title = directory.resolve().name
     if manifest["format"] == schema.TRIE_FORMAT:

@@ -93,7 +93,7 @@ def read_exchanges(records: Iterator[Record], *, asks: str, answers: str) -> Ite
         request, response = request_and_response(value)
         # The input file of a batch in the same folder: its lines are read when their responses come.
         if "custom_id" in value and not response and asks in request:
-            yield Skipped(source, REQUESTS_NOTE)
+            yield Skipped(source, REQUESTS_NOTE, is_rollout=False)
             continue
         if value.get("error") is not None or response.get("error") is not None:
             yield Skipped(source, FAILED_NOTE)

@@ -109,12 +109,12 @@ def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
         # rollouts.jsonl.gz -> .jsonl
         extension = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
         if path.is_dir():  # only links: `os.walk` enters all other folders
-            skipped.append(Skipped(shown, "link to a folder not followed"))
+            skipped.append(Skipped(shown, "link to a folder not followed", is_rollout=False))
         elif extension.lower() in EXTENSIONS:
             files.append(str(path))
         else:
             kind = f"file extension {displayed(extension)}" if extension else "file without extension"
-            skipped.append(Skipped(shown, f"{kind} not read"))
+            skipped.append(Skipped(shown, f"{kind} not read", is_rollout=False))
     if not files:
         known = " ".join(sorted(EXTENSIONS))
         raise TreepackError(

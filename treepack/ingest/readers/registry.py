@@ -218,7 +218,7 @@ def read_parts(
             if path not in searched or format != "auto":
                 raise
             unknown.append(error)
-            yield Done([Skipped(displayed(path), "file of no known format")])
+            yield Done([Skipped(displayed(path), "file of no known format", is_rollout=False)])
             continue
         # The first piece was taken to detect the format; it is put back before the others.
         file_format, file_pieces = FORMAT_OF_NAME[name], chain([first], pieces)

@@ -75,7 +75,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     elif main is not None and main.name == Path(record.path).name:
         yield from _read_details(Record(str(path), str(path), facts), part, options)
     else:
-        yield Skipped(record.source, f"its token ids are read with {MAIN if main else path.name}")
+        yield Skipped(record.source, f"its token ids are read with {MAIN if main else path.name}", is_rollout=False)
 
 
 def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -92,7 +92,7 @@ def _read_result(record: Record, options: ReadOptions) -> Iterator[Trajectory | 
             yield from _read_details(replace(record, value=facts), part, options)
             nothing = False
     if nothing:
-        yield Skipped(source, "result of a trial, read with its trajectories")
+        yield Skipped(source, "result of a trial, read with its trajectories", is_rollout=False)
 
 
 def _read_details(record: Record, part: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:

@@ -56,7 +56,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     # Round 2 of rounds 0, 1, 2, 3 -> the path of round 3.
     later = next((each for number, each in rounds if this_round is not None and number > int(this_round[1])), None)
     if later is not None and _num_shared(messages, later) == len(messages):
-        yield Skipped(path, f"beginning of {later.name}")
+        yield Skipped(path, f"beginning of {later.name}", is_rollout=False)
         return
     done = normalise_messages(messages, source=path)
     weights = done.weights

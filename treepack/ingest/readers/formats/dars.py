@@ -41,7 +41,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     for ending in CHECKPOINTS:
         task = task.removesuffix(ending)
     if stem != task and (whole := _whole_file(record, stem, task)) is not None:
-        yield Skipped(record.source, f"checkpoint of {whole}")
+        yield Skipped(record.source, f"checkpoint of {whole}", is_rollout=False)
         return
     name = task if folder in ("", task) else f"{folder}/{task}"
     alternatives: dict[int, list[dict[str, Any]]] = {}

@@ -75,7 +75,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             scores = _scores(run, record.source)
             trace.scores = trace.scores | scores if is_root else scores | trace.scores
             if run.get("run_type") != "llm":
-                yield Skipped(record.source, NO_CALL_NOTE)
+                yield Skipped(record.source, NO_CALL_NOTE, is_rollout=False)
             elif run.get("error") is not None or not isinstance(run.get("outputs"), dict):
                 yield Skipped(record.source, "LLM run that failed")
             else:
@@ -126,7 +126,7 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
         order = str(run.get("dotted_order") or "")
         # dotted_order "..Zr...Za.." starts with the order of the parent: "Zr.Za" is inside "Zr".
         if outer and order.startswith(outer + "."):
-            yield Skipped(source, "run inside another LLM run")
+            yield Skipped(source, "run inside another LLM run", is_rollout=False)
             continue
         outer = order
         run_calls = list(_calls(run, source))

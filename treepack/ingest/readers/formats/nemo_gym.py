@@ -41,7 +41,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     value, source = record.value, record.source
     response = value.get("response")
     if not isinstance(response, dict) or response.get("output") is None:
-        yield Skipped(source, "task without a response")
+        yield Skipped(source, "task without a response", is_rollout=False)
         return
     if _is_masked(value):
         yield Skipped(source, "masked by its environment (mask_sample)")

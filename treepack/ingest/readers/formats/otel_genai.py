@@ -67,11 +67,11 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     for record in records:
         for span in _spans(record):
             if span.attributes.get("gen_ai.operation.name") not in CALLS:
-                yield Skipped(record.source, NO_CALL_NOTE)
+                yield Skipped(record.source, NO_CALL_NOTE, is_rollout=False)
                 continue
             if not {INPUT, OUTPUT} <= span.attributes.keys():
                 is_call = any(name.startswith("gen_ai.") for name in span.attributes)
-                yield Skipped(record.source, NO_CONTENT_NOTE if is_call else NO_CALL_NOTE)
+                yield Skipped(record.source, NO_CONTENT_NOTE if is_call else NO_CALL_NOTE, is_rollout=is_call)
                 continue
             name = str(span.attributes.get("gen_ai.conversation.id") or span.trace)
             bare = replace(record, value={})  # a whole file of spans must not stay in memory

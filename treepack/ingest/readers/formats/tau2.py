@@ -51,7 +51,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if has_fields(value, [SIMULATION]):
         # A folder search finds simulations/<id>.json and results.json; the latter reads all of them.
         if Path(record.path).parent.name == FOLDER and (run := beside(record, "../results.json")) is not None:
-            yield Skipped(source, f"read with {run.name}")
+            yield Skipped(source, f"read with {run.name}", is_rollout=False)
         else:
             yield from _read_simulation(record, {}, options)
         return

@@ -87,7 +87,7 @@ def _read_trace(
 ) -> Iterator[Trajectory | Skipped]:
     agent = _object(trace, "agent", record.source)
     if agent.get("trainable") is False:
-        yield Skipped(record.source, "agent that is not trained")
+        yield Skipped(record.source, "agent that is not trained", is_rollout=False)
         return
     nodes = trace.get("nodes") or []
     paths = graphs.before(nodes, source=record.source)

@@ -40,7 +40,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: steps of another form, or an error of the readers of tokens and messages.
     """
     if has_fields(record.value, [RUN]):
-        yield Skipped(record.source, "summary of a run, read with its results")
+        yield Skipped(record.source, "summary of a run, read with its results", is_rollout=False)
         return
     # The model is the same for all lines of the file.
     summary = beside(record, SUMMARY)

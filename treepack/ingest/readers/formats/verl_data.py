@@ -41,7 +41,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     responses = _list(value.get("responses") or [], "responses", record)
     # A data set of prompts is an input of RL, not of a trie.
     if not responses:
-        yield Skipped(record.source, "prompt without a response")
+        yield Skipped(record.source, "prompt without a response", is_rollout=False)
         return
     # The ground truth is text that no model saw; it is kept as metadata.
     model = rest.pop("reward_model")
