@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+# ruff: noqa: RUF001, RUF003 (DeepSeek's tokens have wide bars)
 # "<|im_end|>", "<｜User｜>", Gemma 4's "<|turn>" and "<turn|>", and the words of the models that use no bars.
 SPECIAL = re.compile(
     r"<\|[^|<>{}\s\']{1,40}\|?>|<｜[^｜<>{}]{1,40}｜>|<[a-z_]{1,20}\|>|\[/?INST\]"

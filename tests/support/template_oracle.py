@@ -13,9 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+Message = dict[str, Any]
 
 MARK = re.compile(r"mark(\d+)([crax])(\d*)z")
 
@@ -75,10 +78,7 @@ def decode(tokenizer: Any, sample: Trajectory) -> DecodedSample:
     content = sample.content
     assert isinstance(content, Tokens)
     ends = [0, *(int(p) for span in zip(content.starts, content.ends, strict=True) for p in span), len(content.tokens)]
-    texts = [
-        tokenizer.decode(content.tokens[a:b], clean_up_tokenization_spaces=False)
-        for a, b in zip(ends, ends[1:], strict=False)
-    ]
+    texts = [tokenizer.decode(content.tokens[a:b], clean_up_tokenization_spaces=False) for a, b in pairwise(ends)]
     places = [0]
     for text in texts:
         places.append(places[-1] + len(text))
@@ -116,7 +116,7 @@ def end_of_turn(tokenizer: Any) -> str:
 
 
 def faults(tokenizer: Any, chat: Chat, samples: list[Trajectory | Skipped], tools: Any) -> list[str]:
-    """Return what is wrong with `samples` of the marked conversation `chat`; an empty list for right or skipped ones."""
+    """Return what is wrong with `samples` of the marked conversation `chat`: nothing if they are right or skipped."""
     if any(isinstance(sample, Skipped) for sample in samples):
         return [] if len(samples) == 1 else ["a skip beside samples of the same conversation"]
     decoded = [decode(tokenizer, sample) for sample in samples if isinstance(sample, Trajectory)]
@@ -140,22 +140,22 @@ def _faults_of_markers(chat: Chat, trained: list[str]) -> list[str]:
                 *(json.dumps(c["function"]) for c in message.get("tool_calls") or []),
             ]
             wanted.update(match[0] for text in texts for match in MARK.finditer(text) if match[2] != "r")
-    found = []
+    wrong = []
     for mark in sorted(counts.keys() | wanted.keys()):
         kind = MARK.fullmatch(mark)
         assert kind
         if kind[2] == "r":
             i = int(kind[1])
             if counts[mark] > 1 or not chat.message_weights[i]:
-                found.append(f"{mark} is trained {counts[mark]} times")
+                wrong.append(f"{mark} is trained {counts[mark]} times")
         elif counts[mark] != wanted[mark]:
-            found.append(f"{mark} is trained {counts[mark]} times and should be {wanted[mark]} times")
-    return found
+            wrong.append(f"{mark} is trained {counts[mark]} times and should be {wanted[mark]} times")
+    return wrong
 
 
 def _faults_of_reasoning(tokenizer: Any, chat: Chat, trained: list[str], tools: Any) -> list[str]:
     """If the template prints the reasoning of a message that comes last, it must be trained."""
-    found = []
+    wrong = []
     for i, message in enumerate(chat.messages):
         mark = f"mark{i}rz"
         if chat.message_weights[i] and mark in json.dumps(message) and not any(mark in text for text in trained):
@@ -164,19 +164,19 @@ def _faults_of_reasoning(tokenizer: Any, chat: Chat, trained: list[str], tools: 
             except Exception:  # the template refuses what our own rendering has mended
                 continue
             if mark in text:
-                found.append(f"{mark} is printed and not trained")
-    return found
+                wrong.append(f"{mark} is printed and not trained")
+    return wrong
 
 
 def _faults_of_ends(tokenizer: Any, chat: Chat, trained: list[str]) -> list[str]:
     """A turn without calls must end as the template ends turns."""
     end = end_of_turn(tokenizer)
-    found = []
+    wrong = []
     for text in trained:
         marks = list(MARK.finditer(text))
         if marks and not chat.messages[int(marks[-1][1])].get("tool_calls") and text[marks[-1].end() :].strip() != end:
-            found.append(f"{marks[-1][0]} ends with {text[marks[-1].end() :]!r} and should with {end!r}")
-    return found
+            wrong.append(f"{marks[-1][0]} ends with {text[marks[-1].end() :]!r} and should with {end!r}")
+    return wrong
 
 
 def _faults_of_order(sample: DecodedSample) -> list[str]:
@@ -186,7 +186,7 @@ def _faults_of_order(sample: DecodedSample) -> list[str]:
 
 
 def faults_of_prompt(tokenizer: Any, chat: Chat, sample: Trajectory, tools: Any) -> list[str]:
-    """Return what is wrong with the prompt of `sample`, one turn: it must be the template's with a generation prompt."""
+    """Return what is wrong with the prompt of `sample`, one turn: it must end with the generation prompt."""
     decoded = decode(tokenizer, sample)
     marks = list(MARK.finditer("".join(decoded.trained)))
     if not marks:
@@ -194,6 +194,9 @@ def faults_of_prompt(tokenizer: Any, chat: Chat, sample: Trajectory, tools: Any)
     i = int(marks[0][1])
     prompt = render(tokenizer, chat.messages[:i], tools, chat.chat_template_kwargs or {}, add_generation_prompt=True)
     before = decoded.text[: decoded.spans[0][0]]
-    # A block that the prompt opened may be closed before the turn, if the turn has no reasoning.
-    rest = re.sub(r"</?think>|\s", "", before[len(prompt) :])
-    return [] if before.startswith(prompt) and not rest else [f"turn {i} has another prompt: {before[-80:]!r}"]
+    # A block that the prompt opened may be closed before the turn, if the turn has no reasoning; and the generation
+    # marks of a template may count the opening of the block to the turn.
+    longer, shorter = (before, prompt) if len(before) > len(prompt) else (prompt, before)
+    rest = re.sub(r"</?think>|\s", "", longer[len(shorter) :])
+    is_same = longer.startswith(shorter) and not rest
+    return [] if is_same else [f"turn {i} has another prompt: {before[-80:]!r} for {prompt[-80:]!r}"]
