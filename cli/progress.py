@@ -1,0 +1,252 @@
+"""Progress of long commands on stderr: a bar on a terminal, a line every ten seconds off it, neither with --quiet.
+
+    with progress_bars() as report:                        library functions call report(Progress(...))
+    for row in progress(rows, description="scoring"):      a loop of the command itself
+    with step_progress("training", 100) as report:         a line for each step, with values
+
+    reading: 45 %, 12.3M tokens, 1.2M tokens/s, 2 min 10 s left
+    training: step 12 of 100, loss 1.2345, 3 min 20 s left
+
+Commands that take less than ten seconds write nothing off a terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from treepack.processes import Progress, ReportProgress
+
+T = TypeVar("T")
+
+INTERVAL = 10.0  # seconds between two lines
+_QUIET = "treepack.quiet"
+
+
+def _remember_quiet(context: click.Context, _: click.Parameter, value: bool) -> None:
+    context.meta[_QUIET] = value
+
+
+quiet_option = click.option(
+    "--quiet",
+    is_flag=True,
+    expose_value=False,
+    callback=_remember_quiet,
+    help="Write no progress to stderr.",
+)
+"""The option of all long commands. Functions of this file read it from the context, so no command passes it on."""
+
+
+def is_quiet() -> bool:
+    """Return True if the command was given --quiet."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_QUIET))
+
+
+def say(line: str) -> None:
+    """Write a line of progress to stderr, unless the command is quiet."""
+    if not is_quiet():
+        click.echo(line, err=True)
+
+
+@contextmanager
+def progress_bars() -> Iterator[ReportProgress]:
+    """Yield a function that shows the progress of the stages of a command."""
+    display: _Bars | _Lines | None = None
+    if not is_quiet():
+        display = _Bars() if sys.stderr.isatty() else _Lines(INTERVAL)
+    if display is None:
+        yield lambda progress: None
+        return
+    try:
+        yield display.report
+    finally:
+        display.close()
+
+
+def progress(items: Iterable[T], *, description: str, unit: str = "rows", total: int | None = None) -> Iterator[T]:
+    """Yield `items` and show how many were yielded."""
+    from treepack.processes import with_progress
+
+    with progress_bars() as report:
+        yield from with_progress(items, report, description, unit=unit, total=total)
+
+
+def token_progress(trajectories: Iterable[T], *, description: str) -> Iterator[T]:
+    """Yield trajectories and show how many tokens they have."""
+    from treepack.processes import with_progress
+
+    with progress_bars() as report:
+        yield from with_progress(
+            trajectories,
+            report,
+            description,
+            unit="tokens",
+            size=lambda item: len(getattr(getattr(item, "content", item), "tokens", ())),
+        )
+
+
+@contextmanager
+def step_progress(
+    stage: str, total: int, *, first: int = 0, interval: float = 0.0
+) -> Iterator[Callable[[int, Mapping[str, str]], None]]:
+    """Yield a function that shows the steps done and some values: `report(12, {"loss": "1.2345"})`.
+
+    Args:
+        stage: what the steps do, such as "training".
+        total: number of steps.
+        first: steps that were done before, in a run that is resumed.
+        interval: minimum seconds between two lines; 0 for a line for each step.
+    """
+    if is_quiet():
+        yield lambda done, values: None
+    elif sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=total, initial=first, desc=stage, unit="step") as bar:
+
+            def draw(done: int, values: Mapping[str, str]) -> None:
+                bar.set_postfix(dict(values), refresh=False)
+                bar.update(done - bar.n)
+
+            yield draw
+    else:
+        start = last = time.monotonic()
+
+        def write(done: int, values: Mapping[str, str]) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= interval:
+                last = now
+                parts = [f"step {done} of {total}", *(f"{name} {value}" for name, value in values.items())]
+                left = _time_left((done - first) / max(1, total - first), now - start)
+                click.echo(f"{stage}: {', '.join(parts + left)}", err=True)
+
+        yield write
+
+
+class _Bars:
+    """A bar for each stage, for a terminal."""
+
+    def __init__(self) -> None:
+        self._bars: dict[str, Any] = {}
+
+    def report(self, progress: Progress) -> None:
+        from tqdm import tqdm
+
+        if progress.stage not in self._bars:
+            is_tokens = progress.unit == "tokens"
+            self._bars[progress.stage] = tqdm(
+                desc=progress.stage,
+                total=progress.total,
+                unit="tok" if is_tokens else "",
+                unit_scale=is_tokens,
+                bar_format=None if progress.unit else "{desc} ...",
+                leave=bool(progress.unit),
+            )
+        bar = self._bars[progress.stage]
+        if progress.share and progress.total is None:
+            bar.total = round(progress.done / progress.share)  # an estimate, so that the bar has a length and an end
+        bar.update(progress.done - bar.n)
+
+    def close(self) -> None:
+        for bar in self._bars.values():
+            bar.close()
+
+
+class _Lines:
+    """A line every `interval` seconds, for a file or a pipe.
+
+    A thread writes them: a stage may compute for minutes between two reports, and must not look as if it hangs.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._start = time.monotonic()  # of the current stage
+        self._latest: Progress | None = None
+        self._was_shown = False  # the current stage has a line
+        self._guard = Lock()  # of these three
+        self._ended = Event()
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def report(self, progress: Progress) -> None:
+        with self._guard:
+            if self._latest is not None and progress.stage != self._latest.stage:
+                self._finish_stage()
+            self._latest = progress
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._finish_stage()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval):
+            with self._guard:
+                if self._latest is not None:
+                    self._was_shown = True
+                    self._write(_line(self._latest, time.monotonic() - self._start))
+
+    def _finish_stage(self) -> None:
+        """Write the last line of a stage that had one before, and start the clock of the next stage."""
+        if self._latest is not None and self._was_shown:
+            self._write(_last_line(self._latest, time.monotonic() - self._start))
+        self._start, self._was_shown = time.monotonic(), False
+
+    def _write(self, line: str) -> None:
+        with suppress(OSError, ValueError):  # stderr was closed; the command itself goes on
+            click.echo(line, err=True)
+
+
+def _line(progress: Progress, seconds: float) -> str:
+    """Return the state of a stage that started `seconds` ago: amount, rate and time left."""
+    if not progress.unit:
+        return f"{progress.stage}: {duration(seconds)} so far"
+    share = progress.share
+    if share is None and progress.total:
+        share = progress.done / progress.total
+    parts = [] if share is None else [f"{share:.0%}".replace("%", " %")]
+    parts += [_amount(progress), f"{short(progress.done / seconds)} {progress.unit}/s"]
+    return f"{progress.stage}: {', '.join(parts + _time_left(share, seconds))}"
+
+
+def _last_line(progress: Progress, seconds: float) -> str:
+    parts = [_amount(progress)] if progress.unit else []
+    return f"{progress.stage}: {', '.join([*parts, f'done in {duration(seconds)}'])}"
+
+
+def _amount(progress: Progress) -> str:
+    total = "" if progress.total is None else f" of {short(progress.total)}"
+    return f"{short(progress.done)}{total} {progress.unit}"
+
+
+def _time_left(share: float | None, seconds: float) -> list[str]:
+    """Return the time left if `share` of the work took `seconds`; nothing at the start and at the end."""
+    # A quarter in 30 s -> 30 * 0.75 / 0.25 = 90 s left.
+    return [f"{duration(seconds * (1 - share) / share)} left"] if share and share < 1 else []
+
+
+def short(value: float) -> str:
+    """Return a number with at most four characters and a suffix: 1234567 -> 1.23M."""
+    for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in its two largest units: 200 -> 3 min 20 s."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

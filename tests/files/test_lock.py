@@ -1,0 +1,164 @@
+"""The lock of an output: one process at a time, whatever container it runs in, and free when its process is gone."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from treepack.errors import TreepackError
+from treepack.files.lock import lock
+
+HOLD = """
+import pathlib, sys
+from treepack.files.lock import lock
+with lock(pathlib.Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def owner_of(out: Path, *prefix: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has the lock of `out`, until a line is written to it or it is killed."""
+    command = [*prefix, sys.executable, "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def is_free(out: Path) -> bool:
+    try:
+        with lock(out):
+            return True
+    except TreepackError:
+        return False
+
+
+def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
+    out = tmp_path / "trie"
+    with (
+        owner_of(out) as owner,
+        pytest.raises(TreepackError, match=f"trie: is being written by process {owner.pid} on .*; wait until it ends"),
+        lock(out),
+    ):
+        pass
+    assert is_free(out)
+
+
+def test_one_process_cannot_have_a_lock_twice(tmp_path: Path) -> None:
+    with lock(tmp_path / "trie"):
+        assert not is_free(tmp_path / "trie")
+        assert is_free(tmp_path / "other")
+
+
+def test_a_link_and_its_target_have_one_lock(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "trie")
+    with lock(tmp_path / "trie"):
+        assert not is_free(tmp_path / "link")
+
+
+def test_the_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    out = tmp_path / "trie"
+    with owner_of(out) as owner:
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        assert (tmp_path / ".trie.lock").exists()
+        assert is_free(out)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode != 0,
+    reason="no permission to make a pid namespace, as a container has one",
+)
+def test_a_process_of_another_pid_namespace_keeps_its_lock(tmp_path: Path) -> None:
+    with owner_of(tmp_path / "trie", "unshare", "--pid", "--fork", "--kill-child"):
+        assert not is_free(tmp_path / "trie")
+
+
+def test_a_lock_file_that_is_removed_between_open_and_lock_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The race in the header of lock.py: this process opens inode 1, its owner removes it, and another locks inode 2.
+    file, flock = tmp_path / ".trie.lock", fcntl.flock
+    others: list[int] = []
+
+    def slow(descriptor: int, operation: int) -> None:
+        if not others:
+            file.unlink()
+            others.append(os.open(file, os.O_RDWR | os.O_CREAT))
+            flock(others[0], fcntl.LOCK_EX)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", slow)
+    with pytest.raises(TreepackError, match="is being written by"), lock(tmp_path / "trie"):
+        pass
+    os.close(others[0])
+
+
+def test_folders_made_for_a_lock_are_removed_unless_something_was_written(tmp_path: Path) -> None:
+    for name in ("empty", "full"):
+        with lock(tmp_path / name / "runs" / "trie"):
+            if name == "full":
+                (tmp_path / name / "runs" / "trie").mkdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert [path.name for path in (tmp_path / "full" / "runs").iterdir()] == ["trie"]
+
+
+def test_a_file_system_without_locks_is_used_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with lock(tmp_path / "trie") as is_locked:
+        assert not is_locked
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_as_parent_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with (
+        pytest.raises(TreepackError, match=r"cannot be written .*; choose another --out"),
+        lock(tmp_path / "file" / "a"),
+    ):
+        pass
+
+
+def test_the_lock_file_may_not_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / ".trie.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(TreepackError, match="cannot be written"), lock(tmp_path / "trie"):
+        pass
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_a_folder_around_a_mount_point_needs_no_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As root every folder can be written, so the refusal of the operating system is simulated.
+    out, real = tmp_path / "mount", os.open
+    out.mkdir()
+
+    def refuse_files(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse_files)
+    with lock(out) as is_locked:
+        assert is_locked
+        assert not is_free(out)
+    assert is_free(out)
