@@ -20,6 +20,7 @@ from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 Message = dict[str, Any]
 
+GENERATION = re.compile(r"\{%-?\s*generation\b")
 MARK = re.compile(r"mark(\d+)([crax])(\d*)z")
 
 
@@ -169,7 +170,9 @@ def _faults_of_reasoning(tokenizer: Any, chat: Chat, trained: list[str], tools: 
 
 
 def _faults_of_ends(tokenizer: Any, chat: Chat, trained: list[str]) -> list[str]:
-    """A turn without calls must end as the template ends turns."""
+    """A turn without calls must end as the template ends turns, unless generation marks decide where it ends."""
+    if GENERATION.search(tokenizer.chat_template):
+        return []
     end = end_of_turn(tokenizer)
     wrong = []
     for text in trained:
@@ -194,9 +197,10 @@ def faults_of_prompt(tokenizer: Any, chat: Chat, sample: Trajectory, tools: Any)
     i = int(marks[0][1])
     prompt = render(tokenizer, chat.messages[:i], tools, chat.chat_template_kwargs or {}, add_generation_prompt=True)
     before = decoded.text[: decoded.spans[0][0]]
-    # A block that the prompt opened may be closed before the turn, if the turn has no reasoning; and the generation
-    # marks of a template may count the opening of the block to the turn.
-    longer, shorter = (before, prompt) if len(before) > len(prompt) else (prompt, before)
-    rest = re.sub(r"</?think>|\s", "", longer[len(shorter) :])
-    is_same = longer.startswith(shorter) and not rest
+    if GENERATION.search(tokenizer.chat_template):
+        # The marks decide, and some count the whole header of the turn to it.
+        is_same = prompt.startswith(before) and not MARK.search(prompt[len(before) :])
+    else:
+        # A block that the prompt opened may be closed before the turn, if the turn has no reasoning.
+        is_same = before.startswith(prompt) and not re.sub(r"</?think>|\s", "", before[len(prompt) :])
     return [] if is_same else [f"turn {i} has another prompt: {before[-80:]!r} for {prompt[-80:]!r}"]
