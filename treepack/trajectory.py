@@ -12,7 +12,7 @@ import array
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,8 @@ class Trajectory:
     """One trajectory: its content and the facts that the file gives about it.
 
     `source` is the place in the input, `file:line` or `file`. If `group_id` is None, the file names no group, and the
-    group is derived from the prompt. `notes` are remarks to be counted and shown (`left padding removed`).
+    group is derived from the prompt. `notes` are remarks to be counted and shown (`left padding removed`), and `totals`
+    are sums for the log of reading; of several samples of a conversation, only the first one has them.
     """
 
     trajectory_id: str
@@ -99,6 +100,7 @@ class Trajectory:
     advantage: float | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    totals: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ class Skipped:
     """Input that cannot be used for training, and the reason; it is counted and reported, never silent.
 
     `reason` is short and the same for the same cause, so that it can be counted. `detail` is the sentence about this
-    rollout, as an error says it. `group_id` is its group if it is known. `is_rollout` is False for a file or record that
-    is not a rollout by itself, such as a file that is read together with another one.
+    rollout, as an error says it. `group_id` is its group if it is known. `is_rollout` is False for a file or record
+    that is not a rollout by itself, such as a file that is read together with another one.
     """
 
     source: str

@@ -119,14 +119,19 @@ class ChatTemplate:
                 turns.append(RenderedTurn(index, k, text[: spans[-1][1]], spans, chat.message_weights[k]))
         return turns
 
-    def whole(self, chat: Chat, *, tools: Tools, source: str) -> str:
-        """Render all messages of `chat` at once.
+    def whole(self, chat: Chat, *, tools: Tools, source: str, prompt: bool = False) -> str:
+        """Render all messages of `chat` at once, with `prompt` also the generation prompt.
 
         Raises:
             TreepackError: the template refuses the messages, or prints no form of the arguments of tool calls.
         """
         setting = self._setting(chat, tools, source)
-        return _render(self._with_arguments(chat.messages, setting), setting)[0]
+        return _render(self._with_arguments(chat.messages, setting), setting, prompt=prompt)[0]
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The special tokens of the tokenizer, by one of which a turn may end."""
+        return self._special
 
     def reads_clock(self, tools: Tools) -> bool:
         """Return True if the template for conversations with `tools` prints the date, so its text changes daily."""

@@ -1,0 +1,140 @@
+"""The append-only sequence of a conversation, which most trainers make: every message is rendered once.
+
+    prompt of turn 1 | body 1 | new messages | body 2 | new messages | body 3
+                       ~~~~~~                  ~~~~~~                  ~~~~~~ trained
+
+A body is the text that the model wrote, with its end token. The new messages are all messages between two trained
+turns, with the generation prompt of the next one. If the template keeps earlier turns as they are, the new messages are
+a part of the rendering, and the sequence is the trajectory itself. If it rewrites earlier turns, they are rendered after
+a short conversation of a user and the calls of the turn before, and the text of that conversation is removed:
+
+    <|user|>-<|end|><|assistant|>REPLY<|end|><|tool|>T<|end|><|assistant|>
+                                             ------------------------------ new messages
+
+Such sequences are only counted, for a forecast: no trajectory of treepack is made like this.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from treepack.ingest.chat_template import RenderedTurn
+from treepack.trajectory import Chat
+
+# Sums in the log of reading. A sequence belongs to one rollout; a rollout without one is in `ABSENT`.
+SEQUENCES, TOKENS, PAIRS, TARGETS, ABSENT = (
+    f"append_only_{name}" for name in ("sequences", "tokens", "pairs", "targets", "absent")
+)
+REPLY = "treepack-reply"  # content of the assistant message before the new ones; no log contains it
+SAME_END = 24  # characters by which the ends of two texts are compared: longer than any end token
+
+Message = dict[str, Any]
+Render = Callable[[list[Message], bool], str]  # messages, with the generation prompt or without -> text
+Spans = list[tuple[int, int, float]]
+
+
+def sequence_totals(num_tokens: int, num_targets: int) -> Counter[str]:
+    """Return the sums of one append-only sequence, with the score pairs of causal attention."""
+    # Token i sees i + 1 tokens: 3 tokens have 1 + 2 + 3 = 6 pairs.
+    pairs = num_tokens * (num_tokens + 1) // 2
+    return Counter({SEQUENCES: 1, TOKENS: num_tokens, PAIRS: pairs, TARGETS: num_targets})
+
+
+def continues(before: RenderedTurn, turn: RenderedTurn) -> bool:
+    """Return whether the text of `turn` continues the text of the turn `before`, and trains only what follows it."""
+    # The second condition: a span inside the earlier text would train the same characters twice.
+    return turn.spans[0][0] >= len(before.text) and turn.text.startswith(before.text)
+
+
+def append_only_text(
+    chat: Chat, turns: Sequence[RenderedTurn], render: Render, special: tuple[str, ...]
+) -> tuple[str, Spans] | None:
+    """Return the text of the append-only sequence of `chat` up to its last turn, and its trained spans of characters.
+
+    Args:
+        chat: the conversation, with the messages that `render` takes.
+        turns: its trained turns, at least one.
+        render: the chat template of the conversation.
+        special: special tokens of the tokenizer, one of which may end a turn.
+
+    Returns:
+        Text and spans, or None if the template prints the new messages of a turn in no way that can be separated.
+    """
+    text = turns[0].text
+    spans: Spans = [(start, end, turns[0].weight) for start, end in turns[0].spans]
+    for before, turn in pairwise(turns):
+        start = turn.spans[0][0]
+        if continues(before, turn):
+            new: str | None = turn.text[len(before.text) : start]
+        else:
+            new = _new_messages(chat.messages, before, turn, render, special)
+        if new is None:
+            return None
+        # Body at 40 of its rendering, 100 characters so far, 12 of new messages -> shift 100 + 12 - 40 = 72.
+        shift = len(text) + len(new) - start
+        spans += [(a + shift, b + shift, turn.weight) for a, b in turn.spans]
+        text += new + turn.text[start:]
+    return text, spans
+
+
+def _new_messages(
+    messages: list[Message], before: RenderedTurn, turn: RenderedTurn, render: Render, special: tuple[str, ...]
+) -> str | None:
+    """Return the text between the body of `before` and the body of `turn`, or None if it cannot be separated."""
+    replied = messages[before.message]
+    reply = {"role": "assistant", "content": REPLY}
+    if replied.get("tool_calls"):  # without the call, templates refuse its result
+        reply["tool_calls"] = replied["tool_calls"]
+    base = [{"role": "user", "content": "-"}, reply]
+    new = messages[before.message + 1 : turn.message]
+    ended, continued = render(base, False), render(base + new, True)
+    after = _after_reply(ended, continued)
+    if after is None:
+        return None
+    tail, rest = after
+    size = _size_of_end(before.text, tail)
+    if size == 0 and replied.get("tool_calls"):
+        return None
+    if rest.startswith(tail[:size]):
+        between = rest[size:]
+    else:
+        # Another end token in the middle of a conversation than at its end: <|end|> for <|return|>.
+        end = next((token for token in special if token and rest.startswith(token)), None)
+        if end is None:
+            return None
+        between = rest[len(end) :]
+    prompt = turn.text[: turn.spans[0][0]]
+    if prompt.endswith(between[-SAME_END:]):
+        return between
+    return between + _opening(prompt, continued.removeprefix(render(base + new, False)))
+
+
+def _after_reply(ended: str, continued: str) -> tuple[str, str] | None:
+    """Return the text after the reply in the rendering that ends with it, and in the one with new messages."""
+    if REPLY in ended and REPLY in continued:
+        return ended.rpartition(REPLY)[2], continued.rpartition(REPLY)[2]
+    # The template prints no content beside calls. Then the earlier text must be unchanged: its last characters, the
+    # end of the calls, stand for the reply.
+    stem = ended.rstrip()
+    at = max(0, len(stem) - SAME_END)
+    return (ended[at:], continued[at:]) if stem and continued.startswith(stem) else None
+
+
+def _size_of_end(body: str, tail: str) -> int:
+    """Return the number of characters of `tail`, the text after a reply, that belong to a body that ends like it."""
+    # A body that ends with "<call><|end|>" and the tail "<call><|end|>\n": 13, because the newline is not trained.
+    for size in range(len(tail), 0, -1):
+        end = tail[max(0, size - SAME_END) : size]
+        if body.endswith(end):
+            return size
+    return 0
+
+
+def _opening(prompt: str, generation: str) -> str:
+    """Return the end of a turn's `prompt` after the `generation` prompt, such as an empty think block."""
+    # generation "<|assistant|><think>", prompt "...<|assistant|><think></think>" -> "</think>"
+    at = prompt.rfind(generation) if generation else -1
+    return prompt[at + len(generation) :] if at >= 0 else ""

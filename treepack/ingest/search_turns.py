@@ -1,0 +1,119 @@
+"""Turns of search trees: with one sample per turn, a turn on several paths of a record is one sample.
+
+    paths of a record     p A B     p A C          p prompt, A B C turns
+    one sample per turn   p A (2 paths)     p A B     p A C
+
+Two turns are the same if their record, their tokens and their trained tokens are the same. The sample has the sum of
+the weights of its paths, and the weighted mean of their rewards and of their advantages. So a loss that is linear in
+the advantage has the same gradient as with one sample for each path; a clipped loss clips the mean advantage once,
+instead of each path by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
+
+# Sums in the log of reading: records that are search trees, their paths, the turns that several paths have, counted
+# once for each path, and the samples that these turns became.
+TREES, PATHS, TURNS_ON_PATHS, MERGED_TURNS = "trees", "paths", "turns_on_paths", "merged_turns"
+NUM_PATHS = "num_paths"  # metadata of a sample: how many paths have its turn
+
+Item = Trajectory | Skipped
+
+
+def records_of(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Group successive `items` of one record, which have the same source."""
+    for _, record in groupby(items, key=lambda item: item.source):
+        yield list(record)
+
+
+def samples_of_record(
+    record: list[Item], tokenise: Callable[[Item], Iterable[Item]], *, merge: bool
+) -> list[tuple[Item, list[Item]]]:
+    """Return each item of a record with its samples; `merge` makes one sample of a turn that several paths have.
+
+    The sample of such a turn is that of its first path. A path whose turns all belong to earlier paths has no sample.
+    """
+    pairs = [(item, list(tokenise(item))) for item in record]
+    paths = [
+        [sample for sample in samples if isinstance(sample, Trajectory)]
+        for item, samples in pairs
+        if isinstance(item, Trajectory) and isinstance(item.content, Chat)
+    ]
+    paths = [samples for samples in paths if samples]
+    if len(paths) < 2:
+        return pairs
+    # By identity: a sample stays as it is unless `changed` has another one, or None if it is merged into an earlier one.
+    changed: dict[int, Trajectory | None] = _merged_turns(paths) if merge else {}
+    if len({_opening(samples[0]) for samples in paths}) < len(paths):
+        first = paths[0][0]
+        sample = changed.get(id(first)) or first
+        changed[id(first)] = replace(sample, totals=Counter(sample.totals) + Counter({TREES: 1, PATHS: len(paths)}))
+    return [
+        (item, [new for sample in samples if (new := changed.get(id(sample), sample)) is not None])
+        for item, samples in pairs
+    ]
+
+
+def _opening(sample: Trajectory) -> bytes:
+    """Return the tokens up to the end of the first turn, which two paths of a search tree may share."""
+    content = _content(sample)
+    return content.tokens[: content.ends[0]].tobytes()
+
+
+def _merged_turns(paths: list[list[Trajectory]]) -> dict[int, Trajectory | None]:
+    """Return the new sample for the first of each set of equal turns, and None for the others, by their identity."""
+    turns: dict[tuple[object, ...], list[Trajectory]] = {}
+    for sample in (sample for samples in paths for sample in samples):
+        turns.setdefault(_identity(sample), []).append(sample)
+    changed: dict[int, Trajectory | None] = {}
+    for equal in turns.values():
+        if len(equal) > 1:
+            changed |= {id(sample): None for sample in equal}
+            changed[id(equal[0])] = _merge(equal)
+    return changed
+
+
+def _identity(sample: Trajectory) -> tuple[object, ...]:
+    content = _content(sample)
+    arrays = (content.tokens, content.starts, content.ends, content.span_weights)
+    # A path without a reward has no part in a mean.
+    known = (sample.reward is None, sample.advantage is None)
+    return (sample.group_id, sample.step, *known, *(array.tobytes() for array in arrays))
+
+
+def _merge(equal: list[Trajectory]) -> Trajectory:
+    """Return one sample for `equal` samples of several paths."""
+    first, weights = equal[0], [sample.weight for sample in equal]
+    shares = weights if sum(weights) > 0 else [1.0] * len(equal)
+
+    def mean(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            return None
+        # Equal values stay as they are, without the rounding of a division.
+        same = all(value == known[0] for value in known)
+        return known[0] if same else sum(w * x for w, x in zip(shares, known, strict=True)) / sum(shares)
+
+    totals = Counter({TURNS_ON_PATHS: len(equal), MERGED_TURNS: 1})
+    for sample in equal:
+        totals.update(sample.totals)
+    return replace(
+        first,
+        weight=sum(weights),
+        reward=mean([sample.reward for sample in equal]),
+        advantage=mean([sample.advantage for sample in equal]),
+        metadata=first.metadata | {NUM_PATHS: len(equal)},
+        notes=tuple(note for sample in equal for note in sample.notes),
+        totals=totals,
+    )
+
+
+def _content(sample: Trajectory) -> Tokens:
+    assert isinstance(sample.content, Tokens)
+    return sample.content
