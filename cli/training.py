@@ -151,12 +151,12 @@ def _require_extras(run_options: RunOptions) -> None:
     """
     from importlib.util import find_spec
 
-    from treepack.errors import TreepackError
+    from treepack.errors import TreepackError, install_hint
 
     for name, package in (("tensorboard", "tensorboard"), ("plot", "matplotlib")):
         # The name of the extra is also the name of the option.
         if getattr(run_options, name) and find_spec(package) is None:
-            raise TreepackError(f"--{name} needs {package}, which is not installed; pip install 'treepack[{name}]'")
+            raise TreepackError(f"--{name} needs {package}, which is not installed; {install_hint(name)}")
 
 
 def _note(ranks: Ranks, note: str) -> None:

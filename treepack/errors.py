@@ -1,4 +1,4 @@
-"""The one exception that treepack raises on purpose.
+"""The one exception that treepack raises on purpose, and the remedy that several of its messages share.
 
 Its message is one sentence for a person: the place, the problem and the remedy. The command line prints the message to
 stderr and exits with status 1. Any other exception that reaches the user is a bug.
@@ -7,3 +7,8 @@ stderr and exits with status 1. Any other exception that reaches the user is a b
 
 class TreepackError(Exception):
     """Bad input, bad options or damaged files; the message names the place, the problem and the remedy."""
+
+
+def install_hint(extra: str) -> str:
+    """Return the remedy for a missing package: the command that installs the optional dependencies `extra`."""
+    return f"run pip install '.[{extra}]' in treepack's folder"

@@ -175,7 +175,8 @@ def test_without_tensorboard_one_sentence_names_the_extra(tmp_path: Path, monkey
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
-        TreepackError, match=r"^TensorBoard cannot be used \(.*\); pip install 'treepack\[tensorboard\]'$"
+        TreepackError,
+        match=r"^TensorBoard cannot be used \(.*\); run pip install '\.\[tensorboard\]' in treepack's folder$",
     ):
         TensorBoardLog(tmp_path, keep_until=None)
 

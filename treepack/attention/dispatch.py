@@ -30,7 +30,7 @@ from treepack.attention.flash import MAX_HEAD_DIM, build_flash_mask, flash_atten
 from treepack.attention.flex import BLOCK, build_block_mask, flex_attention
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule, build_schedule
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 
 # Implementations that `auto` tries, in this order, by kind of device. Other devices get the reference. So does the CPU,
 # because FlexAttention is dense there (4096 tokens on one core: 7.2 s against 0.16 s).
@@ -193,7 +193,7 @@ def _flex_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tu
     if device.type == "cpu":
         return None
     if find_spec("triton") is None:
-        return "needs triton on a GPU; install treepack[train] or use reference"
+        return f"needs triton on a GPU; {install_hint('train')}, or use reference"
     if dtype == torch.float64:
         return "has no float64 on a GPU; use float32 or reference"
     return None
@@ -216,7 +216,7 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[t
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tuple[int, int], ...]) -> str | None:
     if find_spec("triton") is None:
-        return "needs triton, which is not installed; install treepack[train] or use reference"
+        return f"needs triton, which is not installed; {install_hint('train')}, or use reference"
     if device.type != "cuda" and not _is_interpreted():
         return f"needs a GPU and the tensors are on {device}; use reference"
     if dtype not in (*_HALVES, torch.float32):

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import orjson
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
 
 
@@ -95,7 +95,7 @@ class TensorBoardLog:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise TreepackError(f"TensorBoard cannot be used ({error}); pip install 'treepack[tensorboard]'") from error
+            raise TreepackError(f"TensorBoard cannot be used ({error}); {install_hint('tensorboard')}") from error
         self._directory = directory
         with _disk_errors(directory):
             # Each process writes a file of its own. purge_step hides the steps that a resumed run computes again.

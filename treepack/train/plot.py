@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
 from treepack.train.metrics import is_number, read_metrics
 
@@ -133,7 +133,7 @@ def curves_figure(metrics: Path) -> Figure:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise TreepackError(f"curves cannot be drawn ({error}); pip install 'treepack[plot]'") from error
+        raise TreepackError(f"curves cannot be drawn ({error}); {install_hint('plot')}") from error
 
     steps = _read_steps(metrics)
     panels = _panels(steps)

@@ -23,7 +23,7 @@ from treepack.analysis.report.figures import Figures, Subject
 from treepack.analysis.report.payload import payload
 from treepack.analysis.report.texts import Texts
 from treepack.analysis.report.words import captions, headline, percent, summary
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 
 SCRIPTS = ("data.js", "tree.js", "page.js")
 # Text near the beginning of page.html, by which --overwrite recognises a page of treepack.
@@ -97,7 +97,7 @@ def vega() -> str:
     try:
         import vl_convert  # noqa: F401
     except ImportError as error:
-        raise TreepackError(f"charts cannot be drawn ({error}); pip install 'treepack[report]'") from error
+        raise TreepackError(f"charts cannot be drawn ({error}); {install_hint('report')}") from error
     return _bundle()
 
 

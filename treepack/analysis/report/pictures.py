@@ -19,7 +19,7 @@ from treepack.analysis.report.figures import Figures, Record, Subject
 from treepack.analysis.report.outline import Block, outline
 from treepack.analysis.report.parts import rewards_of
 from treepack.analysis.report.words import percent
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TreepackError(f"pictures cannot be drawn ({error}); pip install 'treepack[report]'") from error
+        raise TreepackError(f"pictures cannot be drawn ({error}); {install_hint('report')}") from error
     return Figure
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 
 MAGIC = b"PK\x03\x04"  # of a zip archive, the format of torch.save since torch 1.6
 
@@ -33,7 +33,7 @@ def read_torch(data: bytes, path: str) -> Any:
         import torch
     except ImportError:
         raise TreepackError(
-            f"{path}: is a file of PyTorch, which is not installed; install treepack[train] or write it as JSONL"
+            f"{path}: is a file of PyTorch, which is not installed; {install_hint('train')}, or write it as JSONL"
         ) from None
     # Names that a pickled numpy array or scalar uses: weights_only=True refuses all names that are not listed.
     arrays: list[Any] = [

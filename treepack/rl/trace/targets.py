@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treepack.errors import TreepackError
+from treepack.errors import TreepackError, install_hint
 from treepack.rl.advantages.estimate import group_codes
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int64
@@ -171,6 +171,6 @@ def spearman(predicted: Float64, target: Float64) -> Correlation:
     try:
         from scipy.stats import spearmanr
     except ImportError as error:
-        raise TreepackError("rank correlations need scipy; install it with: pip install 'treepack[stats]'") from error
+        raise TreepackError(f"rank correlations need scipy; {install_hint('stats')}") from error
     result = spearmanr(predicted, target)
     return Correlation(float(result.statistic), float(result.pvalue), count)
