@@ -13,6 +13,7 @@ import click
 from .output import percent, show
 
 if TYPE_CHECKING:
+    from treepack.files.manifest import Manifest
     from treepack.trajectory import Float64
 
 # A copy of the library's tuple, because a help page must not import numpy; a test compares the two.
@@ -35,6 +36,26 @@ def _distribution(values: Float64) -> dict[str, float | str]:
         "largest": high,
         "zero": percent(float((values == 0).mean())),
     }
+
+
+def _warn_of_skipped(manifest: Manifest, trie: Path) -> None:
+    """Print a note if groups lost rollouts when the trie was built: the baseline of such a group may be biased."""
+    skipped = manifest.get("skipped")
+    if not skipped:
+        return
+    num_reduced, num_unknown = skipped["num_groups"] - skipped["num_groups_lost"], skipped["num_without_group"]
+    if num_reduced:
+        click.echo(
+            f"note: {num_reduced:,} groups of {trie} lost a rollout when it was built, so their baselines are over "
+            "fewer rollouts and may be biased; build-trie names skipped rollouts, and build-trie --strict refuses them",
+            err=True,
+        )
+    if num_unknown:
+        click.echo(
+            f"note: {num_unknown:,} rollouts of unknown groups were skipped when {trie} was built, so the baselines of "
+            "their groups may be biased",
+            err=True,
+        )
 
 
 @click.command()
@@ -135,6 +156,7 @@ def advantages(
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
     manifest = read_manifest(trie, schema.TRIE_FORMAT)
     read = read_trie(trie)
+    _warn_of_skipped(manifest, trie)
     if any(read.trajectories[name].null_count < read.num_trajectories for name in ("advantage", "advantages")):
         click.echo(f"note: {trie} has advantages already; they are replaced", err=True)
     estimates = estimate_advantages(read, options)

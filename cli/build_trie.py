@@ -10,6 +10,7 @@ import click
 from .output import percent, show
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
+from .skipped import print_many_skipped, print_skipped
 
 if TYPE_CHECKING:
     from treepack.ingest.options import BuildOptions
@@ -32,6 +33,8 @@ def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrit
 
     with progress_bars() as progress:
         summary = build_trie_directory(inputs, out, build, overwrite=overwrite, progress=progress)
+    skipped = summary.manifest.get("skipped")
+    print_many_skipped(skipped)
     totals = summary.totals
     show(
         {
@@ -45,3 +48,4 @@ def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrit
             "tokens per second": totals["tokens_flat"] / summary.seconds,
         }
     )
+    print_skipped(skipped)

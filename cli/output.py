@@ -30,7 +30,7 @@ def _print_grid(rows: Sequence[Sequence[str]], *, justify: str) -> None:
     for _ in rows[0]:
         table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(Text(_printable(cell)) for cell in row))  # Text, because a name may look like markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text, because a name may look like markup
     # rich ignores the width on a terminal that is called dumb, unless it gets a height too.
     console = Console(width=TABLE_WIDTH, height=1, color_system=None, highlight=False)
     with console.capture() as capture:
@@ -39,7 +39,7 @@ def _print_grid(rows: Sequence[Sequence[str]], *, justify: str) -> None:
         click.echo(line.rstrip())
 
 
-def _printable(cell: str) -> str:
+def printable(cell: str) -> str:
     """Return `cell` with escapes for the characters that could drive a terminal: a tab becomes backslash t."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cell)
 

@@ -130,6 +130,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     from treepack.analysis.show import selection, views
     from treepack.analysis.show.decoding import Decoder
     from treepack.ingest import stream as ingest
+    from treepack.ingest.read_log import refuse_nothing
     from treepack.ingest.tokenization import load_tokenizer
 
     where = ", ".join(paths)
@@ -148,7 +149,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     from treepack.columns import collect
     from treepack.trie.build import build_trie
 
-    trie = build_trie(collect(stream), share=build.share)
+    trie = build_trie(collect(refuse_nothing(stream, counts)), share=build.share)
     for reason, count in sorted(counts.items()):
         click.echo(f"note: {reason}: {count:,}", err=True)
     return _of_trie(trie, wanted, decoder, where=where)

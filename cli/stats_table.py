@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from .output import percent, show, show_table
+from .skipped import print_many_skipped, print_skipped
 
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
 
@@ -24,9 +25,11 @@ REASONS = {
 
 def print_report(report: dict[str, Any]) -> None:
     """Print a report as tables."""
+    print_many_skipped(report.get("skipped"))
     plain = {name: value for name, value in report.items() if not isinstance(value, dict | list)}
     ratios = {name: percent(plain[name]) for name in ("por", "err", "token_ratio", "fill", "gap") if name in plain}
     show(plain | ratios | report.get("options", {}) | report.get("counts", {}))
+    print_skipped(report.get("skipped"))
     for name, column, ratio in (("por_by_depth", "tokens_tree", "por"), ("err_by_depth", "tokens_packed", "err")):
         if name in report:
             click.echo()

@@ -31,7 +31,7 @@ from treepack.pack.plan.problem import Search
 from treepack.processes import ReportProgress, with_progress
 from treepack.rl.trace.predictions import correlations, read_predictions
 from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios
-from treepack.trie.directory import read_to_trie
+from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie
 
@@ -61,10 +61,12 @@ def stats(
         return report | {"forecast": forecast(lines, shape, device)}
     if manifest:
         trie, counts, kind = read_trie(directory), manifest["counts"], "trie"
+        skipped = manifest.get("skipped")
     else:
         trie, log = read_to_trie(paths, replace(options.build, shapes=True), progress=progress)
         counts, kind = dict(sorted(log.counts.items())), "trajectories"
-    report = describe(trie, kind=kind) | {"counts": counts}
+        skipped = skipped_record(log, trie)
+    report = describe(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
     if options.check:
         report["checked"] = check_trie_totals(trie, manifest)
     search = Search(options.pack.effort, options.pack.time_limit)

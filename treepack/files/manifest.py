@@ -124,13 +124,24 @@ _REQUIRED: dict[str, dict[str, Any]] = {
         "totals": _PACKED_TOTALS,
     },
 }
+_SKIPPED = {
+    "num_rollouts": int,
+    "num_skipped": int,
+    "main_reason": str,
+    "num_main_reason": int,
+    "rollouts": list,
+    "num_groups": int,
+    "num_groups_lost": int,
+    "num_without_group": int,
+    "groups": list,
+}
 
 # Optional entries, which may also be null.
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "trie": {"path": str, "sha256": str},
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
     "logprobs": {},
-    "skipped": {"num_rollouts": int, "num_skipped": int, "rollouts": list, "num_groups": int, "groups": list},
+    "skipped": _SKIPPED,
 }
 
 

@@ -10,13 +10,18 @@ for any number of workers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from treepack.columns import NO_TRAJECTORY
+from treepack.errors import TreepackError
 from treepack.trajectory import Chat, Skipped, Trajectory
 
+T = TypeVar("T")
+
 MAX_NAMED = 100  # skipped rollouts and groups that a log names; all of them are counted
+PREFIX = "skipped: "  # of the reasons among the counts
 LARGE_SHARE = 0.05  # above this share of skipped rollouts, a summary begins with it
 
 
@@ -31,7 +36,8 @@ class ReadLog:
         num_samples: samples of all rollouts: a conversation becomes several if the template rewrites earlier turns.
         num_skipped: rollouts that became no sample. Files and records that are no rollouts are only in `counts`.
         skipped: the first `MAX_NAMED` skipped rollouts.
-        groups: the groups that lost a rollout and are known by name.
+        groups: the groups that lost a rollout. A rollout that names no group counts in `num_without_group` instead.
+        reasons: the number of skipped rollouts for each reason; unlike `counts`, without files and single turns.
         totals: sums that other stages add, such as the tokens of a baseline.
     """
 
@@ -42,13 +48,15 @@ class ReadLog:
     num_skipped: int = 0
     skipped: list[Skipped] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
+    num_without_group: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
     totals: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: ReadLog) -> None:
         """Add the log of the next part."""
-        for name in ("counts", "totals"):
+        for name in ("counts", "reasons", "totals"):
             getattr(self, name).update(getattr(other, name))
-        for name in ("num_rollouts", "num_conversations", "num_samples", "num_skipped"):
+        for name in ("num_rollouts", "num_conversations", "num_samples", "num_skipped", "num_without_group"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped += other.skipped[: MAX_NAMED - len(self.skipped)]
         self.groups |= other.groups
@@ -59,7 +67,7 @@ class ReadLog:
         lost: list[Skipped] = []
         for sample in samples:
             if isinstance(sample, Skipped):
-                self.counts[f"skipped: {sample.reason}"] += 1
+                self.counts[PREFIX + sample.reason] += 1
                 lost.append(sample)
             else:
                 self.counts.update(sample.notes)
@@ -74,24 +82,53 @@ class ReadLog:
 
     def _lose(self, skipped: Skipped) -> None:
         self.num_skipped += 1
+        self.reasons[skipped.reason] += 1
         if len(self.skipped) < MAX_NAMED:
             self.skipped.append(skipped)
-        if skipped.group_id is not None:
+        if skipped.group_id is None:
+            self.num_without_group += 1
+        else:
             self.groups.add(skipped.group_id)
 
-    @property
-    def share_skipped(self) -> float:
-        """Share of the rollouts that were skipped, from 0 to 1."""
-        return self.num_skipped / max(1, self.num_rollouts + self.num_skipped)
+    def skipped_record(self, groups: Iterable[str]) -> dict[str, Any] | None:
+        """Return the skipped rollouts as the manifest of a trie records them, or None if there is none.
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the skipped rollouts as the manifest of a trie records them, empty if there is none."""
+        `groups` are the groups of the trie: a group that lost a rollout and is not among them lost all of its rollouts.
+        """
         if not self.num_skipped:
-            return {}
+            return None
+        # The largest count; of equal ones the first by name, so that the order of reading does not matter.
+        main_reason, num_main_reason = min(self.reasons.items(), key=lambda item: (-item[1], item[0]))
+        reduced = self.groups.intersection(groups)
         return {
             "num_rollouts": self.num_rollouts,
             "num_skipped": self.num_skipped,
+            "main_reason": main_reason,
+            "num_main_reason": num_main_reason,
             "rollouts": [{"source": each.source, "reason": each.sentence} for each in self.skipped],
             "num_groups": len(self.groups),
-            "groups": sorted(self.groups)[:MAX_NAMED],
+            "num_groups_lost": len(self.groups) - len(reduced),
+            "num_without_group": self.num_without_group,
+            "groups": sorted(reduced)[:MAX_NAMED],
         }
+
+
+def refuse_nothing(items: Iterable[T], counts: Mapping[str, int], skipped: Sequence[Skipped] = ()) -> Iterator[T]:
+    """Yield `items`; if there is none, refuse the input with the `counts` of reasons for skipping and an example.
+
+    Raises:
+        TreepackError: there is no item.
+    """
+    is_empty = True
+    for item in items:
+        is_empty = False
+        yield item
+    if not is_empty:
+        return
+    reasons = {name.removeprefix(PREFIX): count for name, count in counts.items() if name.startswith(PREFIX)}
+    most_frequent = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    listed = ", ".join(f"{reason} ({count:,})" for reason, count in most_frequent)
+    example = next((each.detail for each in skipped if each.detail), "")
+    raise TreepackError(
+        NO_TRAJECTORY + (f"; skipped: {listed}" if listed else "") + (f"; the first: {example}" if example else "")
+    )

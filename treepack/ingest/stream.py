@@ -16,7 +16,7 @@ from typing import Any
 from treepack.columns import Sequences, as_columns
 from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.read_log import ReadLog
+from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
 from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer
@@ -137,7 +137,7 @@ def usable(stream: Iterable[Trajectory | Skipped], counts: Counter[str]) -> Iter
     """Yield the trajectories of `stream`; count each reason for skipping, and each note, in `counts`."""
     for item in stream:
         if isinstance(item, Skipped):
-            counts[f"skipped: {item.reason}"] += 1
+            counts[PREFIX + item.reason] += 1
         else:
             counts.update(item.notes)
             yield item

@@ -162,13 +162,29 @@ class Tokenisation:
         Raises:
             TreepackError: text without a tokenizer, or a template that cannot render it or cannot be trained on.
         """
-        if self._job.normalize_ids and isinstance(item, Trajectory):
-            item = with_stable_ids(item)
         if isinstance(item, Skipped):
             yield item
-        elif isinstance(item.content, Tokens):
-            group = item.group_id or derived_group(prompt_tokens(item.content))
-            yield item if item.group_id else replace(item, group_id=group)
+            return
+        if self._job.normalize_ids:
+            item = with_stable_ids(item)
+        for sample in self._of_rollout(item):
+            # The group of a skipped rollout, whose baseline is then computed over fewer rollouts.
+            is_known = isinstance(sample, Trajectory) or sample.group_id is not None
+            yield sample if is_known else replace(sample, group_id=self._group(item))
+
+    def _group(self, item: Trajectory) -> str:
+        """Return the group of `item`, or the one that is derived from its prompt."""
+        if item.group_id is not None:
+            return item.group_id
+        if isinstance(item.content, Tokens):
+            return derived_group(prompt_tokens(item.content))
+        if isinstance(item.content, Text):
+            return derived_group(item.content.prompt.encode())
+        return derived_group(prompt_messages(item.content, item.content.tools or self._job.tools))
+
+    def _of_rollout(self, item: Trajectory) -> Iterator[Trajectory | Skipped]:
+        if isinstance(item.content, Tokens):
+            yield item if item.group_id else replace(item, group_id=self._group(item))
         elif isinstance(item.content, Text):
             yield self._of_text(item, item.content)
         else:
@@ -195,8 +211,7 @@ class Tokenisation:
         end = encoder.tokenizer.eos_token_id
         if end is not None and (len(completion) == 0 or completion[-1] != end):
             completion = np.append(completion, np.int32(end))
-        group = item.group_id or derived_group(content.prompt.encode())
-        return _sample(replace(item, group_id=group), [(prompt, 0.0), (completion, 1.0)])
+        return _sample(replace(item, group_id=self._group(item)), [(prompt, 0.0), (completion, 1.0)])
 
     def _of_chat(self, item: Trajectory, chat: Chat) -> Iterator[Trajectory | Skipped]:
         if not chat.messages:
@@ -210,7 +225,7 @@ class Tokenisation:
         if self._template is None:
             self._template = ChatTemplate(encoder.tokenizer)
         tools = chat.tools or self._job.tools
-        item = replace(item, group_id=item.group_id or derived_group(prompt_messages(chat, tools)))
+        item = replace(item, group_id=self._group(item))
         if self._template.reads_clock(tools):
             item = replace(item, notes=(*item.notes, CLOCK_NOTE))
         turns = self._template.turns(chat, tools=tools, source=item.source)

@@ -17,7 +17,7 @@ from treepack.columns import Sequences
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.read_log import ReadLog
+from treepack.ingest.read_log import ReadLog, refuse_nothing
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.stream import read_columns
 from treepack.ingest.tokenization import fingerprint, load_tokenizer
@@ -76,17 +76,17 @@ def build_trie_directory(
     out, names = Path(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
     log, digest, start = ReadLog(), InputHash(), time.perf_counter()
-    recorded = options.as_record()  # reads the file of tool schemas, so that a bad one is refused before the rollouts
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     with finished_directory(out, overwrite=overwrite) as temporary:
+        recorded = options.as_record()  # reads the file of tool schemas, so a bad one is refused before the rollouts
+        tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
         batches = read_columns(names, options, log, tokenizer=tokenizer, input_hash=digest)
-        built = build_large_trie(_reading(batches, progress), share=options.share, folder=temporary)
+        built = build_large_trie(_reading(batches, log, progress), share=options.share, folder=temporary)
         totals = trie_totals(built.trie)
         built.release()
         provenance = Provenance(
             options=recorded,
             counts=dict(sorted(log.counts.items())),
-            skipped=log.as_record() or None,
+            skipped=skipped_record(log, built.trie),
             totals=totals,
             tokenizer=fingerprint(tokenizer) if tokenizer else None,
             input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
@@ -111,9 +111,20 @@ def read_to_trie(
     """
     log = ReadLog()
     batches = read_columns([str(path) for path in inputs], options, log, tokenizer=tokenizer)
-    trie = build_large_trie(_reading(batches, progress), share=options.share).trie
+    trie = build_large_trie(_reading(batches, log, progress), share=options.share).trie
     return trie, log
 
 
-def _reading(batches: Iterable[Sequences], progress: ReportProgress | None) -> Iterable[Sequences]:
-    return with_progress(batches, progress, "reading", unit="tokens", size=lambda batch: len(batch.tokens))
+def skipped_record(log: ReadLog, trie: Trie) -> dict[str, Any] | None:
+    """Return the skipped rollouts of `log`, from which `trie` was built, as its manifest records them."""
+    return log.skipped_record(trie.trajectories["group_id"].unique().to_pylist()) if log.num_skipped else None
+
+
+def _reading(batches: Iterable[Sequences], log: ReadLog, progress: ReportProgress | None) -> Iterable[Sequences]:
+    return with_progress(
+        refuse_nothing(batches, log.counts, log.skipped),
+        progress,
+        "reading",
+        unit="tokens",
+        size=lambda batch: len(batch.tokens),
+    )

@@ -206,6 +206,14 @@ def _reward_of_dict(reward: dict[str, Any], *, source: str, name: str, reward_ke
     return total
 
 
+def group_of(record: Record) -> str | None:
+    """Return the group that `record` names, or None if it names none, or something that cannot be a name."""
+    try:
+        return _group(record.value, record.source)[0]
+    except TreepackError:
+        return None
+
+
 def _group(value: dict[str, Any], source: str) -> tuple[str | None, str | None]:
     group, field = _first_name(value, GROUPS, source)
     if group is None and isinstance(task := value.get("task"), dict):

@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.batches import is_column
-from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.fields import ReadOptions, group_of, shown
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
@@ -184,7 +184,9 @@ class Format:
             return
         assert self.read is not None
         for record in self._check_records(records):
-            yield from self.read(record, options)
+            for item in self.read(record, options):
+                is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
+                yield replace(item, group_id=group_of(record)) if is_lost else item
 
     def _check_records(self, records: Iterable[Record]) -> Iterator[Record]:
         for number, record in enumerate(records):

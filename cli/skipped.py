@@ -1,0 +1,48 @@
+"""Print the rollouts that were skipped: a first line if they are many, and the names of the first few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from .output import percent, printable
+
+SHOWN = 5  # skipped rollouts that a summary names
+
+
+def print_many_skipped(skipped: Mapping[str, Any] | None) -> None:
+    """Print one line if so many rollouts were skipped that this matters more than any other figure."""
+    from treepack.ingest.read_log import LARGE_SHARE
+
+    if not skipped:
+        return
+    num_skipped, num_rollouts = skipped["num_skipped"], skipped["num_rollouts"]
+    share = num_skipped / (num_skipped + num_rollouts)
+    if share > LARGE_SHARE:
+        reason, count = skipped["main_reason"], skipped["num_main_reason"]
+        click.echo(
+            f"{num_skipped:,} of {num_skipped + num_rollouts:,} rollouts ({percent(share)}) were skipped, "
+            f"{count:,} of them for this reason: {printable(reason)}"
+        )
+
+
+def print_skipped(skipped: Mapping[str, Any] | None) -> None:
+    """Print how many groups lost a rollout, and the first skipped rollouts with their reasons."""
+    if not skipped:
+        return
+    click.echo(f"skipped rollouts: {skipped['num_skipped']:,}")
+    names = skipped["rollouts"][:SHOWN]
+    for each in names:
+        click.echo(f"  {printable(each['reason'])}")
+    if more := skipped["num_skipped"] - len(names):
+        click.echo(f"  and {more:,} more")
+    click.echo(f"groups that lost a rollout: {skipped['num_groups']:,}{_whole_groups(skipped)}")
+
+
+def _whole_groups(skipped: Mapping[str, Any]) -> str:
+    lost, unknown = skipped["num_groups_lost"], skipped["num_without_group"]
+    parts = [f"{lost:,} of them all of their rollouts"] if lost else []
+    parts += [f"{unknown:,} skipped rollouts name no group"] if unknown else []
+    return f" ({'; '.join(parts)})" if parts else ""

@@ -1,0 +1,110 @@
+"""Skipped rollouts in the output of the commands: counted, named, first if they are many, refused on request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.command_line import Run
+from treepack.files.manifest import read_manifest
+
+
+def rollout(number: int, group: str | None, *, trained: bool = True) -> dict[str, Any]:
+    named = {} if group is None else {"group_id": group}
+    return {
+        "id": str(number),
+        "input_ids": [1, 2, 3 + number],
+        "loss_mask": [0, 0, int(trained)],
+        "reward": 1.0,
+    } | named
+
+
+def write(path: Path, rollouts: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rollouts))
+    return str(path)
+
+
+@pytest.fixture
+def rollouts(tmp_path: Path) -> str:
+    """Thirty rollouts: group a lost one of its two, group b its only one, and one without a group is lost."""
+    lost = [rollout(0, "a", trained=False), rollout(1, "b", trained=False), rollout(2, None, trained=False)]
+    return write(tmp_path / "r.jsonl", [*lost, rollout(3, "a"), *(rollout(i, "c") for i in range(4, 30))])
+
+
+def test_many_skipped_rollouts_are_the_first_line_and_the_first_are_named(
+    treepack: Run, tmp_path: Path, rollouts: str
+) -> None:
+    lines = treepack("build-trie", rollouts, "--out", str(tmp_path / "trie")).out.splitlines()
+    assert lines[0] == "3 of 30 rollouts (10.0 %) were skipped, 3 of them for this reason: no trained token"
+    assert lines[-5:] == [
+        "skipped rollouts: 3",
+        *(f"  {rollouts}:{line}: no trained token" for line in (1, 2, 3)),
+        "groups that lost a rollout: 2 (1 of them all of their rollouts; 1 skipped rollouts name no group)",
+    ]
+
+
+def test_few_skipped_rollouts_are_not_the_first_line(treepack: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", [rollout(i, "a", trained=i > 0) for i in range(20)])
+    lines = treepack("build-trie", path, "--out", str(tmp_path / "trie")).out.splitlines()
+    assert "skipped, " not in lines[0]
+    assert lines[-2] == f"  {path}:1: no trained token"
+
+
+def test_the_manifest_and_the_json_of_stats_name_skipped_rollouts(treepack: Run, tmp_path: Path, rollouts: str) -> None:
+    treepack("build-trie", rollouts, "--out", str(tmp_path / "trie"))
+    entry = read_manifest(tmp_path / "trie")["skipped"]
+    assert entry == {
+        "num_rollouts": 27,
+        "num_skipped": 3,
+        "main_reason": "no trained token",
+        "num_main_reason": 3,
+        "rollouts": [
+            {"source": f"{rollouts}:{line}", "reason": f"{rollouts}:{line}: no trained token"} for line in (1, 2, 3)
+        ],
+        "num_groups": 2,
+        "num_groups_lost": 1,
+        "num_without_group": 1,
+        "groups": ["a"],
+    }
+    for path in (rollouts, str(tmp_path / "trie")):
+        assert treepack("stats", path, "--json").json["skipped"] == entry
+
+
+def test_advantages_say_that_baselines_are_over_fewer_rollouts(treepack: Run, tmp_path: Path, rollouts: str) -> None:
+    treepack("build-trie", rollouts, "--out", str(tmp_path / "trie"))
+    notes = treepack(
+        "advantages", str(tmp_path / "trie"), "--estimator", "grpo", "--out", str(tmp_path / "advantages")
+    ).err
+    assert f"note: 1 groups of {tmp_path}/trie lost a rollout when it was built" in notes
+    assert "note: 1 rollouts of unknown groups were skipped" in notes
+
+
+def test_an_input_without_a_usable_rollout_is_refused_with_its_reasons(treepack: Run, tmp_path: Path) -> None:
+    image = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
+    paths = [
+        write(tmp_path / "chats.jsonl", [image, image]),
+        write(tmp_path / "tokens.jsonl", [rollout(0, "a", trained=False)]),
+    ]
+    expected = (
+        "treepack: no trajectory with a trained token was found; nothing to build; skipped: images, audio and video "
+        "are not read (2), no trained token (1)\n"
+    )
+    for command in (["build-trie", "--out", str(tmp_path / "trie")], ["stats"], ["show"]):
+        result = treepack(command[0], *paths, *command[1:])
+        assert (result.status, result.err) == (1, expected)
+
+
+def test_strict_refuses_the_first_rollout_that_would_be_skipped(treepack: Run, tmp_path: Path, rollouts: str) -> None:
+    result = treepack("build-trie", rollouts, "--strict", "--out", str(tmp_path / "trie"))
+    refusal = f"treepack: {rollouts}:1: no trained token; fix or remove the rollout, or skip it without --strict\n"
+    assert (result.status, result.err) == (1, refusal)
+    assert not (tmp_path / "trie").exists()
+
+
+def test_strict_accepts_a_folder_with_other_files(treepack: Run, tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", [rollout(0, "a")])
+    (tmp_path / "notes.md").write_text("not read")
+    assert "file extension .md not read" in treepack("stats", str(tmp_path), "--strict").out
