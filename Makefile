@@ -6,17 +6,25 @@ BIN := $(VENV)/bin
 # with gigabytes of CUDA libraries. Any torch from 2.11 on works: make TORCH='torch --index-url URL' ...
 TORCH ?= torch==2.13.0
 DEMO := demo_out
+# An editable install finds treepack after all folders of sys.path. A script in the folder that holds a clone named
+# treepack would import the clone, which is no package. A line with the clone's path makes Python see the package first.
+define CHECKOUT_PTH
+import pathlib, sysconfig
+pathlib.Path(sysconfig.get_path("purelib"), "treepack-checkout.pth").write_text("$(CURDIR)\n")
+endef
+export CHECKOUT_PTH
 
 .PHONY: demo test test-slow lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,report]'
+	$(BIN)/python -c "$$CHECKOUT_PTH"
 	touch $@
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,report,dev]'
 	touch $@
 
 demo: $(VENV)/run.stamp
@@ -25,6 +33,8 @@ demo: $(VENV)/run.stamp
 	$(BIN)/treepack pack $(DEMO)/trie --capacity 4096 --out $(DEMO)/packed
 	$(BIN)/treepack stats $(DEMO)/packed --check
 	$(BIN)/treepack train $(DEMO)/packed --model sample_data/tiny-qwen3.json --steps 20 --rows-per-step 2 --lr 3e-3 --out $(DEMO)/model
+	$(BIN)/treepack report $(DEMO)/packed --out $(DEMO)/report.html
+	@echo "open $(DEMO)/report.html in a browser"
 
 test: lint types imports
 	$(BIN)/python -m pytest -n auto

@@ -42,8 +42,6 @@ def pack(
     """
     from treepack.pack.directory import pack_trie
 
-    if plan is None and options.capacity is None:
-        raise click.UsageError("give --capacity, or a plan with --plan")
     if plan is not None:
         _refuse_replaced()
     with progress_bars() as progress:

@@ -11,7 +11,6 @@ import click
 from treepack.pack.options import (
     EFFORTS,
     MAX_BUDGET,
-    MAX_CAPACITY,
     METHODS,
     NORMALIZE,
     SEMANTICS,
@@ -20,6 +19,7 @@ from treepack.pack.options import (
 )
 
 from .option_groups import as_usage, option_group
+from .sizes import TokenCount
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +34,11 @@ def _finite(context: click.Context, option: click.Parameter, value: float | None
 
 LIMITS = (
     click.option(
-        "--capacity", type=click.IntRange(1, MAX_CAPACITY), metavar="N", help="Maximum number of tokens in a row."
+        "--capacity",
+        type=TokenCount(),
+        metavar="N",
+        help="Maximum number of tokens in a row, for example 8192 or 8k; default: 16k or 64k if every trajectory fits, "
+        "else the next power of two that they fit.",
     ),
     click.option(
         "--pairs-budget",

@@ -13,7 +13,7 @@ from .output import show
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
-from .stats import Capacities
+from .sizes import TokenCounts
 
 if TYPE_CHECKING:
     from treepack.analysis.report.write import ReportSummary
@@ -35,7 +35,7 @@ USUAL = ReportOptions()
 )
 @click.option(
     "--capacity",
-    type=Capacities(),
+    type=TokenCounts(),
     help="Capacities at which ERR is compared with POR; default: powers of two that every rollout fits.",
 )
 @click.option(

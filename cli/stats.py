@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from treepack.analysis.options import StatsOptions
-from treepack.pack.options import MAX_CAPACITY
 
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
+from .sizes import TokenCounts
 from .stats_table import print_report
 
 if TYPE_CHECKING:
@@ -20,24 +20,6 @@ if TYPE_CHECKING:
     from treepack.pack.options import PackOptions
 
 USUAL = StatsOptions()
-
-
-class Capacities(click.ParamType[tuple[int, ...]]):
-    """Comma-separated positive integers."""
-
-    name = "N,N,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Parse `value`; wrong usage if any part is not a positive integer."""
-        try:
-            numbers = tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of integers such as 8192,32768", param, ctx)
-        if min(numbers) < 1:
-            self.fail(f"{value!r} contains a number below 1", param, ctx)
-        if max(numbers) > MAX_CAPACITY:
-            self.fail(f"{value!r} contains a number above {MAX_CAPACITY}", param, ctx)
-        return numbers
 
 
 @click.command()
@@ -52,7 +34,7 @@ class Capacities(click.ParamType[tuple[int, ...]]):
 )
 @click.option(
     "--capacity",
-    type=Capacities(),
+    type=TokenCounts(),
     help="Plan rows of these capacities, and forecast for them; longer trajectories are left out and counted.",
 )
 @click.option("--effective-ratio", is_flag=True, help="Show how many groups and prefixes have mixed outcomes (TRACE).")

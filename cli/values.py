@@ -11,8 +11,9 @@ import click
 
 from .optimiser import OptimiserOptions, optimiser_options
 from .option_groups import option_group
-from .output import refuse_output, show
+from .output import reserve_directory, reserve_table, show
 from .progress import INTERVAL, quiet_option, step_progress
+from .sizes import TokenCount
 
 if TYPE_CHECKING:
     from treepack.train.predictor.fit import FitStep
@@ -83,9 +84,7 @@ def values() -> None:
     show_default=True,
     help="Segment after which a prefix ends; the same values as in treepack advantages.",
 )
-@click.option(
-    "--capacity", type=click.IntRange(min=1), default=8192, show_default=True, help="Maximum tokens of a row."
-)
+@click.option("--capacity", type=TokenCount(), default=8192, show_default=True, help="Maximum tokens of a row.")
 @click.option("--freeze", is_flag=True, help="Fit only the head; the backbone runs once per row.")
 @optimiser_options(epochs=2, lr=3e-5)
 @click.option(
@@ -116,7 +115,6 @@ def fit(
     A linear head on the hidden state at the end of a prompt or prefix learns the share of successes among the rollouts
     that continue from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
-    from treepack.files.directory import refuse_existing
     from treepack.train.options import TrainOptions
     from treepack.train.predictor.fit import FitOptions, open_fit
     from treepack.train.predictor.fit import fit as fit_steps
@@ -131,7 +129,7 @@ def fit(
         prefix_share=prefix_share,
         freeze=freeze,
     )
-    refuse_existing(out, overwrite=overwrite, inputs=[trie, model])
+    reserve_directory(out, [trie, model], overwrite=overwrite)
     run = open_fit(trie, model, options)
     for note in run.notes:
         click.echo(f"note: {note}", err=True)
@@ -178,7 +176,7 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
 @click.option(
     "--segment", metavar="turn|recorded|node|N", help="Segment after which a prefix ends; by default that of the fit."
 )
-@click.option("--capacity", type=click.IntRange(min=1), help="Maximum tokens of a row; by default that of the fit.")
+@click.option("--capacity", type=TokenCount(), help="Maximum tokens of a row; by default that of the fit.")
 @_compute_options
 @_overwrite_option
 @quiet_option
@@ -202,13 +200,13 @@ def predict(
     refuse_ranks("treepack values predict")
     refuse_name(out)  # the name selects the format, .jsonl or .parquet
     # --overwrite replaces only a file with these columns, which treepack wrote.
-    refuse_output(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
+    reserve_table(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
     model = value_model.load_values(predictor, **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
     predictions = value_model.predict(model, trie, segment=segment, capacity=capacity, dtype=compute.dtype)
     # Written at the end and at once, because allocate and stats refuse a file that lacks prefixes.
-    write_table(predictions.table, out)
+    write_table(predictions.table, out, overwrite=overwrite)
     column = predictions.table["value"].to_numpy()
     show(
         {

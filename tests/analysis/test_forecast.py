@@ -20,11 +20,12 @@ from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.strategies import make
 from treepack.analysis import forecast
-from treepack.analysis.capacities import forecast_lines, plan_capacities, usual_capacities
+from treepack.analysis.capacities import forecast_lines, plan_capacities
 from treepack.analysis.forecast import Line, RowCounter, flat_work, trained_of, tree_work, turns_work, whole_work
 from treepack.analysis.model_cost import FlopCount, ModelShape, operations
 from treepack.analysis.turns import cut_to_turns, turns_of
 from treepack.errors import TreepackError
+from treepack.pack.capacity import usual_capacities
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows

@@ -77,8 +77,17 @@ def test_trajectories_that_are_too_long_are_counted(trie: Trie) -> None:
     longer = build_trie([make("long", [1] * 9), make("short", [1, 2])])
     packing = plan_packing(longer, PackOptions(capacity=5, too_long="drop"))
     assert packing.counts == {"dropped: longer than the capacity": 1}
-    with pytest.raises(TreepackError, match="neither a capacity nor a plan"):
-        plan_packing(trie, PackOptions())
+
+
+@pytest.mark.parametrize(("length", "capacity"), [(5, 16_384), (16_385, 65_536), (70_000, 131_072)])
+def test_without_a_capacity_rows_get_a_usual_length_that_every_trajectory_fits(length: int, capacity: int) -> None:
+    trie = build_trie([make("long", [1] * length), make("short", [1, 2])])
+    assert plan_packing(trie, PackOptions()).plan.capacity == capacity
+
+
+def test_the_default_capacity_is_recorded_in_the_manifest(directory: Path, tmp_path: Path) -> None:
+    pack_trie(directory, tmp_path / "packed")
+    assert manifest_of(tmp_path / "packed")["capacity"] == 16_384
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ from treepack.pack.plan.problem import Search
 from treepack.pack.totals import packed_totals
 from treepack.trie.trie import Trie
 
-# Row lengths that training runs use: a common context length, and about the longest that fits one GPU.
-USUAL_CAPACITIES = (16_384, 65_536)
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedCapacity:
@@ -74,12 +71,6 @@ def plan_capacities(
 def predict(planned: Iterable[PlannedCapacity]) -> list[Report]:
     """Return the `packed_totals` of each plan, with the number of trajectories that do not fit its capacity."""
     return [packed_totals(one.trie, one.plan, one.totals) | {"num_too_long": one.num_too_long} for one in planned]
-
-
-def usual_capacities(trie: Trie) -> list[int]:
-    """Return those of 16,384 and 65,536 that the longest trajectory fits; if it fits neither, the next power of two."""
-    longest = int(trie.lengths.max())
-    return [size for size in USUAL_CAPACITIES if size >= longest] or [1 << (longest - 1).bit_length()]
 
 
 def forecast_lines(trie: Trie, planned: list[PlannedCapacity], *, method: str, search: Search = Search()) -> list[Line]:  # noqa: B008

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from treepack.analysis.capacities import forecast_lines, plan_capacities, predict, usual_capacities
+from treepack.analysis.capacities import forecast_lines, plan_capacities, predict
 from treepack.analysis.check import check_trie_totals, checked_totals
 from treepack.analysis.describe import Report, describe, describe_rows
 from treepack.analysis.forecast import Line, RowCounter, read_device
@@ -25,6 +25,7 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.ingest.tokenization import load_tokenizer
+from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search

@@ -1,4 +1,4 @@
-"""Drop or truncate trajectories longer than the capacity."""
+"""The capacity that a trie suggests, and what becomes of trajectories that are longer than the capacity."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ from treepack.pack.options import TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie, trajectories_of
+
+# Row lengths that training runs use: a common context length, and about the longest that fits one GPU.
+USUAL_CAPACITIES = (16_384, 65_536)
+
+
+def usual_capacities(trie: Trie) -> list[int]:
+    """Return the usual capacities that the longest trajectory of `trie` fits, ascending, or else the next power of two.
+
+    The first one is the default of `pack`.
+    """
+    longest = int(trie.lengths.max())
+    return [size for size in USUAL_CAPACITIES if size >= longest] or [1 << (longest - 1).bit_length()]
 
 
 def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Counter[str]]:

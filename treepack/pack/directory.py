@@ -59,7 +59,7 @@ def pack_trie(
     Args:
         trie: a trie directory.
         out: the directory to write.
-        options: limits, planning and loss weights; `capacity` is needed unless `plan` is given.
+        options: limits, planning and loss weights; without `capacity`, see `PackOptions`.
         plan: take the rows and their limits from this file instead of planning; docs/format.md describes it.
         save_plan: also write the plan to this file, as `plan` reads it.
         overwrite: replace `out` and `save_plan` if treepack wrote them.
@@ -83,21 +83,24 @@ def pack_trie(
     entry = trie_entry(trie, displayed(str(trie)))
     if plan_file and plan_file.trie not in (None, entry["sha256"]):
         raise TreepackError(f"{plan_path}: was made for another trie than {trie}; pass that trie, or leave out --plan")
-    packing = plan_packing(read_trie(trie), options, plan_file=plan_file)
-    provenance = Provenance(
-        options=_recorded(packing, plan_file),
-        counts=packing.counts,
-        totals=packing.totals,
-        tokenizer=source.get("tokenizer"),
-        trie=entry,
-    )
-    rows = with_progress(packing, progress, "packing", unit="rows", total=len(packing))
     with ExitStack() as stack:
+        saved = None
         if save_path is not None:
-            saved = stack.enter_context(finished_file(save_path))
+            saved = stack.enter_context(finished_file(save_path, overwrite=overwrite, option="--save-plan"))
+        # Before the plan, which may take minutes: its lock refuses a second command for the same `out`.
+        temporary = stack.enter_context(finished_directory(out, overwrite=overwrite))
+        packing = plan_packing(read_trie(trie), options, plan_file=plan_file)
+        if saved is not None:
             lines = plan_lines(packing.trie, packing.plan, trie_sha256=entry["sha256"])
             saved.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        temporary = stack.enter_context(finished_directory(out, overwrite=overwrite))
+        provenance = Provenance(
+            options=_recorded(packing, plan_file),
+            counts=packing.counts,
+            totals=packing.totals,
+            tokenizer=source.get("tokenizer"),
+            trie=entry,
+        )
+        rows = with_progress(packing, progress, "packing", unit="rows", total=len(packing))
         manifest = write_packed(rows, temporary, capacity=packing.plan.capacity, provenance=provenance)
     return PackSummary(out, manifest)
 

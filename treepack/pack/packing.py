@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from treepack.errors import TreepackError
-from treepack.pack.capacity import fit_capacity
+from treepack.pack.capacity import fit_capacity, usual_capacities
 from treepack.pack.options import PackOptions
 from treepack.pack.placement import unordered_tiles
 from treepack.pack.plan.check import check_plan
@@ -34,7 +33,7 @@ class Packing:
         plan: the row of each trajectory of `trie`.
         totals: `trie_totals` and `packed_totals` together.
         counts: trajectories that were dropped or truncated.
-        options: the options it was made with; `capacity` is set.
+        options: the options it was made with; the capacity of the rows is `plan.capacity`.
     """
 
     trie: Trie
@@ -56,12 +55,13 @@ class Packing:
 def plan_packing(trie: Trie, options: PackOptions, *, plan_file: PlanFile | None = None) -> Packing:
     """Plan the rows of `trie`; nothing is written.
 
-    The limits and the rows come from `plan_file` if it is given, else `options` defines how they are planned.
+    The limits and the rows come from `plan_file` if it is given, else `options` defines how they are planned. Without a
+    capacity, the first of `usual_capacities` is used.
 
     Raises:
-        TreepackError: neither a capacity nor a plan, a trajectory that is too long, or a plan that does not suit.
+        TreepackError: a trajectory that is too long, or a plan that does not suit.
     """
-    limits = _limits(options, plan_file)
+    limits = _limits(trie, options, plan_file)
     options.check_method(plan_file.method if plan_file else options.method)
     fitted, counts = fit_capacity(trie, limits.longest, too_long=options.too_long)
     plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options)
@@ -71,12 +71,11 @@ def plan_packing(trie: Trie, options: PackOptions, *, plan_file: PlanFile | None
     return Packing(fitted, plan, totals, dict(sorted(counts.items())), options)
 
 
-def _limits(options: PackOptions, plan_file: PlanFile | None) -> Limits:
+def _limits(trie: Trie, options: PackOptions, plan_file: PlanFile | None) -> Limits:
     if plan_file is not None:
         return plan_file.limits
-    if options.capacity is None:
-        raise TreepackError("there is neither a capacity nor a plan; give one of them")
-    return Limits(options.capacity, options.pairs_budget, options.terms_budget)
+    capacity = options.capacity or usual_capacities(trie)[0]
+    return Limits(capacity, options.pairs_budget, options.terms_budget)
 
 
 def _plan(trie: Trie, limits: Limits, options: PackOptions) -> Plan:

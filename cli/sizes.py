@@ -1,0 +1,45 @@
+"""Types of options that count tokens: 8192, 8_192 and 8k are the same number."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+from treepack.pack.options import MAX_CAPACITY
+
+# Context lengths are powers of two, so 16k is 16,384 and 1m is 1,048,576.
+FACTORS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+COUNT = re.compile(r"([0-9][0-9_]*)([km]?)", re.IGNORECASE)
+
+
+def _count(text: str) -> int | None:
+    """Return the number that `text` means, or None: "16k" -> 16384, "4_096" -> 4096, "4x" -> None."""
+    match = COUNT.fullmatch(text.strip())
+    return int(match[1].replace("_", "")) * FACTORS[match[2].lower()] if match else None
+
+
+class TokenCount(click.ParamType[int]):
+    """A number of tokens from 1 to `MAX_CAPACITY`, as an integer or with k or m."""
+
+    name = "N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse `value`; wrong usage if it is no number of tokens."""
+        number = value if isinstance(value, int) else _count(str(value))
+        if number is None:
+            self.fail(f"{value!r} is not a number of tokens such as 8192 or 8k", param, ctx)
+        if not 1 <= number <= MAX_CAPACITY:
+            self.fail(f"{value!r} is not between 1 and {MAX_CAPACITY:,} tokens", param, ctx)
+        return number
+
+
+class TokenCounts(click.ParamType[tuple[int, ...]]):
+    """Comma-separated numbers of tokens."""
+
+    name = "N,N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Parse `value`; wrong usage if any part is no number of tokens."""
+        return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))

@@ -1,0 +1,33 @@
+"""The installed package as a user meets it: importable everywhere, with install commands that name real extras."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from support.paths import ROOT
+
+
+def test_the_package_is_imported_beside_a_folder_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "treepack" / "docs").mkdir(parents=True)  # as a clone named treepack lies in its parent folder
+    program = "import treepack; print(treepack.__version__)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_every_install_command_names_extras_of_the_project() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    pages = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").glob("*.md"))]
+    code = [path for folder in ("treepack", "cli") for path in sorted((ROOT / folder).rglob("*.py"))]
+    named: list[str] = []
+    for path in [*pages, *code]:
+        text = path.read_text(encoding="utf-8")
+        assert "treepack[" not in re.sub(r"`[^`]*`", "", text), f"{path}: no index has a package of this name"
+        named += [name for group in re.findall(r"'\.\[([\w,-]+)\]'", text) for name in group.split(",")]
+        named += re.findall(r"install_hint\(['\"](\w+)", text)
+    assert set(named) <= extras
+    assert {"train", "report", "plot"} <= set(named)
