@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import option_group
-from .output import refuse_output, refuse_suffix, show
+from .output import lock_until_end, refuse_suffix, reserve_table, show
 
 if TYPE_CHECKING:
     from treepack.rl.pros.pass_rates import Prior, Sampling
@@ -102,7 +102,7 @@ def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampl
 
     if out is not None:
         refuse_suffix(out)
-        refuse_output(out, [state], columns={"query_id", "pass_rate", "log_odds", "tried"}, overwrite=overwrite)
+        reserve_table(out, [state], columns={"query_id", "pass_rate", "log_odds", "tried"}, overwrite=overwrite)
     read = selection.read_state(state)
     estimate = pass_rates.estimate(read.parent, read.passed, read.tried, prior=prior, sampling=sampling)
     chosen = selection.nearest(estimate.mean, k, seed=sampling.seed)
@@ -120,7 +120,7 @@ def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampl
     if out is None:
         click.echo(b"\n".join(lines))  # echo adds the last newline
         return
-    with finished_file(out) as temporary:
+    with finished_file(out, overwrite=overwrite) as temporary:
         temporary.write_bytes(b"".join(line + b"\n" for line in lines))
     show(
         {
@@ -180,6 +180,7 @@ def update(
         raise TreepackError(f"success_above is {success_above}; expected a finite reward")
     if not queries and rollouts is None:
         raise click.UsageError("nothing to add; give --queries, --rollouts or both")
+    lock_until_end(state)  # of two updates at once, one would lose the counts of the other
     # Everything is read and checked before write_state, so a failed update leaves the state as it was.
     is_new = not state.exists()
     read = selection.empty_state() if is_new else selection.read_state(state)
@@ -221,7 +222,7 @@ def _queries_of(path: Path) -> Iterator[tuple[str, str | None]]:
     """
     from treepack.errors import TreepackError
     from treepack.ingest.readers.fields import GROUPS
-    from treepack.ingest.readers.records import read_records
+    from treepack.ingest.readers.files import read_records
 
     for record in read_records(str(path)):
         # Data sets often number their tasks; the id of a query is a string.

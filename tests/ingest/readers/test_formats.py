@@ -19,9 +19,9 @@ from support.byte_tokenizer import save
 from support.command_line import Run
 from support.paths import ROLLOUTS
 from treepack.errors import TreepackError
+from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.format import KEEPS, LINEAGE, LOGPROBS, MASKS, REWARDS, TOKEN_IDS
 from treepack.ingest.readers.inputs import list_inputs
-from treepack.ingest.readers.records import read_records
 from treepack.ingest.readers.registry import FORMAT_OF_NAME, FORMATS, detect_format, read_trajectories
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory

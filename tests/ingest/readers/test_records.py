@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.inputs import InputHash, list_inputs
-from treepack.ingest.readers.records import Record, read_records
+from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped
 
 RECORDS = [{"a": 1}, {"a": [1, 2], "b": "x"}]

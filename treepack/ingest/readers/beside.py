@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.inputs import STDIN
-from treepack.ingest.readers.records import Record, folder_and_stem, read_records
+from treepack.ingest.readers.records import Record, folder_and_stem
 
 ENDINGS = ("", ".gz", ".zst")  # in this order: the plain file wins
 

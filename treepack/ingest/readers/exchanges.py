@@ -17,8 +17,9 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import quoted
+from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.inputs import STDIN
-from treepack.ingest.readers.records import Record, read_records
+from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped
 
 SESSIONS = ("rollout_id", "trajectory_id", "session_id", "conversation_id", "trace_id")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.files import read_pieces
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.formats import (
     alpaca,
@@ -67,7 +68,7 @@ from treepack.ingest.readers.formats import (
     verl_dump,
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
-from treepack.ingest.readers.records import NoObjectError, Piece, Record, read_pieces
+from treepack.ingest.readers.records import NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
 from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory

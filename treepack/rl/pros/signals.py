@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import IDS
-from treepack.ingest.readers.records import Record, read_records
+from treepack.ingest.readers.files import read_records
+from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import number_values
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.trie import Trie

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.records import Record, read_records
+from treepack.ingest.readers.files import read_records
+from treepack.ingest.readers.records import Record
 from treepack.rl.trace.targets import Anchors, Correlation, recursive_targets, spearman
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie

@@ -20,10 +20,11 @@ from typing import Any
 
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.fields import ReadOptions, describe
+from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.format import LINEAGE, MASKS, Format
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.messages import normalise_messages
-from treepack.ingest.readers.records import Record, read_records
+from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 # "conversation_round_12.json.gz" -> 12, and "sympy__sympy-1_2024-04-06_13-51-50" -> "sympy__sympy-1"
