@@ -140,7 +140,7 @@ def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> No
         TreepackError: they differ by more than the tolerance.
     """
     from treepack.errors import TreepackError
-    from treepack.model.verify import verify_gradients
+    from treepack.model.verify_rows import verify_rows
     from treepack.train.ranks import refuse_ranks
     from treepack.train.run import open_verification
 
@@ -148,14 +148,17 @@ def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> No
     run = open_verification(packed, model, options)
     # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible.
     rows = sorted(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))[:num_rows]
-    batches = [run.dataset[row].to(run.loaded.device) for row in rows]
-    report = verify_gradients(run.loaded, batches, objective=options.objective, factors=run.factors(rows))
+    batches = [run.dataset[row] for row in rows]
+    result = verify_rows(run.loaded, batches, objective=options.objective, factors=run.factors(rows))
+    report = result.gradients
     name, error = report.worst
     show(
         {
             "rows": ", ".join(str(run.dataset.row_ids[row]) for row in rows),
-            "trajectories": report.num_trajectories,
+            "trajectories": _part(report.num_trajectories, sum(len(batch.trajectory_ids) for batch in batches)),
+            "tokens": _part(*(sum(batch.num_tokens for batch in each) for each in (result.batches, batches))),
             "attention": f"{report.attention} in {report.dtype}",
+            "layers": "computed again in the backward pass" if result.plan.recompute else "computed once",
             "loss of the rows": report.loss_packed,
             "loss one by one": report.loss_alone,
             "largest gradient error": f"{error:.1e} ({name})",
@@ -167,3 +170,8 @@ def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> No
             f"{model}: packed gradients differ from one-by-one gradients by {error:.1e} at {name}; do not train this "
             "model on packed rows with this --attention"
         )
+
+
+def _part(count: int, total: int) -> str:
+    # 7 of 16 -> "7 of 16, as many as fit into memory"; 16 of 16 -> "16"
+    return f"{count:,}" if count == total else f"{count:,} of {total:,}, as many as memory and some minutes allow"

@@ -10,28 +10,40 @@ of the token in the row, split evenly over the trajectories through the token, s
 objectives over terms, the log-probabilities come from the trajectories run alone instead of from the row.
 
 In float64 a pass leaves no doubt (tolerance 1e-9); float32 is for compiled kernels, which have no float64 (1e-4).
+
+With a `MemoryPlan` that recomputes, the plain model too recomputes its layers, and its output layer is applied to a
+chunk of positions at a time. `verify_rows` selects what fits into memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from treepack.data.batch import Batch, TermTensors
 from treepack.errors import TreepackError
 from treepack.model.forward import row_loss, row_objective
+from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
+from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective, objective_loss
 from treepack.model.probe import use_attention
+from treepack.model.verify_memory import LOGITS_CHUNK, MemoryPlan
 
 # Maximum relative difference: seven and three digits above the rounding unit, since sums over tokens add up rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+# Numbers of a gradient that are in memory in float64 at one time: 256 MB.
+_NORM_BLOCK = 1 << 25
 
 # Some gradients are zero in exact arithmetic and pure rounding noise in practice: a bias of all keys shifts every score
 # by the same amount. A relative error of noise means nothing, so the norm that an error is divided by is at least this
@@ -79,6 +91,7 @@ def verify_gradients(
     tolerance: float | None = None,
     objective: Objective = Objective(),  # noqa: B008
     factors: Sequence[Tensor | None] | None = None,
+    plan: MemoryPlan | None = None,
 ) -> GradientReport:
     """Compare the gradients of `batches` with the gradients of their trajectories run alone.
 
@@ -88,9 +101,10 @@ def verify_gradients(
         tolerance: maximum relative difference that passes; by default 1e-9 in float64 and 1e-4 in float32.
         objective: the objective of the training; `batches` count as one optimiser step.
         factors: factors of each batch's trajectories, from `denominators.step_factors`; None for sft.
+        plan: how to save memory; None for nothing recomputed and whole logits.
 
     Raises:
-        TreepackError: if the model has a lower precision, or the rows have no loss weight.
+        TreepackError: if the model has a lower precision, the rows have no loss weight, or all gradients are 0.
     """
     model, dtype = loaded.model, loaded.model.dtype
     if dtype not in TOLERANCE:
@@ -99,13 +113,20 @@ def verify_gradients(
         raise TreepackError("verify: no row has loss weight; choose rows with trained tokens")
     model.eval()
     rows = list(zip(batches, factors or [None] * len(batches), strict=True))
-    with _KeepFloat64():
+    recompute = plan is not None and plan.recompute
+    chunk = LOGITS_CHUNK if recompute else CHUNK
+    with _KeepFloat64(), _recomputed_layers(model) if recompute else nullcontext():
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
-        packed = _gradients(model, (_loss_packed(loaded, batch, factor, objective) for batch, factor in rows))
+        packed = _gradients(model, (_loss_packed(loaded, batch, factor, objective, chunk) for batch, factor in rows))
+        if plan is not None and plan.offload:
+            packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}
+        plain = _PlainModel(model, chunk if recompute else None)
         with use_attention(model, "sdpa" if model._supports_sdpa else "eager"):
             alone = _gradients(
-                model, (loss for batch, factor in rows for loss in _losses_alone(model, batch, factor, objective))
+                model, (loss for batch, factor in rows for loss in _losses_alone(plain, batch, factor, objective))
             )
+    if not any(bool(gradient.any()) for gradient in alone[1].values()):
+        raise TreepackError("verify: every gradient is 0, so nothing is compared; choose rows with a loss")
     return GradientReport(
         dtype=str(dtype).removeprefix("torch."),
         attention=loaded.attention,
@@ -133,28 +154,90 @@ def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, T
     return total, gradients
 
 
-def _loss_packed(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective) -> Tensor:
+def _loss_packed(loaded: LoadedModel, batch: Batch, factors: Tensor | None, objective: Objective, chunk: int) -> Tensor:
     if factors is None:
-        return row_loss(loaded, batch)
-    return row_objective(loaded, batch, factors, objective)[0]
+        return row_loss(loaded, batch, chunk=chunk)
+    return row_objective(loaded, batch, factors, objective, chunk=chunk)[0]
 
 
-def _losses_alone(model: Any, batch: Batch, factors: Tensor | None, objective: Objective) -> Iterator[Tensor]:
+@contextmanager
+def _recomputed_layers(model: Any) -> Iterator[None]:
+    """Recompute the layers that are found in the backward pass; afterwards the model is as before."""
+    # Not by the switch of transformers, which has an effect in training mode only.
+    layers = find_layers(model)
+    forwards = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = partial(checkpoint, _keep_float64(layer.forward), use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            del layer.forward  # the method of the class is visible again
+            if forward is not None:
+                layer.forward = forward
+
+
+def _keep_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` under `_KeepFloat64`, which torch leaves for the whole backward pass."""
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with _KeepFloat64():
+            return forward(*args, **kwargs)
+
+    return kept
+
+
+@dataclass(frozen=True)
+class _PlainModel:
+    """The model under its own attention; with a `chunk`, that many positions have logits in memory at one time."""
+
+    model: Any
+    chunk: int | None
+
+    def reduce(self, tokens: Tensor, positions: Tensor, function: Callable[..., Any], *columns: Tensor) -> list[Any]:
+        """Return `function(logits, *columns)` of each chunk of `positions`.
+
+        Args:
+            tokens: int64 [L], a trajectory.
+            positions: int64 [n], whose logits [n, V] the function gets.
+            function: reduces logits and the parts of the columns that belong to their positions.
+            columns: [n] each.
+        """
+        if self.chunk is None:
+            return [function(self.model(input_ids=tokens[None], use_cache=False).logits[0, positions], *columns)]
+        states = self.model.base_model(input_ids=tokens[None], use_cache=False)[0][0]
+        head = self.model.get_output_embeddings()
+
+        def part(states: Tensor, *parts: Tensor) -> Any:
+            return function(head(states), *parts)
+
+        # The logits of a chunk are computed again in the backward pass.
+        pieces = zip(*(torch.split(column, self.chunk) for column in (states[positions], *columns)), strict=True)
+        return [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
+
+
+def _losses_alone(plain: _PlainModel, batch: Batch, factors: Tensor | None, objective: Objective) -> Iterator[Tensor]:
     """Yield the loss of each trajectory of the row, from the logits of the plain model."""
     if factors is not None:
-        yield from _objective_alone(model, batch, factors, objective)
+        yield from _objective_alone(plain, batch, factors, objective)
         return
     # scale is the number of trajectories through a token, and 0 for padding, whose weight is 0 too.
     parent, share = batch.parent.tolist(), batch.loss_weight / batch.scale.clamp(min=1)
     for end in batch.trajectory_ends.tolist():
         path = torch.tensor(_path(parent, end), device=batch.input_ids.device)
         tokens, weights = batch.input_ids[path], share[path]
-        # [L, V] without the last token, which predicts nothing: logits[i] predicts tokens[i + 1].
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-        yield (cross_entropy(logits, tokens[1:], reduction="none").double() * weights[1:]).sum()
+        if len(tokens) == 1:  # predicts nothing, and nothing predicts it
+            continue
+        # Every position except the last, which predicts nothing: logits[i] predicts tokens[i + 1].
+        positions = torch.arange(len(tokens) - 1, device=path.device)
+        yield torch.stack(plain.reduce(tokens, positions, _weighted_nll, tokens[1:], weights[1:])).sum()
 
 
-def _objective_alone(model: Any, batch: Batch, factors: Tensor, objective: Objective) -> Iterator[Tensor]:
+def _weighted_nll(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (cross_entropy(logits, labels, reduction="none").double() * weights).sum()
+
+
+def _objective_alone(plain: _PlainModel, batch: Batch, factors: Tensor, objective: Objective) -> Iterator[Tensor]:
     """Yield one scalar per trajectory, with its gradient; the first has the loss of the row as its value, the others 0.
 
     The objective needs all trajectories at once, but memory has room for the graph of one. So the gradient of the
@@ -165,7 +248,7 @@ def _objective_alone(model: Any, batch: Batch, factors: Tensor, objective: Objec
     assert terms is not None
     num = len(batch.trajectory_ids)
     with torch.no_grad():
-        parts = [_statistics_alone(model, batch, terms, i) for i in range(num)]
+        parts = [_statistics_alone(plain, batch, terms, i) for i in range(num)]
     # Log-probabilities and entropies, [N] each: one value per term, even if several terms are about one token.
     columns = [torch.zeros(len(terms.index), dtype=torch.float64, device=factors.device) for _ in range(2)]
     for mine, *values in parts:
@@ -178,7 +261,7 @@ def _objective_alone(model: Any, batch: Batch, factors: Tensor, objective: Objec
     slopes = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)
     value = loss.detach()
     for i in range(num):
-        mine, *statistics = _statistics_alone(model, batch, terms, i)
+        mine, *statistics = _statistics_alone(plain, batch, terms, i)
         # sum of slope * x has the gradient sum of slope * dx, which is the chain rule
         chained = [(x.double() * slope[mine]).sum() for x, slope in zip(statistics, slopes, strict=True)]
         total = torch.stack(chained).sum()
@@ -186,15 +269,21 @@ def _objective_alone(model: Any, batch: Batch, factors: Tensor, objective: Objec
         value = torch.zeros_like(value)
 
 
-def _statistics_alone(model: Any, batch: Batch, terms: TermTensors, i: int) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics_alone(plain: _PlainModel, batch: Batch, terms: TermTensors, i: int) -> tuple[Tensor, Tensor, Tensor]:
     """Run trajectory `i` alone; return the indices of its terms, their log-probabilities and their entropies."""
     mine = (terms.trajectory == i).nonzero().squeeze(-1)
     path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=mine.device)
     # Row tokens to positions in the trajectory: path [0, 1, 4, 5], tokens [4, 5] -> [2, 3]. A path ascends.
     positions = torch.searchsorted(path, terms.tokens[terms.index[mine]])
-    logs = model(input_ids=batch.input_ids[path][None], use_cache=False).logits[0, positions - 1].log_softmax(-1)
     labels = batch.input_ids[path[positions]]
-    return mine, logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
+    parts = plain.reduce(batch.input_ids[path], positions - 1, _label_statistics, labels)
+    logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
+    return mine, logprobs, entropies
+
+
+def _label_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logs = logits.log_softmax(-1)
+    return logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
 
 
 def _path(parent: list[int], token: int) -> list[int]:
@@ -223,10 +312,20 @@ class _KeepFloat64(TorchFunctionMode):
 def _relative_errors(
     gradients: dict[str, Tensor], expected: dict[str, Tensor], min_norm_share: float
 ) -> dict[str, float]:
-    norms = {name: float(gradient.double().norm()) for name, gradient in expected.items()}
+    norms = {name: _norm(gradient) for name, gradient in expected.items()}
     min_norm = min_norm_share * sum(norm**2 for norm in norms.values()) ** 0.5
     # 1e-300 avoids 0 / 0 if all gradients are 0.
     return {
-        name: float((gradients[name].double() - gradient.double()).norm()) / max(norms[name], min_norm, 1e-300)
+        name: _norm(gradient, gradients[name]) / max(norms[name], min_norm, 1e-300)
         for name, gradient in expected.items()
     }
+
+
+def _norm(a: Tensor, b: Tensor | None = None) -> float:
+    """Return the Euclidean norm of `a`, or of `a - b`, in float64; `b` may be on another device."""
+    total = 0.0
+    others = None if b is None else b.flatten().split(_NORM_BLOCK)
+    for i, part in enumerate(a.flatten().split(_NORM_BLOCK)):
+        values = part.double() if others is None else part.double() - others[i].to(part.device).double()
+        total += float(values.square().sum())
+    return total**0.5

@@ -107,7 +107,8 @@ def open_verification(packed: str | Path, model: str | Path, options: TrainOptio
     weights = torch.float64 if exact else torch.float32
     dataset, table, schedule = _open_data(packed, options)
     loaded = load_model(model, attention=options.attention, dtype=weights, device=device, seed=options.seed)
-    adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
+    # `verify_rows` recomputes the layers if that is needed.
+    adapt_layers(loaded.model, checkpointing=False, compiled=options.compile)
     return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table))
 
 

@@ -1,0 +1,151 @@
+"""The part of a comparison of gradients that fits into memory: an estimate from the shape of a model.
+
+    free bytes, ModelSizes --plan_memory--> MemoryPlan: recompute the layers or not; maximum tokens of a row, of all
+                                            trajectories run alone, and of one of them
+
+The memory of a comparison has a fixed part (two sets of gradients, a chunk of logits) and a part per token:
+
+    kept        every layer keeps its activations until the backward pass      layers * layer_bytes per token
+    recomputed  every layer keeps its input, one layer at a time has the rest  layers * hidden + layer_bytes per token
+
+The estimate is coarse: if memory runs out all the same, the caller plans again with half of the tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from treepack.attention.reference import QUERIES
+
+# Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
+_USABLE = 0.8
+# Floating-point operations of a comparison on a GPU: some minutes in float32, at 30 to 50 TFLOP/s.
+MAX_OPERATIONS = 1e16
+# Targets whose logits are in memory at one time; smaller than in training, which has no weights in float64.
+LOGITS_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The numbers of a model on which memory depends; `item` is the bytes of one number.
+
+    `quadratic` means that a trajectory run alone has its whole matrix of scores in memory, and `reference` that the
+    packed row runs under the reference attention.
+    """
+
+    parameters: int
+    embeddings: int
+    layers: int
+    hidden: int
+    heads: int
+    projections: int  # numbers of query, key and value of one token in one layer
+    intermediate: int
+    item: int
+    quadratic: bool
+    reference: bool
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes per token that a layer keeps for its backward pass, and needs in it."""
+        # Norms, residuals and attention output: about 14 tensors as wide as the hidden state. Query, key and value
+        # before and after norm and rotation: 6 times. Gate, up, activation, product and their gradients: 7 times.
+        wide = 14 * self.hidden + 6 * self.projections + 7 * self.intermediate
+        # Scores, mask, softmax and gradient of a block of queries, divided over the keys.
+        scores = 4 * QUERIES * self.heads if self.reference else 0
+        return self.item * (wide + scores)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The limits of a comparison: `max_tokens` of a row, `max_flat` of its trajectories, `max_depth` of one of them.
+
+    With `recompute`, layers run again in the backward pass. With `offload`, the first set of gradients waits in CPU
+    memory.
+    """
+
+    recompute: bool
+    offload: bool
+    max_tokens: int
+    max_flat: int
+    max_depth: int
+
+    def halved(self) -> MemoryPlan:
+        """Return the plan for half of the tokens, with everything that saves memory."""
+        return MemoryPlan(True, True, self.max_tokens // 2, self.max_flat, min(self.max_depth, self.max_tokens // 2))
+
+
+def plan_memory(sizes: ModelSizes, free: float, longest_row: int, *, max_operations: float | None = None) -> MemoryPlan:
+    """Return what fits into `free` bytes beside the weights.
+
+    Args:
+        sizes: the model.
+        free: bytes that are free when the weights are in place.
+        longest_row: tokens of the longest row, for which nothing is recomputed if that fits.
+        max_operations: maximum floating-point operations of the layers; None for any number.
+    """
+    gradients = sizes.parameters * sizes.item
+    # Logits of a chunk with their softmax and gradient, and the gradient of the output layer before it is added.
+    fixed = (4 * LOGITS_CHUNK * sizes.embeddings // max(1, sizes.hidden) + 2 * sizes.embeddings) * sizes.item
+    # The second set of gradients stays beside the first one unless tokens need its place.
+    one, both = (max(0.0, _USABLE * (free - sets * gradients) - fixed) for sets in (1, 2))
+    kept = sizes.layers * sizes.layer_bytes
+    recomputed = sizes.layers * sizes.hidden * sizes.item + sizes.layer_bytes
+    limit = _limit_operations(sizes, max_operations)
+    # From the fastest way to the smallest memory: (bytes for tokens, bytes per token, recompute, offload).
+    ways = ((both, kept, False, False), (both, recomputed, True, False), (one, recomputed, True, True))
+    budget, per_token, recompute, offload = next((way for way in ways if way[0] >= way[1] * longest_row), ways[-1])
+    max_tokens = depth = max(2, int(min(budget / per_token, longest_row, limit)))
+    if sizes.quadratic:  # 3 matrices of scores [heads, n, n]: n = sqrt(bytes / (3 heads item))
+        depth = min(depth, max(2, int((budget / (3 * sizes.heads * sizes.item)) ** 0.5)))
+    return MemoryPlan(recompute, offload, max_tokens, limit, depth)
+
+
+def _limit_operations(sizes: ModelSizes, max_operations: float | None) -> int:
+    # Forward, backward and the layers again: 8 operations per weight and token.
+    return 1 << 62 if max_operations is None else max(2, int(max_operations / (8 * sizes.parameters)))
+
+
+def model_sizes(model: Any, *, attention: str) -> ModelSizes:
+    """Return the sizes of a model of transformers whose packed rows run under `attention`."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 1
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    # Names of the width of a layer's network; a mixture of experts runs some of its experts for each token.
+    names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    dense = max((getattr(config, name, None) or 0 for name in names), default=0) or 4 * config.hidden_size
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    sparse = experts * (getattr(config, "moe_intermediate_size", None) or dense)
+    dtype, device = model.dtype, model.device
+    # Fused attention of torch takes float32 on a GPU, and both on a CPU; eager attention never is.
+    fused = model._supports_sdpa and (device.type == "cpu" or dtype == torch.float32)
+    return ModelSizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        embeddings=model.get_output_embeddings().weight.numel(),
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=heads,
+        projections=(heads + 2 * kv_heads) * width,
+        intermediate=max(dense, sparse),
+        item=dtype.itemsize,
+        quadratic=not fused,
+        reference=attention == "reference",
+    )
+
+
+def free_memory(device: torch.device) -> float | None:
+    """Return the bytes that this process may still allocate on a device; None if that is not known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # Memory that torch has taken from the device and does not use.
+        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return None
+    # "MemAvailable:   12345 kB"
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
