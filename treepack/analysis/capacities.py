@@ -11,24 +11,32 @@ from dataclasses import dataclass, replace
 
 from treepack.analysis.describe import Report
 from treepack.analysis.forecast import (
+    APPEND_ONLY,
+    SAMPLES,
+    TURNS,
     Line,
     Trained,
+    append_only_line,
     flat_work,
+    once_work,
     plan_work,
     trained_of,
     tree_work,
     turns_work,
+    usable_conversations,
     ways_to_cut,
     whole_work,
 )
 from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import Turns, cut_to_turns, turns_of
+from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan, PlanTotals
 from treepack.pack.plan.planning import packed_trie, plan_rows
 from treepack.pack.plan.problem import Search
 from treepack.pack.totals import packed_totals
+from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
 
@@ -73,30 +81,48 @@ def predict(planned: Iterable[PlannedCapacity]) -> list[Report]:
     return [packed_totals(one.trie, one.plan, one.totals) | {"num_too_long": one.num_too_long} for one in planned]
 
 
-def forecast_lines(trie: Trie, planned: list[PlannedCapacity], *, method: str, search: Search = Search()) -> list[Line]:  # noqa: B008
-    """Return the work of `trie` without a capacity, and then of each plan, for every way to cut rollouts into samples.
+def forecast_lines(
+    trie: Trie,
+    planned: list[PlannedCapacity],
+    *,
+    method: str,
+    search: Search = Search(),  # noqa: B008
+    conversations: Conversations | None = None,
+) -> list[Line]:
+    """Return the work of `trie` without a capacity, and then of each plan, against each baseline.
 
-    If turns are derived from whole trajectories, each capacity gets a second plan for them by `method` and `search`,
-    unless cutting to turns changes nothing; turns that do not fit are left out. Whole trajectories are derived from
-    turns only if all turns fit.
+    The samples of `trie` come first, then one append-only sequence per rollout of `conversations`, if they are known,
+    then the other way to cut rollouts into samples. If turns are derived from whole trajectories, each capacity gets a
+    second plan for them by `method` and `search`, unless cutting to turns changes nothing; turns that do not fit are
+    left out. Whole trajectories are derived from turns only if all turns fit. A turn that several paths of a search
+    tree have counts once.
     """
     trained = trained_of(trie)
     name, *others = ways_to_cut(trie)
+    baseline, work_alone = (TURNS, once_work) if name == "turns" else (SAMPLES, flat_work)
     works = [
         _rows_work(each, trained if each.packed_nodes is trie else trained_of(each.packed_nodes)) for each in planned
     ]
-    lines = [Line(name, None, flat_work(trie), tree_work(trie, trained))]
+    lines = [Line(name, None, work_alone(trie), tree_work(trie, trained), baseline=baseline)]
     lines += [
-        Line(name, each.plan.capacity, flat_work(each.trie), work, each.num_too_long)
+        Line(name, each.plan.capacity, work_alone(each.trie), work, each.num_too_long, baseline)
         for each, work in zip(planned, works, strict=True)
     ]
+    # The other baselines know only the sums over all samples.
+    whole = [line for line in lines if line.num_left_out == 0]
+    known = usable_conversations(conversations, trie_totals(trie))
+    if known is not None:
+        lines += [append_only_line(line, known) for line in whole]
     if "trajectories" in others:
-        whole = whole_work(trie, trained)
-        lines += [replace(line, samples="trajectories", flat=whole) for line in lines if line.num_left_out == 0]
+        flat = whole_work(trie, trained)
+        # A rollout of token ids whose turns continue each other is one append-only sequence.
+        alone = SAMPLES if conversations is not None else APPEND_ONLY
+        lines += [replace(line, samples="trajectories", flat=flat, baseline=alone) for line in whole]
     elif "turns" in others:
         turns = turns_of(trie)
         cut = cut_to_turns(trie, turns)
-        lines.append(Line("turns", None, turns_work(cut, turns), tree_work(cut, trained_of(cut))))
+        flat = turns_work(trie, turns.distinct(trie))
+        lines.append(Line("turns", None, flat, tree_work(cut, trained_of(cut)), baseline=TURNS))
         lines += [
             _turns_line(trie, turns, (each, work), method=method, search=search)
             for each, work in zip(planned, works, strict=True)
@@ -121,4 +147,7 @@ def _turns_line(
     if cut is not planned.trie:
         (planned,) = plan_capacities(cut, [capacity], method=method, too_long="error", search=search)
         work = _rows_work(planned, trained_of(planned.packed_nodes))
-    return Line("turns", capacity, turns_work(cut, fitting), work, len(turns.ends) - len(fitting.ends))
+    distinct = turns.distinct(trie)
+    once = distinct.within(capacity)
+    left_out = len(distinct.ends) - len(once.ends)
+    return Line("turns", capacity, turns_work(trie, once), work, left_out, TURNS)

@@ -1,13 +1,15 @@
 """Forecast of the savings of training on the tree: floating-point operations, tree against flat, before any training.
 
     Trie --flat_work, turns_work, whole_work--> FlopCount     of samples one by one
+    Conversations --append_only_work--> FlopCount             of one append-only sequence per rollout
     Trie --tree_work, plan_work--> FlopCount                  of their tries, or of the rows of a plan
     packed rows --RowCounter--> Line                          rows against their trajectories one by one
-    Line, ... --report--> speed-ups, hours and a verdict, ready for JSON
+    Line, ... --verdict.report--> speed-ups, hours and a verdict, ready for JSON
 
-Flat is sequence packing without padding: every sample is separate and sees only itself. The speed-up is the ratio of
-operations (`model_cost.operations`), so it holds for a trainer that is equally efficient on both. docs/forecast.md
-lists the costs left out and compares the forecast with measured steps.
+Flat is sequence packing without padding: every sequence is separate and sees only itself. Several baselines differ in
+the sequences: each sample of the trie, one append-only sequence per conversation, or one sample per turn. The speed-up
+is the ratio of operations (`model_cost.operations`), so it holds for a trainer that is equally efficient on both.
+docs/forecast.md lists the costs left out and compares the forecast with measured steps.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treepack.analysis.model_cost import FlopCount, ModelShape, operations
+from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import Turns, turns_of
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
+from treepack.ingest.conversations import Conversations, conversations_of_manifest
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
@@ -37,8 +40,10 @@ MEASURED_SHARE = 0.78
 PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
 # Operations per second of a training step over the rate of products alone: 0.46 to 0.55 on an H200, tree and flat.
 MFU = 0.5
-# Share of saved tokens below which the verdict is that plain sequence packing is as good.
-MIN_SHARING = 0.1
+# Largest share of conversations without an append-only sequence with which that baseline is still used.
+MAX_ABSENT = 0.05
+# Keys of `glossary.BASELINES`.
+APPEND_ONLY, SAMPLES, TURNS = "append_only", "samples", "turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +73,18 @@ def read_device(text: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Work of samples one by one, and in rows of `capacity` tokens, or in their tries if `capacity` is None."""
+    """Work of a baseline one by one, and of rows of `capacity` tokens, or of tries if `capacity` is None.
+
+    `samples` names the sequences of the baseline: "trajectories", "turns", "append_only" or "rows". `baseline` is a key
+    of `glossary.BASELINES`.
+    """
 
     samples: str
     capacity: int | None
     flat: FlopCount
     packed: FlopCount
     num_left_out: int = 0
+    baseline: str = SAMPLES
 
 
 def ways_to_cut(trie: Trie) -> tuple[str, ...]:
@@ -117,12 +127,29 @@ def plan_work(trained: Trained, row_of: Int64, *, num_tokens: int, num_pairs: in
 
 def flat_work(trie: Trie) -> FlopCount:
     """Return the work of the trajectories one by one."""
-    return FlopCount(trie.tokens_flat, _pairs(trie.lengths), _num_trained(trie))
+    return FlopCount(trie.tokens_flat, _pairs(trie.lengths), int(_num_trained(trie).sum()))
+
+
+def once_work(trie: Trie) -> FlopCount:
+    """Return the work of a trie of turns one by one; a turn that several paths of a record have counts once."""
+    turns = turns_of(trie)
+    repeated = np.setdiff1d(turns.owner, turns.distinct(trie).owner)
+    kept = np.delete(np.arange(trie.num_trajectories), repeated)
+    lengths = trie.lengths[kept]
+    return FlopCount(int(lengths.sum()), _pairs(lengths), int(_num_trained(trie)[kept].sum()))
 
 
 def turns_work(trie: Trie, turns: Turns) -> FlopCount:
-    """Return the work of the samples of `turns` one by one; `trie` is cut to them, and each trains its own turn."""
-    return FlopCount(int(turns.ends.sum()), _pairs(turns.ends), _num_trained(trie))
+    """Return the work of the samples of `turns` of `trie` one by one; each trains its own turn."""
+    is_weighted = trie.trajectories["weight"].to_numpy()[turns.owner] > 0
+    targets = (turns.ends - turns.starts)[is_weighted].sum()
+    return FlopCount(int(turns.ends.sum()), _pairs(turns.ends), int(targets))
+
+
+def append_only_work(conversations: Conversations) -> FlopCount:
+    """Return the work of one append-only sequence per rollout, one by one."""
+    sums = conversations.append_only
+    return FlopCount(sums.tokens, sums.pairs, sums.targets)
 
 
 def whole_work(trie: Trie, trained: Trained) -> FlopCount:
@@ -141,11 +168,11 @@ def whole_work(trie: Trie, trained: Trained) -> FlopCount:
     return FlopCount(int(lengths.sum()), _pairs(lengths), int(on_path[ends].sum()))
 
 
-def _num_trained(trie: Trie) -> int:
-    """Return the number of trained tokens of all trajectories of positive weight."""
+def _num_trained(trie: Trie) -> Int64:
+    """Return the trained tokens of each trajectory, 0 if its weight is 0; int64 [num_trajectories]."""
     spans = SpanView.of(trie.trajectories)
     sizes = spans.total(spans.sizes.astype(np.float64))
-    return int(sizes[trie.trajectories["weight"].to_numpy() > 0].sum())
+    return np.where(trie.trajectories["weight"].to_numpy() > 0, sizes, 0).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,70 +276,21 @@ class RowCounter:
         flat = replace(self.flat, targets=totals.get("tokens_trained", self.flat.targets))
         return Line("rows", capacity, flat, self.packed)
 
-
-def report(lines: Iterable[Line], shape: ModelShape, device: Device) -> dict[str, Any]:
-    """Return sharing, speed-up, operations and hours on one device for each line, and the verdict, as plain values."""
-    rate = device.rate * MFU
-    reports = []
-    for line in lines:
-        flat, packed = operations(shape, line.flat), operations(shape, line.packed)
-        reports.append(
-            {
-                "samples": line.samples,
-                "capacity": line.capacity,
-                "num_left_out": line.num_left_out,
-                "tokens_flat": line.flat.tokens,
-                "tokens_computed": line.packed.tokens,
-                "sharing": 1 - line.packed.tokens / line.flat.tokens,
-                "speedup": flat / packed,
-                "flops_flat": flat,
-                "flops": packed,
-                "hours_flat": flat / rate / 3600,
-                "hours": packed / rate / 3600,
-            }
-        )
-    decisive = _decisive(reports)
-    return {
-        "model": shape.name,
-        "device": device.name,
-        "flops_per_second": device.rate,
-        "mfu": MFU,
-        "lines": reports,
-        "pays": any(line["sharing"] >= MIN_SHARING for line in decisive),
-        "verdict": verdict(decisive),
-    }
+    def lines(self, manifest: Mapping[str, Any]) -> list[Line]:
+        """Return the savings of all rows read against each baseline that `manifest` knows."""
+        own = self.line(manifest["capacity"], manifest["totals"])
+        conversations = usable_conversations(conversations_of_manifest(manifest), manifest["totals"])
+        return [own] if conversations is None else [own, append_only_line(own, conversations)]
 
 
-def _decisive(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one line for each way to cut samples: the fastest one that leaves out the smallest number of samples.
-
-    A line with a capacity precedes one without.
-    """
-    by_samples: dict[str, dict[str, Any]] = {}
-    for line in lines:
-        best = by_samples.get(line["samples"])
-        if best is None or _rank(line) > _rank(best):
-            by_samples[line["samples"]] = line
-    return list(by_samples.values())
+def append_only_line(line: Line, conversations: Conversations) -> Line:
+    """Return `line` against one append-only sequence per rollout."""
+    return replace(line, samples=APPEND_ONLY, flat=append_only_work(conversations), baseline=APPEND_ONLY)
 
 
-def _rank(line: dict[str, Any]) -> tuple[int, bool, float]:
-    return -line["num_left_out"], line["capacity"] is not None, line["speedup"]
-
-
-def verdict(lines: list[dict[str, Any]]) -> str:
-    """Return one sentence about the decisive `lines`, of which there is one for each way to cut samples."""
-    several = len(lines) > 1
-    pays, not_pays = [], []
-    for line in lines:
-        name = f" for {line['samples']}" if several else ""
-        if line["sharing"] >= MIN_SHARING:
-            pays.append(f"{line['speedup']:.1f}x{name}")
-        else:
-            not_pays.append((name, f"sharing is {100 * line['sharing']:.0f} %"))
-    if not not_pays:
-        return f"tree training pays: {', '.join(pays)}"
-    if not pays:
-        return "tree training does not pay: " + ", ".join(f"{reason}{name}" for name, reason in not_pays)
-    refused = ", ".join(f"not{name}: {reason}" for name, reason in not_pays)
-    return f"tree training pays: {', '.join(pays)}; {refused}"
+def usable_conversations(conversations: Conversations | None, totals: Mapping[str, Any]) -> Conversations | None:
+    """Return `conversations` if they are those of a trie or rows with `totals` and have append-only sequences."""
+    if conversations is None or not conversations.describes(totals):
+        return None
+    absent = conversations.append_only.num_absent
+    return None if absent > MAX_ABSENT * conversations.num_conversations else conversations

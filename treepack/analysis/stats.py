@@ -16,14 +16,18 @@ from treepack.analysis.capacities import forecast_lines, plan_capacities, predic
 from treepack.analysis.check import check_trie_totals, checked_totals
 from treepack.analysis.describe import Report, describe, describe_rows
 from treepack.analysis.forecast import Line, RowCounter, read_device
-from treepack.analysis.forecast import report as forecast
 from treepack.analysis.lost_sharing import explain
 from treepack.analysis.model_cost import read_shape
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import manifest_of, read_packed_origin
+from treepack.analysis.summary import conversation_entries
+from treepack.analysis.verdict import baseline_notes
+from treepack.analysis.verdict import report as forecast
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
+from treepack.files.parts import refuse_links
+from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
@@ -34,6 +38,7 @@ from treepack.rl.trace.predictions import correlations, read_predictions
 from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios
 from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.files import read_trie
+from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
 QUICK = "contiguous"  # the method for capacities that the user did not ask for: one pass over the leaves
@@ -57,17 +62,21 @@ def stats(
     """
     shape, device = read_shape(options.model), read_device(options.device)
     directory, manifest = Path(paths[0]), manifest_of(paths)
+    if manifest and options.check:
+        refuse_links(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
         report, lines = _packed_stats(directory, manifest, options, progress)
-        return report | {"forecast": forecast(lines, shape, device)}
+        notes = baseline_notes(conversations_of_manifest(manifest), manifest["totals"])
+        return report | {"forecast": forecast(lines, shape, device, notes)}
     if manifest:
         trie, counts, kind = read_trie(directory), manifest["counts"], "trie"
-        skipped = manifest.get("skipped")
+        skipped, conversations = manifest.get("skipped"), conversations_of_manifest(manifest)
     else:
         trie, log = read_to_trie(paths, replace(options.build, shapes=True), progress=progress)
         counts, kind = dict(sorted(log.counts.items())), "trajectories"
-        skipped = skipped_record(log, trie)
+        skipped, conversations = skipped_record(log, trie), conversations_of_log(log, trie_totals(trie))
     report = describe(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
+    report |= conversation_entries(conversations, report)
     if options.check:
         report["checked"] = check_trie_totals(trie, manifest)
     search = Search(options.pack.effort, options.pack.time_limit)
@@ -78,15 +87,16 @@ def stats(
         report["predicted"] = predict(planned)
     if options.effective_ratio or options.predictions:
         report |= _contrast(trie, options)
-    lines = forecast_lines(trie, planned, method=method, search=search)
+    lines = forecast_lines(trie, planned, method=method, search=search, conversations=conversations)
+    notes = baseline_notes(conversations, report)
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
-    return report | {"forecast": forecast(lines, shape, device)}
+    return report | {"forecast": forecast(lines, shape, device, notes)}
 
 
 def _packed_stats(
     directory: Path, manifest: Manifest, options: StatsOptions, progress: ReportProgress | None
 ) -> tuple[Report, list[Line]]:
-    """Return the report on a packed directory, and the line of its forecast."""
+    """Return the report on a packed directory, and the lines of its forecast."""
     if options.capacities:
         raise TreepackError(f"{directory}: is packed already; give --capacity with its trie")
     if options.effective_ratio or options.predictions:
@@ -101,10 +111,11 @@ def _packed_stats(
         "options": manifest["options"],
         "counts": manifest["counts"],
         **distributions,
+        **conversation_entries(conversations_of_manifest(manifest), totals),
     }
     if options.check:
         report["checked"] = checked_totals(manifest, against_trie=trie is not None)
-    return report, [counter.line(manifest["capacity"], totals)]
+    return report, counter.lines(manifest)
 
 
 def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> dict[str, Any]:

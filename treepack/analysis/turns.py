@@ -5,6 +5,9 @@
 
 A trained span ends a turn; spans that touch are one turn. The sample of a turn is the path to its end, so the last
 sample of a trajectory contains all others: the trie of all samples is the trie of the trajectories cut there.
+
+A turn of a search tree is a turn of every path through it, but the model wrote it once: `distinct` counts it once. Two
+turns are the same if their record, their tokens and the start of their trained tokens are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from treepack.columns import SpanView
 from treepack.files import schema
@@ -22,25 +26,52 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Turns sorted by trajectory and place: trajectory `owner` and length `ends` of each sample, int64 [num_turns]."""
+    """Turns sorted by trajectory and place: trajectory `owner` of each, and its trained tokens [start, end).
+
+    All int64 [num_turns]. The sample of a turn has `ends` tokens.
+    """
 
     owner: Int64
+    starts: Int64
     ends: Int64
 
     def within(self, limit: int) -> Turns:
         """Return the turns whose samples have at most `limit` tokens."""
-        kept = self.ends <= limit
-        return Turns(self.owner[kept], self.ends[kept])
+        return self._select(self.ends <= limit)
+
+    def distinct(self, trie: Trie) -> Turns:
+        """Return the turns of `trie` without those that an earlier path of the same record has too.
+
+        O(num_turns), and a Python step for each turn of a record with several trajectories.
+        """
+        records = trie.trajectories["source"].combine_chunks().dictionary_encode().indices.to_numpy()[self.owner]
+        # Turns of a record with one trajectory are distinct. Owners [0, 0, 1, 2] of the records [5, 5, 5, 6]
+        # -> pairs (5, 0), (5, 1), (6, 2) -> record 5 has two trajectories.
+        pairs = np.unique(np.stack([records, self.owner]), axis=1)
+        several = np.flatnonzero((np.bincount(pairs[0]) > 1)[records])
+        nodes = nodes_at(trie, trie.end_node[self.owner[several]], self.ends[several])
+        seen: set[tuple[int, ...]] = set()
+        kept = np.ones(len(self.owner), np.bool_)
+        places = (records[several], nodes, self.starts[several], self.ends[several])
+        for i, turn in zip(several.tolist(), zip(*(column.tolist() for column in places), strict=True), strict=True):
+            kept[i] = turn not in seen
+            seen.add(turn)
+        return self._select(kept)
+
+    def _select(self, kept: NDArray[np.bool_]) -> Turns:
+        return Turns(self.owner[kept], self.starts[kept], self.ends[kept])
 
 
 def turns_of(trie: Trie) -> Turns:
     """Return the turns of the trajectories of `trie`."""
     spans = SpanView.of(trie.trajectories)
     owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
-    is_end = np.ones(len(owner), np.bool_)
-    # owner [0, 0, 1], starts [2, 5, 2], ends [4, 7, 3] -> is_end [1, 1, 1]; with starts [2, 4, 2] -> [0, 1, 1]
-    is_end[:-1] = (owner[1:] != owner[:-1]) | (spans.starts[1:] != spans.ends[:-1])
-    return Turns(owner[is_end], spans.ends[is_end].astype(np.int64))
+    touches = (owner[1:] == owner[:-1]) & (spans.starts[1:] == spans.ends[:-1])
+    # owner [0, 0, 1], starts [2, 5, 2], ends [4, 7, 3] -> touches [0, 0]; with starts [2, 4, 2] -> touches [1, 0],
+    # so the first span begins a turn that ends with the second one: is_start [1, 0, 1], is_end [0, 1, 1]
+    is_start, is_end = np.append(True, ~touches)[: len(owner)], np.append(~touches, True)[: len(owner)]
+    starts, ends = spans.starts[is_start].astype(np.int64), spans.ends[is_end].astype(np.int64)
+    return Turns(owner[is_end], starts, ends)
 
 
 def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
@@ -55,7 +86,7 @@ def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
         return trie
     kept = np.flatnonzero(last)
     last = last[kept]
-    (node, stop), place = _segments(trie, _nodes_at(trie, trie.end_node[kept], last), last)
+    (node, stop), place = _segments(trie, nodes_at(trie, trie.end_node[kept], last), last)
     # Segments are pieces of old nodes: node [0, 0, 2], of depths 0 and 3, stop [2, 3, 5]
     # -> first [1, 0, 1], start [0, 2, 3]
     first = np.diff(node, prepend=-1) > 0
@@ -100,7 +131,7 @@ def _merge_chains(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
     return np.flatnonzero(is_head), np.cumsum(is_head) - 1
 
 
-def _nodes_at(trie: Trie, ends: Int32, last: Int64) -> Int64:
+def nodes_at(trie: Trie, ends: Int32, last: Int64) -> Int64:
     """Return the node on the path to each of `ends` that contains token number `last`, counted from 1."""
     parent, depth = trie.parent.tolist(), trie.depth.tolist()
     nodes = []

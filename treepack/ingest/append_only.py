@@ -5,8 +5,8 @@
 
 A body is the text that the model wrote, with its end token. The new messages are all messages between two trained
 turns, with the generation prompt of the next one. If the template keeps earlier turns as they are, the new messages are
-a part of the rendering, and the sequence is the trajectory itself. If it rewrites earlier turns, they are rendered after
-a short conversation of a user and the calls of the turn before, and the text of that conversation is removed:
+a part of the rendering, and the sequence is the trajectory itself. If it rewrites earlier turns, the new messages are
+rendered after a short conversation of a user and the calls of the turn before, whose text is then removed:
 
     <|user|>-<|end|><|assistant|>REPLY<|end|><|tool|>T<|end|><|assistant|>
                                              ------------------------------ new messages
@@ -24,10 +24,13 @@ from typing import Any
 from treepack.ingest.chat_template import RenderedTurn
 from treepack.trajectory import Chat
 
-# Sums in the log of reading. A sequence belongs to one rollout; a rollout without one is in `ABSENT`.
+# Sums in the log of reading: over the append-only sequences of all rollouts, the rollouts whose template allows none
+# (their longest sample counts instead). Over conversations: their trained turns, the parts into which the template
+# splits them because it rewrites earlier turns, and those with several parts.
 SEQUENCES, TOKENS, PAIRS, TARGETS, ABSENT = (
     f"append_only_{name}" for name in ("sequences", "tokens", "pairs", "targets", "absent")
 )
+TURNS, PARTS, SPLIT = "turns", "parts", "split"
 REPLY = "treepack-reply"  # content of the assistant message before the new ones; no log contains it
 SAME_END = 24  # characters by which the ends of two texts are compared: longer than any end token
 
@@ -47,6 +50,12 @@ def continues(before: RenderedTurn, turn: RenderedTurn) -> bool:
     """Return whether the text of `turn` continues the text of the turn `before`, and trains only what follows it."""
     # The second condition: a span inside the earlier text would train the same characters twice.
     return turn.spans[0][0] >= len(before.text) and turn.text.startswith(before.text)
+
+
+def turn_totals(turns: Sequence[RenderedTurn]) -> Counter[str]:
+    """Return the sums of a conversation with these trained turns, at least one."""
+    num_parts = 1 + sum(not continues(before, turn) for before, turn in pairwise(turns))
+    return Counter({TURNS: len(turns), PARTS: num_parts, SPLIT: int(num_parts > 1)})
 
 
 def append_only_text(

@@ -71,10 +71,12 @@ class ReadLog:
                 lost.append(sample)
             else:
                 self.counts.update(sample.notes)
+                self.totals.update(sample.totals)
                 num_samples += 1
                 yield sample
         self.num_samples += num_samples
-        if num_samples:
+        # A path of a search tree has no sample of its own if all of its turns belong to earlier paths.
+        if num_samples or not lost:
             self.num_rollouts += 1
             self.num_conversations += isinstance(item, Trajectory) and isinstance(item.content, Chat)
         elif lost and lost[0].is_rollout:  # a rollout of several samples is lost only with the last of them

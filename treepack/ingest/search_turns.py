@@ -48,7 +48,7 @@ def samples_of_record(
     paths = [samples for samples in paths if samples]
     if len(paths) < 2:
         return pairs
-    # By identity: a sample stays as it is unless `changed` has another one, or None if it is merged into an earlier one.
+    # By identity of the sample: another one in its place, or None if it is merged into an earlier one.
     changed: dict[int, Trajectory | None] = _merged_turns(paths) if merge else {}
     if len({_opening(samples[0]) for samples in paths}) < len(paths):
         first = paths[0][0]

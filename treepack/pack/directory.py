@@ -98,6 +98,7 @@ def pack_trie(
             counts=packing.counts,
             totals=packing.totals,
             tokenizer=source.get("tokenizer"),
+            conversations=source.get("conversations"),
             trie=entry,
         )
         rows = with_progress(packing, progress, "packing", unit="rows", total=len(packing))

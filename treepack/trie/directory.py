@@ -16,6 +16,7 @@ from typing import Any
 from treepack.columns import Sequences
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
+from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
 from treepack.ingest.readers.inputs import InputHash
@@ -83,10 +84,12 @@ def build_trie_directory(
         built = build_large_trie(_reading(batches, log, progress), share=options.share, folder=temporary)
         totals = trie_totals(built.trie)
         built.release()
+        conversations = conversations_of_log(log, totals)
         provenance = Provenance(
             options=recorded,
             counts=dict(sorted(log.counts.items())),
             skipped=skipped_record(log, built.trie),
+            conversations=conversations.as_record() if conversations else None,
             totals=totals,
             tokenizer=fingerprint(tokenizer) if tokenizer else None,
             input={"sha256": digest.hexdigest(), "num_files": digest.num_files},

@@ -1,0 +1,62 @@
+"""One sentence on what was read and what it became: the first line of every summary.
+
+614 conversations, 6,321 samples: the template rewrites earlier turns
+10 search trees with 111 paths, 812 samples: one sample per turn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from treepack.ingest.conversations import MANIFEST_KEY, Conversations
+
+
+def conversation_entries(conversations: Conversations | None, totals: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a report on a trie or rows with `totals`: "conversations", if known, and "summary"."""
+    entry = {MANIFEST_KEY: conversations.as_record()} if conversations is not None else {}
+    return entry | {"summary": summary(conversations, totals)}
+
+
+def summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> str:
+    """Return the numbers of conversations and of samples, and the reason if they differ."""
+    num_samples = int(totals["num_trajectories"])
+    if conversations is None:
+        return f"{quantity(num_samples, 'sample')} of token ids or plain text"
+    samples = quantity(conversations.num_samples, "sample")
+    reasons = _reasons(conversations)
+    text = f"{', '.join(_sources(conversations))}, {samples}" + (f": {'; '.join(reasons)}" if reasons else "")
+    left = num_samples - conversations.num_samples
+    return text if left == 0 else f"{text}, of which {quantity(num_samples, 'sample')} remain"
+
+
+def _sources(conversations: Conversations) -> list[str]:
+    """Return the numbers of search trees, of other conversations, and of rollouts of token ids."""
+    sources = []
+    if conversations.num_trees:
+        paths = quantity(conversations.num_paths, "path")
+        sources.append(f"{quantity(conversations.num_trees, 'search tree')} with {paths}")
+    if single := conversations.num_conversations - conversations.num_paths:
+        sources.append(quantity(single, "conversation"))
+    if others := conversations.num_rollouts - conversations.num_conversations:
+        sources.append(f"{quantity(others, 'rollout')} of token ids or plain text")
+    return sources
+
+
+def _reasons(conversations: Conversations) -> list[str]:
+    """Return why there are more samples than conversations, and that turns of several paths are one sample."""
+    reasons = []
+    others = conversations.num_rollouts - conversations.num_conversations
+    if conversations.num_samples != conversations.num_parts + others:
+        reasons.append("one sample per turn")
+    elif conversations.num_split:
+        reasons.append("the template rewrites earlier turns")
+    if conversations.num_merged_turns:
+        turns, merged = conversations.num_turns_on_paths, conversations.num_merged_turns
+        reasons.append(f"{quantity(turns, 'turn')} on several paths became {quantity(merged, 'sample')}")
+    return reasons
+
+
+def quantity(count: int, noun: str) -> str:
+    """Return `1 row`, `2 rows`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,144 @@
+"""The report of a forecast: speed-ups, hours and one sentence on the gain, ready for JSON.
+
+    Line, ... --report--> {"lines": [...], "baselines": [...], "gain": {...}, "verdict": "tree training pays 1.6x ..."}
+
+Each baseline has one decisive line. The verdict compares with one append-only sequence per conversation if that is
+known, because most trainers make these, or with each sample alone if that is cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from treepack.analysis.forecast import (
+    APPEND_ONLY,
+    MAX_ABSENT,
+    MFU,
+    SAMPLES,
+    TURNS,
+    Device,
+    Line,
+    usable_conversations,
+)
+from treepack.analysis.glossary import BASELINES
+from treepack.analysis.model_cost import ModelShape, operations
+from treepack.ingest.conversations import Conversations
+
+# Share of saved operations below which the verdict is that plain sequence packing is as good.
+MIN_SAVED = 0.1
+
+Entry = dict[str, Any]
+
+
+def report(lines: Iterable[Line], shape: ModelShape, device: Device, notes: Iterable[str] = ()) -> Entry:
+    """Return sharing, speed-up, operations and hours on one device for each line, and the verdict, as plain values.
+
+    `notes` are sentences about the baselines, see `baseline_notes`.
+    """
+    rate = device.rate * MFU
+    entries = []
+    for line in lines:
+        flat, packed = operations(shape, line.flat), operations(shape, line.packed)
+        entries.append(
+            {
+                "baseline": line.baseline,
+                "samples": line.samples,
+                "capacity": line.capacity,
+                "num_left_out": line.num_left_out,
+                "tokens_flat": line.flat.tokens,
+                "tokens_computed": line.packed.tokens,
+                "sharing": 1 - line.packed.tokens / line.flat.tokens,
+                "speedup": flat / packed,
+                "flops_flat": flat,
+                "flops": packed,
+                "hours_flat": flat / rate / 3600,
+                "hours": packed / rate / 3600,
+            }
+        )
+    baselines = _decisive(entries)
+    gain = _gain(baselines)
+    return {
+        "model": shape.name,
+        "device": device.name,
+        "flops_per_second": device.rate,
+        "mfu": MFU,
+        "lines": entries,
+        "baselines": list(baselines.values()),
+        "gain": {name: gain[name] for name in ("baseline", "label", "speedup", "sharing")},
+        "pays": _pays(gain),
+        "verdict": verdict(gain, list(baselines.values())),
+        "notes": list(notes),
+    }
+
+
+def _decisive(entries: list[Entry]) -> dict[str, Entry]:
+    """Return one line for each baseline: the fastest one that leaves out the smallest number of samples.
+
+    A line with a capacity precedes one without.
+    """
+    best: dict[str, Entry] = {}
+    for entry in entries:
+        name = entry["baseline"]
+        if name not in best or _rank(entry) > _rank(best[name]):
+            best[name] = entry | {"label": BASELINES[name]}
+    return {name: best[name] for name in (APPEND_ONLY, SAMPLES, TURNS) if name in best}
+
+
+def _rank(entry: Entry) -> tuple[int, bool, float]:
+    return -entry["num_left_out"], entry["capacity"] is not None, entry["speedup"]
+
+
+def _gain(baselines: Mapping[str, Entry]) -> Entry:
+    """Return the line of the verdict: of append-only sequences and single samples, the one that gains less."""
+    alone = baselines.get(SAMPLES) or baselines.get(TURNS)
+    candidates = [entry for entry in (baselines.get(APPEND_ONLY), alone) if entry is not None]
+    return min(candidates, key=lambda entry: float(entry["speedup"]))
+
+
+def _pays(entry: Entry) -> bool:
+    return bool(1 - 1 / entry["speedup"] >= MIN_SAVED)
+
+
+def verdict(gain: Entry, baselines: list[Entry]) -> str:
+    """Return one sentence about the `gain`, with the speed-ups against the other `baselines` in brackets."""
+    others = [
+        f"{entry['speedup']:.1f}x against {entry['label']}"
+        for entry in baselines
+        if entry["baseline"] != gain["baseline"]
+    ]
+    if _pays(gain):
+        text = f"tree training pays {gain['speedup']:.1f}x against {gain['label']}"
+    else:
+        saved = 1 - 1 / gain["speedup"]
+        part = f"{100 * saved:.0f} % less" if saved >= 0 else f"{100 * (1 / gain['speedup'] - 1):.0f} % more"
+        text = f"tree training does not pay: it computes {part} than {gain['label']}"
+    return text + (f" ({', '.join(others)})" if others else "")
+
+
+def baseline_notes(conversations: Conversations | None, totals: Mapping[str, Any]) -> list[str]:
+    """Return sentences about the append-only baseline of a trie or rows with `totals`."""
+    if conversations is None:
+        return ["the samples are token ids or plain text, each of which is one append-only sequence already"]
+    absent, count = conversations.append_only.num_absent, conversations.num_conversations
+    if not conversations.describes(totals):
+        return ["samples were removed since the conversations were read, so their append-only sequences are not known"]
+    if usable_conversations(conversations, totals) is None:
+        return [
+            f"the chat template allows no append-only sequence for {absent:,} of {count:,} conversations, more than "
+            f"{100 * MAX_ABSENT:.0f} %, so the gain is against each sample alone"
+        ]
+    notes = []
+    sums = conversations.append_only
+    if conversations.num_turns == conversations.num_parts:
+        notes.append("--expand trajectory and --expand turns --per-path give the same samples")
+    if sums.tokens == conversations.tokens_flat and sums.num_sequences == conversations.num_samples:
+        notes.append("each sample is the append-only sequence of its conversation, so both baselines are the same")
+    if absent:
+        notes.append(
+            f"the chat template allows no append-only sequence for {absent:,} of {count:,} conversations; their "
+            "longest sample counts instead"
+        )
+    if conversations.num_paths and sums.num_sequences:
+        notes.append("a search tree has one append-only sequence for each path, as trainers without trees make them")
+    return notes

@@ -1,0 +1,80 @@
+"""Text to token ids by a fast tokenizer, with a cache of the text between special tokens.
+
+"Hi<|end|>Yo"  --split at special tokens-->  "Hi", "<|end|>", "Yo"  --each tokenised or cached-->  ids
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from treepack.trajectory import Int32
+
+CACHED_CHARACTERS = 1 << 26  # of text in the cache of an `Encoder`: up to 0.25 GB with the ids, per process
+
+
+class Encoder:
+    """A tokenizer that adds no special tokens, and caches the ids of the text between special tokens.
+
+    The prompts of successive turns repeat nearly everything, so nearly every stretch of text is in the cache. Text is
+    split at special tokens only if a probe shows that splitting does not change the ids.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Probe the special tokens of a fast tokenizer of transformers."""
+        self.tokenizer = tokenizer
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special = _splitting_tokens(tokenizer)
+        # In an alternation the first match wins: <|end|>x must come before <|end|>.
+        longest_first = sorted(self._special, key=lambda token: (-len(token), token))
+        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
+        self._cache: OrderedDict[str, Int32] = OrderedDict()
+        self._cached = 0
+        # Llama's tokenizer puts <s> before plain text. Anything else, such as [CLS] ... [SEP], is not a beginning.
+        begin = self._backend.encode("", add_special_tokens=True).ids
+        is_begin = begin == [tokenizer.bos_token_id]
+        self.prefix: Int32 = np.array(begin if is_begin else [], np.int32)
+
+    def encode(self, text: str) -> Int32:
+        """Return the ids of `text`, int32; O(length)."""
+        # The group in the pattern keeps the separators: "Hi<|end|>Yo" -> ["Hi", "<|end|>", "Yo"].
+        stretches = [text] if self._pattern is None else self._pattern.split(text)
+        ids = [self._ids(stretch) for stretch in stretches if stretch]
+        return np.concatenate(ids) if ids else np.zeros(0, np.int32)
+
+    def _ids(self, stretch: str) -> Int32:
+        if (special := self._special.get(stretch)) is not None:
+            return special
+        if (cached := self._cache.get(stretch)) is not None:
+            self._cache.move_to_end(stretch)  # the least recently used stretch stays first
+            return cached
+        ids = np.array(self._backend.encode(stretch, add_special_tokens=False).ids, np.int32)
+        self._cache[stretch] = ids
+        self._cached += len(stretch)
+        while self._cached > CACHED_CHARACTERS:
+            oldest, _ = self._cache.popitem(last=False)
+            self._cached -= len(oldest)
+        return ids
+
+
+def _splitting_tokens(tokenizer: Any) -> dict[str, Int32]:
+    """Return the special tokens at which text may be split before tokenisation, with their ids; none if it may not."""
+    special = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    # Such a token takes whitespace from its neighbours, or matches only in some contexts.
+    if any(token.lstrip or token.rstrip or token.normalized or token.single_word for token in special.values()):
+        return {}
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    # The probes cover a prefix that the tokenizer adds to each text, whitespace on both sides, and an empty text.
+    for i, token in special.items():
+        for before, after in (("Hello world", "\nnext line"), ("end. \n", " word"), ("", "word")):
+            if ids(before + token.content + after) != [*ids(before), i, *ids(after)]:
+                return {}
+    return {token.content: np.array([i], np.int32) for i, token in special.items()}
