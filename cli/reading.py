@@ -26,6 +26,11 @@ reading_options = option_group(
             help="Hugging Face tokenizer whose chat template renders conversations.",
         ),
         click.option(
+            "--chat-template",
+            type=click.Path(exists=True, dir_okay=False),
+            help="File with a chat template in Jinja, which replaces that of the tokenizer.",
+        ),
+        click.option(
             "--tools",
             type=click.Path(exists=True, dir_okay=False),
             help="JSON list of tool schemas for conversations that have none.",
@@ -36,6 +41,11 @@ reading_options = option_group(
             default=USUAL.expand,
             show_default=True,
             help="One sample per conversation, or one per assistant turn with the prompt rendered as it was then.",
+        ),
+        click.option(
+            "--per-path",
+            is_flag=True,
+            help="With --expand turns: make a sample of a turn for each path of a search tree that has it, not one.",
         ),
         click.option(
             "--share",

@@ -1,4 +1,4 @@
-"""Chat templates: tool calls in the text, the trained part of the text, and the templates that are refused."""
+"""Chat templates: tool calls in the text, the trained part of the text, what is refused and what is skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.byte_tokenizer import PLAIN, save
 from treepack.errors import TreepackError
 from treepack.ingest.readers.registry import read_trajectories
 from treepack.ingest.tokenization import load_tokenizer, tokenize
-from treepack.trajectory import Chat, Tokens, Trajectory
+from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 
 @pytest.fixture(scope="session")
@@ -63,8 +63,16 @@ def refusal(item: Trajectory, tokenizer: Any) -> str:
     return str(caught.value)
 
 
-# A template is START + a rendering of `call` + END: <|im_start|>content, calls, <|im_end|> for each message.
-START = "{% for message in messages %}<|im_start|>{{ message.content }}{% for call in message.tool_calls or [] %}"
+def skip(item: Trajectory, tokenizer: Any) -> Skipped:
+    (skipped,) = tokenize([item], tokenizer=tokenizer)
+    assert isinstance(skipped, Skipped)
+    assert skipped.source == item.source
+    assert skipped.group_id is not None
+    return skipped
+
+
+# A template is START + a rendering of `call` + END: <|im_start|>content, f and arguments, <|im_end|> for each message.
+START = "{% for message in messages %}<|im_start|>{{ message.content }}{% for call in message.tool_calls or [] %}f "
 END = "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -89,7 +97,7 @@ def test_tool_call_arguments_take_the_form_that_the_template_renders(
 ) -> None:
     tokenizer = with_template(bare, START + rendering + END)
     (sample,) = samples(calling(arguments), tokenizer)
-    assert trained_texts(sample, tokenizer) == [expected + "<|im_end|>"]
+    assert trained_texts(sample, tokenizer) == ["f " + expected + "<|im_end|>"]
 
 
 def insists(condition: str) -> str:
@@ -118,20 +126,18 @@ def test_arguments_are_never_printed_twice_encoded_whatever_a_template_insists_o
 ) -> None:
     tokenizer = with_template(bare, insists(condition) + START + rendering + END)
     (sample,) = samples(calling(arguments, tools=TOOLS), tokenizer)
-    assert trained_texts(sample, tokenizer) == ['{"a": "é"}<|im_end|>']
+    assert trained_texts(sample, tokenizer) == ['f {"a": "é"}<|im_end|>']
 
 
 def test_a_call_without_an_id_gets_one_that_every_template_takes(bare: Any, tmp_path: Path) -> None:
     condition = "not messages[-1].tool_calls or messages[-1].tool_calls[0].id | length == 9"
-    tokenizer = with_template(
-        bare, insists(condition) + START + "{{ call.function.name }}{{ call.function.arguments }}" + END
-    )
+    tokenizer = with_template(bare, insists(condition) + START + "{{ call.function.arguments }}" + END)
     path = tmp_path / "r.jsonl"
     call = {"name": "f", "arguments": {"a": 1}}
     path.write_text(json.dumps({"messages": [user("Q"), assistant("", tool_calls=[call])]}))
     (sample,) = tokenize(read_trajectories([path]), tokenizer=tokenizer)
     assert isinstance(sample, Trajectory)
-    assert trained_texts(sample, tokenizer) == ['f{"a": 1}<|im_end|>']
+    assert trained_texts(sample, tokenizer) == ['f {"a": 1}<|im_end|>']
 
 
 def test_each_of_several_templates_is_probed(bare: Any) -> None:
@@ -144,17 +150,18 @@ def test_each_of_several_templates_is_probed(bare: Any) -> None:
     for tools in (None, TOOLS):
         for arguments in ('{"a": 1}', {"a": 1}):
             (sample,) = samples(calling(arguments, tools=tools), tokenizer)
-            assert trained_texts(sample, tokenizer) == ['{"a": 1}<|im_end|>']
+            assert trained_texts(sample, tokenizer) == ['f {"a": 1}<|im_end|>']
 
 
-def test_a_template_that_prints_no_tool_call_is_refused_only_if_there_is_one(bare: Any) -> None:
+def test_a_conversation_is_skipped_only_if_its_calls_are_not_printed(bare: Any) -> None:
     silent = with_template(bare, START + END)
     samples(chat([user("Q"), assistant("A")]), silent)
     sentence = "r.jsonl:1: the chat template does not print the arguments of tool calls{}; "
-    sentence += "use another template, or remove the tool calls"
-    assert refusal(calling("{}"), silent) == sentence.format("")
+    sentence += "use another template (--chat-template FILE), or remove the tool calls"
+    assert skip(calling("{}"), silent).detail == sentence.format("")
+    assert skip(calling("{}"), silent).reason == "the chat template does not print the arguments of tool calls"
     strict = with_template(bare, START + "{{ raise_exception('no calls') }}" + END)
-    assert refusal(calling("{}"), strict) == sentence.format(" (no calls)")
+    assert skip(calling("{}"), strict).detail == sentence.format(" (no calls)")
 
 
 def test_arguments_nested_too_deeply_to_be_parsed_stay_text(bare: Any) -> None:
@@ -162,12 +169,15 @@ def test_arguments_nested_too_deeply_to_be_parsed_stay_text(bare: Any) -> None:
     # json.loads raises RecursionError for this text.
     deep = "[" * 5000 + "]" * 5000
     (sample,) = samples(calling(deep), tokenizer)
-    assert trained_texts(sample, tokenizer) == [json.dumps(deep) + "<|im_end|>"]
+    assert trained_texts(sample, tokenizer) == ["f " + json.dumps(deep) + "<|im_end|>"]
 
 
 def test_a_tokenizer_without_a_default_template_is_refused(bare: Any) -> None:
     tokenizer = with_template(bare, {"rag": PLAIN, "tool_use": PLAIN})
-    expected = f"{bare.name_or_path}: none of the chat templates rag, tool_use is named default; rename one to default"
+    expected = (
+        f"{bare.name_or_path}: none of the chat templates rag, tool_use is named default; rename one to default, "
+    )
+    expected += "or give one (--chat-template FILE)"
     for tools in (None, TOOLS):
         assert refusal(chat([user("Q"), assistant("A")], tools=tools), tokenizer) == expected
 
@@ -184,14 +194,17 @@ def test_a_tokenizer_without_a_default_template_is_refused(bare: Any) -> None:
 )
 def test_any_exception_of_a_template_is_one_sentence(bare: Any, expression: str, reason: str) -> None:
     tokenizer = with_template(bare, "{{ " + expression + " }}")
-    assert refusal(chat([user("Q"), assistant("A")]), tokenizer) == (
-        f"r.jsonl:1: turn 2: the chat template refuses the messages ({reason}); fix them or use another template"
+    skipped = skip(chat([user("Q"), assistant("A")]), tokenizer)
+    assert skipped.reason == "the chat template refuses the messages"
+    assert skipped.detail == (
+        f"r.jsonl:1: turn 1 (message 2): the chat template refuses the messages ({reason}); "
+        "fix them or use another template (--chat-template FILE)"
     )
 
 
 def test_a_template_that_never_ends_is_one_sentence(bare: Any) -> None:
     tokenizer = with_template(bare, "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}")
-    assert "refuses the messages (RecursionError: " in refusal(chat([user("Q"), assistant("A")]), tokenizer)
+    assert "refuses the messages (RecursionError: " in skip(chat([user("Q"), assistant("A")]), tokenizer).detail
 
 
 def test_variables_of_the_template_come_from_the_record(bare: Any, tmp_path: Path) -> None:
@@ -255,33 +268,45 @@ def test_several_marks_in_a_turn_are_several_spans(bare: Any) -> None:
     assert text(sample, tokenizer) == "Q[A|A]R[B|B"
 
 
-REFUSES = "{{ raise_exception('no system') }}"
-
-
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    ("template", "reason", "sentence"),
     [
-        (REFUSES, "the chat template refuses the messages (no system); fix them or use another template"),
         (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+            "{{ raise_exception('no system') }}",
+            "the chat template refuses the messages",
+            "the chat template refuses the messages (no system); "
+            "fix them or use another template (--chat-template FILE)",
+        ),
+        (
+            "{% if add_generation_prompt %}[prompt]{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "the chat template does not continue its own generation prompt",
             "the chat template does not continue its own generation prompt; "
-            "use a template that does, or one with {% generation %} marks",
+            "use a template that does (--chat-template FILE), or one with {% generation %} marks",
         ),
         (
             "{% for m in messages %}{{ m.content }}{% if m.role == 'x' %}{% generation %}{% endgeneration %}"
             "{% endif %}{% endfor %}",
+            "the chat template puts no usable generation marks",
             "the chat template puts no generation mark on this turn; mark every assistant turn",
         ),
         (
             "{{ messages | length }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
             "{% endfor %}",
+            "the chat template puts no usable generation marks",
             "the chat template has 2 generation marks for 1 assistant turns; mark each turn once",
         ),
     ],
 )
-def test_a_template_that_cannot_be_trained_on_is_refused(bare: Any, template: str, expected: str) -> None:
-    tokenizer = copy.deepcopy(bare)
-    tokenizer.chat_template = template
-    with pytest.raises(TreepackError) as caught:
-        samples(chat([user("Q"), assistant("A")]), tokenizer)
-    assert str(caught.value) == f"r.jsonl:1: turn 2: {expected}"
+def test_a_conversation_that_cannot_be_trained_on_is_skipped_with_a_reason(
+    bare: Any, template: str, reason: str, sentence: str
+) -> None:
+    skipped = skip(chat([user("Q"), assistant("A")]), with_template(bare, template))
+    assert skipped.reason == reason
+    assert skipped.detail == f"r.jsonl:1: turn 1 (message 2): {sentence}"
+
+
+def test_a_template_with_bad_syntax_is_refused_at_once(bare: Any) -> None:
+    tokenizer = with_template(bare, "a\n{% for %}")
+    expected = "the chat template is not valid Jinja (line 2: Expected an expression, got 'end of statement block'); "
+    expected += "fix it, or give another one (--chat-template FILE)"
+    assert refusal(chat([user("Q"), assistant("A")]), tokenizer) == f"{bare.name_or_path}: {expected}"

@@ -243,7 +243,8 @@ def test_text_needs_a_tokenizer_and_a_conversation_a_template(
     assert str(caught.value) == "r.jsonl:1: contains text, not token ids; give a tokenizer (--tokenizer)"
     with pytest.raises(TreepackError) as caught:
         samples(item, tokenizers["none"])
-    expected = f"{names['none']}: the tokenizer has no chat template; use a tokenizer that has one, or token ids"
+    expected = f"{names['none']}: the tokenizer has no chat template; give one (--chat-template FILE), use a tokenizer "
+    expected += "that has one, or token ids"
     assert str(caught.value) == expected
     with pytest.raises(TreepackError) as caught:
         samples(item, None, expand="steps")

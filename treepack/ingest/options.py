@@ -8,12 +8,18 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treepack.errors import TreepackError
 
+if TYPE_CHECKING:
+    from treepack.ingest.template.rendering import TemplateFile
+
 EXPANSIONS = ("trajectory", "turns")
 SHARES = ("all", "group", "none")
+CONTROL_TOKENS = ("keep", "text", "skip")
+MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
+MIN_RECORD_SIZE = 1 << 20  # a lower limit would be below the pieces in which files are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,10 @@ class BuildOptions:
     Attributes:
         format: a name that `treepack formats` lists, or "auto" to recognise each file by its content.
         tokenizer: name or folder of the tokenizer whose chat template renders conversations.
+        chat_template: path of a file with a chat template, which replaces that of the tokenizer.
         tools: tool schemas for conversations that have none, or the path of a JSON file with them.
         expand: "trajectory" for one sample per conversation, "turns" for one per assistant turn.
+        per_path: with `expand` "turns", make a sample of a turn for each path of a search tree that has it, not one.
         share: "all" shares prefixes between all trajectories of a training step, "group" only inside a group, "none"
             makes every trajectory a tree of its own.
         reward_key: key of the reward, if the reward is an object.
@@ -33,6 +41,9 @@ class BuildOptions:
         shapes: also accept inputs that have lengths but no tokens; for statistics only.
         strict: refuse the first rollout that would be skipped.
         skip_bad: skip and count damaged records and files, which are refused otherwise.
+        max_record_size: maximum bytes of a line, and of a file that is read as a whole, decompressed.
+        control_tokens: special tokens that messages spell out: "keep" tokenises them as an engine does, "text" as
+            ordinary text, and "skip" skips the conversation.
         workers: processes that read and tokenise; the result is the same for any number.
 
     Raises:
@@ -41,8 +52,10 @@ class BuildOptions:
 
     format: str = "auto"
     tokenizer: str | None = None
+    chat_template: str | None = None
     tools: list[dict[str, Any]] | str | None = None
     expand: str = "trajectory"
+    per_path: bool = False
     share: str = "all"
     reward_key: str | None = None
     normalize_ids: bool = False
@@ -50,13 +63,19 @@ class BuildOptions:
     shapes: bool = False
     strict: bool = False
     skip_bad: bool = False
+    max_record_size: int = MAX_RECORD_SIZE
+    control_tokens: str = "keep"
     workers: int = 1
 
     def __post_init__(self) -> None:
         """Refuse values that make no sense, naming the option."""
-        for name, known in (("expand", EXPANSIONS), ("share", SHARES)):
+        for name, known in (("expand", EXPANSIONS), ("share", SHARES), ("control_tokens", CONTROL_TOKENS)):
             if getattr(self, name) not in known:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if self.per_path and self.expand != "turns":
+            raise TreepackError("per_path is for one sample per turn; set expand to 'turns' (--expand turns)")
+        if self.max_record_size < MIN_RECORD_SIZE:
+            raise TreepackError(f"max_record_size is {self.max_record_size}; expected at least {MIN_RECORD_SIZE} bytes")
         if self.workers < 1:
             raise TreepackError(f"workers is {self.workers}; expected at least 1")
         if self.strict and self.skip_bad:
@@ -82,6 +101,16 @@ class BuildOptions:
             raise TreepackError(f"{self.tools}: expected a JSON list of tool schemas")
         return tools
 
+    def template_file(self) -> TemplateFile | None:
+        """Return the chat template, read from its file; None if there is none.
+
+        Raises:
+            TreepackError: the file cannot be read or is not valid Jinja.
+        """
+        from treepack.ingest.template.rendering import read_template
+
+        return None if self.chat_template is None else read_template(self.chat_template)
+
     def as_record(self) -> dict[str, Any]:
         """Return the options that change the result, as the manifest of a trie records them."""
         record = {
@@ -93,4 +122,6 @@ class BuildOptions:
             "train_all": self.train_all,
         }
         # Written only if set: tries that were built without these options keep their bytes.
-        return record | {name: True for name in ("normalize_ids", "skip_bad") if getattr(self, name)}
+        if (file := self.template_file()) is not None:
+            record["chat_template"] = {"name": Path(file.path).name, "sha256": file.sha256}
+        return record | {name: True for name in ("normalize_ids", "per_path", "skip_bad") if getattr(self, name)}

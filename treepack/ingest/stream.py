@@ -19,6 +19,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
+from treepack.ingest.search_turns import records_of
 from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer
 from treepack.processes import in_order
 from treepack.trajectory import Skipped, Trajectory
@@ -73,8 +74,18 @@ def _parts_and_job(
         vocab_size=None if tokenizer is None else len(tokenizer),
         train_all=options.train_all,
         shapes=options.shapes,
+        skip_bad=options.skip_bad,
+        max_record_size=options.max_record_size,
     )
-    job = Job(tokenizer, options.expand, options.tool_schemas(), options.normalize_ids, options.strict)
+    job = Job(
+        tokenizer,
+        options.expand,
+        options.tool_schemas(),
+        options.normalize_ids,
+        options.strict,
+        options.per_path,
+        chat_template=options.template_file(),
+    )
     parts = read_parts(inputs, how, format=options.format, input_hash=input_hash)
     return parts, job if options.workers == 1 else job.by_name()
 
@@ -103,11 +114,11 @@ class _ReadWork:
         Raises:
             TreepackError: `strict` refuses a rollout.
         """
-        for item in part.trajectories():
-            samples = list(self._tokenise(item))
-            if self._strict:
-                refuse_skipped(samples)
-            yield item, samples
+        for record in records_of(part.trajectories()):
+            for item, samples in self._tokenise.record(record):
+                if self._strict:
+                    refuse_skipped(samples)
+                yield item, samples
 
 
 class _ColumnsWork:

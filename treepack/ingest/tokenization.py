@@ -17,8 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,7 +28,11 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
-from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, Tools
+from treepack.ingest import append_only
+from treepack.ingest.append_only import Message, append_only_text, continues, sequence_totals, turn_totals
+from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError
+from treepack.ingest.encoder import Encoder
+from treepack.ingest.search_turns import Item, records_of, samples_of_record
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.processes import batched, in_order
 from treepack.trajectory import (
@@ -48,8 +51,8 @@ from treepack.trajectory import (
 EXPANSIONS = ("trajectory", "turns")
 SPLIT_NOTE = "split where the template rewrites earlier turns"
 TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
+REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because the template refuses them"
 CLOCK_NOTE = "the chat template prints today's date"
-CACHED_CHARACTERS = 1 << 26  # of text in the cache of an `Encoder`: up to 0.25 GB with the ids, per process
 
 
 def load_tokenizer(name: str, *, download: bool = True) -> Any:
@@ -90,31 +93,37 @@ def tokenize(
     expand: str = "trajectory",
     tools: Tools = None,
     normalize_ids: bool = False,
+    per_path: bool = False,
     workers: int = 1,
 ) -> Iterator[Trajectory | Skipped]:
     """Yield `trajectories` with `Tokens` content and a group, in the same order; a conversation may yield several.
 
     `tokenizer` is a name or folder, a tokenizer of transformers, or None if all content is token ids. `tools` are the
     schemas for conversations without schemas of their own. `normalize_ids` replaces the ids of tool calls, UUIDs and
-    times of conversations by numbered ones (`stable_ids`). The result does not depend on `workers` (processes).
+    times of conversations by numbered ones (`stable_ids`). With `expand` "turns", a turn that several paths of a record
+    have is one sample (`search_turns`), or with `per_path` one for each path. The result does not depend on `workers`
+    (processes).
 
     Raises:
         TreepackError: text without a tokenizer, or a template that cannot render it or cannot be trained on.
     """
-    job = Job(tokenizer, expand, tools, normalize_ids)
+    job = Job(tokenizer, expand, tools, normalize_ids, per_path=per_path)
+    records = records_of(trajectories)
     if workers == 1 or tokenizer is None:
         tokenise = Tokenisation(job)
-        for item in trajectories:
-            yield from tokenise(item)
+        for record in records:
+            yield from (sample for _, samples in tokenise.record(record) for sample in samples)
         return
     # In batches, because a message to a worker may cost more than tokenising a short conversation.
-    for items in in_order(_Batches, job.by_name(), batched(trajectories), workers=workers):
+    for items in in_order(_Batches, job.by_name(), batched(records), workers=workers):
         yield from items
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """Settings of tokenisation: the arguments of `tokenize`; `strict` refuses the first rollout that is skipped.
+
+    `chat_template` replaces the template of the tokenizer.
 
     Raises:
         TreepackError: `expand` is not one of `EXPANSIONS`.
@@ -125,6 +134,8 @@ class Job:
     tools: Tools = None
     normalize_ids: bool = False
     strict: bool = False
+    per_path: bool = False
+    chat_template: TemplateFile | None = None
 
     def __post_init__(self) -> None:
         """Refuse an unknown `expand`."""
@@ -138,13 +149,13 @@ class Job:
 
 
 class _Batches:
-    """Tokenise lists of trajectories, in a worker."""
+    """Tokenise lists of records, in a worker."""
 
     def __init__(self, job: Job) -> None:
         self._tokenise = Tokenisation(job)
 
-    def __call__(self, items: list[Trajectory | Skipped]) -> list[Trajectory | Skipped]:
-        return [sample for item in items for sample in self._tokenise(item)]
+    def __call__(self, records: list[list[Item]]) -> list[Item]:
+        return [sample for record in records for _, samples in self._tokenise.record(record) for sample in samples]
 
 
 class Tokenisation:
@@ -155,6 +166,14 @@ class Tokenisation:
         self._job = job
         self._encoder: Encoder | None = None
         self._template: ChatTemplate | None = None
+
+    def record(self, items: list[Item]) -> list[tuple[Item, list[Item]]]:
+        """Return each of the `items` of a record with its samples.
+
+        Raises:
+            TreepackError: as for one item.
+        """
+        return samples_of_record(items, self, merge=self._job.expand == "turns" and not self._job.per_path)
 
     def __call__(self, item: Trajectory | Skipped) -> Iterator[Trajectory | Skipped]:
         """Yield the samples of `item`: itself if it was skipped, else one or more trajectories of tokens.
@@ -184,9 +203,10 @@ class Tokenisation:
 
     def _of_rollout(self, item: Trajectory) -> Iterator[Trajectory | Skipped]:
         if isinstance(item.content, Tokens):
-            yield item if item.group_id else replace(item, group_id=self._group(item))
+            yield replace(item, group_id=self._group(item), totals=_sequence_totals(item))
         elif isinstance(item.content, Text):
-            yield self._of_text(item, item.content)
+            sample = self._of_text(item, item.content)
+            yield replace(sample, totals=_sequence_totals(sample)) if isinstance(sample, Trajectory) else sample
         else:
             yield from self._of_chat(item, item.content)
 
@@ -223,23 +243,72 @@ class Tokenisation:
             return
         encoder = self.encoder(item.source)
         if self._template is None:
-            self._template = ChatTemplate(encoder.tokenizer)
+            self._template = ChatTemplate(encoder.tokenizer, self._job.chat_template)
         tools = chat.tools or self._job.tools
         item = replace(item, group_id=self._group(item))
         if self._template.reads_clock(tools):
             item = replace(item, notes=(*item.notes, CLOCK_NOTE))
-        turns = self._template.turns(chat, tools=tools, source=item.source)
+        try:
+            rendered = self._template.turns(chat, tools=tools, source=item.source)
+        except UnfaithfulError as error:
+            yield Skipped(item.source, error.reason, item.group_id, str(error))
+            return
+        turns, item = rendered.turns, replace(item, notes=item.notes + rendered.notes)
         if not turns:
             yield Skipped(item.source, "no trained token")
-        elif self._job.expand == "turns":
+            return
+        if self._job.expand == "turns":
             names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
-            yield from _samples_of_pieces(item, names, [_pieces(encoder, turn.text, _spans(turn)) for turn in turns])
+            pieces = [_pieces(encoder, turn.text, _spans(turn)) for turn in turns]
+            samples = list(_samples_of_pieces(item, names, pieces))
         else:
             whole = ""
             # Messages after the last trained turn are not trained, but they belong to the trajectory.
             if turns[-1].message < len(chat.messages) - 1:
-                whole = self._template.whole(chat, tools=tools, source=item.source)
-            yield from _samples(item, encoder, turns, whole)
+                try:
+                    whole = self._template.whole(chat, tools=tools, source=item.source)
+                except UnfaithfulError:
+                    item = replace(item, notes=(*item.notes, REFUSED_TRAILING_NOTE))
+            samples = list(_samples(item, encoder, turns, whole))
+        # The first usable sample carries the sums of the conversation, as the first one carries its notes.
+        usable = [sample for sample in samples if isinstance(sample, Trajectory)]
+        totals = self._append_only(item, chat, turns, usable) if usable else {}
+        for sample in samples:
+            yield replace(sample, totals=totals) if usable and sample is usable[0] else sample
+
+    def _append_only(
+        self, item: Trajectory, chat: Chat, turns: list[RenderedTurn], samples: list[Trajectory]
+    ) -> Counter[str]:
+        """Return the sums of a conversation with these `samples`, and of its append-only sequence."""
+        totals = turn_totals(turns)
+        if self._job.expand == "trajectory" and len(samples) == 1:
+            return totals + _sequence_totals(samples[0])  # the sample is the sequence
+        encoder, template, tools = self.encoder(item.source), self._template, chat.tools or self._job.tools
+        assert template is not None
+
+        def render(messages: list[Message], prompt: bool) -> str:
+            return template.whole(replace(chat, messages=messages), tools=tools, source=item.source, prompt=prompt)
+
+        try:
+            sequence = append_only_text(chat, turns, render, template.special_tokens)
+        except UnfaithfulError:  # the template refuses a short conversation; counted like one without a sequence
+            sequence = None
+        sample = _sample(item, _pieces(encoder, *sequence)) if sequence else None
+        if isinstance(sample, Trajectory):
+            return totals + _sequence_totals(sample)
+        longest = max(samples, key=lambda each: len(_tokens(each).tokens))
+        return totals + _sequence_totals(longest) + Counter({append_only.ABSENT: 1})
+
+
+def _sequence_totals(sample: Trajectory) -> Counter[str]:
+    """Return the sums of a sample that is one append-only sequence."""
+    content = _tokens(sample)
+    return sequence_totals(len(content.tokens), content.num_trained if sample.weight > 0 else 0)
+
+
+def _tokens(sample: Trajectory) -> Tokens:
+    assert isinstance(sample.content, Tokens)
+    return sample.content
 
 
 def _samples(
@@ -273,9 +342,7 @@ def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
     """Cut `turns` into runs in which the text of each turn continues the text of the turn before."""
     runs = [[turns[0]]]
     for turn in turns[1:]:
-        before = runs[-1][-1].text
-        # The second condition: a span inside the earlier text would train the same characters twice.
-        if turn.text.startswith(before) and turn.spans[0][0] >= len(before):
+        if continues(runs[-1][-1], turn):
             runs[-1].append(turn)
         else:
             runs.append([turn])
@@ -320,70 +387,6 @@ def _sample(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory |
     )
     notes = (FIRST_TOKEN_NOTE,) if first[1] > 0 else ()
     return replace(item, content=content, notes=item.notes + notes)
-
-
-class Encoder:
-    """A tokenizer that adds no special tokens, and caches the ids of the text between special tokens.
-
-    The prompts of successive turns repeat nearly everything, so nearly every stretch of text is in the cache. Text is
-    split at special tokens only if a probe shows that splitting does not change the ids.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Probe the special tokens of a fast tokenizer of transformers."""
-        self.tokenizer = tokenizer
-        self._backend = tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self._special = _splitting_tokens(tokenizer)
-        # In an alternation the first match wins: <|end|>x must come before <|end|>.
-        longest_first = sorted(self._special, key=lambda token: (-len(token), token))
-        self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
-        self._cache: OrderedDict[str, Int32] = OrderedDict()
-        self._cached = 0
-        # Llama's tokenizer puts <s> before plain text. Anything else, such as [CLS] ... [SEP], is not a beginning.
-        begin = self._backend.encode("", add_special_tokens=True).ids
-        is_begin = begin == [tokenizer.bos_token_id]
-        self.prefix: Int32 = np.array(begin if is_begin else [], np.int32)
-
-    def encode(self, text: str) -> Int32:
-        """Return the ids of `text`, int32; O(length)."""
-        # The group in the pattern keeps the separators: "Hi<|end|>Yo" -> ["Hi", "<|end|>", "Yo"].
-        stretches = [text] if self._pattern is None else self._pattern.split(text)
-        ids = [self._ids(stretch) for stretch in stretches if stretch]
-        return np.concatenate(ids) if ids else np.zeros(0, np.int32)
-
-    def _ids(self, stretch: str) -> Int32:
-        if (special := self._special.get(stretch)) is not None:
-            return special
-        if (cached := self._cache.get(stretch)) is not None:
-            self._cache.move_to_end(stretch)  # the least recently used stretch stays first
-            return cached
-        ids = np.array(self._backend.encode(stretch, add_special_tokens=False).ids, np.int32)
-        self._cache[stretch] = ids
-        self._cached += len(stretch)
-        while self._cached > CACHED_CHARACTERS:
-            oldest, _ = self._cache.popitem(last=False)
-            self._cached -= len(oldest)
-        return ids
-
-
-def _splitting_tokens(tokenizer: Any) -> dict[str, Int32]:
-    """Return the special tokens at which text may be split before tokenisation, with their ids; none if it may not."""
-    special = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    # Such a token takes whitespace from its neighbours, or matches only in some contexts.
-    if any(token.lstrip or token.rstrip or token.normalized or token.single_word for token in special.values()):
-        return {}
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-
-    # The probes cover a prefix that the tokenizer adds to each text, whitespace on both sides, and an empty text.
-    for i, token in special.items():
-        for before, after in (("Hello world", "\nnext line"), ("end. \n", " word"), ("", "word")):
-            if ids(before + token.content + after) != [*ids(before), i, *ids(after)]:
-                return {}
-    return {token.content: np.array([i], np.int32) for i, token in special.items()}
 
 
 @contextmanager

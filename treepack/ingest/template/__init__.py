@@ -1,0 +1,1 @@
+"""Parts of `chat_template`: rendering, forms of messages, thoughts, the answer of a turn, and checks of its text."""

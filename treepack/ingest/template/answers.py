@@ -1,0 +1,207 @@
+r"""The text of one turn: its prompt as rendered, what the model wrote, and which characters of it are trained.
+
+    P   rendering of the messages before the turn, with the generation prompt
+    F   rendering of the messages with the turn
+
+If F begins with P, the rest of F is the answer. Many templates rewrite earlier turns as soon as a new one follows, or
+never repeat the thought that their generation prompt opens. Then F does not begin with P:
+
+    P   <|user|>Hi<|assistant|><think>\n
+    F   <|user|>Hi<|assistant|>Hello<|end|>
+
+The sampler saw P, so the text is P, then the answer as the template prints it after a short conversation of probes:
+
+    <|user|>Hi<|assistant|><think>\n   \n</think>\n\n   Hello<|end|>
+    P                                  not trained      ~~~~~~~~~~~~ trained
+
+A conversation of probes has no text of other messages, so the answer has none either.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from treepack.ingest.template.contents import check_answer
+from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, Forms, calls_of
+from treepack.ingest.template.rendering import (
+    GENERATION_MARK,
+    Message,
+    Setting,
+    Span,
+    UnfaithfulError,
+    render,
+    spans_of_marks,
+)
+from treepack.ingest.template.thoughts import (
+    closing,
+    count_closings,
+    inner_thought,
+    open_thought,
+    without_empty_thought,
+)
+
+NOT_CONTINUED = "the chat template does not continue its own generation prompt"
+CLOSED_NOTE = "thought opened by the generation prompt closed without reasoning, untrained"
+EMPTY_NOTE = "assistant turn without text, reasoning or calls, not trained"
+PROBE_THOUGHT = "probe_thought"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The text of a turn with its prompt, the trained spans of its characters (none: not trained), and notes."""
+
+    text: str
+    spans: tuple[Span, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def trained(self) -> str:
+        """The trained text."""
+        return "".join(self.text[start:end] for start, end in self.spans)
+
+
+class Answers:
+    """The answers of turns of one conversation, by one template and one tokenizer."""
+
+    def __init__(self, setting: Setting, forms: Forms, special: tuple[str, ...], end: str) -> None:
+        """Take the `special` tokens, by which turns end, and the token that is the `end` of a sequence or ""."""
+        self._setting, self._forms, self._special, self._end = setting, forms, special, end
+        self._prompts: dict[int, str] = {}  # number of the context -> its prompt
+        self._after_calls: str | None = None
+
+    def answer(self, before: list[Message], turn: Message, source: str) -> Answer:
+        """Return the answer `turn` to the messages `before`, which have the form that the template prints.
+
+        Raises:
+            UnfaithfulError: the template refuses the messages, or leaves out what the model wrote.
+        """
+        setting = self._setting.at(source)
+        answer = self._answer(before, turn, setting)
+        if _repeats_thought(turn, answer.trained):
+            answer = self._answer(before, _split(turn), setting)
+        if not answer.spans:
+            return answer
+        notes = check_answer(turn, answer.trained, end=self._end, source=source)
+        return replace(answer, notes=answer.notes + notes)
+
+    def _answer(self, before: list[Message], turn: Message, setting: Setting) -> Answer:
+        messages = [*before, self._forms.convert(turn)]
+        if GENERATION_MARK.search(setting.template):
+            return Answer(*spans_of_marks(messages, setting))
+        prompt = render(before, setting, prompt=True)
+        text = render(messages, setting)
+        if text.startswith(prompt):
+            return self._spanned(text, len(prompt), len(prompt))
+        return self._rebuilt(prompt, turn, setting)
+
+    def _spanned(self, text: str, prompt: int, start: int, notes: tuple[str, ...] = ()) -> Answer:
+        """Return the answer in `text` from the character `start` on; `prompt` is the length of the prompt."""
+        # "...Hello<|im_end|>\n" -> trained up to <|im_end|>; "...Hello\n" without a special token -> up to the newline.
+        stripped = text.rstrip()
+        # If nothing follows the prompt, the special token at the end belongs to the prompt.
+        ends_special = stripped.endswith(self._special) and len(stripped) > prompt
+        end = len(stripped) if ends_special else len(text)
+        return Answer(text, ((start, end),) if end > start else (), notes)
+
+    def _rebuilt(self, prompt: str, turn: Message, setting: Setting) -> Answer:
+        """Return `prompt` and the answer as the template prints it after a conversation of probes."""
+        content = str(turn.get("content") or "")
+        inner = inner_thought(content)
+        thought = str(turn.get("reasoning_content") or "") or (inner.text if inner else "")
+        calls = turn.get("tool_calls") or []
+        if not (content.strip() or thought.strip() or calls):
+            return Answer(prompt, (), (EMPTY_NOTE,))
+        opening = open_thought(prompt)
+        split = _split(turn) if opening and inner else turn
+        body = self._printed(split, setting)
+        before, notes = "", tuple[str, ...]()
+        if opening and body.startswith(opening) and thought.strip() in body:
+            body = body[len(opening) :]  # the template prints the thought, or an empty one, as its prompt began it
+        elif opening:
+            silent = {name: value for name, value in split.items() if name != "reasoning_content"}
+            body = without_empty_thought(self._printed(silent, setting))
+            if thought:
+                body = thought.strip("\n") + (inner.closing if inner else self._closing(opening, setting)) + body
+            else:
+                before, notes = self._closing(opening, setting), (CLOSED_NOTE,)
+        if len(calls) == 1 and (end_of_calls := self._end_of_calls(setting)):
+            body = body.rstrip() + end_of_calls
+        return self._spanned(prompt + before + body, len(prompt), len(prompt) + len(before), notes)
+
+    def _printed(self, turn: Message, setting: Setting) -> str:
+        """Return `turn` as the template prints it after a conversation of probes, without the header of the turn.
+
+        Raises:
+            UnfaithfulError: the template refuses such a conversation, or does not continue its generation prompt.
+        """
+        refusal: UnfaithfulError | None = None
+        for number, context in enumerate(CONTEXTS):
+            before = [self._forms.convert(message) for message in context]
+            try:
+                if number not in self._prompts:
+                    self._prompts[number] = render(before, setting, prompt=True)
+                prompt = self._prompts[number]
+                text = render([*before, self._forms.convert(turn)], setting)
+            except UnfaithfulError as error:
+                refusal = refusal or error
+                continue
+            # "<|assistant|>\n<think>\n" -> the header is "<|assistant|>\n".
+            header = prompt.removesuffix(open_thought(prompt))
+            for start in (header, header.rstrip()):
+                if start and text.startswith(start):
+                    return text[len(start) :]
+        raise refusal or UnfaithfulError(
+            f"{setting.source}: {NOT_CONTINUED}; use a template that does (--chat-template FILE), "
+            "or one with {% generation %} marks",
+            NOT_CONTINUED,
+        )
+
+    def _closing(self, opening: str, setting: Setting) -> str:
+        """Return the text between a thought and the text after it, as the template prints it if it prints thoughts."""
+        probe = {"role": "assistant", "content": "probe_content", "reasoning_content": PROBE_THOUGHT}
+        printed = self._printed(probe, setting)
+        _, is_printed, rest = printed.partition(PROBE_THOUGHT)
+        between, is_followed, _ = rest.partition("probe_content")
+        return between if is_printed and is_followed else closing(opening)
+
+    def _end_of_calls(self, setting: Setting) -> str:
+        r"""Return the text that the template prints after the last of two calls and forgets after a single one.
+
+        R1's template ends a turn after its second call only:
+
+            one call   <calls><call>f</call>                                 -> "</calls><end>"
+            two calls  <calls><call>f</call>\n<call>g</call></calls><end>
+        """
+        if self._after_calls is None:
+            self._after_calls = ""
+            with suppress(UnfaithfulError):  # the template refuses two calls
+                one, two = (
+                    self._printed({"role": "assistant", "content": "", "tool_calls": calls_of(arguments)}, setting)
+                    for arguments in ([PROBE_TEXT], [PROBE_TEXT, OTHER_TEXT])
+                )
+                after_one, after_two = one.rpartition("probe_value")[2], two.rpartition("probe_other")[2]
+                if "probe_other" in two and after_two.startswith(after_one):
+                    self._after_calls = after_two[len(after_one) :]
+        return self._after_calls
+
+
+def _repeats_thought(turn: Message, answer: str) -> bool:
+    """Return True if `answer` has the thought inside the content of `turn` twice, or an empty one before it.
+
+    content   <think>Why?</think>Hi          answer   <think></think><think>Why?</think>Hi
+    """
+    content, recorded = str(turn.get("content") or ""), turn.get("reasoning_content")
+    inner = inner_thought(content)
+    if inner is None or (recorded and recorded != inner.text):
+        return False
+    is_copied = bool(recorded) and answer.count(inner.text) > content.count(inner.text)
+    return is_copied or count_closings(answer) > count_closings(content)
+
+
+def _split(turn: Message) -> Message:
+    """Return `turn` with the thought inside its content as its reasoning."""
+    inner = inner_thought(str(turn.get("content") or ""))
+    if inner is None:
+        return turn
+    return turn | {"content": inner.rest, "reasoning_content": turn.get("reasoning_content") or inner.text}
