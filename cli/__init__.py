@@ -22,6 +22,7 @@ SUMMARIES = {
     "formats": "List the formats of rollouts that are read.",
     "logprobs": "Write a model's log-probabilities into packed rows.",
     "pack": "Pack a trie into rows of a given capacity.",
+    "prepare": "Read and pack rollouts in one command.",
     "report": "Write a page or pictures of what rollouts share.",
     "select": "Choose queries by their estimated pass rate.",
     "show": "Show a tree, a rollout or a packed row.",

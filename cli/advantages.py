@@ -14,6 +14,8 @@ from .output import percent, show
 
 if TYPE_CHECKING:
     from treepack.files.manifest import Manifest
+    from treepack.rl.advantages.directory import AdvantagesSummary
+    from treepack.rl.advantages.estimate import AdvantageOptions
     from treepack.trajectory import Float64
 
 # A copy of the library's tuple, because a help page must not import numpy; a test compares the two.
@@ -129,15 +131,8 @@ def advantages(
     give one per trained token. A group with a missing reward, or with a single trajectory to compare, is rejected as a
     whole and counted. Pack the result, and train with --loss grpo or a similar loss.
     """
-    from dataclasses import asdict, replace
-
-    from treepack.files import schema
-    from treepack.files.directory import finished_directory, refuse_existing
-    from treepack.files.manifest import Provenance, read_manifest, trie_entry
-    from treepack.ingest.readers.inputs import displayed
-    from treepack.rl.advantages.estimate import AdvantageOptions, estimate_advantages, with_advantages
-    from treepack.trie.files import read_trie, write_trie
-    from treepack.trie.totals import trie_totals
+    from treepack.rl.advantages.directory import write_advantages
+    from treepack.rl.advantages.estimate import AdvantageOptions
 
     options = AdvantageOptions(
         estimator,
@@ -153,32 +148,25 @@ def advantages(
         rejected=rejected,
         epsilon=epsilon,
     )
-    refuse_existing(out, overwrite=overwrite, inputs=[trie])
-    manifest = read_manifest(trie, schema.TRIE_FORMAT)
-    read = read_trie(trie)
-    _warn_of_skipped(manifest, trie)
-    if any(read.trajectories[name].null_count < read.num_trajectories for name in ("advantage", "advantages")):
+    summary = write_advantages(trie, out, options, overwrite=overwrite)
+    show_advantages(trie, summary, options)
+
+
+def show_advantages(trie: Path, summary: AdvantagesSummary, options: AdvantageOptions) -> None:
+    """Print the notes on stderr and the summary on stdout."""
+    _warn_of_skipped(summary.manifest, trie)
+    if summary.replaced:
         click.echo(f"note: {trie} has advantages already; they are replaced", err=True)
-    estimates = estimate_advantages(read, options)
-    written = with_advantages(read, estimates, rejected=options.rejected)
-    provenance = replace(
-        Provenance.of(manifest),
-        trie=trie_entry(trie, displayed(str(trie))),
-        advantages=asdict(options),
-        totals=trie_totals(written),
-    )
-    with finished_directory(out, overwrite=overwrite) as temporary:
-        write_trie(written, temporary, provenance)
-    values = estimates.values
-    tree = estimates.tree
+    estimates = summary.estimates
+    values, tree = estimates.values, estimates.tree
     # Lines of a tree estimator or of a rejected group are printed only if there are any.
     owner = "trajectory" if estimates.per_token is None else "trained token"
     show(
         {
-            "trajectories": read.num_trajectories,
+            "trajectories": summary.num_trajectories,
             "groups compared": estimates.num_groups,
             **{f"groups rejected: {reason}": count for reason, count in estimates.rejected.items()},
-            f"trajectories {'left out' if options.rejected == 'drop' else 'given 0'}": read.num_trajectories
+            f"trajectories {'left out' if options.rejected == 'drop' else 'given 0'}": summary.num_trajectories
             - len(estimates.kept),
             **({} if tree is None else {"segments": tree.segment, "subgroups": tree.num_subgroups}),
             "advantages": f"{len(values):,}, one per {owner}",

@@ -14,6 +14,7 @@ from .skipped import print_many_skipped, print_skipped
 
 if TYPE_CHECKING:
     from treepack.ingest.options import BuildOptions
+    from treepack.trie.directory import TrieSummary
 
 
 @click.command()
@@ -33,6 +34,11 @@ def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrit
 
     with progress_bars() as progress:
         summary = build_trie_directory(inputs, out, build, overwrite=overwrite, progress=progress)
+    show_build(summary)
+
+
+def show_build(summary: TrieSummary) -> None:
+    """Print the summary of a trie that was built."""
     skipped = summary.manifest.get("skipped")
     print_many_skipped(skipped)
     totals = summary.totals

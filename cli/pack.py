@@ -46,7 +46,7 @@ def pack(
         _refuse_replaced()
     with progress_bars() as progress:
         summary = pack_trie(trie, out, options, plan=plan, save_plan=save_plan, overwrite=overwrite, progress=progress)
-    _show(summary)
+    show_packing(summary)
 
 
 def _refuse_replaced() -> None:
@@ -61,7 +61,8 @@ def _refuse_replaced() -> None:
             raise click.UsageError(f"--plan gives the value of --{name.replace('_', '-')}; leave one of them out")
 
 
-def _show(summary: PackSummary) -> None:
+def show_packing(summary: PackSummary) -> None:
+    """Print the summary of rows that were packed."""
     totals = summary.totals
     ranks = {"longest of each group": f"{text(totals[WAITING])} times the mean"} if WAITING in totals else {}
     show(

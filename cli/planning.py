@@ -59,13 +59,14 @@ LIMITS = (
         metavar="ROWS_MULTIPLE_OF",
         help="Make the rows of every training step a multiple of this number of ranks, with even score pairs.",
     ),
-    click.option(
-        "--workers",
-        type=click.IntRange(min=1),
-        default=USUAL.workers,
-        show_default=True,
-        help="Processes that plan; the plan is the same.",
-    ),
+)
+
+WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=USUAL.workers,
+    show_default=True,
+    help="Processes that plan; the plan is the same.",
 )
 
 LOSS = (
@@ -124,8 +125,11 @@ def search_options(effort: str) -> Callable[[F], F]:
     return option_group("search", _search(effort), as_usage(PackOptions))
 
 
-pack_options = option_group("options", (*LIMITS, *_search(USUAL.effort), *LOSS), as_usage(PackOptions))
+pack_options = option_group("options", (*LIMITS, WORKERS, *_search(USUAL.effort), *LOSS), as_usage(PackOptions))
 """Adds all options of packing to a command, which receives them as `options: PackOptions`."""
+
+pack_options_without_workers = option_group("options", (*LIMITS, *_search(USUAL.effort), *LOSS), as_usage(PackOptions))
+"""The same for a command that has --workers already."""
 
 # Options that a plan file replaces: the limits and the search.
 REPLACED_BY_PLAN = ["capacity", "pairs_budget", "terms_budget", "balance", "workers", "method", "effort", "time_limit"]

@@ -36,6 +36,8 @@ _HOME = {
     "read_trie": "trie.files",
     "read_rows": "pack.files",
     "AdvantageOptions": "rl.advantages.estimate",
+    "AdvantagesSummary": "rl.advantages.directory",
+    "write_advantages": "rl.advantages.directory",
     "estimate_advantages": "rl.advantages.estimate",
     "with_advantages": "rl.advantages.estimate",
     "augment": "rl.pros.augmentation",

@@ -39,6 +39,8 @@ from treepack.pack.plan.planning import plan_rows as plan_rows
 from treepack.pack.row import Row as Row
 from treepack.pack.rows import pack_rows as pack_rows
 from treepack.processes import Progress as Progress
+from treepack.rl.advantages.directory import AdvantagesSummary as AdvantagesSummary
+from treepack.rl.advantages.directory import write_advantages as write_advantages
 from treepack.rl.advantages.estimate import AdvantageOptions as AdvantageOptions
 from treepack.rl.advantages.estimate import estimate_advantages as estimate_advantages
 from treepack.rl.advantages.estimate import with_advantages as with_advantages
@@ -66,6 +68,7 @@ _HOME: dict[str, str]
 
 __all__ = [
     "AdvantageOptions",
+    "AdvantagesSummary",
     "BuildOptions",
     "PackOptions",
     "PackSummary",
@@ -124,6 +127,7 @@ __all__ = [
     "verify_gradients",
     "weighted_nll",
     "with_advantages",
+    "write_advantages",
     "write_packed",
     "write_trie",
 ]

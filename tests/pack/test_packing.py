@@ -23,6 +23,7 @@ from treepack import (
     trajectories_from_arrays,
     write_trie,
 )
+from treepack.files.manifest import read_manifest
 from treepack.pack.check import check_packed
 from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie
@@ -87,7 +88,7 @@ def test_without_a_capacity_rows_get_a_usual_length_that_every_trajectory_fits(l
 
 def test_the_default_capacity_is_recorded_in_the_manifest(directory: Path, tmp_path: Path) -> None:
     pack_trie(directory, tmp_path / "packed")
-    assert manifest_of(tmp_path / "packed")["capacity"] == 16_384
+    assert read_manifest(tmp_path / "packed")["capacity"] == 16_384
 
 
 @pytest.mark.parametrize(

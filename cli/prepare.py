@@ -1,0 +1,79 @@
+"""`treepack prepare`: raw rollouts to training rows in one command: build-trie, advantages and pack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .advantages import ESTIMATORS, show_advantages
+from .build_trie import show_build
+from .pack import show_packing
+from .planning import pack_options_without_workers
+from .progress import progress_bars, quiet_option
+from .reading import reading_options
+
+if TYPE_CHECKING:
+    from treepack.ingest.options import BuildOptions
+    from treepack.pack.options import PackOptions
+
+
+@click.command()
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write OUT/trie and so on to.")
+@click.option(
+    "--advantages",
+    "estimator",
+    type=click.Choice(ESTIMATORS),
+    help="Also compute advantages from the rewards, with the defaults of treepack advantages, for the RL losses.",
+)
+@reading_options
+@pack_options_without_workers
+@click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
+@quiet_option
+def prepare(
+    inputs: tuple[str, ...],
+    out: Path,
+    estimator: str | None,
+    build: BuildOptions,
+    options: PackOptions,
+    overwrite: bool,
+) -> None:
+    """Read rollouts, and write their tries and the packed rows to train on.
+
+    The same as these commands one by one, byte for byte:
+
+    \b
+    treepack build-trie INPUT... --out OUT/trie
+    treepack advantages OUT/trie --estimator grpo --out OUT/advantages      with --advantages grpo
+    treepack pack OUT/trie --out OUT/packed                                 or of OUT/advantages
+    """
+    from dataclasses import replace
+
+    from treepack.errors import TreepackError
+    from treepack.files.directory import refuse_existing
+    from treepack.pack.directory import pack_trie
+    from treepack.rl.advantages.directory import write_advantages
+    from treepack.rl.advantages.estimate import AdvantageOptions
+    from treepack.trie.directory import build_trie_directory
+
+    trie, packed = out / "trie", out / "packed"
+    source = out / "advantages" if estimator else trie
+    for each in (trie, source, packed):  # before any work; a step that runs checks its output again
+        refuse_existing(each, overwrite=overwrite, inputs=list(inputs))
+    with progress_bars() as progress:
+        built = build_trie_directory(inputs, trie, build, overwrite=overwrite, progress=progress)
+    show_build(built)
+    try:
+        if estimator:
+            click.echo()
+            advantage_options = AdvantageOptions(estimator)
+            summary = write_advantages(trie, source, advantage_options, overwrite=overwrite)
+            show_advantages(trie, summary, advantage_options)
+        click.echo()
+        with progress_bars() as progress:
+            options = replace(options, workers=build.workers)
+            show_packing(pack_trie(source, packed, options, overwrite=overwrite, progress=progress))
+    except TreepackError as error:
+        raise TreepackError(f"{error}; {trie} is complete, so treepack pack can continue from it") from error

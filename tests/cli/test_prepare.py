@@ -1,0 +1,57 @@
+"""`treepack prepare`: the commands one by one, in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.command_line import Run
+from support.paths import SAMPLE_DATA
+from treepack.files.manifest import read_manifest
+
+CHAT = (SAMPLE_DATA / "chat.jsonl", "--tokenizer", SAMPLE_DATA / "tokenizer")
+TOKENS = (SAMPLE_DATA / "tokens.jsonl",)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_bytes_are_those_of_the_commands_one_by_one(
+    tmp_path: Path, treepack: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "all"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")  # manifests contain the path of the trie as it was given
+    assert treepack("build-trie", *TOKENS, "--out", "d/trie").status == 0
+    assert treepack("advantages", "d/trie", "--estimator", "rloo", "--out", "d/advantages").status == 0
+    assert treepack("pack", "d/advantages", "--capacity", "2k", "--out", "d/packed").status == 0
+    monkeypatch.chdir(tmp_path / "all")
+    done = treepack("prepare", *TOKENS, "--advantages", "rloo", "--capacity", 2048, "--workers", 2, "--out", "d")
+    assert done.status == 0, done.err
+    assert contents(tmp_path / "all") == contents(tmp_path / "one")
+    assert {"trie", "advantages", "packed"} == {path.name for path in (tmp_path / "all" / "d").iterdir()}
+
+
+def test_without_options_rows_have_the_default_capacity(tmp_path: Path, treepack: Run) -> None:
+    done = treepack("prepare", *CHAT, "--out", tmp_path / "d")
+    assert done.status == 0, done.err
+    assert read_manifest(tmp_path / "d" / "packed")["capacity"] == 16_384
+    assert not (tmp_path / "d" / "advantages").exists()
+
+
+def test_an_output_that_exists_is_refused_before_anything_is_read(tmp_path: Path, treepack: Run) -> None:
+    (tmp_path / "d" / "packed").mkdir(parents=True)
+    (tmp_path / "d" / "packed" / "mine").touch()
+    refused = treepack("prepare", *TOKENS, "--out", tmp_path / "d")
+    assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert not (tmp_path / "d" / "trie").exists()
+
+
+def test_a_step_that_fails_names_the_trie_that_is_complete(tmp_path: Path, treepack: Run) -> None:
+    failed = treepack("prepare", *TOKENS, "--capacity", 3, "--out", tmp_path / "d")
+    assert (failed.status, failed.err.count("\n")) == (1, 1)
+    assert "d/trie is complete, so treepack pack can continue from it" in failed.err
+    assert not (tmp_path / "d" / "packed").exists()
+    assert treepack("pack", tmp_path / "d" / "trie", "--out", tmp_path / "d" / "packed").status == 0

@@ -1,0 +1,73 @@
+"""A trie directory to one with advantages: `treepack advantages` as a function.
+
+    trie/ --read_trie--> Trie --estimate_advantages, with_advantages--> Trie --write_trie--> out/
+
+The directory appears when it is complete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from treepack.files import schema
+from treepack.files.directory import finished_directory, refuse_existing
+from treepack.files.lock import lock
+from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
+from treepack.ingest.readers.inputs import displayed
+from treepack.rl.advantages.estimate import AdvantageOptions, Estimates, estimate_advantages, with_advantages
+from treepack.trie.files import read_trie, write_trie
+from treepack.trie.totals import trie_totals
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantagesSummary:
+    """A trie directory with advantages that was written.
+
+    Attributes:
+        path: the directory.
+        manifest: its manifest.
+        estimates: the advantages, and the groups that were rejected.
+        num_trajectories: trajectories of the trie that was read.
+        replaced: whether that trie had advantages already.
+    """
+
+    path: Path
+    manifest: Manifest
+    estimates: Estimates
+    num_trajectories: int
+    replaced: bool
+
+
+def write_advantages(
+    trie: str | Path, out: str | Path, options: AdvantageOptions, *, overwrite: bool = False
+) -> AdvantagesSummary:
+    """Compute advantages from the rewards of a trie directory, and write them with the trie to the directory `out`.
+
+    Args:
+        trie: a trie directory.
+        out: the directory to write; it appears when it is complete.
+        options: the estimator and its variants.
+        overwrite: replace `out` if treepack wrote it.
+
+    Raises:
+        TreepackError: no group is left, rewards or segments that do not suit, or `out` cannot be written.
+    """
+    trie, out = Path(trie), Path(out)
+    refuse_existing(out, overwrite=overwrite, inputs=[trie])
+    with lock(out):
+        manifest = read_manifest(trie, schema.TRIE_FORMAT)
+        read = read_trie(trie)
+        columns = [read.trajectories[name] for name in ("advantage", "advantages")]
+        replaced = any(column.null_count < read.num_trajectories for column in columns)
+        estimates = estimate_advantages(read, options)
+        written = with_advantages(read, estimates, rejected=options.rejected)
+        provenance = replace(
+            Provenance.of(manifest),
+            trie=trie_entry(trie, displayed(str(trie))),
+            advantages=asdict(options),
+            totals=trie_totals(written),
+        )
+        with finished_directory(out, overwrite=overwrite) as temporary:
+            new = write_trie(written, temporary, provenance)
+    return AdvantagesSummary(out, new, estimates, read.num_trajectories, replaced)
