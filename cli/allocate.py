@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from .output import percent, refuse_output, show
+from .output import percent, reserve_table, show
 
 # Options of both subcommands.
 OUT = click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, .jsonl or .parquet.")
@@ -40,9 +40,9 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
     from treepack.rl.trace.predictions import read_predictions
 
     refuse_name(out)
-    refuse_output(out, [predictions], columns={"group_id", "value", "num_rollouts", "utility"}, overwrite=overwrite)
+    reserve_table(out, [predictions], columns={"group_id", "value", "num_rollouts", "utility"}, overwrite=overwrite)
     table = root_table(read_predictions(predictions), budget=budget, max_rollouts=max_rollouts)
-    write_table(table, out)
+    write_table(table, out, overwrite=overwrite)
     count = table["num_rollouts"].to_numpy()
     # A budget is 2 or more, so active is never 0.
     active = int((count > 0).sum())
@@ -86,12 +86,12 @@ def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path
     from treepack.trie.files import read_trie
 
     refuse_name(out)
-    refuse_output(
+    reserve_table(
         out, [trie, predictions], columns={"group_id", "turn", "num_continuations", "utility"}, overwrite=overwrite
     )
     read = read_trie(trie)
     table, num_prefixes = prefix_table(read, read_predictions(predictions), expand=expand, segment=segment)
-    write_table(table, out)
+    write_table(table, out, overwrite=overwrite)
     count = table["num_continuations"].to_numpy()
     # Groups without prefixes have a row without a trajectory: further rollouts of the prompt instead.
     is_prompt = table["trajectory_id"].is_null().to_numpy()

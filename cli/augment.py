@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import percent, refuse_output, refuse_suffix, show
+from .output import percent, refuse_suffix, reserve_table, show
 from .progress import progress, quiet_option
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def augment(
     refuse_suffix(out)
     # A file with these columns is an output of this command, so --overwrite may replace it.
     columns = {"query_id", "num_reused", "prompt_token_ids"}
-    refuse_output(out, [trie, packed, signals], columns=columns, overwrite=overwrite)
+    reserve_table(out, [trie, packed, signals], columns=columns, overwrite=overwrite)
     if packed is None and signals is None:
         raise TreepackError(
             f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give its "
@@ -95,7 +95,7 @@ def augment(
     result = augmentation.augment(read, entropies, values=values, boundary=boundary, success_above=success_above)
     texts = _texts(result.queries, tokenizer, manifest)
     num_exact = 0
-    with finished_file(out) as temporary, temporary.open("wb") as file:
+    with finished_file(out, overwrite=overwrite) as temporary, temporary.open("wb") as file:
         for query, (text, is_exact) in zip(result.queries, texts, strict=True):
             file.write(orjson.dumps(query.record(text)) + b"\n")
             num_exact += is_exact

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .option_groups import option_group
-from .output import show
+from .output import reserve_directory, show
 from .progress import progress, quiet_option
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwri
     A row is one forward pass, so every prefix is computed once. treepack train --loss reads the columns: old for the
     ratios of grpo and similar losses, ref for their KL divergence and for dpo.
     """
-    from treepack.files.directory import finished_directory, refuse_existing
+    from treepack.files.directory import finished_directory
     from treepack.pack.files import write_packed
     from treepack.train.logprobs import open_scoring, scored_provenance, scored_rows
     from treepack.train.ranks import refuse_ranks
 
     # All checks that do not need the model come first, because a large model takes minutes to load.
     refuse_ranks("treepack logprobs")
-    refuse_existing(out, overwrite=overwrite, inputs=[packed, model])
+    reserve_directory(out, [packed, model], overwrite=overwrite)
     scoring = open_scoring(packed, model, options)
     for note in scoring.notes:
         click.echo(f"note: {note}", err=True)

@@ -81,10 +81,10 @@ def has_columns(columns: set[str]) -> Callable[[Path], bool]:
     return test
 
 
-def refuse_output(out: Path, inputs: list[Any], *, columns: set[str], overwrite: bool) -> None:
-    """Refuse the table `out` if it exists and may not be replaced, or if it is or is inside an input.
+def reserve_table(out: Path, inputs: list[Any], *, columns: set[str], overwrite: bool) -> None:
+    """Lock the table `out` until the command ends, and refuse it if it exists or if it is or is inside an input.
 
-    A table that has `columns` was written by this command, as JSON lines or Parquet.
+    With `overwrite` a table that has `columns` may be replaced: this command wrote it, as JSON lines or Parquet.
 
     Raises:
         TreepackError: naming `out` and the remedy.
@@ -92,6 +92,30 @@ def refuse_output(out: Path, inputs: list[Any], *, columns: set[str], overwrite:
     from treepack.files.directory import refuse_existing
 
     refuse_existing(out, overwrite=overwrite, inputs=inputs, is_own_file=has_columns(columns))
+    lock_until_end(out)
+
+
+def reserve_directory(out: Path, inputs: list[Any], *, overwrite: bool) -> None:
+    """Lock the directory `out` until the command ends, and refuse it if it exists or if it is inside an input.
+
+    Raises:
+        TreepackError: naming `out` and the remedy.
+    """
+    from treepack.files.directory import refuse_existing
+
+    refuse_existing(out, overwrite=overwrite, inputs=inputs)
+    lock_until_end(out)
+
+
+def lock_until_end(out: Path) -> None:
+    """Lock an output until the command ends, so that a second command for it is refused before any work.
+
+    Raises:
+        TreepackError: another process writes `out`.
+    """
+    from treepack.files.lock import lock
+
+    click.get_current_context().with_resource(lock(out))
 
 
 def refuse_suffix(out: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from support import byte_tokenizer
 from support.command_line import Run
+from support.manifests import seal
 from support.paths import ROOT
 
 SAMPLES = ROOT / "sample_data"
@@ -138,7 +139,7 @@ def test_text_of_a_directory_takes_the_tokenizer_it_was_made_with(treepack: Run,
     # The tokenizer of the manifest was moved: --text needs --tokenizer then, and a copy with equal contents will do.
     manifest = json.loads((trie / "manifest.json").read_text())
     manifest["tokenizer"]["name"] = str(tmp_path / "moved")
-    (trie / "manifest.json").write_text(json.dumps(manifest))
+    seal(trie / "manifest.json", manifest)
     assert "cannot be loaded; give it with --tokenizer" in treepack("show", trie, "--text").err
     assert treepack("show", trie, "--text", "--tokenizer", TOKENIZER).status == 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.command_line import Run
+from support.manifests import seal
 from support.paths import ROOT, SAMPLE_DATA
 from support.written_rollouts import write_rollouts
 from treepack.pack.options import EFFORTS, NORMALIZE, SEMANTICS, TOO_LONG
@@ -300,7 +301,7 @@ def test_a_damaged_manifest_is_one_sentence_whatever_the_damage(
                 del holder[place[-1]]
             else:
                 holder[place[-1]] = damage
-            path.write_text(json.dumps(manifest))
+            seal(path, manifest)
             result = treepack("stats", directory, "--check", "--json")
             if result.status:
                 assert (result.status, len(result.err.splitlines())) == (1, 1), (place, damage, result.err)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
+import click
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -20,7 +21,8 @@ COLUMNS = {"group_id", "value"}
 
 def refusal(out: Path, *, overwrite: bool = True, inputs: list[Path] | None = None) -> str | None:
     try:
-        output.refuse_output(out, [*(inputs or [])], columns=COLUMNS, overwrite=overwrite)
+        with click.Context(click.Command("test")):
+            output.reserve_table(out, [*(inputs or [])], columns=COLUMNS, overwrite=overwrite)
     except TreepackError as error:
         return str(error).replace(str(out), "OUT")
     return None

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,11 +21,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from support import strategies
+from support.manifests import seal
 from support.strategies import make
 from treepack.errors import TreepackError
-from treepack.files import parts
-from treepack.files.directory import finished_directory, refuse_existing
-from treepack.files.manifest import file_sha256, read_manifest
+from treepack.files import directory, parts
+from treepack.files.directory import finished_directory, finished_file, refuse_existing
+from treepack.files.manifest import Provenance, file_sha256, read_manifest
 from treepack.pack import files as packed_files
 from treepack.pack.files import read_rows, write_packed
 from treepack.pack.plan.planning import plan_rows
@@ -199,20 +205,112 @@ def test_a_run_killed_at_any_point_can_be_repeated(tmp_path: Path, patch: str, l
 
 def test_an_output_that_a_killed_swap_moved_away_is_not_overwritten_unasked(tmp_path: Path) -> None:
     out = save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
-    # The state between the two moves of an overwrite. Linux has no process 999999999, so the run is over.
-    out.rename(tmp_path / ".trie.old-999999999")
+    # The state between the two moves of an overwrite by a process that is over: nobody has the lock.
+    out.rename(tmp_path / f".trie.old-{directory._machine()}-00000000")
     with pytest.raises(TreepackError, match="exists; choose another --out"):
         write_again(out)
     assert read_trie(out).trajectories["trajectory_id"].to_pylist() == ["a"]
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
 
 
-def test_the_next_run_removes_the_files_of_a_killed_run(tmp_path: Path) -> None:
-    left = tmp_path / ".trie.partial-999999999"
+def leave_partial(folder: Path, machine: str, age: float) -> Path:
+    """What a killed run leaves, last changed `age` seconds ago."""
+    left = folder / f".trie.partial-{machine}-00000000"
     left.mkdir()
     (left / "nodes-00000.parquet").write_bytes(b"half")
+    for path in (left / "nodes-00000.parquet", left):
+        os.utime(path, (time.time() - age,) * 2)
+    return left
+
+
+def test_the_next_run_removes_the_files_of_a_killed_run(tmp_path: Path) -> None:
+    leave_partial(tmp_path, directory._machine(), age=0)
     save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
+
+
+@pytest.mark.parametrize(("hours", "is_kept"), [(1, True), (25, False)])
+def test_files_of_another_machine_are_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, is_kept: bool
+) -> None:
+    # The lock may not reach other machines. A file cannot be given an old st_ctime, so the clock is moved instead.
+    left = leave_partial(tmp_path, "00000000", age=0)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + hours * 3600)
+    save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    assert left.exists() is is_kept
+
+
+def test_without_locks_files_of_this_machine_are_kept_for_a_day_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    left = leave_partial(tmp_path, directory._machine(), age=0)
+    save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    assert left.exists()
+
+
+def test_files_of_another_output_are_left_alone(tmp_path: Path) -> None:
+    # "trie.partial-x" is the name of another output, whose hidden files begin like those of "trie".
+    names = [".trie.partial-x.lock", f".trie.partial-x.partial-{directory._machine()}-00000000", ".trie.partial-note"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "trie"}
+
+
+def test_an_output_that_appears_during_a_run_is_kept(tmp_path: Path) -> None:
+    def make_meanwhile(out: Path, file: str) -> None:
+        with finished_directory(out) as temporary:
+            (temporary / "manifest.json").write_text("{}")
+            out.mkdir()
+            (out / file).write_text("theirs")
+
+    def write_meanwhile(out: Path) -> None:
+        with finished_file(out, overwrite=False) as temporary:
+            temporary.write_text("ours")
+            out.write_text("theirs")
+
+    for write in (lambda: make_meanwhile(tmp_path / "trie", "a"), lambda: write_meanwhile(tmp_path / "table")):
+        with pytest.raises(TreepackError, match="exists; choose another --out or give --overwrite"):
+            write()
+    assert (tmp_path / "trie" / "a").read_text() == (tmp_path / "table").read_text() == "theirs"
+    assert {path.name for path in tmp_path.iterdir()} == {"trie", "table"}
+
+
+def test_a_rename_that_fails_inside_an_overwrite_restores_the_old_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = save_trie(build_trie([make("a", [1, 2])]), tmp_path / "trie")
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(TreepackError, match="cannot be written"):
+        save_trie(build_trie([make("b", [3, 4])]), out)
+    assert read_trie(out).trajectories["trajectory_id"].to_pylist() == ["a"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trie"]
+
+
+def test_an_empty_directory_is_an_output_that_may_be_used(tmp_path: Path) -> None:
+    (tmp_path / "trie").mkdir()
+    write_again(tmp_path / "trie")
+    assert [path.name for path in tmp_path.iterdir()] == ["trie"]
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/trie", "hf://datasets/a/b", "http://host/x"])
+def test_a_url_is_no_output(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TreepackError, match=f"{url}: is a URL, and outputs are written to this machine only"):
+        write_again(Path(url))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
@@ -232,6 +330,44 @@ def test_damaged_manifest_is_named(packed: Path) -> None:
         list(read_rows(packed))
 
 
+def test_a_flip_of_any_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
+    # A float in exponent notation and a control character: "e" and "E", "\\u001b" and "\\u001B" are equal in JSON.
+    trie = build_trie([make("a", [1, 2])])
+    (tmp_path / "trie").mkdir()
+    provenance = Provenance(options={"share": 1e-9, "name": "\x1b"})
+    write_trie(trie, tmp_path / "trie", provenance)
+    path = tmp_path / "trie" / "manifest.json"
+    good = path.read_bytes()
+    for place in range(len(good)):
+        for bit in {5, place % 8}:  # 5 turns small letters into capitals; all eight would take ten seconds
+            flipped = bytearray(good)
+            flipped[place] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises(TreepackError):
+                read_manifest(path.parent)
+    path.write_bytes(good)
+    read_manifest(path.parent)
+
+
+def test_the_hash_of_a_manifest_is_that_of_its_other_lines(packed: Path) -> None:
+    content = (packed / "manifest.json").read_text()
+    own = re.search(r'^  "sha256": "([0-9a-f]{64})",\n', content, re.MULTILINE)
+    assert own is not None
+    assert hashlib.sha256(content.replace(own[0], "").encode()).hexdigest() == own[1]
+    (packed / "manifest.json").write_text(content.replace(own[0], ""))
+    with pytest.raises(TreepackError, match="sha256 is missing or wrong"):
+        read_manifest(packed)
+
+
+@pytest.mark.parametrize("name", ["../outside.parquet", "/etc/passwd", "sub/part.parquet", "..", "a\\b", ""])
+def test_parts_outside_the_directory_are_refused(packed: Path, name: str) -> None:
+    manifest = json.loads((packed / "manifest.json").read_text())
+    manifest["files"][0]["name"] = name
+    seal(packed / "manifest.json", manifest)
+    with pytest.raises(TreepackError, match="which is not a file name of its directory"):
+        read_manifest(packed)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
@@ -242,7 +378,7 @@ def test_damaged_manifest_is_named(packed: Path) -> None:
 )
 def test_other_versions_and_formats_are_refused(packed: Path, key: str, value: object, sentence: str) -> None:
     path = packed / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    seal(path, json.loads(path.read_text()) | {key: value})
     with pytest.raises(TreepackError, match=sentence):
         list(read_rows(packed))
 
@@ -280,6 +416,6 @@ def test_stored_sums_must_match(packed: Path, column: str, value: float) -> None
     # A manifest that fits the changed part: only the other columns of the row can show the change.
     manifest = json.loads((packed / "manifest.json").read_text())
     manifest["files"][0] |= {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    (packed / "manifest.json").write_text(json.dumps(manifest))
+    seal(packed / "manifest.json", manifest)
     with pytest.raises(TreepackError, match=f"row 0: {column} is {value} and its other columns give"):
         list(read_rows(packed))

@@ -8,7 +8,8 @@ from typing import Any
 from treepack.analysis.origin import read_packed_origin
 from treepack.files import schema
 from treepack.files.manifest import Manifest, read_manifest
-from treepack.pack.check import check_packed, check_totals
+from treepack.files.parts import refuse_links
+from treepack.pack.check import check_max_token_id, check_packed, check_totals
 from treepack.pack.files import read_rows
 from treepack.processes import ReportProgress, with_progress
 from treepack.trie.check import check_trie
@@ -32,6 +33,7 @@ def check(
     """
     directory = Path(directory)
     manifest = read_manifest(directory)
+    refuse_links(directory, manifest)
     if manifest["format"] == schema.TRIE_FORMAT:
         return check_trie_totals(read_trie(directory), manifest)
     origin = read_packed_origin(directory, manifest, None if trie is None else Path(trie))
@@ -46,6 +48,7 @@ def check_trie_totals(trie: Trie, manifest: Manifest | None) -> dict[str, Any]:
     check_trie(trie)
     if manifest is not None:
         check_totals(manifest["totals"], trie_totals(trie))
+        check_max_token_id(manifest, int(trie.tokens.max()))
     return {"num_trajectories": trie.num_trajectories, "num_nodes": trie.num_nodes}
 
 

@@ -1,26 +1,44 @@
 """Outputs that are whole or absent, and never replace anything by surprise.
 
-    with finished_directory(out) as temporary:    a hidden sibling of `out`
+    with finished_directory(out) as temporary:    a hidden sibling of `out`, and the lock of `out`
         ...                                       write everything there, the manifest last
                                                   then it is renamed to `out`
 
-A run that is killed leaves no `out`, or the old one; the next run removes what the killed one left beside it.
-`finished_file` does the same for a single file. `refuse_existing` is called before any work starts.
+`finished_file` does the same for a single file. `refuse_existing` is called before any work starts, and again at the
+end: without `overwrite` the rename fails if somebody else has made `out` in the meantime.
+
+A run that is killed leaves no `out`, or the old one, and a hidden sibling that the next run removes:
+
+    .trie.partial-1f2e3d4c-a1b2c3d4     the output of an unfinished run
+    .trie.old-1f2e3d4c-5e6f7a8b         an output that a run with `overwrite` has just moved away
+
+The first number is that of this machine since its last start, the second is random. Whoever has the lock of `out` knows
+that nobody else on this machine writes it, in any container. Locks between machines depend on the file system, so what
+another machine left is removed a day after its last change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.lock import lock, refuse_url
 
 MANIFEST = "manifest.json"
 RUN = "run.json"  # written first by a training run; its train.json comes last
+
+_HIDDEN = re.compile(r"\..+\.(lock|(partial|old)-[0-9a-f]{8}-[0-9a-f]{8})")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a machine
+_STALE_SECONDS = 24 * 3600.0
 
 
 @contextmanager
@@ -28,41 +46,57 @@ def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty directory beside `out` that becomes `out` if the block ends without an exception.
 
     Raises:
-        TreepackError: `out` exists and must not be overwritten, or the disk fails.
+        TreepackError: `out` exists and must not be overwritten, another process writes it, or the disk fails.
     """
-    out = out.resolve()
-    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(out)  # before the check, because it may restore an output that must not be overwritten
-        refuse_existing(out, overwrite=overwrite)
+    with _temporary(out, "--out") as (out, temporary):
+        refuse_existing(out, overwrite=overwrite)  # after the lock, because that may restore an old output
         temporary.mkdir()
         yield temporary
+        refuse_existing(out, overwrite=overwrite)
         _swap(temporary, out)
-    except OSError as error:
-        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
-def finished_file(out: Path) -> Iterator[Path]:
+def finished_file(out: Path, *, overwrite: bool, option: str = "--out") -> Iterator[Path]:
     """Yield a path beside `out` that is renamed to `out` if the block ends without an exception.
 
+    Args:
+        out: the file to write.
+        overwrite: replace a file that exists at the end.
+        option: name of the option for `out`, for messages.
+
     Raises:
-        TreepackError: the disk fails.
+        TreepackError: `out` exists at the end and must not be overwritten, another process writes it, or the disk
+            fails.
     """
-    out = out.resolve()
-    temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with _temporary(out, option) as (out, temporary):
         yield temporary
-        temporary.replace(out)
-    except OSError as error:
-        raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); nothing was left behind") from error
-    finally:
-        with suppress(OSError):  # its directory may be missing
-            temporary.unlink()
+        if overwrite:
+            temporary.replace(out)
+        else:
+            _rename_to_new(temporary, out, option)
+
+
+@contextmanager
+def _temporary(out: Path, option: str) -> Iterator[tuple[Path, Path]]:
+    """Yield `out` without links and a new name beside it, under the lock; what has that name at the end is removed."""
+    with lock(out, option=option) as is_locked:
+        out = out.resolve()
+        temporary = _hidden(out, "partial")
+        try:
+            _remove_stale(out, is_locked=is_locked)
+            yield out, temporary
+        except OSError as error:
+            raise TreepackError(
+                f"{out}: cannot be written ({error.strerror or error}); nothing was left behind"
+            ) from error
+        finally:
+            _remove(temporary)
+
+
+def is_hidden_output(name: str) -> bool:
+    """Return whether `name` is that of a lock file or of an unfinished output, which is no input of any command."""
+    return _HIDDEN.fullmatch(name) is not None
 
 
 def is_own_directory(path: Path) -> bool:
@@ -97,6 +131,7 @@ def refuse_existing(
     Raises:
         TreepackError: naming `out` and the remedy.
     """
+    refuse_url(out, option=option)
     paths = [Path(path) for path in inputs if path is not None]
     for path in paths:
         inside = out.resolve().is_relative_to(path.resolve())
@@ -110,7 +145,7 @@ def refuse_existing(
     if is_own_file is not None and out.is_dir():
         raise TreepackError(f"{out} is a directory; choose another {option}")
     if not overwrite:
-        raise TreepackError(f"{out} exists; choose another {option} or give --overwrite")
+        raise _exists(out, option)
     if not (is_own_file or is_own_directory)(out):
         raise TreepackError(
             f"{out} exists and was not written by treepack; remove it yourself or choose another {option}"
@@ -123,33 +158,84 @@ def refuse_existing(
 
 
 def _swap(temporary: Path, out: Path) -> None:
-    if out.exists():
-        old = out.parent / f".{out.name}.old-{os.getpid()}"
-        out.rename(old)
-        temporary.rename(out)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(out)
-
-
-def _remove_stale(out: Path) -> None:
-    """Remove the remains of killed runs beside `out`, and restore an output that one of them had moved away."""
-    for path in sorted(out.parent.glob(f".{out.name}.old-*")):
-        if not _is_alive(path.name.rpartition("-")[2]):
-            if out.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.rename(out)
-    for path in sorted(out.parent.glob(f".{out.name}.partial-*")):
-        if not _is_alive(path.name.rpartition("-")[2]):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: str) -> bool:
+    """Move the directory `temporary` to `out`; a directory that is there is moved away, and back if that fails."""
+    old = _hidden(out, "old")
     try:
-        os.kill(int(pid), 0)  # signal 0 only asks whether the process exists
-    except (ProcessLookupError, ValueError):
-        return False
-    except PermissionError:
-        pass
-    return True
+        if out.exists() and any(out.iterdir()):
+            out.rename(old)
+        temporary.rename(out)  # fails unless `out` is absent or an empty directory
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    _remove(old)
+
+
+def _rename_to_new(temporary: Path, out: Path, option: str) -> None:
+    """Rename a file, and fail if `out` exists.
+
+    Raises:
+        TreepackError: `out` exists.
+    """
+    try:
+        os.link(temporary, out)  # unlike a rename, it never replaces a file
+    except FileExistsError:
+        raise _exists(out, option) from None
+    except OSError:  # a file system without hard links: look first, under the lock
+        if out.exists():
+            raise _exists(out, option) from None
+        temporary.rename(out)
+
+
+def _exists(out: Path, option: str) -> TreepackError:
+    return TreepackError(f"{out} exists; choose another {option} or give --overwrite")
+
+
+def _hidden(out: Path, kind: str) -> Path:
+    return out.parent / f".{out.name}.{kind}-{_machine()}-{secrets.token_hex(4)}"
+
+
+def _machine() -> str:
+    """Return a number of this machine since its last start, the same in all containers; random if unknown."""
+    try:
+        return hashlib.sha256(_BOOT_ID.read_bytes()).hexdigest()[:8]
+    except OSError:
+        return secrets.token_hex(4)
+
+
+def _remove_stale(out: Path, *, is_locked: bool) -> None:
+    """Remove the remains of killed runs beside `out`, and restore an output that one of them had moved away."""
+    pattern = re.compile(rf"\.{re.escape(out.name)}\.(partial|old)-([0-9a-f]{{8}})-[0-9a-f]{{8}}")
+    here = _machine()
+    try:
+        siblings = sorted(out.parent.iterdir())
+    except PermissionError:  # a folder may be writable and not readable
+        return
+    for path in siblings:
+        match = pattern.fullmatch(path.name)
+        # The lock proves that no process of this machine is writing; for other machines only the time tells.
+        if match is None or not ((is_locked and match[2] == here) or _age(path) > _STALE_SECONDS):
+            continue
+        if match[1] == "old" and not out.exists():
+            path.rename(out)
+        else:
+            _remove(path)
+
+
+def _age(path: Path) -> float:
+    """Return the seconds since the last change of `path` or of a file in it."""
+    latest = 0.0
+    for entry in [path, *path.rglob("*")]:
+        with suppress(OSError):  # removed at this moment
+            status = entry.lstat()
+            latest = max(latest, status.st_mtime, status.st_ctime)  # a rename changes only st_ctime
+    return time.time() - latest
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

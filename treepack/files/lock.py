@@ -19,9 +19,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from treepack.errors import TreepackError
@@ -30,12 +32,18 @@ from treepack.errors import TreepackError
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
+# Lock files of the blocks that run now, so that a command can lock its output and then call a function that does so.
+_OWNED: ContextVar[frozenset[Path]] = ContextVar("owned", default=frozenset())
+
 
 @contextmanager
 def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
     """Hold the lock of the output `out`, which may be a file, a directory, or not exist yet.
 
-    Missing parents of `out` are made, and removed again if they are empty at the end.
+    Missing parents of `out` are made, and removed again if they are empty at the end. A block inside a block of the
+    same output and thread shares its lock.
 
     Args:
         out: the output; all links to it have one lock.
@@ -45,10 +53,14 @@ def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
         False if the file system has no locks. Then nothing keeps others away.
 
     Raises:
-        TreepackError: another process holds the lock, or the folder of `out` cannot be written.
+        TreepackError: another process holds the lock, `out` is a URL, or its folder cannot be written.
     """
+    refuse_url(out, option=option)
     out = out.resolve()
     file = out.parent / f".{out.name}.lock"
+    if file in _OWNED.get():
+        yield True
+        return
     made = [folder for folder in out.parents if not folder.exists()]  # the deepest first
     descriptor: int | None = None
     try:
@@ -58,13 +70,31 @@ def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
             raise TreepackError(
                 f"{out}: cannot be written ({error.strerror or error}); choose another {option}"
             ) from error
+        if descriptor is not None:
+            _OWNED.set(_OWNED.get() | {file})
         yield descriptor is not None
     finally:
         if descriptor is not None:
+            _OWNED.set(_OWNED.get() - {file})
             _release(descriptor, file)
         for folder in made:
             with suppress(OSError):  # not empty, which is the usual case
                 folder.rmdir()
+
+
+def refuse_url(out: Path, *, option: str = "--out") -> None:
+    """Refuse a URL as an output.
+
+    Raises:
+        TreepackError: with the remedy.
+    """
+    # Path("s3://bucket/rows") has lost a slash: its parts are "s3:", "bucket", "rows".
+    scheme, *rest = out.parts or ("",)
+    if rest and _SCHEME.fullmatch(scheme):
+        raise TreepackError(
+            f"{scheme}//{'/'.join(rest)}: is a URL, and outputs are written to this machine only; choose a local "
+            f"{option} and copy it there afterwards"
+        )
 
 
 def _acquire(file: Path, out: Path, option: str) -> int | None:

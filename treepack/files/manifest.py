@@ -3,7 +3,12 @@
     Provenance --complete_manifest--> Manifest --write_manifest--> manifest.json
     manifest.json --read_manifest--> Manifest, every entry of which has its type
 
-A directory without a manifest is unfinished, so whoever reads one refuses it.
+A directory without a manifest is unfinished, so whoever reads one refuses it. The manifest has a hash of its own, in one
+line; it is the sha256 of the file without this line:
+
+    grep -v '^  "sha256"' manifest.json | sha256sum
+
+So a change of any bit of the file is noticed, also one that leaves the JSON equal.
 """
 
 from __future__ import annotations
@@ -65,10 +70,12 @@ class Manifest(TypedDict):
     tokenizer: TokenizerEntry | None
     max_token_id: int
     files: list[FileEntry]
+    sha256: NotRequired[str]  # only absent before it is written
     share: NotRequired[str]
     capacity: NotRequired[int]
     input: NotRequired[InputEntry]
     skipped: NotRequired[dict[str, Any]]
+    conversations: NotRequired[dict[str, Any]]
     trie: NotRequired[TrieEntry]
     advantages: NotRequired[dict[str, Any]]
     logprobs: NotRequired[dict[str, Any]]
@@ -80,7 +87,8 @@ class Provenance:
 
     `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
     over trajectories and rows. `input` and `trie` are the sources; `skipped` names rollouts that were skipped;
-    `advantages` and `logprobs` describe columns that a later command added.
+    `ingest.conversations` describes `conversations`; `advantages` and `logprobs` describe columns that a later command
+    added.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -89,6 +97,7 @@ class Provenance:
     tokenizer: TokenizerEntry | None = None
     input: InputEntry | None = None
     skipped: Mapping[str, Any] | None = None
+    conversations: Mapping[str, Any] | None = None
     trie: TrieEntry | None = None
     advantages: Mapping[str, Any] | None = None
     logprobs: Mapping[str, Any] | None = None
@@ -102,7 +111,7 @@ class Provenance:
 
 # Required entries: a type, or the entries of an object.
 _FILE = {"name": str, "rows": int, "bytes": int, "sha256": str}
-_COMMON = {"options": dict, "counts": dict, "totals": dict, "max_token_id": int, "files": list}
+_COMMON = {"sha256": str, "options": dict, "counts": dict, "totals": dict, "max_token_id": int, "files": list}
 _PACKED_TOTALS = {
     "num_rows": int,
     "num_trajectories": int,
@@ -136,9 +145,19 @@ _SKIPPED = {
     "groups": list,
 }
 
+_CONVERSATIONS = {
+    **dict.fromkeys("num_conversations num_rollouts num_samples tokens_flat num_turns num_parts".split(), int),
+    **dict.fromkeys("num_split num_trees num_paths num_turns_on_paths num_merged_turns".split(), int),
+    "append_only": dict.fromkeys("num_sequences tokens pairs targets num_absent".split(), int),
+}
+
+_OWN_HASH = "sha256"
+_OWN_LINE = b'  "sha256"'  # entries of objects inside are indented by more
+
 # Optional entries, which may also be null.
 _OPTIONAL: dict[str, dict[str, Any]] = {
     "trie": {"path": str, "sha256": str},
+    "conversations": _CONVERSATIONS,
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
     "logprobs": {},
     "skipped": _SKIPPED,
@@ -154,15 +173,29 @@ def complete_manifest(kind: str, provenance: Provenance, entries: Mapping[str, A
     return cast(Manifest, {**present, **fixed, **entries})
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest`; the directory is complete from then on.
+def write_manifest(directory: Path, manifest: Manifest) -> Manifest:
+    """Write `manifest` and return it with its hash; the directory is complete from then on.
 
     Raises:
         TreepackError: an entry is missing or has another type.
     """
-    _check_entries(manifest, _REQUIRED[manifest["format"]], directory / MANIFEST, "")
-    text = json.dumps(manifest, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False) + "\n"
-    (directory / MANIFEST).write_text(text, encoding="utf-8")
+    entries = {name: value for name, value in manifest.items() if name != _OWN_HASH}
+    sealed = entries | {_OWN_HASH: hashlib.sha256(_as_text(entries)).hexdigest()}
+    _check_entries(sealed, _REQUIRED[manifest["format"]], directory / MANIFEST, "")
+    (directory / MANIFEST).write_bytes(_as_text(sealed))
+    return cast(Manifest, sealed)
+
+
+def _as_text(entries: Mapping[str, Any]) -> bytes:
+    # Each entry starts a line. The line of the hash is never the last one, which has no comma, for "version" follows.
+    text = json.dumps(entries, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False)
+    return f"{text}\n".encode()
+
+
+def _own_hash(content: bytes) -> str:
+    """Return the hash that the content of a manifest must list: that of its lines without the line of the hash."""
+    lines = content.split(b"\n")
+    return hashlib.sha256(b"\n".join(line for line in lines if not line.startswith(_OWN_LINE))).hexdigest()
 
 
 def read_manifest(directory: Path | str | Location, kind: str | None = None) -> Manifest:
@@ -191,6 +224,8 @@ def read_manifest(directory: Path | str | Location, kind: str | None = None) -> 
             "so use the treepack that wrote it or write it again"
         )
     _check_entries(manifest, _REQUIRED[format_name], path, "")
+    if manifest[_OWN_HASH] != _own_hash(content):
+        raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write the directory again")
     for name, shape in _OPTIONAL.items():
         if manifest.get(name) is not None:
             _check_entries(manifest[name], shape, path, f"{name}.")
@@ -200,6 +235,7 @@ def read_manifest(directory: Path | str | Location, kind: str | None = None) -> 
         raise TreepackError(f"{path}: is damaged (files is empty); write the directory again")
     for number, entry in enumerate(manifest["files"]):
         _check_entries(entry, _FILE, path, f"files[{number}].")
+        _check_name(entry["name"], path)
     return cast(Manifest, manifest)
 
 
@@ -212,6 +248,18 @@ def _check_entries(value: Any, required: dict[str, Any], path: Path | str, prefi
             raise TreepackError(f"{path}: is damaged ({prefix}{name} is missing or wrong); write the directory again")
         if nested:
             _check_entries(value[name], kind, path, f"{prefix}{name}.")
+
+
+def _check_name(name: str, path: str) -> None:
+    """Refuse the name of a part that leaves the directory.
+
+    Raises:
+        TreepackError: naming the manifest and the part.
+    """
+    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+        raise TreepackError(
+            f"{path}: names the part {name!r}, which is not a file name of its directory; write the directory again"
+        )
 
 
 def trie_entry(directory: Path, name: str) -> TrieEntry:

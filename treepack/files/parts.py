@@ -119,6 +119,20 @@ def open_part(directory: Path, entry: FileEntry) -> pq.ParquetFile:
         raise TreepackError(f"{path}: is not readable as Parquet ({error}); write it again") from error
 
 
+def refuse_links(directory: Path, manifest: Manifest) -> None:
+    """Refuse parts that are links to files outside the directory: they are missing from a copy of it.
+
+    Raises:
+        TreepackError: naming the part.
+    """
+    for entry in manifest["files"]:
+        path = directory / entry["name"]
+        if path.is_symlink() and not path.resolve().is_relative_to(directory.resolve()):
+            raise TreepackError(
+                f"{path}: is a link to {path.resolve()} outside the directory; copy the file there (cp --dereference)"
+            )
+
+
 def read_parts(directory: Path, manifest: Manifest, stem: str, columns: pa.Schema) -> pa.Table:
     """Read all parts called `stem`-NNNNN.parquet as one table of `columns`.
 

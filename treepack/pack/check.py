@@ -121,20 +121,26 @@ def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> 
     """Yield each of `rows` after checking it; at the end, check that none is missing.
 
     The rows must give back each trajectory of `trie` exactly once, with its tokens, weights and terms; trajectories
-    that are too long must already be cut or left out of `trie`. The totals of `manifest` must be those of the rows.
+    that are too long must already be cut or left out of `trie`. The totals and `max_token_id` of `manifest` must be those of
+    the rows, and row_id the place of each row.
 
     Raises:
         TreepackError: naming the row, trajectory or total.
     """
     counted: Counter[str] = Counter()
+    max_token_id = 0
     expected = None if trie is None else _Expected(trie, manifest)
-    for row in rows:
+    for number, row in enumerate(rows):
+        if row.row_id != number:
+            raise TreepackError(f"row {number}: has the row_id {row.row_id}; expected its place; pack the trie again")
         check_row(row, capacity=manifest["capacity"])
+        max_token_id = max(max_token_id, int(row.input_ids.max()))
         if expected is not None:
             expected.check(row)
         counted.update(row_counts(row))
         yield row
     check_totals(manifest["totals"], row_totals(counted, capacity=manifest["capacity"]))
+    check_max_token_id(manifest, max_token_id)
     if expected is not None:
         expected.finish()
 
@@ -156,6 +162,18 @@ def check_totals(stored: dict[str, Any], counted: dict[str, float]) -> None:
         recorded = stored.get(name)
         if not isinstance(recorded, int | float) or not math.isclose(recorded, value, rel_tol=1e-9, abs_tol=1e-12):
             raise TreepackError(f"the files give {name} = {value}, the manifest lists {recorded}; write it again")
+
+
+def check_max_token_id(manifest: Manifest, largest: int) -> None:
+    """Check the largest token id that a manifest lists against the largest one of its files.
+
+    Raises:
+        TreepackError: they differ. Training would read beyond the embeddings of a model that seems to fit.
+    """
+    if manifest["max_token_id"] != largest:
+        raise TreepackError(
+            f"the files give max_token_id = {largest}, the manifest lists {manifest['max_token_id']}; write it again"
+        )
 
 
 class _Expected:

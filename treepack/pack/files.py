@@ -62,9 +62,9 @@ def write_packed(
     if group:
         parts.write(rows_table(group, parts.schema), tokens=group_tokens)
     entries = {"max_token_id": max_token_id, "files": parts.entries()}
-    manifest = packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)
-    write_manifest(directory, manifest)
-    return manifest
+    return write_manifest(
+        directory, packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)
+    )
 
 
 def packed_manifest(

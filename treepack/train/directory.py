@@ -171,5 +171,5 @@ def _check_same(run: TrainingRun, out: Path) -> None:
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:
-    with finished_file(path) as temporary:
+    with finished_file(path, overwrite=True) as temporary:
         temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

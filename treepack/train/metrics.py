@@ -156,7 +156,8 @@ def _remove_lines_after(path: Path, keep_until: int) -> None:
         TreepackError: a line is damaged, or the disk fails.
     """
     lines = b"".join(line + b"\n" for line, record in _lines(path) if record["step"] <= keep_until)
-    with finished_file(path) as temporary:  # renamed over `path` when it is whole: a crash leaves the old file
+    # Renamed over `path` when it is whole: a crash leaves the old file.
+    with finished_file(path, overwrite=True) as temporary:
         temporary.write_bytes(lines)
 
 

@@ -117,7 +117,7 @@ def draw_curves(metrics: Path, out: Path) -> None:
     if out.suffix.lower() != ".png":
         raise TreepackError(f"{out} is not a PNG file; choose a name that ends in .png")
     figure = curves_figure(metrics)
-    with finished_file(out) as temporary:
+    with finished_file(out, overwrite=True) as temporary:
         # By default matplotlib writes its version into the file, which would change the bytes.
         figure.savefig(temporary, format="png", backend="agg", dpi=_DPI, metadata={"Software": None})
 

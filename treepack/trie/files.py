@@ -63,9 +63,7 @@ def write_trie(
         "max_token_id": max_token_id,
         "files": nodes.entries() + trajectories.entries(),
     }
-    manifest = complete_manifest(schema.TRIE_FORMAT, provenance, entries)
-    write_manifest(directory, manifest)
-    return manifest
+    return write_manifest(directory, complete_manifest(schema.TRIE_FORMAT, provenance, entries))
 
 
 def read_trie(directory: Path | str) -> Trie:

@@ -38,7 +38,7 @@ _TREE_SIZE = (7.0, 3.6)  # inches: its full width
 Draw = Callable[["Axes", Subject, Figures], None]
 
 
-def write_pictures(subject: Subject, figures: Figures, directory: Path) -> list[Path]:
+def write_pictures(subject: Subject, figures: Figures, directory: Path, *, overwrite: bool = False) -> list[Path]:
     """Write a PNG file for each chart with data, and return their paths.
 
     Raises:
@@ -49,7 +49,7 @@ def write_pictures(subject: Subject, figures: Figures, directory: Path) -> list[
         if name == "reward-by-node.png" and not figures.rewards:
             continue
         figure = _figure(subject, figures, draw)
-        with finished_file(directory / name) as temporary:
+        with finished_file(directory / name, overwrite=overwrite, option="--png") as temporary:
             # By default, matplotlib writes its version into the file, which would change the bytes.
             figure.savefig(temporary, format="png", backend="agg", dpi=_DPI, metadata={"Software": None})
         written.append(directory / name)

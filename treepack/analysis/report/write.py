@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from treepack.analysis.model_cost import read_shape
 from treepack.analysis.options import ReportOptions
 from treepack.analysis.origin import manifest_of, origin_of, read_origin
 from treepack.analysis.report.figures import Packed, Subject, measure
+from treepack.analysis.report.contents import read_contents
 from treepack.analysis.report.page import MARK, render, vega
 from treepack.analysis.report.pictures import PICTURES, figure_class, write_pictures
 from treepack.analysis.report.rebuilt import trie_of_rows
-from treepack.analysis.report.texts import Texts, decoder_of, ids_as_text, node_texts
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_file, refuse_existing
+from treepack.files.lock import lock
 from treepack.files.manifest import Manifest
 from treepack.ingest.tokenization import fingerprint, load_tokenizer
 from treepack.pack.files import read_rows
@@ -86,22 +88,25 @@ def report(
         vega()
     if pictures is not None:
         figure_class()
-    shape = read_shape(options.model)
-    subject, tokenizer = _read(paths, options, progress, note or (lambda _: None))
-    search = Search(options.pack.effort, options.pack.time_limit)
-    capacities = list(options.capacities) or None
-    figures = measure(subject, shape, capacities=capacities, method=options.pack.method, search=search)
-    texts = None
-    if page is not None:
-        texts = _texts(subject, tokenizer, options.text_limit) if options.text else None
-        special = list(tokenizer.get_added_vocab()) if tokenizer and texts else []
-        html = render(subject, figures, texts, decoded=tokenizer is not None, special=special)
-        with finished_file(page) as temporary:
-            temporary.write_text(html, encoding="utf-8")
-    if pictures is not None:
-        write_pictures(subject, figures, pictures)
-    left_out = 0 if texts is None else texts.tokens_left_out
-    return ReportSummary(page, pictures, tokenizer is not None, texts is not None, left_out)
+    with ExitStack() as stack:
+        for output, option in ((page, "--out"), (pictures, "--png")):
+            if output is not None:  # before the long work: a second command for the same output is refused at once
+                stack.enter_context(lock(output, option=option))
+        shape = read_shape(options.model)
+        subject, tokenizer = _read(paths, options, progress, note or (lambda _: None))
+        search = Search(options.pack.effort, options.pack.time_limit)
+        capacities = list(options.capacities) or None
+        figures = measure(subject, shape, capacities=capacities, method=options.pack.method, search=search)
+        contents = read_contents(subject.trie, tokenizer, limit=options.text_limit if options.text else None)
+        if page is not None:
+            html = render(subject, figures, contents)
+            with finished_file(page, overwrite=overwrite) as temporary:
+                temporary.write_text(html, encoding="utf-8")
+        if pictures is not None:
+            write_pictures(subject, figures, pictures, overwrite=overwrite)
+        texts = contents.texts
+        left_out = 0 if texts is None else texts.tokens_left_out
+        return ReportSummary(page, pictures, contents.decoded, texts is not None, left_out)
 
 
 def _is_report(path: Path) -> bool:
@@ -165,7 +170,3 @@ def _packed(
     path = origin_of(directory, manifest, trie_path)
     trie = trie_of_rows(rows("rebuilding")) if path is None else read_origin(path, manifest)
     return Subject(title, trie, packed, rebuilt=path is None, counts=manifest["counts"])
-
-
-def _texts(subject: Subject, tokenizer: Any, limit: int) -> Texts:
-    return node_texts(subject.trie, decoder_of(tokenizer) if tokenizer else ids_as_text, limit=limit)

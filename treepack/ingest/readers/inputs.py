@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.directory import is_hidden_output
 from treepack.trajectory import Skipped
 
 # .pt is torch.save, .traj is SWE-agent and .root is DARS. A folder may also have YAML, but mostly as settings.
@@ -132,5 +133,7 @@ def _files_below(folder: str) -> Iterator[Path]:
         ) from error
 
     for root, folders, names in os.walk(folder, onerror=refuse):
-        yield from (Path(root, name) for name in names)
+        # A command that writes its output into this folder is at work, or was killed.
+        folders[:] = [name for name in folders if not is_hidden_output(name)]
+        yield from (Path(root, name) for name in names if not is_hidden_output(name))
         yield from (path for name in folders if (path := Path(root, name)).is_symlink())

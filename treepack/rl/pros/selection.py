@@ -174,7 +174,9 @@ def nearest(log_odds: Float64, k: int, *, seed: int = 0) -> Int64:
 
 
 def write_state(state: State, path: Path) -> None:
-    """Write `state`; equal states give equal bytes, and a failed write leaves the old file.
+    """Write `state` over an old one; equal states give equal bytes, and a failed write leaves the old file.
+
+    Whoever reads a state and writes it again needs its lock, or counts of another process are lost.
 
     Raises:
         TreepackError: the disk fails.
@@ -182,7 +184,7 @@ def write_state(state: State, path: Path) -> None:
     columns = [state.query_id, state.parent_id, pa.array(state.passed), pa.array(state.tried)]
     about = json.dumps({"format": SELECTION_FORMAT, "version": SELECTION_VERSION, "num_updates": state.num_updates})
     table = pa.Table.from_arrays(columns, schema=QUERIES.with_metadata({b"treepack": about.encode()}))
-    with finished_file(path) as temporary:
+    with finished_file(path, overwrite=True) as temporary:
         pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
 
 

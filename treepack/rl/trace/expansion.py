@@ -121,13 +121,15 @@ def refuse_name(out: Path) -> None:
         raise TreepackError(f"{out}: its name must end in {' or '.join(SUFFIXES)}, which selects the format")
 
 
-def write_table(table: pa.Table, out: Path) -> None:
+def write_table(table: pa.Table, out: Path, *, overwrite: bool = False) -> None:
     """Write `table` as JSON lines or Parquet, depending on the name of `out`. A failed write leaves no file.
 
+    With `overwrite` an existing file is replaced.
+
     Raises:
-        TreepackError: the disk fails.
+        TreepackError: the file exists, or the disk fails.
     """
-    with finished_file(out) as temporary:
+    with finished_file(out, overwrite=overwrite) as temporary:
         if out.suffix == ".parquet":
             pq.write_table(table, temporary)
         else:
