@@ -178,7 +178,7 @@ def test_spans_of_no_call_are_skipped() -> None:
 
 
 def test_a_call_with_a_part_that_is_no_text_is_skipped_and_one_without_text_refused() -> None:
-    image = span([said("user", {"type": "blob", "content": "aGk="})], [said("assistant", "5")])
+    image = span([said("user", {"type": "blob", "modality": "image", "content": "aGk="})], [said("assistant", "5")])
     text = span([ASK], [said("assistant", "5")], start_time=9)
     items = read(otel_genai, image, text)
     assert skipped(items) == [("log.jsonl:1", "images, audio and video are not read")]

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.content_blocks import split_blocks
 from treepack.ingest.readers.fields import ReadOptions, as_number, describe, shown
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.messages import Messages, normalise_messages, normalise_template_kwargs, normalise_tools
@@ -151,8 +152,9 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
     for number, call in enumerate(calls):
         if not call.response:
             continue
-        where, num_prompt = f"{source}: call {number + 1}", len(call.prompt)
-        whole = [*call.prompt, *call.response]
+        prompt = split_blocks(call.prompt)
+        where, num_prompt = f"{source}: call {number + 1}", len(prompt)
+        whole = [*prompt, *split_blocks(call.response)]
         # Successive prompts repeat nearly all messages. A repeated message need not be normalised again, so only the
         # messages after the longest equal run are: normalising all would be quadratic in the number of turns.
         equal_runs = [i for i, messages in enumerate(logged) if messages == whole[: min(num_prompt, len(messages))]]

@@ -3,6 +3,8 @@
     {role, content: str | parts | null, tool_calls: flat | nested, function_call, reasoning, ...}
         --normalise_messages-->  {role, content: str, tool_calls: nested, tool_call_id, name, reasoning_content}
 
+Readers call `content_blocks.split_blocks` before, because it changes the number of messages.
+
 Tool-call arguments stay a string or an object, as they are in the log; `chat_template` finds out which of the two a
 template prints. A call without an id gets an id of nine letters and digits, because Mistral's templates accept no other
 form. Error messages count turns from 1.
@@ -30,7 +32,6 @@ READ = frozenset(
     ]
 )
 MEDIA = ("images", "videos", "audios")
-MEDIA_REASON = "images, audio and video are not read"
 # Variables that `chat_template` passes to the template itself, or that would change its mode.
 RESERVED = frozenset(
     "messages conversations tools chat_template add_generation_prompt continue_final_message "
@@ -57,14 +58,6 @@ def has_media(record: dict[str, Any]) -> bool:
     # An empty list is no media: exporters write the field for every record of a mixed data set.
     values = (record.get(name) for name in MEDIA)
     return any(isinstance(value, list | str | dict) and len(value) > 0 for value in values)
-
-
-def is_text(messages: Sequence[dict[str, Any]]) -> bool:
-    """Return True if no message has a content part of another type than text, such as an image."""
-    # A part without a type counts as text here; `normalise_messages` refuses it with a message.
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
-    return not any(isinstance(part.get("type"), str) and part["type"] != "text" for part in parts)
 
 
 def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages | None = None) -> Messages:

@@ -16,15 +16,9 @@ from itertools import takewhile
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.fields import ReadOptions, describe, shown
-from treepack.ingest.readers.messages import (
-    MEDIA_REASON,
-    has_media,
-    is_messages,
-    is_text,
-    normalise_messages,
-    normalise_tools,
-)
+from treepack.ingest.readers.messages import has_media, is_messages, normalise_messages, normalise_tools
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Skipped, Trajectory
 
@@ -76,9 +70,9 @@ def read_chat(
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
     """
-    if has_media(record.value) or not is_text(messages):
-        return Skipped(record.source, MEDIA_REASON)
-    done = normalise_messages(messages, source=record.source)
+    if (reason := MEDIA_REASON if has_media(record.value) else skip_reason(messages)) is not None:
+        return Skipped(record.source, reason)
+    done = normalise_messages(split_blocks(messages), source=record.source)
     content = Chat(done.messages, done.weights, normalise_tools(record.value.get("tools"), source=record.source))
     marks = [name for name in ("label", "kto_tag") if isinstance(record.value.get(name), bool)]
     item = describe(record, content, used={*used, "tools", *marks}, options=options, notes=done.notes)
@@ -99,16 +93,18 @@ def read_pair(
     Raises:
         TreepackError: `readers.messages` refuses messages or tools.
     """
-    if has_media(record.value) or not is_text([*prompt, *chosen, *rejected]):
-        yield Skipped(record.source, MEDIA_REASON)
+    reason = MEDIA_REASON if has_media(record.value) else skip_reason([*prompt, *chosen, *rejected])
+    if reason is not None:
+        yield Skipped(record.source, reason)
         return
+    prompt = split_blocks(prompt)
     # Such a pair has no preference, and the two would be one branch of the trie with the rewards 1 and 0.
     if list(chosen) == list(rejected):
         yield Skipped(record.source, "chosen and rejected are the same")
         return
     tools = normalise_tools(record.value.get("tools"), source=record.source)
     for side, answer, reward in (("chosen", chosen, 1.0), ("rejected", rejected, 0.0)):
-        done = normalise_messages([*prompt, *answer], source=f"{record.source}: {side}")
+        done = normalise_messages([*prompt, *split_blocks(answer)], source=f"{record.source}: {side}")
         weights = [0.0] * len(prompt) + done.weights[len(prompt) :]
         content = Chat(done.messages, weights, tools)
         notes = done.notes if side == "chosen" else ()  # once per record

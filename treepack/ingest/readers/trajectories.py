@@ -6,6 +6,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from treepack.ingest.readers.content_blocks import split_blocks
 from treepack.ingest.readers.fields import ReadOptions, describe
 from treepack.ingest.readers.messages import normalise_messages, normalise_tools
 from treepack.ingest.readers.records import Record
@@ -34,7 +35,8 @@ def conversation(
     Raises:
         TreepackError: messages or tools that `readers.messages` refuses.
     """
-    done = normalise_messages(messages, source=record.source)
+    num_prompt = len(split_blocks(messages[:num_prompt]))
+    done = normalise_messages(split_blocks(messages), source=record.source)
     # num_prompt 2: weights [1, 0, 1] -> [0, 0, 1]
     weights = [0.0] * num_prompt + done.weights[num_prompt:]
     content = Chat(done.messages, weights, normalise_tools(tools, source=record.source))

@@ -3,6 +3,7 @@
     {"messages": [...], "tools": [...]}                  every assistant message is trained
     {"prompt": [...], "completion": [...]}               every assistant message of the completion is trained
     {"prompt": "text", "completion": "text"}             the completion is trained
+    {"system": "...", "messages": [...], "tools": [..]}  a request to Anthropic's API, whose blocks are split
 
 A message may have `loss` (ms-swift) or `trainable` (ART, rLLM), which are booleans, and `weight` (OpenAI) or
 `loss_scale` (ms-swift), which are numbers >= 0; all of them multiply. A record may have `chat_template_kwargs`, the
@@ -15,14 +16,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.fields import ReadOptions, describe
 from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TALK, Format
 from treepack.ingest.readers.messages import (
-    MEDIA_REASON,
     Messages,
     has_media,
     is_messages,
-    is_text,
     normalise_messages,
     normalise_template_kwargs,
     normalise_tools,
@@ -31,7 +31,7 @@ from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Skipped, Text, Trajectory
 
 # Fields that become content; the others are metadata.
-USED = frozenset({"messages", "prompt", "completion", "tools", "chat_template_kwargs"})
+USED = frozenset({"messages", "prompt", "completion", "system", "tools", "chat_template_kwargs"})
 
 
 def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -43,11 +43,13 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     value, source = record.value, record.source
     # Images are placeholders in the text, or parts of a message. No reader of text can train on either.
     talk = [value.get(name) for name in ("messages", "prompt", "completion")]
-    if has_media(value) or not all(is_text(each) for each in talk if is_messages(each)):
-        yield Skipped(source, MEDIA_REASON)
+    messages = [message for each in talk if is_messages(each) for message in each]
+    if (reason := MEDIA_REASON if has_media(value) else skip_reason(messages)) is not None:
+        yield Skipped(source, reason)
         return
     if value.get("messages") is not None:
-        done = normalise_messages(_list(value["messages"], "messages", source), source=source)
+        messages = split_blocks(_list(value["messages"], "messages", source))
+        done = normalise_messages([*_system(value, messages), *messages], source=source)
     else:
         prompt, completion = value.get("prompt"), value.get("completion")
         if prompt is None or completion is None:
@@ -70,10 +72,20 @@ def _prompt_and_completion(prompt: Any, completion: Any, source: str) -> Message
             f"{source}: one of prompt and completion is text; expected both as text or both as messages"
         )
     # prompt [user], completion [assistant, user, assistant]: weights [0] + [1, 0, 1]
-    num_prompt = len(_list(prompt, "prompt", source))
-    done = normalise_messages([*prompt, *_list(completion, "completion", source)], source=source)
-    weights = [0.0] * num_prompt + done.weights[num_prompt:]
+    asked, answered = (
+        split_blocks(_list(prompt, "prompt", source)),
+        split_blocks(_list(completion, "completion", source)),
+    )
+    done = normalise_messages([*asked, *answered], source=source)
+    weights = [0.0] * len(asked) + done.weights[len(asked) :]
     return Messages(done.messages, weights, done.notes)
+
+
+def _system(value: dict[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the system prompt of a request to Anthropic's API, which is a field beside the messages."""
+    system = value.get("system")
+    has_system = bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "system"
+    return [] if not system or has_system else [{"role": "system", "content": system}]
 
 
 def _list(value: Any, name: str, source: str) -> list[Any]:
@@ -84,17 +96,17 @@ def _list(value: Any, name: str, source: str) -> list[Any]:
 
 FORMAT = Format(
     name="chat",
-    program="OpenAI chat JSONL, also with the marks of ART, rLLM and ms-swift; TRL prompt and completion",
+    program="OpenAI chat JSONL, with marks of ART, rLLM and ms-swift; TRL prompt and completion; Anthropic requests",
     recognised_by="`messages`, or `prompt` and `completion`, as messages or as text",
     requires=[{"messages": OBJECTS}, {"prompt": TALK, "completion": TALK}],
     checked="none",
     used="""
-        messages tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
+        system messages tools chat_template_kwargs prompt completion messages.loss messages.trainable messages.weight
         messages.loss_scale reward id group_id
     """.split(),
     dropped=(
         "images, videos, audios (records that have some are skipped)",
-        "content parts that are not text (refused)",
+        "content parts but text, tool_use, tool_result and thinking (records that have some are skipped)",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
     read=read,

@@ -18,9 +18,10 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_number, quoted, shown
 from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, REWARDS, TEXT, Fields, Format, first, no
-from treepack.ingest.readers.messages import MEDIA_REASON, READ, is_messages, is_text
+from treepack.ingest.readers.messages import READ, is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import messages_of_items
 from treepack.ingest.readers.trajectories import without
@@ -133,8 +134,9 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
         if not run_calls:
             yield Skipped(source, "LLM run without messages")
             continue
-        if not all(is_text([*call.prompt, *call.response]) for call in run_calls):
-            yield Skipped(source, MEDIA_REASON)
+        reason = skip_reason([message for call in run_calls for message in (*call.prompt, *call.response)])
+        if reason is not None:
+            yield Skipped(source, reason)
             continue
         calls += run_calls
         metadata = _object(_object(run.get("extra")).get("metadata"))

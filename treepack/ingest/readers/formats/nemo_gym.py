@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import GROUPS, IDS, ReadOptions
 from treepack.ingest.readers.format import EVERYTHING, OBJECT, Format
-from treepack.ingest.readers.messages import MEDIA_REASON, is_text
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, messages_of_items
 from treepack.ingest.readers.trajectories import with_notes, without
@@ -49,8 +49,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     steps = _is_steps(response["output"])
     calls = _calls_of_steps(value, source) if steps else _calls_of_items(value, source)
     # Media cannot be trained, and neither can a turn after them.
-    if not all(is_text([*chat.prompt, *chat.response]) for chat in calls.chats):
-        yield Skipped(source, MEDIA_REASON)
+    reason = skip_reason([message for chat in calls.chats for message in (*chat.prompt, *chat.response)])
+    if reason is not None:
+        yield Skipped(source, reason)
         return
     slim = replace(record, value=_description(value, response))
     if calls.tokens and calls.have_all_ids:

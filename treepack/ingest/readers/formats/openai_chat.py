@@ -16,10 +16,11 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import EVERYTHING, Format
-from treepack.ingest.readers.messages import MEDIA_REASON, READ, is_messages, is_text
+from treepack.ingest.readers.messages import READ, is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
@@ -49,8 +50,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     for exchange in read_exchanges(records, asks="messages", answers="choices"):
         if isinstance(exchange, Skipped):
             yield exchange
-        elif not _is_text(exchange):
-            yield Skipped(exchange.record.source, MEDIA_REASON)
+        elif (reason := _skip_reason(exchange)) is not None:
+            yield Skipped(exchange.record.source, reason)
         elif (session := exchange.session) is not None:
             sessions.setdefault(session, []).append(exchange)
         else:
@@ -60,9 +61,9 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         yield from _read(description(exchanges, name), calls, options)
 
 
-def _is_text(exchange: Exchange) -> bool:
+def _skip_reason(exchange: Exchange) -> str | None:
     messages = exchange.request["messages"]
-    return not is_messages(messages) or is_text(messages)
+    return skip_reason(messages) if is_messages(messages) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
-from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
+from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, ItemMessages, messages_of_items
 from treepack.ingest.readers.trajectories import with_notes
@@ -83,8 +84,8 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
             continue
         question = _items(exchange, "input", input_items)
         output = _items(exchange, "output", exchange.response["output"])
-        if not is_text([*question.messages, *output.messages]):
-            yield Skipped(exchange.record.source, MEDIA_REASON)
+        if (reason := skip_reason([*question.messages, *output.messages])) is not None:
+            yield Skipped(exchange.record.source, reason)
             continue
         conversation = _identifier(exchange, "conversation")
         earlier = transcripts.get(before or conversation or "")

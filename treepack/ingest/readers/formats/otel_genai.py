@@ -21,9 +21,10 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, read_chats
+from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import LIST, REWARDS, SET, Format, Kind
-from treepack.ingest.readers.messages import MEDIA_REASON, is_messages, is_text
+from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
 
@@ -82,10 +83,11 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         calls = []
         for span in spans:
             span_calls = list(_calls(span))
-            if all(is_text([*call.prompt, *call.response]) for call in span_calls):
+            reason = skip_reason([message for call in span_calls for message in (*call.prompt, *call.response)])
+            if reason is None:
                 calls += span_calls
             else:
-                yield Skipped(span.source, MEDIA_REASON)
+                yield Skipped(span.source, reason)
         if calls:
             yield from read_chats(_description(talk.record, name, spans), calls, options)
 
@@ -209,9 +211,9 @@ def _message(role: Any, parts: list[dict[str, Any]], span: _TraceSpan, name: str
         elif kind in ("text", "reasoning") and isinstance(content, str):
             key = "content" if kind == "text" else "reasoning_content"
             message[key] = message.get(key, "") + content
-        # A blob or a file: `is_text` finds the part, and the call is skipped.
+        # A blob or a file: `skip_reason` finds the part, and the call is skipped.
         elif isinstance(kind, str) and kind not in ("text", "reasoning"):
-            return {"role": role, "content": [{"type": kind}]}
+            return {"role": role, "content": [{"type": str(part.get("modality") or kind)}]}
         else:
             raise TreepackError(f"{span.source}: {name} has the part {shown(part)}; expected text under content")
     return message

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import ANY, ARRAY, LOGPROBS, MASKS, TOKEN_IDS, Format
 from treepack.ingest.readers.formats import tokens
-from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.packed import lengths_of, num_padding, read_packed
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import mask_values, number_values

@@ -20,10 +20,10 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.readers.batches import rows_of
 from treepack.ingest.readers.calls import TokenCall, read_calls
+from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import COLUMN, EVERYTHING, Fields, Format
 from treepack.ingest.readers.formats import tokens
-from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import number_values
 from treepack.ingest.readers.trajectories import without

@@ -18,9 +18,9 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import TokenCall, read_calls
+from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions, as_number, as_objects, shown
 from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Format, each
-from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Int32, Skipped, Trajectory, as_token_ids

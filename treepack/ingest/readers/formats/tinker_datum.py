@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import ANY, LOGPROBS, MASKS, OBJECT, TOKEN_IDS, Format
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.formats.tinker import ids_of
-from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.token_fields import number_values
 from treepack.ingest.readers.trajectories import without

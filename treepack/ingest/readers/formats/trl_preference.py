@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions, shown
 from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TEXT, Format
 from treepack.ingest.readers.formats import chat
-from treepack.ingest.readers.messages import MEDIA_REASON, has_media, is_messages
+from treepack.ingest.readers.messages import has_media, is_messages
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory

@@ -21,6 +21,7 @@ import numpy as np
 from treepack.errors import TreepackError
 from treepack.ingest.readers import graphs
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
+from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason
 from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
 from treepack.ingest.readers.format import (
     ANY,
@@ -35,7 +36,6 @@ from treepack.ingest.readers.format import (
     no,
     optional,
 )
-from treepack.ingest.readers.messages import MEDIA_REASON, is_text
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import with_notes, without
 from treepack.trajectory import Skipped, Trajectory
@@ -97,8 +97,8 @@ def _read_trace(
         return
     one = replace(record, value=_facts(episode, trace, agent, record.source))
     ids = graphs.ids_of(nodes, source=record.source)
-    if _has_media(trace, ids, record.source):
-        yield Skipped(record.source, MEDIA_REASON)
+    if (reason := _skip_reason(trace, ids, record.source)) is not None:
+        yield Skipped(record.source, reason)
         return
     # Nodes after the last sampled node of their path are in no prompt, so they need no ids.
     needed = {each for number in sampled for each in (*paths[number], number)}
@@ -130,12 +130,12 @@ def _chat_call(trace: dict[str, Any], path: list[int], number: int, source: str)
     return ChatCall(messages[:-1], messages[-1:], nodes[0].get("tools") or trace.get("tools"))
 
 
-def _has_media(trace: dict[str, Any], ids: list[Any], source: str) -> bool:
-    """Return whether a message contains more than text, or the tokens contain a placeholder for media."""
+def _skip_reason(trace: dict[str, Any], ids: list[Any], source: str) -> str | None:
+    """Return a reason if a message contains more than text, or the tokens contain a placeholder for media."""
     # The map's keys are the ids of placeholders: {"151655": 1} -> [151655]
     places = [int(name) for name in _object(trace, "mm_token_type_id_map", source) if name.isdecimal()]
     messages = [_object(node, "message", source) for node in trace["nodes"]]
-    return not is_text(messages) or any(np.isin(each, places).any() for each in ids)
+    return MEDIA_REASON if any(np.isin(each, places).any() for each in ids) else skip_reason(messages)
 
 
 def _facts(episode: dict[str, Any], trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[str, Any]:

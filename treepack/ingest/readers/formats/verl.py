@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import Any
 
 from treepack.ingest.readers.batches import rows_of
+from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields, Format, has_fields
 from treepack.ingest.readers.formats import tokens
-from treepack.ingest.readers.messages import MEDIA_REASON
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
