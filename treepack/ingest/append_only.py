@@ -33,6 +33,7 @@ SEQUENCES, TOKENS, PAIRS, TARGETS, ABSENT = (
 TURNS, PARTS, SPLIT = "turns", "parts", "split"
 REPLY = "treepack-reply"  # content of the assistant message before the new ones; no log contains it
 SAME_END = 24  # characters by which the ends of two texts are compared: longer than any end token
+MAX_OPENING = 64  # characters of a turn between its generation prompt and its trained text
 
 Message = dict[str, Any]
 Render = Callable[[list[Message], bool], str]  # messages, with the generation prompt or without -> text
@@ -115,16 +116,15 @@ def _new_messages(
         if end is None:
             return None
         between = rest[len(end) :]
-    prompt = turn.text[: turn.spans[0][0]]
-    if prompt.endswith(between[-SAME_END:]):
-        return between
-    return between + _opening(prompt, continued.removeprefix(render(base + new, False)))
+    return _before_body(between, turn, lambda: continued.removeprefix(render(base + new, False)))
 
 
 def _after_reply(ended: str, continued: str) -> tuple[str, str] | None:
     """Return the text after the reply in the rendering that ends with it, and in the one with new messages."""
     if REPLY in ended and REPLY in continued:
-        return ended.rpartition(REPLY)[2], continued.rpartition(REPLY)[2]
+        (before, _, tail), (before_new, _, rest) = ended.rpartition(REPLY), continued.rpartition(REPLY)
+        # Some templates print a result before the content of the call: then `rest` lacks it.
+        return (tail, rest) if len(before_new) <= len(before) else None
     # The template prints no content beside calls. Then the earlier text must be unchanged: its last characters, the
     # end of the calls, stand for the reply.
     stem = ended.rstrip()
@@ -142,8 +142,16 @@ def _size_of_end(body: str, tail: str) -> int:
     return 0
 
 
-def _opening(prompt: str, generation: str) -> str:
-    """Return the end of a turn's `prompt` after the `generation` prompt, such as an empty think block."""
-    # generation "<|assistant|><think>", prompt "...<|assistant|><think></think>" -> "</think>"
-    at = prompt.rfind(generation) if generation else -1
-    return prompt[at + len(generation) :] if at >= 0 else ""
+def _before_body(between: str, turn: RenderedTurn, generation_prompt: Callable[[], str]) -> str | None:
+    """Return `between`, which ends with the generation prompt, so that the body of `turn` follows; None if unclear."""
+    start = turn.spans[0][0]
+    prompt, body = turn.text[:start], turn.text[start:]
+    if prompt.endswith(between[-SAME_END:]):
+        return between
+    generation = generation_prompt()
+    if generation and body.startswith(generation):  # the template marks it as generated
+        return between.removesuffix(generation)
+    # Text of the turn that is not trained, such as an empty think block: generation prompt "<|assistant|><think>" and
+    # prompt "...<|assistant|><think></think>" -> "</think>"
+    _, printed, opening = prompt.rpartition(generation or " ")
+    return between + opening if generation and printed and len(opening) <= MAX_OPENING else None
