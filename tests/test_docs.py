@@ -36,7 +36,7 @@ def test_readme_shows_the_commands_of_the_demo() -> None:
     shown = [" ".join(line.split()) for line in re.findall(r"^\$ (treepack .*)$", readme, re.MULTILINE)]
     run = [" ".join(line.split()) for line in re.findall(r"^\t(treepack .*)$", makefile, re.MULTILINE)]
     assert shown == run
-    assert len(run) == 4
+    assert len(run) == 5
 
 
 def test_public_names_exist() -> None:
