@@ -9,6 +9,7 @@ import click
 
 from .advantages import ESTIMATORS, show_advantages
 from .build_trie import show_build
+from .output import lock_until_end
 from .pack import show_packing
 from .planning import pack_options_without_workers
 from .progress import progress_bars, quiet_option
@@ -60,6 +61,7 @@ def prepare(
 
     trie, packed = out / "trie", out / "packed"
     source = out / "advantages" if estimator else trie
+    lock_until_end(out)
     for each in (trie, source, packed):  # before any work; a step that runs checks its output again
         refuse_existing(each, overwrite=overwrite, inputs=list(inputs))
     with progress_bars() as progress:

@@ -57,6 +57,20 @@ def test_rows_in_memory_are_the_rows_on_disk(trie: Trie, directory: Path, tmp_pa
     assert check(tmp_path / "packed")["against_trie"] is True
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_planning_reports_its_trees_and_their_share_of_the_work(workers: int) -> None:
+    # 30 trees: one large and many small ones.
+    trajectories = [make(f"t{i}", [0, 1, 2 + i % 5, 7, i]) for i in range(40)]
+    trie = build_trie(trajectories + [make(f"s{i}", [i, 1, 2]) for i in range(1, 30)])
+    states: list[Progress] = []
+    plan_packing(trie, PackOptions(capacity=12, method="contiguous", workers=workers), progress=states.append)
+    planning = [state for state in states if state.stage == "planning"]
+    assert len(planning) > 5
+    assert [state.done for state in planning] == sorted(state.done for state in planning)
+    assert all(0 < (state.share or 0) <= 1 for state in planning)
+    assert planning[-1] == Progress("planning", 30, 30, "trees", share=1.0)
+
+
 def test_a_saved_plan_gives_the_same_rows(directory: Path, tmp_path: Path) -> None:
     calls: list[Progress] = []
     first = pack_trie(directory, tmp_path / "a", PackOptions(capacity=12), save_plan=tmp_path / "plan.jsonl")

@@ -63,7 +63,7 @@ def pack_trie(
         plan: take the rows and their limits from this file instead of planning; docs/format.md describes it.
         save_plan: also write the plan to this file, as `plan` reads it.
         overwrite: replace `out` and `save_plan` if treepack wrote them.
-        progress: called after each row with the rows written so far.
+        progress: called with the trees planned and then the rows written so far.
 
     Raises:
         TreepackError: a trajectory that is too long, a plan that does not suit, or an output that cannot be written.
@@ -89,7 +89,7 @@ def pack_trie(
             saved = stack.enter_context(finished_file(save_path, overwrite=overwrite, option="--save-plan"))
         # Before the plan, which may take minutes: its lock refuses a second command for the same `out`.
         temporary = stack.enter_context(finished_directory(out, overwrite=overwrite))
-        packing = plan_packing(read_trie(trie), options, plan_file=plan_file)
+        packing = plan_packing(read_trie(trie), options, plan_file=plan_file, progress=progress)
         if saved is not None:
             lines = plan_lines(packing.trie, packing.plan, trie_sha256=entry["sha256"])
             saved.write_text("".join(line + "\n" for line in lines), encoding="utf-8")

@@ -15,11 +15,12 @@ from treepack.pack.placement import unordered_tiles
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.files import PlanFile
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.planning import packed_trie, plan_of_file, plan_rows
+from treepack.pack.plan.planning import compilation_shown, packed_trie, plan_of_file, plan_rows
 from treepack.pack.plan.problem import Limits, Search
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
 from treepack.pack.totals import packed_totals
+from treepack.processes import ReportProgress
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
@@ -52,11 +53,13 @@ class Packing:
         yield from pack_rows(nodes, self.plan, semantics=self.options.semantics, normalize=self.options.normalize)
 
 
-def plan_packing(trie: Trie, options: PackOptions, *, plan_file: PlanFile | None = None) -> Packing:
+def plan_packing(
+    trie: Trie, options: PackOptions, *, plan_file: PlanFile | None = None, progress: ReportProgress | None = None
+) -> Packing:
     """Plan the rows of `trie`; nothing is written.
 
     The limits and the rows come from `plan_file` if it is given, else `options` defines how they are planned. Without a
-    capacity, the first of `usual_capacities` is used.
+    capacity, the first of `usual_capacities` is used. `progress` is called with the trees planned so far.
 
     Raises:
         TreepackError: a trajectory that is too long, or a plan that does not suit.
@@ -64,7 +67,8 @@ def plan_packing(trie: Trie, options: PackOptions, *, plan_file: PlanFile | None
     limits = _limits(trie, options, plan_file)
     options.check_method(plan_file.method if plan_file else options.method)
     fitted, counts = fit_capacity(trie, limits.longest, too_long=options.too_long)
-    plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options)
+    with compilation_shown(progress):
+        plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options, progress)
     nodes = packed_trie(fitted, plan.method)
     totals = trie_totals(fitted) | packed_totals(fitted, plan, check_plan(nodes, plan))
     totals["tiles_partial_unordered"] = unordered_tiles(nodes, plan)
@@ -78,7 +82,7 @@ def _limits(trie: Trie, options: PackOptions, plan_file: PlanFile | None) -> Lim
     return Limits(capacity, options.pairs_budget, options.terms_budget)
 
 
-def _plan(trie: Trie, limits: Limits, options: PackOptions) -> Plan:
+def _plan(trie: Trie, limits: Limits, options: PackOptions, progress: ReportProgress | None) -> Plan:
     return plan_rows(
         trie,
         capacity=limits,
@@ -86,4 +90,5 @@ def _plan(trie: Trie, limits: Limits, options: PackOptions) -> Plan:
         search=Search(options.effort, options.time_limit),
         multiple_of=options.balance,
         workers=options.workers,
+        progress=progress,
     )

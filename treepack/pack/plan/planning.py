@@ -18,6 +18,7 @@ Then rows that are not full are merged, whatever trees they contain. This costs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution, forest_of, path_pairs
 from treepack.pack.plan.unions import row_sizes, trained_tokens
 from treepack.pack.plan.workers import plan_trees
+from treepack.processes import Progress, ReportProgress
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie, unshared
 
@@ -61,13 +63,14 @@ def plan_rows(
     search: Search = Search(),  # noqa: B008
     multiple_of: int = 1,
     workers: int = 1,
+    progress: ReportProgress | None = None,
 ) -> Plan:
     """Assign every trajectory to a row of at most `capacity` tokens; rows never mix training steps.
 
     Rows are numbered by step and then by their first trajectory. docs/packing.md describes the methods. If
     `multiple_of` is over 1, the number of rows of every step is a multiple of it, rows of a step have about equal score
     pairs, and they are numbered by step and then by falling score pairs. The plan does not depend on `workers`, the
-    number of processes.
+    number of processes. `progress` is called with the trees planned so far.
 
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, an unknown method, or a step of too few trajectories.
@@ -96,7 +99,9 @@ def plan_rows(
         row_of = finish(pieces)
     else:
         forest = forest_of(trie, split_ends=limits.terms is not None)
-        row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers)
+        row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
+        if progress is not None:
+            progress(Progress("merging rows", 0, None, ""))
         # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> pieces [0, 0, 0, 1]
         pieces = row_of_leaf[forest.leaf_of]
         if method == "auto":
@@ -105,6 +110,19 @@ def plan_rows(
             row_of = finish(pieces)
     row_of = _renumber_by_pairs(source, row_of) if multiple_of > 1 else _renumber(row_of)
     return Plan(method, limits, row_of, bound, multiple_of)
+
+
+@contextmanager
+def compilation_shown(progress: ReportProgress | None) -> Iterator[None]:
+    """Report to `progress` when a planner is compiled inside the block: it takes seconds, once per installation."""
+    if progress is None:
+        yield
+        return
+    from treepack.files.compilation import compilation_reported  # loads numba, as all methods do
+
+    stage = Progress("compiling planners (once per installation)", 0, None, "")
+    with compilation_reported(lambda: progress(stage)):
+        yield
 
 
 def _merge(trie: Trie, row_of: Int64, limits: Limits) -> Int64:

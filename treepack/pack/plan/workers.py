@@ -16,7 +16,7 @@ import numpy as np
 
 from treepack.pack.plan.bounds import lower_bound as bounds
 from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution
-from treepack.processes import unordered
+from treepack.processes import Progress, ReportProgress, unordered
 from treepack.trajectory import Int64
 
 Method = Callable[[PlanTree, Limits, Search], Solution]
@@ -24,26 +24,48 @@ RowsAndBound = tuple[Int64, int]
 
 # Parts are equal in nodes, not in time. With 8 parts per worker, the last parts are small and end at about one time.
 PARTS_PER_WORKER = 8
+# In one process a part only ends with a report of progress.
+PARTS_OF_ONE_PROCESS = 200
 # Fixed work of a tree, in nodes: even a tree of one node costs a method call and its bounds.
 WORK_PER_TREE = 20
 
 
-def plan_trees(forest: PlanForest, limits: Limits, method: Method, search: Search, *, workers: int = 1) -> RowsAndBound:
+def plan_trees(
+    forest: PlanForest,
+    limits: Limits,
+    method: Method,
+    search: Search,
+    *,
+    workers: int = 1,
+    progress: ReportProgress | None = None,
+) -> RowsAndBound:
     """Plan all trees. Return the row of each leaf, int64 [num_leaves], and a lower bound on the tokens of all rows.
 
     Rows are numbered over all trees, from 0. With several `workers`, the calling script needs its
-    `if __name__ == "__main__":` guard.
+    `if __name__ == "__main__":` guard. `progress` is called with the trees planned so far.
 
     Raises:
         TreepackError: the method refuses a tree, or a worker died.
     """
     job = (limits, method, replace(search, num_leaves=forest.num_leaves))
-    parts = _parts(forest, PARTS_PER_WORKER * workers) if workers > 1 else [forest]
+    parts = _parts(forest, PARTS_PER_WORKER * workers if workers > 1 else PARTS_OF_ONE_PROCESS)
     # Parts of 3, 9, 5 nodes -> [1, 2, 0]; results come as (number in this list, plan) and go back to their part.
     largest_first = sorted(range(len(parts)), key=lambda i: -parts[i].joined.num_nodes)
     results = unordered(_planner, job, [parts[i] for i in largest_first], workers=min(workers, len(parts)))
-    plan_of = {largest_first[number]: plan for number, plan in results}
+    plan_of: dict[int, RowsAndBound] = {}
+    for number, plan in results:
+        plan_of[largest_first[number]] = plan
+        if progress is not None:
+            progress(_progress(forest, [parts[i] for i in plan_of]))
     return _join(plan_of[i] for i in range(len(parts)))
+
+
+def _progress(forest: PlanForest, planned: list[PlanForest]) -> Progress:
+    """Return the progress after the parts `planned`; the share is one of work, because trees differ in size."""
+    done = sum(part.num_trees for part in planned)
+    work = sum(part.joined.num_nodes + WORK_PER_TREE * part.num_trees for part in planned)
+    share = work / (forest.joined.num_nodes + WORK_PER_TREE * forest.num_trees)
+    return Progress("planning", done, forest.num_trees, "trees", share)
 
 
 _Job = tuple[Limits, Method, Search]

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import heapq
 
-import numba
 import numpy as np
 
+from treepack.files.compilation import compiled
 from treepack.trajectory import Float64, Int64
 
 BLOCK = 3  # first rollouts of a prompt, all of the same worth, see allocation.allocate_roots
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]:
     """Return the rollouts of each prompt, int64 [num_prompts], and the rest of `budget`.
 
@@ -56,7 +56,7 @@ def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]
     return count, left
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def fill_prefixes(flip: Float64, start: Int64, budget: Int64) -> Int64:
     """Return the continuations of each prefix, int64 [num_prefixes].
 

@@ -25,10 +25,10 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.files.compilation import compiled
 from treepack.pack.plan.bounds.knapsack import best_profits, best_row, fill_table
 from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Float64, Int32, Int64
@@ -338,7 +338,7 @@ def _bound(program: PricingProgram, earned: float, profits: Int32 | Int64, *, un
     return max(by_rows, Fraction(earned) / (scale + Fraction(ratio) / unit))
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _union(parent: Int64, leaves: Int64) -> NDArray[np.bool_]:
     """Return the nodes on the paths to `leaves`, bool [nodes]."""
     taken = np.zeros(len(parent), np.bool_)
@@ -350,7 +350,7 @@ def _union(parent: Int64, leaves: Int64) -> NDArray[np.bool_]:
     return taken
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _sums(starts: Int64, index: Int64, amounts: Float64, values: Float64) -> Float64:
     """Return the sum of `values` over the columns of each row, times the amounts; the sparse product A @ values."""
     # Row r has the columns index[starts[r]:starts[r + 1]] and the amounts at the same places.
@@ -361,7 +361,7 @@ def _sums(starts: Int64, index: Int64, amounts: Float64, values: Float64) -> Flo
     return out
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _spread(starts: Int64, index: Int64, amounts: Float64, values: Float64, size: int) -> Float64:
     """Return the sum of `values` over the rows of each column, times the amounts: A.T @ values."""
     out = np.zeros(size)
@@ -371,7 +371,7 @@ def _spread(starts: Int64, index: Int64, amounts: Float64, values: Float64, size
     return out
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _outer(starts: Int64, index: Int64, amounts: Float64, weights: Float64, diagonal: Float64) -> Float64:
     """Return the Newton matrix: the sum over rows of weight times (row outer row), plus a diagonal."""
     size = len(diagonal)

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from treepack.files.compilation import compiled
 from treepack.trajectory import Int64
 
 MAX_ITEMS_PER_BIN = 16  # items over 1/2, 1/3, ... 1/17 of the room are counted: at most 1, 2, ... 16 of them fit a bin
 MAX_THRESHOLDS = 32  # tried for the bound L2, evenly spread over the sizes; each costs O(items)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def count(
     parent: Int64, end: Int64, size: Int64, stop: Int64, capacity: int, tokens: Int64, times: Int64
 ) -> tuple[Int64, Int64]:
@@ -55,7 +55,7 @@ def count(
     return tokens, times
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _min_bins(sizes: Int64, copies: Int64, room: int) -> int:
     """Return a lower bound on the bins of size `room` for `copies[i]` items of `sizes[i]` each.
 
@@ -88,7 +88,7 @@ def _min_bins(sizes: Int64, copies: Int64, room: int) -> int:
     return bound
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def passes(parent: Int64, leaf: Int64, rows: Int64) -> Int64:
     """Return the number of rows that pass through each node, int64 [nodes], from the row of each leaf."""
     # Leaves row by row, so `last[u]` is enough to count a row once: nodes [1, 3, 4, 6, 7] of the worked tree in rows

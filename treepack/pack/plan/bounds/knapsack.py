@@ -11,15 +11,15 @@ to load.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.files.compilation import compiled
 from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Int32, Int64
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def fill_table(sizes: Int64, profits: Int32, end: Int64, table: Int32) -> None:
     """Write all of `best` into `table` int32 [nodes + 1, room + 1]. O(nodes * room)."""
     nodes = len(sizes)
@@ -29,7 +29,7 @@ def fill_table(sizes: Int64, profits: Int32, end: Int64, table: Int32) -> None:
         _take_or_leave(sizes[i], profits[i], table[i + 1], table[end[i]], table[i])
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def best_row(sizes: Int64, end: Int64, table: Int32) -> NDArray[np.bool_]:
     """Return the nodes that a best row takes, read from a full table; bool [nodes]."""
     nodes = len(sizes)
@@ -74,7 +74,7 @@ def _largest_last(tree: PlanTree) -> tuple[Int64, Int64]:
     return order, np.arange(tree.num_nodes) + count[order]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _first_line(sizes: Int64, profits: Int64, end: Int64, capacity: int) -> Int64:
     nodes = len(sizes)
     # Line i is read by node i - 1 and by every node whose subtree ends at i; after the last of them it is free again.
@@ -100,7 +100,7 @@ def _first_line(sizes: Int64, profits: Int64, end: Int64, capacity: int) -> Int6
     return first
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _take_or_leave(size: int, profit: int, taking: Int64, leaving: Int64, out: Int64) -> None:
     """Write the line of one node: `taking` is the line of the next node, `leaving` that of the end of its subtree."""
     # out[:size] = leaving[:size]; out[size + r] = max(taking[r] + profit, leaving[size + r])

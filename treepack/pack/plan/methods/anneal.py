@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 
+from treepack.files.compilation import compiled
 from treepack.pack.plan.problem import Limits, PlanTree, path_pairs
 from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int64
@@ -125,7 +125,7 @@ def _fill(lengths: Int64, shared: Int64, rows: Int64) -> Int64:
     return np.bincount(rows[by_row], weights=lengths[by_row] - repeated).astype(np.int64)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _nodes(lengths: Int64, shared: Int64) -> tuple[Int64, Int64, Int64]:
     """Return the parent of each node, the tokens from the root to its end, and the node of each leaf.
 
@@ -161,7 +161,7 @@ def _shape(lengths: Int64, shared: Int64, terms: Int64) -> AnnealShape:
     return AnnealShape(parent, _jumps(parent, stop), stop, path_pairs(stop), leaf, terms, shared)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _jumps(parent: Int64, stop: Int64) -> Int64:
     """Return an ancestor of each node, so that any ancestor is reached in O(log depth) jumps and steps to parents.
 
@@ -181,7 +181,7 @@ def _jumps(parent: Int64, stop: Int64) -> Int64:
     return jump
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _random(state: Any) -> float:
     """Return the next number in [0, 1) of xorshift64*; `state` is uint64 [1], not 0."""
     x = state[0]
@@ -193,7 +193,7 @@ def _random(state: Any) -> float:
     return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
     """Add leaf k to a row."""
     end = shape.leaf[k]
@@ -211,7 +211,7 @@ def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
     rows.row_of[k] = row
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
     """Remove leaf k from its row."""
     row, end = rows.row_of[k], shape.leaf[k]
@@ -229,7 +229,7 @@ def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
     rows.row_of[k] = -1
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64, state: Any) -> int:
     """Take strings of neighbouring leaves out of a few rows, and return the number of leaves.
 
@@ -274,7 +274,7 @@ def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64,
             high += 1
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state: Any) -> int:
     """Return the row to which leaf k adds the minimum of tokens, and of these rows the fullest.
 
@@ -309,7 +309,7 @@ def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state
     return -1
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int64, state: Any) -> bool:
     """Put all leaves of `removed` into rows, and return False if a leaf finds no row.
 
@@ -334,7 +334,7 @@ def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int6
     return True
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _anneal(shape: AnnealShape, caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
     """Return the best rows of the leaves, int64 [leaves], of `steps` steps from `row_of`; at most `num_rows` rows."""
     num, nodes = len(row_of), len(shape.parent)

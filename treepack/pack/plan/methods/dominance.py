@@ -15,10 +15,10 @@ Import this module inside functions only, because numba takes about a second to 
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.files.compilation import compiled
 from treepack.pack.plan.methods.completion import IMPOSSIBLE, State
 from treepack.trajectory import Int64
 
@@ -42,7 +42,7 @@ def drop_dominated(states: list[State]) -> list[State]:
     return [states[i] for i in np.flatnonzero(_best_of(padded, compared)).tolist()]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _best_of(rooms: Int64, compared: int) -> NDArray[np.bool_]:
     """Return the rows that are not <= an earlier one in every place, bool [states].
 

@@ -17,15 +17,15 @@ Import this module inside functions only, because numba takes about a second to 
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from treepack.files.compilation import compiled
 from treepack.trajectory import Int32, Int64
 
 BLOCK = 16  # rows per block: few enough to read at once, many enough that most blocks are skipped by one comparison
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def first_fit(
     order: Int64, leaf: Int64, parent: Int64, path: Int64, min_below: Int64, limit: Int64, head: Int64
 ) -> Int64:
@@ -100,7 +100,7 @@ def first_fit(
     return row_of
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _refresh(rows: Int32, block: Int64, load: Int64, most: int) -> None:
     """Drop the rows of a block whose load exceeds `most`, and set the bound to the minimum load of the others."""
     # loads [7, 3, 9], most 7: rows [5, 6, 8] -> [5, 6], bound 3
@@ -115,7 +115,7 @@ def _refresh(rows: Int32, block: Int64, load: Int64, most: int) -> None:
     block[0] = count
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _first_with_room(load: Int64, size: int, most: Int64) -> int:
     """Return the first row whose loads are all at most `most` int64 [limits]; there is always an empty row."""
     # Each limit moves the row forward, until no limit moves it any more.
@@ -129,7 +129,7 @@ def _first_with_room(load: Int64, size: int, most: Int64) -> int:
     return row
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _first_at_most(minima: Int64, size: int, most: int, start: int) -> int:
     """Return the first row from `start` on whose load is at most `most`, in a segment tree of `size` rows."""
     # Up: a right child (odd) has nothing more below its parent, so climb until a left child and step to its sibling.
@@ -146,7 +146,7 @@ def _first_at_most(minima: Int64, size: int, most: int, start: int) -> int:
     return int(at - size)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common: int) -> bool:
     """Return whether the row at entry `at` has room for the part of the path to `node` that is below `common`."""
     fits = True
@@ -155,7 +155,7 @@ def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common
     return fits
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
     """Add the path to `node` below `common` (-1: the whole path) to the row at entry `at`, and update the minima."""
     for kind in range(len(load)):
@@ -166,7 +166,7 @@ def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
             minima[place] = min(minima[2 * place], minima[2 * place + 1])
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _double(values: Int64) -> Int64:
     out = np.empty((2 * len(values), values.shape[1]), values.dtype)
     for i in range(len(values)):  # a slice takes numba 5 s to compile

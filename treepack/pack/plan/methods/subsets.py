@@ -10,10 +10,10 @@ load.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.files.compilation import compiled
 from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
 from treepack.trajectory import Int64
 
@@ -95,7 +95,7 @@ def _sum_of_sets(alone: Int64, common: Int64) -> Int64:
     return sums
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _best_of_sets(cost: Int64, fits: NDArray[np.bool_]) -> tuple[Int64, Int64]:
     """Return the minimum cost of rows for every set, and the row of its lowest leaf; int64 [2^leaves] each."""
     best = np.zeros(len(cost), np.int64)
