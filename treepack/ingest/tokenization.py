@@ -219,7 +219,7 @@ class Tokenisation:
         if self._encoder is None:
             tokenizer = self._job.tokenizer
             if tokenizer is None:
-                raise TreepackError(f"{source}: contains text, not token ids; give a tokenizer (--tokenizer)")
+                raise TreepackError(f"{source}: contains text, not token ids; give --tokenizer NAME")
             self._encoder = Encoder(load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer)
         return self._encoder
 
@@ -285,9 +285,10 @@ class Tokenisation:
             return totals + _sequence_totals(samples[0])  # the sample is the sequence
         encoder, template, tools = self.encoder(item.source), self._template, chat.tools or self._job.tools
         assert template is not None
+        first = None if tools is None else tools[:1]  # schemas are printed before the new messages: one is enough
 
         def render(messages: list[Message], prompt: bool) -> str:
-            return template.whole(replace(chat, messages=messages), tools=tools, source=item.source, prompt=prompt)
+            return template.whole(replace(chat, messages=messages), tools=first, source=item.source, prompt=prompt)
 
         try:
             sequence = append_only_text(chat, turns, render, template.special_tokens)
