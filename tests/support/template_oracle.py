@@ -13,8 +13,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
@@ -90,16 +92,59 @@ def decode(tokenizer: Any, sample: Trajectory) -> DecodedSample:
 def render(
     tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, variables: dict[str, Any], **more: Any
 ) -> str:
-    """Render `messages` with transformers alone; arguments of calls as objects, as its templates expect them."""
-    parsed = [_with_objects(message) for message in messages]
-    return str(tokenizer.apply_chat_template(parsed, tools=tools, tokenize=False, **variables, **more))
+    """Render `messages` with transformers alone, in the form that the template prints."""
+    form = _form(tokenizer, tokenizer.chat_template)
+    return _render([_in_form(message, form) for message in messages], tokenizer, tools=tools, **variables, **more)
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    return message | {"tool_calls": [c | {"function": c["function"] | {"arguments": _object(c)}} for c in calls]}
+def _render(messages: list[Message], tokenizer: Any, **more: Any) -> str:
+    # Not `apply_chat_template`, which removes content that is None; servers pass it to the template.
+    texts, _ = render_jinja_template(
+        conversations=[messages], chat_template=tokenizer.chat_template, **tokenizer.special_tokens_map, **more
+    )
+    return str(texts[0])
+
+
+# Content as text or as parts, arguments of calls as objects or as text, empty content beside calls as "" or None. A
+# template takes the first of these forms in which it prints all of a conversation with a call, or else without one.
+FORMS = list(product((False, True), (False, True), ("", None)))
+Form = tuple[bool, bool, str | None]
+
+
+def _form(tokenizer: Any, template: str) -> Form:
+    if template not in _FORM_OF_TEMPLATE:
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"k": "mark1a0z"}}}
+        asks: Message = {"role": "user", "content": "mark0xz"}
+        calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        says: Message = {"role": "assistant", "content": "mark1cz"}
+        printed = [form for turn in (calls, says) for form in FORMS if _prints(tokenizer, [asks, turn], form)]
+        _FORM_OF_TEMPLATE[template] = printed[0] if printed else FORMS[0]
+    return _FORM_OF_TEMPLATE[template]
+
+
+_FORM_OF_TEMPLATE: dict[str, Form] = {}
+
+
+def _prints(tokenizer: Any, messages: list[Message], form: Form) -> bool:
+    try:
+        text = _render([_in_form(message, form) for message in messages], tokenizer)
+    except Exception:  # the template refuses this form
+        return False
+    # {"k": ...} as text in the braces of an object is no JSON: {{"k": ...}}
+    return len(MARK.findall(text)) == 2 and "{{" not in text
+
+
+def _in_form(message: Message, form: Form) -> Message:
+    in_parts, as_text, empty = form
+    content = message.get("content")
+    if calls := message.get("tool_calls"):
+        content = content or empty
+        arguments = [json.dumps(_object(call)) if as_text else _object(call) for call in calls]
+        calls = [c | {"function": c["function"] | {"arguments": a}} for c, a in zip(calls, arguments, strict=True)]
+        message = message | {"tool_calls": calls}
+    if in_parts and content is not None:
+        return message | {"content": [{"type": "text", "text": content}]}
+    return message | {"content": content}
 
 
 def _object(call: dict[str, Any]) -> Any:
@@ -183,9 +228,9 @@ def _faults_of_ends(tokenizer: Any, chat: Chat, trained: list[str]) -> list[str]
 
 
 def _faults_of_order(sample: DecodedSample) -> list[str]:
-    """Messages stand in their order."""
-    order = [int(match[1]) for match in MARK.finditer(sample.text)]
-    return [] if order == sorted(order) else [f"the messages stand in the order {order}"]
+    """Trained messages stand in their order; a prompt may repeat text, because templates do so in earlier turns."""
+    order = [int(match[1]) for text in sample.trained for match in MARK.finditer(text)]
+    return [] if order == sorted(order) else [f"the trained messages stand in the order {order}"]
 
 
 def faults_of_prompt(tokenizer: Any, chat: Chat, sample: Trajectory, tools: Any) -> list[str]:
@@ -198,8 +243,9 @@ def faults_of_prompt(tokenizer: Any, chat: Chat, sample: Trajectory, tools: Any)
     prompt = render(tokenizer, chat.messages[:i], tools, chat.chat_template_kwargs or {}, add_generation_prompt=True)
     before = decoded.text[: decoded.spans[0][0]]
     if GENERATION.search(tokenizer.chat_template):
-        # The marks decide, and some count the whole header of the turn to it.
-        is_same = prompt.startswith(before) and not MARK.search(prompt[len(before) :])
+        # The marks decide: some count the whole header of the turn to it, and some leave out more than the header.
+        longer, shorter = sorted((prompt, before), key=len, reverse=True)
+        is_same = longer.startswith(shorter) and not MARK.search(longer[len(shorter) :])
     else:
         # A block that the prompt opened may be closed before the turn, if the turn has no reasoning.
         is_same = before.startswith(prompt) and not re.sub(r"</?think>|\s", "", before[len(prompt) :])

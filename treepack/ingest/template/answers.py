@@ -34,6 +34,7 @@ from treepack.ingest.template.rendering import (
     spans_of_marks,
 )
 from treepack.ingest.template.thoughts import (
+    closes_thought,
     closing,
     count_closings,
     inner_thought,
@@ -42,6 +43,10 @@ from treepack.ingest.template.thoughts import (
 )
 
 NOT_CONTINUED = "the chat template does not continue its own generation prompt"
+NO_THINKING = "the generation prompt of the chat template excludes the reasoning of a turn"
+THINKING_REMEDY = (
+    "set chat_template_kwargs of the rollout, such as enable_thinking, or use another template (--chat-template FILE)"
+)
 CLOSED_NOTE = "thought opened by the generation prompt closed without reasoning, untrained"
 EMPTY_NOTE = "assistant turn without text, reasoning or calls, not trained"
 PROBE_THOUGHT = "probe_thought"
@@ -87,12 +92,26 @@ class Answers:
 
     def _answer(self, before: list[Message], turn: Message, setting: Setting) -> Answer:
         messages = [*before, self._forms.convert(turn)]
-        if GENERATION_MARK.search(setting.template):
-            return Answer(*spans_of_marks(messages, setting))
         prompt = render(before, setting, prompt=True)
+        if GENERATION_MARK.search(setting.template):
+            return self._marked(messages, prompt, turn, setting)
         text = render(messages, setting)
         if text.startswith(prompt):
             return self._spanned(text, len(prompt), len(prompt))
+        return self._rebuilt(prompt, turn, setting)
+
+    def _marked(self, messages: list[Message], prompt: str, turn: Message, setting: Setting) -> Answer:
+        """Return the answer in the generation marks, or the rebuilt one if the template rewrites earlier turns."""
+        try:
+            text, spans = spans_of_marks(messages, prompt, setting)
+        except UnfaithfulError as error:
+            with suppress(UnfaithfulError):
+                return self._rebuilt(prompt, turn, setting)
+            raise error from None
+        before = text[: spans[0][0]] if spans else prompt
+        # Marks may begin before the header of the turn, such as <|assistant|>, or after more than the header.
+        if before.startswith(prompt) or prompt.startswith(before):
+            return Answer(text, spans)
         return self._rebuilt(prompt, turn, setting)
 
     def _spanned(self, text: str, prompt: int, start: int, notes: tuple[str, ...] = ()) -> Answer:
@@ -112,6 +131,8 @@ class Answers:
         calls = turn.get("tool_calls") or []
         if not (content.strip() or thought.strip() or calls):
             return Answer(prompt, (), (EMPTY_NOTE,))
+        if thought.strip() and closes_thought(prompt):
+            raise UnfaithfulError(f"{setting.source}: {NO_THINKING}; {THINKING_REMEDY}", NO_THINKING)
         opening = open_thought(prompt)
         split = _split(turn) if opening and inner else turn
         body = self._printed(split, setting)

@@ -109,7 +109,7 @@ class Forms:
         """
         reason = ""
         for empty, probe in product(("", None), self._probes()):
-            prints: dict[type, bool] = {}
+            prints: dict[type, str] = {}
             for arguments in (PROBE_TEXT, json.loads(PROBE_TEXT)):
                 try:
                     text = self._render_calls(probe, [arguments], empty)
@@ -120,14 +120,14 @@ class Forms:
                 is_text = isinstance(arguments, str)
                 # Text: the template must print it unchanged, because `tojson` would escape its quotes. Object: either
                 # quote style of JSON is right, but 'probe_key' in single quotes is the repr of a Python dict.
-                prints[type(arguments)] = (
-                    PROBE_TEXT in text if is_text else "probe_value" in text and "'probe_key'" not in text
-                )
-            # prints: {str: True, dict: True} -> unchanged; only str -> text; only dict -> object; none -> next probe.
-            if prints.get(str):
-                return CallForm(_identity if prints.get(dict) else _as_text, empty)
-            if prints.get(dict):
+                if PROBE_TEXT in text if is_text else "probe_value" in text and "'probe_key'" not in text:
+                    prints[type(arguments)] = text
+            # JSON for both -> unchanged; only text -> text; only an object, or an object in another form -> object; none
+            # -> next probe. Gemma 4 prints an object as {probe_key:<|"|>probe_value<|"|>}, and text in two braces.
+            if dict in prints and (str not in prints or PROBE_TEXT not in prints[dict]):
                 return CallForm(_as_object, empty)
+            if str in prints:
+                return CallForm(_identity if dict in prints else _as_text, empty)
         return reason
 
     @cached_property

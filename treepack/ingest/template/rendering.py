@@ -150,8 +150,8 @@ def _render(messages: list[Message], setting: Setting, *, prompt: bool, marks: b
     return texts[0], spans[0] if marks else []
 
 
-def spans_of_marks(messages: list[Message], setting: Setting) -> tuple[str, tuple[Span, ...]]:
-    """Render `messages`, and return the spans of the generation marks of the last message.
+def spans_of_marks(messages: list[Message], prompt: str, setting: Setting) -> tuple[str, tuple[Span, ...]]:
+    """Render `messages`, and return the spans of the generation marks of the last message, the answer to `prompt`.
 
     Raises:
         UnfaithfulError: the marks cannot be assigned to turns, or the last turn has none.
@@ -162,8 +162,9 @@ def spans_of_marks(messages: list[Message], setting: Setting) -> tuple[str, tupl
         spans = marks[-1:]
     else:
         # Some turns have several marks, or none: the marks of the last turn start after the text of all others.
-        before = render(messages[:-1], setting) if len(messages) > 1 else ""
-        if not text.startswith(before):
+        texts = (render(messages[:-1], setting) if len(messages) > 1 else "", prompt)
+        before = next((each for each in texts if text.startswith(each)), None)
+        if before is None:
             raise UnfaithfulError(
                 f"{setting.source}: the chat template has {len(marks)} generation marks for {num_assistant} "
                 "assistant turns; mark each turn once",

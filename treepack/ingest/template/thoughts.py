@@ -22,7 +22,9 @@ TAGS = {
 }
 _OPENINGS = "|".join(map(re.escape, TAGS))
 _OPEN_AT_END = re.compile(rf"({_OPENINGS})\s*\Z")
-_EMPTY = re.compile("|".join(rf"{re.escape(start)}\s*{re.escape(end)}" for start, end in TAGS.items()))
+_EMPTY_THOUGHT = "|".join(rf"{re.escape(start)}\s*{re.escape(end)}" for start, end in TAGS.items())
+_EMPTY = re.compile(_EMPTY_THOUGHT)
+_EMPTY_AT_END = re.compile(rf"(?:{_EMPTY_THOUGHT})\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ def open_thought(prompt: str) -> str:
     """Return the end of `prompt` that opens a thought, such as "<think>" with its newline; empty if none is open."""
     match = _OPEN_AT_END.search(prompt)
     return match[0] if match else ""
+
+
+def closes_thought(prompt: str) -> bool:
+    """Return True if `prompt` ends with an empty thought, so that the model is not to write one."""
+    return _EMPTY_AT_END.search(prompt) is not None
 
 
 def closing(opening: str) -> str:
