@@ -75,3 +75,6 @@ def main() -> None:
     except TreepackError as error:
         click.echo(f"treepack: {error}", err=True)
         sys.exit(1)
+    except MemoryError:
+        click.echo("treepack: memory ran out; read fewer inputs at once, or use fewer --workers", err=True)
+        sys.exit(1)

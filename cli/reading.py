@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import click
 
-from treepack.ingest.options import EXPANSIONS, SHARES, BuildOptions
+from treepack.ingest.options import CONTROL_TOKENS, EXPANSIONS, SHARES, BuildOptions
 
 from .option_groups import as_usage, option_group
 
 USUAL = BuildOptions()
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, with one of the suffixes K, M and G for 1024, 1024^2 and 1024^3."""
+
+    name = "BYTES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse `value`; wrong usage if it is not an integer with or without a suffix."""
+        digits = str(value).upper().removesuffix("B")
+        factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(digits[-1:], 1)
+        try:
+            return min(int(digits[:-1] if factor > 1 else digits) * factor, sys.maxsize - 1)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of bytes such as 500M or 2G", param, ctx)
 
 
 reading_options = option_group(
@@ -61,9 +79,24 @@ reading_options = option_group(
             help="Number tool call ids, UUIDs and times of conversations, so that random ones do not split prefixes.",
         ),
         click.option("--train-all", is_flag=True, help="Train every token of token records that have no mask."),
+        click.option(
+            "--control-tokens",
+            type=click.Choice(CONTROL_TOKENS),
+            default=USUAL.control_tokens,
+            show_default=True,
+            help="Special tokens that messages spell out: keep them as an engine does, tokenise them as ordinary text, "
+            "or skip the conversation.",
+        ),
         click.option("--strict", is_flag=True, help="Refuse the first rollout that would be skipped."),
         click.option(
             "--skip-bad", is_flag=True, help="Skip and count damaged records and files, which are refused otherwise."
+        ),
+        click.option(
+            "--max-record-size",
+            type=Size(),
+            default="1G",
+            show_default=True,
+            help="Maximum size of a line, and of a file that is read as a whole, decompressed; suffixes K, M and G.",
         ),
         click.option(
             "--workers",

@@ -240,7 +240,7 @@ def test_text_needs_a_tokenizer_and_a_conversation_a_template(
     item = chat([user("Q"), assistant("A")])
     with pytest.raises(TreepackError) as caught:
         samples(item, None)
-    assert str(caught.value) == "r.jsonl:1: contains text, not token ids; give a tokenizer (--tokenizer)"
+    assert str(caught.value) == "r.jsonl:1: contains text, not token ids; give --tokenizer NAME"
     with pytest.raises(TreepackError) as caught:
         samples(item, tokenizers["none"])
     expected = f"{names['none']}: the tokenizer has no chat template; give one (--chat-template FILE), use a tokenizer "

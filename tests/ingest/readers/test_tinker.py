@@ -96,3 +96,12 @@ def test_a_trajectory_comes_back(talk: Conversation) -> None:
     steps = [transition(model_input(prompt[:1], prompt[1:]), response, values) for prompt, response, values in parts]
     (trajectory,) = read(tinker, {"transitions": steps, "final_ob": model_input()})
     assert back(trajectory) == talk.expected(0.25 * len(steps))
+
+
+def test_a_group_that_is_null_is_a_single_trajectory_and_an_empty_one_is_counted() -> None:
+    transition = {"ob": [1, 2], "ac": {"tokens": [3], "maybe_logprobs": [-0.5]}, "reward": 0.0}
+    for fields in ({"transitions": [transition]}, {"transitions": [transition], "trajectories_G": None}):
+        (item,) = tinker.read(Record("r.jsonl:1", "r.jsonl", fields), ReadOptions())
+        assert isinstance(item, Trajectory)
+    empty = Record("r.jsonl:1", "r.jsonl", {"trajectories_G": []})
+    assert list(tinker.read(empty, ReadOptions())) == [Skipped("r.jsonl:1", "group without a trajectory")]

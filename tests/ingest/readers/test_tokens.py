@@ -175,7 +175,7 @@ def test_all_tokens_are_trained_only_if_asked_for() -> None:
     assert (trained({"input_ids": IDS}, train_all=True), trajectory.notes) == ([1, 2, 3], ())
     assert refusal({"input_ids": IDS}) == (
         "marks neither the trained tokens nor the start of the response; "
-        "give loss_mask or response_length, or choose to train all tokens"
+        "give loss_mask or response_length, or train all tokens with --train-all"
     )
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.inputs import STDIN
 
 CHUNK = 1 << 20  # bytes of one read of a file
-MAX_RECORD_SIZE = 1 << 30  # bytes of one record, decompressed; as Python values it takes about four times as much
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Text, Tokens, Trajectory, check_scalars
 
@@ -38,12 +39,16 @@ class ReadOptions:
     `reward_key` selects one reward of several in a dict. `vocab_size` is the exclusive bound of the token ids.
     `train_all` trains every token of a record that has neither a mask nor a separate response. `shapes` accepts formats
     with the lengths and shared prefixes of rollouts but without tokens or text; token ids are then placeholders.
+    `skip_bad` skips damaged records and files, which are refused otherwise. `max_record_size` limits the bytes of a
+    record, and of a file that is read as a whole.
     """
 
     reward_key: str | None = None
     vocab_size: int | None = None
     train_all: bool = False
     shapes: bool = False
+    skip_bad: bool = False
+    max_record_size: int = MAX_RECORD_SIZE
 
 
 def describe(

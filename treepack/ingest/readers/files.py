@@ -23,14 +23,15 @@ from typing import Any
 import pyarrow as pa
 
 from treepack.errors import TreepackError
+from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.byte_streams import (
     CHUNK,
-    MAX_RECORD_SIZE,
     Handling,
     HashingReader,
     as_buffer,
     read_whole,
 )
+from treepack.ingest.readers.eval_files import is_eval_file, read_eval_file
 from treepack.ingest.readers.inputs import STDIN, InputHash, displayed
 from treepack.ingest.readers.json_files import json_pieces
 from treepack.ingest.readers.records import (
@@ -39,6 +40,7 @@ from treepack.ingest.readers.records import (
     Piece,
     Record,
     TableRows,
+    Values,
     pieces_of_value,
 )
 from treepack.ingest.readers.tables import (
@@ -49,7 +51,7 @@ from treepack.ingest.readers.tables import (
     parquet_batches,
 )
 from treepack.ingest.readers.torch_files import MAGIC as TORCH_MAGIC
-from treepack.ingest.readers.torch_files import read_torch
+from treepack.ingest.readers.torch_files import NotPlainError, read_torch
 from treepack.ingest.readers.yaml_files import SUFFIXES as YAML_SUFFIXES
 from treepack.ingest.readers.yaml_files import read_yaml
 from treepack.trajectory import Skipped
@@ -76,16 +78,18 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of one file (`<stdin>`: of standard input), in order; the first piece has a record.
 
-    With `skip_bad`, a piece may also be `Damaged`, and the first may have no record.
+    With `skip_bad`, a piece may also be `Damaged`, and the first may have no record. `max_size` is the maximum size of
+    a record in bytes.
 
     Raises:
         TreepackError: the file is unreadable, truncated, empty or of an unknown kind. Errors inside of a piece are
             raised by its `records`.
     """
     shown = displayed(path)
-    pieces = _whole_file(path, input_hash, Handling(max_size, skip_bad))
     try:
-        yield from pieces
+        yield from _whole_file(path, input_hash, Handling(max_size, skip_bad))
+    except NotPlainError:
+        raise  # a file of torch that is no rollout, such as a checkpoint, is not damaged
     except TreepackError as error:
         if not skip_bad:
             raise
@@ -137,8 +141,9 @@ def _pieces_of(raw: HashingReader, path: str, how: Handling) -> Iterator[Piece]:
     if Path(path).suffix in YAML_SUFFIXES:
         return pieces_of_value(read_yaml(read_whole(stream, shown, how.max_size), shown), shown)
     magic = stream.peek(4)[:4]
-    if magic == TORCH_MAGIC:
-        return pieces_of_value(read_torch(read_whole(stream, shown, how.max_size), shown), shown)
+    if magic == TORCH_MAGIC:  # of every zip archive
+        data = read_whole(stream, shown, how.max_size)
+        return _eval_pieces(data, shown, how) if is_eval_file(data) else pieces_of_value(read_torch(data, shown), shown)
     if magic == ARROW_STREAM_MAGIC:
         return _row_pieces(arrow_batches(stream, shown), shown)
     if magic not in (PARQUET_MAGIC, ARROW_FILE_MAGIC):
@@ -150,6 +155,11 @@ def _pieces_of(raw: HashingReader, path: str, how: Handling) -> Iterator[Piece]:
         source = pa.BufferReader(read_whole(stream, shown, how.max_size))
     batches = parquet_batches if magic == PARQUET_MAGIC else arrow_batches
     return _row_pieces(batches(source, shown), shown)
+
+
+def _eval_pieces(data: bytes, path: str, how: Handling) -> Iterator[Piece]:
+    for number, value in enumerate(read_eval_file(data, path, max_size=how.max_size)):
+        yield Values(path, number, [value])
 
 
 def _row_pieces(batches: Iterator[pa.RecordBatch], path: str) -> Iterator[Piece]:

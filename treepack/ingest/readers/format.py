@@ -22,6 +22,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -33,7 +35,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.batches import is_column
 from treepack.ingest.readers.fields import ReadOptions, group_of, shown
 from treepack.ingest.readers.messages import is_messages
-from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Record
 from treepack.trajectory import Skipped, Trajectory
 
 # The columns of the table in docs/formats.md, in this order.
@@ -41,6 +43,8 @@ TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE = "token ids", "masks", "log-probab
 KEEPS = (TOKEN_IDS, MASKS, LOGPROBS, REWARDS, LINEAGE)
 EVERYTHING = frozenset(KEEPS)
 MISSING = object()  # the value of a field that is absent, because null is a value
+MAX_REMOVED = 100  # damaged records of a file whose records belong together; each costs a reading of the file
+SIMILAR = 0.8  # share of equal characters above which one name may be a misspelling of another
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,13 @@ class Format:
         """Return whether the record `value` has this format."""
         return has_fields(value, self.requires)
 
+    def required_fields(self) -> set[str]:
+        """Return the names of the fields of a record that an alternative requires; none if a function decides."""
+        if callable(self.requires):
+            return set()
+        paths = [name for fields in self.requires for names in fields for name in _as_tuple(names)]
+        return {path.partition(".")[0] for path in paths}
+
     def check(self, record: Record) -> None:
         """Refuse a record that does not have this format.
 
@@ -179,20 +190,52 @@ class Format:
         Raises:
             TreepackError: a record does not have this format, or its fields contradict each other.
         """
-        if self.read_file is not None:
+        if self.read_file is None:
+            for number, record in enumerate(records):
+                items = self._of_record(record, number, options)
+                yield from _without_damage(items, record) if options.skip_bad else items
+        elif options.skip_bad:
+            yield from self._of_damaged_file(list(records), options)
+        else:
             yield from self.read_file(self._check_records(records), options)
-            return
+
+    def _of_record(self, record: Record, number: int, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+        """Read record `number` of a file; a skipped rollout gets the group that its record names."""
         assert self.read is not None
-        for record in self._check_records(records):
-            for item in self.read(record, options):
-                is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
-                yield replace(item, group_id=group_of(record)) if is_lost else item
+        self._check_record(record, number)
+        for item in self.read(record, options):
+            is_lost = isinstance(item, Skipped) and item.is_rollout and item.group_id is None
+            yield replace(item, group_id=group_of(record)) if is_lost else item
+
+    def _of_damaged_file(self, records: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+        """Read the records of a file that belong together, without those that are damaged.
+
+        An error names the record at its beginning. This record is removed and the file is read again, at most
+        `MAX_REMOVED` times; an error that names no record, or one more, skips the file.
+        """
+        assert self.read_file is not None
+        path = records[0].path if records else ""
+        for _ in range(MAX_REMOVED):
+            if not records:
+                return
+            try:
+                yield from list(self.read_file(self._check_records(records), options))
+                return
+            except TreepackError as error:
+                number = _number_of_record(str(error), records)
+                if number is None:
+                    break
+                yield _damaged(records.pop(number), error)
+        yield Skipped(path, DAMAGED_FILE, detail=f"{path}: contains damaged records that belong to all others")
 
     def _check_records(self, records: Iterable[Record]) -> Iterator[Record]:
         for number, record in enumerate(records):
-            if self.checked == "each" or (self.checked == "first" and number == 0):
-                self.check(record)
+            self._check_record(record, number)
             yield record
+
+    def _check_record(self, record: Record, number: int) -> None:
+        if self.checked == "each" or (self.checked == "first" and number == 0):
+            self.check(record)
 
     def _refusal(self, value: dict[str, Any]) -> str:
         """Name the first wrong field of the alternative that `value` is closest to."""
@@ -203,12 +246,38 @@ class Format:
         # {"messages": 7} is closest to the alternative with `messages`, so the message is about this field.
         closest = max(self.requires, key=lambda fields: _num_present(value, fields))
         names, kind = next((names, kind) for names, kind in closest.items() if not _has_field(value, names, kind))
-        names = (names,) if isinstance(names, str) else names
+        names = _as_tuple(names)
         # If one of several names is present, its value is wrong; if none is, the field is missing.
         for name in names:
             if (field := _field(value, name)) is not MISSING:
                 return f"{name} is {shown(field)}; expected {kind.text} (format {self.name})"
-        return f"has no {' or '.join(names)}; expected {form}"
+        similar = close_names(value, names)
+        hint = f", but {', '.join(similar)}" if similar else ""
+        return f"has no {' or '.join(names)}{hint}; expected {form}"
+
+
+def _without_damage(items: Iterator[Trajectory | Skipped], record: Record) -> list[Trajectory | Skipped]:
+    """Return the `items` of `record`, or that it is damaged: never a part of a record."""
+    try:
+        return list(items)
+    except TreepackError as error:
+        return [_damaged(record, error)]
+
+
+def _damaged(record: Record, error: TreepackError) -> Skipped:
+    return Skipped(record.source, DAMAGED_RECORD, group_of(record), str(error))
+
+
+def _number_of_record(message: str, records: list[Record]) -> int | None:
+    """Return the index of the record that an error names, or None if it names none."""
+    # "r.jsonl:17: turn 3 ..." names the record with the source "r.jsonl:17", but not "r.jsonl:1".
+    named = (i for i, record in enumerate(records) if re.match(re.escape(record.source) + r"(?!\w)", message))
+    return next(named, None)
+
+
+def close_names(value: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return the names of fields in `value` that are nearly one of `names`: mesages for messages."""
+    return [field for field in value if field not in names and difflib.get_close_matches(field, names, 1, SIMILAR)]
 
 
 def has_fields(value: dict[str, Any], requires: Requirement) -> bool:
@@ -218,8 +287,12 @@ def has_fields(value: dict[str, Any], requires: Requirement) -> bool:
     return any(all(_has_field(value, names, kind) for names, kind in fields.items()) for fields in requires)
 
 
+def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
 def _has_field(value: dict[str, Any], names: str | tuple[str, ...], kind: Kind) -> bool:
-    names = (names,) if isinstance(names, str) else names
+    names = _as_tuple(names)
     # A field that must be absent fails only if all names of the tuple are present.
     return any(kind.test(_field(value, name)) for name in names)
 

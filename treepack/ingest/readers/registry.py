@@ -9,23 +9,29 @@ records of other formats contain token ids and messages too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.files import read_pieces
-from treepack.ingest.readers.format import Format
+from treepack.ingest.readers.format import SIMILAR, Format, close_names
 from treepack.ingest.readers.formats import (
     alpaca,
+    anthropic_messages,
     art,
     atif,
     auto_code_rover,
     chat,
+    claude_code,
+    codex,
     dars,
     harbor_traces,
+    inspect,
     intercode,
     langsmith,
     llama_factory,
@@ -38,6 +44,7 @@ from treepack.ingest.readers.formats import (
     openai_chat,
     openai_preference,
     openai_responses,
+    openhands,
     otel_genai,
     pi,
     prime_rl,
@@ -68,7 +75,8 @@ from treepack.ingest.readers.formats import (
     verl_dump,
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
-from treepack.ingest.readers.records import NoObjectError, Piece, Record
+from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record, pieces_of_list
 from treepack.ingest.readers.torch_files import NotPlainError
 from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory
@@ -100,6 +108,10 @@ FORMATS: tuple[Format, ...] = (
     intercode.FORMAT,
     tree_of_thoughts.FORMAT,
     pi.FORMAT,
+    claude_code.FORMAT,
+    codex.FORMAT,
+    openhands.FORMAT,
+    inspect.FORMAT,
     atif.FORMAT,
     harbor_traces.FORMAT,
     nemo_gym.FORMAT,
@@ -131,6 +143,7 @@ FORMATS: tuple[Format, ...] = (
     token_trees.FORMAT,
     openai_chat.FORMAT,
     openai_responses.FORMAT,
+    anthropic_messages.FORMAT,
     otel_genai.FORMAT,
     langsmith.FORMAT,
     mooncake.FORMAT,
@@ -138,6 +151,8 @@ FORMATS: tuple[Format, ...] = (
     chat.FORMAT,
 )
 FORMAT_OF_NAME: dict[str, Format] = {each.name: each for each in FORMATS}
+KNOWN_FIELDS = tuple(sorted({name for each in FORMATS for name in each.required_fields()}))
+MAX_PIECES = 16  # of a file whose first records are damaged, in which a record of a known format is searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +165,14 @@ class Unread:
 
     def trajectories(self) -> Iterator[Trajectory | Skipped]:
         """Read the records of the piece."""
-        yield from FORMAT_OF_NAME[self.format].trajectories(self.piece.records(), self.options)
+        yield from _read_pieces([self.piece], self.format, self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """Trajectories that have been read, and skipped records."""
 
-    items: list[Trajectory | Skipped]
+    items: Sequence[Trajectory | Skipped]
 
     def trajectories(self) -> Iterator[Trajectory | Skipped]:
         """Yield the items."""
@@ -210,28 +225,125 @@ def read_parts(
         yield Done(list(skipped))
     unknown: list[TreepackError] = []
     for path in files:
-        pieces = read_pieces(path, input_hash=input_hash)
+        pieces = read_pieces(path, input_hash=input_hash, max_size=options.max_record_size, skip_bad=options.skip_bad)
         try:
-            first = next(pieces)
-            name = detect_format(next(first.records())) if format == "auto" else format
+            recognised = recognise(pieces, format, skip_bad=options.skip_bad)
         # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
         except (UnknownFormatError, NoObjectError, NotPlainError) as error:
-            if path not in searched or format != "auto":
+            is_extra = path in searched and format == "auto"
+            if not is_extra and not options.skip_bad:
                 raise
             unknown.append(error)
-            yield Done([Skipped(displayed(path), "file of no known format", is_rollout=False)])
+            extra = Skipped(displayed(path), "file of no known format", is_rollout=False)
+            yield Done([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
             continue
-        # The first piece was taken to detect the format; it is put back before the others.
-        file_format, file_pieces = FORMAT_OF_NAME[name], chain([first], pieces)
-        if file_format.read_file is None:
-            yield from (Unread(piece, name, options) for piece in file_pieces)
-        else:
-            records = (record for piece in file_pieces for record in piece.records())
-            # Records that belong together cannot be split among workers; they are passed on in batches.
-            yield from map(Done, batched(file_format.trajectories(records, options)))
+        if recognised.skipped:
+            yield Done(recognised.skipped)
+        if recognised.format is not None:
+            yield from _parts_of_file(recognised.format, recognised.pieces, options)
     # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
     if unknown and len(unknown) == len(files):
         raise unknown[0]
+
+
+def _parts_of_file(name: str, pieces: Iterator[Piece], options: ReadOptions) -> Iterator[Unread | Done]:
+    if FORMAT_OF_NAME[name].read_file is None:
+        yield from (Unread(piece, name, options) for piece in pieces)
+        return
+    # Records that belong together cannot be split among workers; they are passed on in batches.
+    yield from map(Done, batched(_read_pieces(pieces, name, options)))
+
+
+def _read_pieces(pieces: Iterable[Piece], name: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+    """Read the records of `pieces`; with `skip_bad`, what is damaged is yielded after what is read of a piece."""
+    damaged: list[Skipped] | None = [] if options.skip_bad else None
+    records = (record for piece in pieces for record in piece.records(damaged))
+    for item in FORMAT_OF_NAME[name].trajectories(records, options):
+        yield item
+        if damaged:
+            yield from damaged
+            damaged.clear()
+    yield from damaged or ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """The format of a file and its pieces, and what is skipped of it; no format if all of it is damaged."""
+
+    format: str | None
+    pieces: Iterator[Piece]
+    skipped: list[Skipped]
+
+
+def recognise(pieces: Iterator[Piece], format: str, *, skip_bad: bool) -> Recognised:  # noqa: A002
+    """Recognise the format of a file by its first record, or with `skip_bad` by the first one that has a known format.
+
+    A document with one list of records is read as this list.
+
+    Raises:
+        TreepackError: the first record is damaged or of no known format.
+    """
+    damaged: list[Skipped] | None = [] if skip_bad else None
+    refusal: UnknownFormatError | None = None
+    read: list[Piece] = []  # taken to recognise the format, and put back before the others
+    for piece in islice(pieces, MAX_PIECES if skip_bad else 1):
+        read.append(piece)
+        for record in piece.records(damaged):
+            try:
+                return Recognised(_format_of(record, format), chain(read, pieces), [])
+            except UnknownFormatError as error:
+                refusal = refusal or error
+            if not skip_bad:
+                break
+    if refusal is None:
+        return Recognised(None, iter(()), damaged or [])
+    following = list(islice(pieces, 1))
+    if len(read) == 1 and not following and (inner := _list_in_document(read[0], format)) is not None:
+        return inner
+    if format == "auto":
+        raise refusal
+    return Recognised(format, chain(read, following, pieces), [])
+
+
+def _format_of(record: Record, format: str) -> str:  # noqa: A002
+    """Return `format`, or the format of `record` if that is "auto".
+
+    Raises:
+        UnknownFormatError: `record` has another format, or none that is known.
+    """
+    if format == "auto":
+        return detect_format(record)
+    if not FORMAT_OF_NAME[format].matches(record.value):
+        raise UnknownFormatError(f"{record.source}: is not of the format {format}")
+    return format
+
+
+def _list_in_document(piece: Piece, format: str) -> Recognised | None:  # noqa: A002
+    """Return the records of the only list of objects in the only record of `piece`, or None if they are none."""
+    # {"data": [{"messages": [..]}, {"messages": [..]}], "version": 2} -> the two elements of `data`
+    records = list(islice(piece.records([]), 2))
+    if len(records) != 1:
+        return None
+    record = records[0]
+    names = _lists_of_objects(record.value)
+    if len(names) != 1:
+        return None
+    values = record.value[names[0]]
+    try:
+        name = _format_of(Record(record.source, record.path, values[0]), format)
+    except TreepackError:
+        return None
+    # A list of messages or spans is one rollout, or several that need each other.
+    if FORMAT_OF_NAME[name].read is None:
+        return None
+    others = [other for other, value in record.value.items() if other != names[0] and value is not None]
+    skipped = [Skipped(record.source, f"fields beside the list '{names[0]}' of a document", is_rollout=False)]
+    return Recognised(name, pieces_of_list(values, record.path, names[0]), skipped if others else [])
+
+
+def _lists_of_objects(value: dict[str, Any]) -> list[str]:
+    """Return the names of the fields that are lists of at least one object, and of nothing else."""
+    return [name for name, field in value.items() if isinstance(field, list) and field and is_messages(field)]
 
 
 def check_format(name: str) -> None:
@@ -265,9 +377,21 @@ def detect_format(record: Record) -> str:
         if each.matches(record.value):
             return each.name
     raise UnknownFormatError(
-        f"{record.source}: has no known format, but the fields {_list_fields(record.value)}; "
-        "'treepack formats' lists the formats and their fields"
+        f"{record.source}: has no known format, but the fields {_list_fields(record.value)}; {_remedy(record.value)}"
     )
+
+
+def _remedy(value: dict[str, Any]) -> str:
+    """Return the remedy for a record of no known format, by its fields: a misspelt name, or lists inside a document."""
+    if similar := close_names(value, KNOWN_FIELDS):
+        (name,) = difflib.get_close_matches(similar[0], KNOWN_FIELDS, 1, SIMILAR)
+        return f"rename '{similar[0]}' if it is '{name}'; 'treepack formats' lists the formats and their fields"
+    if names := _lists_of_objects(value):
+        return (
+            f"write each element of {' or '.join(names)} as one record, if these are the rollouts; 'treepack formats' "
+            "lists the formats and their fields"
+        )
+    return "'treepack formats' lists the formats and their fields"
 
 
 def _list_fields(fields: Iterable[str]) -> str:

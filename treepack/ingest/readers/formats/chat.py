@@ -18,7 +18,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason, split_blocks
 from treepack.ingest.readers.fields import ReadOptions, describe
-from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TALK, Format
+from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECTS, REWARDS, TALK, Format, close_names
 from treepack.ingest.readers.messages import (
     Messages,
     has_media,
@@ -53,7 +53,9 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     else:
         prompt, completion = value.get("prompt"), value.get("completion")
         if prompt is None or completion is None:
-            raise TreepackError(f"{source}: has no messages; expected messages, or prompt and completion")
+            similar = close_names(value, ["messages", "prompt", "completion"])
+            hint = f", but {', '.join(similar)}" if similar else ""
+            raise TreepackError(f"{source}: has no messages{hint}; expected messages, or prompt and completion")
         # Text has no turns, so no chat template is applied to it.
         if isinstance(prompt, str) and isinstance(completion, str):
             yield describe(record, Text(prompt, completion), used={"prompt", "completion"}, options=options)

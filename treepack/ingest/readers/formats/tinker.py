@@ -37,10 +37,12 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: fields of another form, or an error of the `tokens` reader.
     """
     value, source = record.value, record.source
-    if "trajectories_G" not in value:
-        yield from _read_trajectory(record, value, 0.0, options)
+    if value.get("trajectories_G") is None:
+        yield from _read_trajectory(replace(record, value=without(value, GROUP)), value, 0.0, options)
         return
     members = as_objects(value["trajectories_G"], source=source, name="trajectories_G")
+    if not members:
+        yield Skipped(source, "group without a trajectory")
     finals = value.get("final_rewards_G")
     if finals is None:
         finals = [0.0] * len(members)

@@ -217,7 +217,7 @@ def _trained_mask(ids: Int32, fields: tf.Fields, layout: _FieldLayout, *, train_
         else:
             raise TreepackError(
                 f"{layout.source}: marks neither the trained tokens nor the start of the response; "
-                "give loss_mask or response_length, or choose to train all tokens"
+                "give loss_mask or response_length, or train all tokens with --train-all"
             )
     # `mask` may be the array of the record, so it is copied before it is changed.
     if layout.start > 0 or layout.end < layout.num_tokens:
