@@ -18,7 +18,7 @@ from treepack.files.directory import is_hidden_output
 from treepack.trajectory import Skipped
 
 # .pt is torch.save, .traj is SWE-agent and .root is DARS. A folder may also have YAML, but mostly as settings.
-EXTENSIONS = frozenset({".arrow", ".jsonl", ".json", ".ndjson", ".parquet", ".pt", ".root", ".traj"})
+EXTENSIONS = frozenset({".arrow", ".eval", ".jsonl", ".json", ".ndjson", ".parquet", ".pt", ".root", ".traj"})
 COMPRESSED = frozenset({".gz", ".zst"})
 STDIN = "<stdin>"  # the path of standard input, as in messages of Python itself
 

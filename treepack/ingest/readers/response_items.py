@@ -23,11 +23,12 @@ from treepack.ingest.readers.messages import is_messages
 Item = dict[str, Any]
 
 REASONING, TEXT, CALL = range(3)  # the places of an item in a turn, in order
-CALLS = ("function_call", "custom_tool_call", "mcp_call")
-RESULTS = ("function_call_output", "custom_tool_call_output")
+CALLS = ("function_call", "custom_tool_call", "local_shell_call", "mcp_call")
+RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 EMPTY_NOTE = "assistant turn without content left out"
 SUMMARY_NOTE = "reasoning with a summary only left out"
+ENCRYPTED_NOTE = "encrypted reasoning left out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,8 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
             summary = _text(item.get("summary"), source, between="\n\n")
             if summary and not content and not summaries:
                 notes[SUMMARY_NOTE] = None
+            if item.get("encrypted_content") and not content and not summary:
+                notes[ENCRYPTED_NOTE] = None
             # A summary is not what the model generated, so it must not be trained as reasoning.
             reasoning.append(content or (summary if summaries else ""))
         elif place == TEXT:
@@ -131,13 +134,17 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
 
 
 def _call(item: Item, source: str) -> dict[str, Any]:
+    # OpenAI's own shell tool has no name: {"action": {"command": ["ls"], ..}} -> local_shell {"command": ["ls"], ..}
+    if _kind(item) == "local_shell_call":
+        action = {name: value for name, value in (item.get("action") or {}).items() if value is not None}
+        item = item | {"name": "local_shell", "arguments": json.dumps(action, ensure_ascii=False)}
     if not isinstance(item.get("name"), str):
         raise TreepackError(f"{source}: has the item {shown(item)}; expected a call with a name")
     # A custom tool takes free text; chat messages need JSON: "ls" -> {"input": "ls"}.
     arguments = item.get("arguments")
     if _kind(item) == "custom_tool_call":
         arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
-    call_id = item.get("id") if _kind(item) == "mcp_call" else item.get("call_id")
+    call_id = item.get("id") if _kind(item) == "mcp_call" else item.get("call_id") or item.get("id")
     return {"id": call_id, "type": "function", "function": {"name": item["name"], "arguments": arguments}}
 
 

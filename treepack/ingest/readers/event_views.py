@@ -1,0 +1,77 @@
+"""Logs of events to calls: the prompt of a call is the view of the events before it.
+
+    events   system, user, action A, result, action B, result, condensation of A and its result to "S", action C
+    prompts  of A: system user    of B: system user A result    of C: system user S B result
+
+A condensation takes events out of the view and puts a summary in their place, as an agent does before a prompt becomes
+too long. Every event has a place in the view, also if its message is part of another one, because condensations name
+events by id and count them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from treepack.ingest.readers.calls import ChatCall
+from treepack.ingest.readers.content_blocks import skip_reason
+
+Message = dict[str, Any]
+
+
+class EventView:
+    """The events that the next prompt contains, the calls so far, and notes to be counted."""
+
+    def __init__(self) -> None:
+        self.calls: list[ChatCall] = []
+        self.tools: Any = None
+        self.notes: dict[str, None] = {}
+        self._events: list[tuple[Any, Message | None]] = []
+        self._responses: set[str] = set()
+
+    def add(self, event: Any, message: Message | None = None) -> None:
+        """Add an event by its id, and its message if it has one of its own."""
+        self._events.append((event if isinstance(event, str | int) else None, message))
+
+    def answer(self, event: Any, response: Message, *, name: str | None, history: Message | None = None) -> None:
+        """Add a response of the model as a call; later prompts contain `history` in its place, if given.
+
+        Several events may come from one response, which has a `name`: the first one adds it.
+        """
+        if name is not None and name in self._responses:
+            self.add(event)
+            return
+        self._responses |= {name} - {None}  # type: ignore[arg-type]
+        prompt = [message for _, message in self._events if message is not None]
+        if (reason := skip_reason([*prompt, response])) is None:
+            self.calls.append(ChatCall(prompt, [response], self.tools))
+        else:
+            self.notes[f"call not used: {reason}"] = None
+        self.add(event, response if history is None else history)
+
+    def forget(self, events: Container[Any], summary: Any, place: Any) -> None:
+        """Take `events` out of the view, and put the text `summary` before the `place`-th of the others."""
+        # view 1 2 3 4, forget 2 3, summary S at 1 -> 1 S 4
+        self._events = [(event, message) for event, message in self._events if event not in events]
+        if isinstance(summary, str) and isinstance(place, int):
+            self._events.insert(place, (None, {"role": "user", "content": summary}))
+
+
+def text_of(parts: Any) -> str | list[Any]:
+    """Return the text of content parts, joined; the parts themselves if one of them is not text."""
+    parts = parts if isinstance(parts, list) else [] if parts is None else [parts]
+    texts = [part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None for part in parts]
+    return "".join(text for text in texts if text) if all(isinstance(text, str) for text in texts) else parts
+
+
+def command_output(output: Any, metadata: Any) -> str:
+    """Return the output of a command as OpenHands shows it to the model, with lines about the shell after it."""
+    metadata = metadata if isinstance(metadata, dict) else {}
+    lines = [f"{metadata.get('prefix') or ''}{output or ''}{metadata.get('suffix') or ''}"]
+    if metadata.get("working_dir"):
+        lines.append(f"[Current working directory: {metadata['working_dir']}]")
+    if metadata.get("py_interpreter_path"):
+        lines.append(f"[Python interpreter: {metadata['py_interpreter_path']}]")
+    if metadata.get("exit_code", -1) not in (-1, None):
+        lines.append(f"[Command finished with exit code {metadata['exit_code']}]")
+    return "\n".join(lines)
