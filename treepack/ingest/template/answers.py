@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from treepack.ingest.template.contents import check_answer
 from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, Forms, calls_of
 from treepack.ingest.template.rendering import (
+    BAD_MARKS,
     GENERATION_MARK,
     Message,
     Setting,
@@ -102,12 +103,12 @@ class Answers:
 
     def _marked(self, messages: list[Message], prompt: str, turn: Message, setting: Setting) -> Answer:
         """Return the answer in the generation marks, or the rebuilt one if the template rewrites earlier turns."""
-        try:
-            text, spans = spans_of_marks(messages, prompt, setting)
-        except UnfaithfulError as error:
+        text, spans = spans_of_marks(messages, prompt, setting)
+        if spans is None:
             with suppress(UnfaithfulError):
                 return self._rebuilt(prompt, turn, setting)
-            raise error from None
+            sentence = "the chat template has generation marks that cannot be assigned to turns; mark each turn once"
+            raise UnfaithfulError(f"{setting.source}: {sentence}", BAD_MARKS)
         before = text[: spans[0][0]] if spans else prompt
         # Marks may begin before the header of the turn, such as <|assistant|>, or after more than the header.
         if before.startswith(prompt) or prompt.startswith(before):

@@ -122,8 +122,8 @@ class Forms:
                 # quote style of JSON is right, but 'probe_key' in single quotes is the repr of a Python dict.
                 if PROBE_TEXT in text if is_text else "probe_value" in text and "'probe_key'" not in text:
                     prints[type(arguments)] = text
-            # JSON for both -> unchanged; only text -> text; only an object, or an object in another form -> object; none
-            # -> next probe. Gemma 4 prints an object as {probe_key:<|"|>probe_value<|"|>}, and text in two braces.
+            # JSON for both -> unchanged; only text -> text; only an object, or an object in another form -> object;
+            # none -> next probe. Gemma 4 prints an object as {probe_key:<|"|>probe_value<|"|>}, and text in two braces.
             if dict in prints and (str not in prints or PROBE_TEXT not in prints[dict]):
                 return CallForm(_as_object, empty)
             if str in prints:

@@ -150,26 +150,24 @@ def _render(messages: list[Message], setting: Setting, *, prompt: bool, marks: b
     return texts[0], spans[0] if marks else []
 
 
-def spans_of_marks(messages: list[Message], prompt: str, setting: Setting) -> tuple[str, tuple[Span, ...]]:
+def spans_of_marks(messages: list[Message], prompt: str, setting: Setting) -> tuple[str, tuple[Span, ...] | None]:
     """Render `messages`, and return the spans of the generation marks of the last message, the answer to `prompt`.
 
+    Returns:
+        The text and the spans, or None in their place if the marks cannot be assigned to turns.
+
     Raises:
-        UnfaithfulError: the marks cannot be assigned to turns, or the last turn has none.
+        UnfaithfulError: the last turn has no mark.
     """
     text, marks = render_with_marks(messages, setting)
-    num_assistant = sum(message["role"] == "assistant" for message in messages)
-    if len(marks) == num_assistant:
+    if len(marks) == sum(message["role"] == "assistant" for message in messages):
         spans = marks[-1:]
     else:
         # Some turns have several marks, or none: the marks of the last turn start after the text of all others.
         texts = (render(messages[:-1], setting) if len(messages) > 1 else "", prompt)
         before = next((each for each in texts if text.startswith(each)), None)
         if before is None:
-            raise UnfaithfulError(
-                f"{setting.source}: the chat template has {len(marks)} generation marks for {num_assistant} "
-                "assistant turns; mark each turn once",
-                BAD_MARKS,
-            )
+            return text, None
         spans = [mark for mark in marks if mark[0] >= len(before)]
     if not spans:
         raise UnfaithfulError(
