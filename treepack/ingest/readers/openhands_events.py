@@ -104,9 +104,9 @@ def _result(event: Event) -> str | list[Any]:
     observation = event.get("observation")
     if not isinstance(observation, dict):
         return str(event.get("error") or "")
-    # Before version 1.0 the text was in `output`, and in `message` or `content` for tools without one.
-    named = ("content", "output", "message", "error")
-    parts = next((observation[name] for name in named if isinstance(observation.get(name), str | list)), [])
+    # Before version 1.0 an error was a text of its own, and other text was in `output`, `message` or `content`.
+    named = ("error", "content", "output", "message")
+    parts = next((part for name in named if isinstance(part := observation.get(name), str | list) and part), [])
     text = text_of(parts)
     if isinstance(text, list) or observation.get("screenshot_data"):
         return text if isinstance(text, list) else [{"type": "image"}]

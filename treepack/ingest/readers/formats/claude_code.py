@@ -243,11 +243,12 @@ def _description(session: _Session, first: Record) -> dict[str, Any]:
 FORMAT = Format(
     name="claude-code",
     program="Claude Code",
-    recognised_by="`type` and `sessionId`, or a first line of `type` summary or file-history-snapshot",
+    recognised_by="`type` and `sessionId`, a first line of `type` summary or file-history-snapshot, a file .meta.json",
     requires=[
         {"type": TEXT, "sessionId": TEXT},
         {"type": one_of("summary"), "leafUuid": TEXT},
         {"type": one_of("file-history-snapshot"), "messageId": TEXT},
+        {"agentType": TEXT, "toolUseId": TEXT},
     ],
     checked="first",
     used="""

@@ -86,7 +86,8 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
     before = list(takewhile(lambda event: not _is_response(event), events))
     if not any(event.get("action") == "system" or event.get("kind") == "SystemPromptEvent" for event in before):
         view.notes[SYSTEM_NOTE] = None
-    instruction = record.value.get("instruction")
+    description = _description(record)
+    group, instruction = description.get("group_id"), record.value.get("instruction")
     if isinstance(instruction, str) and not any(event.get("source") == "user" for event in before):
         view.add(None, {"role": "user", "content": instruction})
     if any("kind" in event for event in events):
@@ -94,13 +95,14 @@ def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iter
     else:
         for event in events:
             if (reason := add_action_event(view, event)) is not None:
-                yield Skipped(record.source, reason)
+                yield Skipped(record.source, reason, group_id=group)
                 return
     if view.calls:
-        one = replace(record, value=_description(record))
+        one = replace(record, value=description)
         yield from with_notes(read_chats(one, view.calls, options), tuple(view.notes))
     else:
-        yield Skipped(record.source, next((note for note in view.notes if note.startswith("call not")), NO_CALL))
+        reason = next((note for note in view.notes if note.startswith("call not")), NO_CALL)
+        yield Skipped(record.source, reason, group_id=group)
 
 
 def _is_response(event: Event) -> bool:
