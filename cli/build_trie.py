@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .output import percent, show
+from .output import say, show_figures, show_notes
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
-from .skipped import print_many_skipped, print_skipped
+from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 if TYPE_CHECKING:
     from treepack.ingest.options import BuildOptions
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrite: bool) -> None:
     """Read rollouts and write their prefix tries.
 
-    INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints the counts of
-    rollouts that were read and skipped, N_flat (tokens if every trajectory stands alone), N_tree (tokens of the tries)
-    and POR, the potential overlap ratio 1 - N_tree / N_flat.
+    INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many
+    conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens if
+    every sample stands alone), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
     from treepack.trie.directory import build_trie_directory
 
@@ -39,19 +39,14 @@ def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrit
 
 def show_build(summary: TrieSummary) -> None:
     """Print the summary of a trie that was built."""
-    skipped = summary.manifest.get("skipped")
+    from treepack.analysis.summary import summary_of_manifest
+
+    manifest, totals = summary.manifest, summary.totals
+    skipped = manifest.get("skipped")
     print_many_skipped(skipped)
-    totals = summary.totals
-    show(
-        {
-            "files": summary.num_files,
-            **{name.replace("num_", ""): value for name, value in totals.items() if name.startswith("num_")},
-            "trained tokens": totals["tokens_trained"],
-            **summary.counts,
-            "N_flat": totals["tokens_flat"],
-            "N_tree": totals["tokens_tree"],
-            "POR": percent(totals["por"]),
-            "tokens per second": totals["tokens_flat"] / summary.seconds,
-        }
-    )
+    say(summary_of_manifest(manifest))
+    speed = {"num_files": summary.num_files, "tokens_per_second": totals["tokens_flat"] / summary.seconds}
+    show_figures(totals | speed, verbose=False)
+    show_notes(summary.counts)
     print_skipped(skipped)
+    print_control_tokens(manifest.get("control_tokens"))

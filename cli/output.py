@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +16,52 @@ TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
 
 def show(rows: Mapping[str, Any]) -> None:
     """Print names and values in two columns."""
-    _print_grid([(name, text(value)) for name, value in rows.items()], justify="left")
+    _print_grid([(name, text(value)) for name, value in rows.items()], justify=("left", "left"))
+
+
+def show_figures(figures: Mapping[str, Any], *, verbose: bool) -> None:
+    """Print figures by their names in JSON, with their values and labels, in the order of the glossary.
+
+    Without `verbose`, figures that only developers of packing and kernels need are left out.
+    """
+    from treepack.analysis.glossary import GLOSSARY, INTERNAL, RATIOS
+
+    shown = [name for name in GLOSSARY if name in figures and (verbose or name not in INTERNAL)]
+    values = [percent(figures[name]) if name in RATIOS else text(figures[name]) for name in shown]
+    rows = [(name, value, GLOSSARY[name]) for name, value in zip(shown, values, strict=True)]
+    _print_grid(rows, justify=("left", "right", "left"))
+
+
+def show_notes(counts: Mapping[str, int], sentences: Iterable[str] = ()) -> None:
+    """Print notes under a table, wrapped to the terminal: how often each one of `counts` applies, and `sentences`."""
+    for note, count in counts.items():
+        say(f"- {note}: {count:,}")
+    for sentence in sentences:
+        say(f"- {sentence}")
+
+
+def say(sentence: str) -> None:
+    """Print a sentence; on a terminal it is wrapped between words, and further lines of a note are indented."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    indent = "  " if sentence.startswith("- ") else ""
+    lines = textwrap.wrap(printable(sentence), max(width, 20), subsequent_indent=indent, break_on_hyphens=False)
+    click.echo("\n".join(lines) if width else printable(sentence))
 
 
 def show_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print a right-aligned table under a header."""
-    _print_grid([tuple(header), *(tuple(text(value) for value in row) for row in rows)], justify="right")
+    justify = ("right",) * len(header)
+    _print_grid([tuple(header), *(tuple(text(value) for value in row) for row in rows)], justify=justify)
 
 
-def _print_grid(rows: Sequence[Sequence[str]], *, justify: str) -> None:
+def _print_grid(rows: Sequence[Sequence[str]], *, justify: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2), pad_edge=False)
-    for _ in rows[0]:
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for side in justify:
+        table.add_column(justify=side, no_wrap=True)  # type: ignore[arg-type]
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # Text, because a name may look like markup
     # rich ignores the width on a terminal that is called dumb, unless it gets a height too.

@@ -64,6 +64,7 @@ USUAL = StatsOptions()
     show_default=True,
     help="GPU for which the forecast gives hours: a100, h100, h200, b200, or its rate in bfloat16.",
 )
+@click.option("--verbose", is_flag=True, help="Also print figures about tiles, weights and the lower bound.")
 @search_options(USUAL.pack.effort)
 @reading_options
 @quiet_option
@@ -78,6 +79,7 @@ def stats(
     segment: str,
     model: str,
     device: str,
+    verbose: bool,
     search: PackOptions,
     build: BuildOptions,
 ) -> None:
@@ -85,9 +87,10 @@ def stats(
 
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie.
 
-    The forecast compares the floating-point operations on the tree with those of flat packing, both of whole
-    trajectories and of one sample per turn. Without --capacity it plans quickly for 16384 and 65536 (each only if the
-    longest trajectory fits), else for the next power of two.
+    The first line says what was read and what training on the tree gains against one append-only sequence per
+    conversation, as most trainers make it. The forecast compares floating-point operations on the tree with those of
+    flat packing: of such sequences, of each sample alone, and of one sample per turn. Without --capacity it plans
+    quickly for 16384 and 65536 (each only if the longest trajectory fits), else for the next power of two.
     """
     import json
 
@@ -110,4 +113,4 @@ def stats(
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
     else:
-        print_report(report)
+        print_report(report, verbose=verbose)

@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
-from .output import percent, show, show_table
-from .skipped import print_many_skipped, print_skipped
+from treepack.analysis.glossary import BASELINES
+
+from .output import percent, say, show_figures, show_notes, show_table
+from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
 
@@ -23,13 +25,14 @@ REASONS = {
 }
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """Print a report as tables."""
+def print_report(report: dict[str, Any], *, verbose: bool) -> None:
+    """Print a report as tables, with what was read and the verdict first; `verbose` adds figures about packing."""
     print_many_skipped(report.get("skipped"))
-    plain = {name: value for name, value in report.items() if not isinstance(value, dict | list)}
-    ratios = {name: percent(plain[name]) for name in ("por", "err", "token_ratio", "fill", "gap") if name in plain}
-    show(plain | ratios | report.get("options", {}) | report.get("counts", {}))
+    say(headline(report["summary"], report["forecast"]["verdict"]))
+    show_figures(report | report.get("options", {}), verbose=verbose)
+    show_notes(report.get("counts", {}))
     print_skipped(report.get("skipped"))
+    print_control_tokens(report.get("control_tokens"))
     for name, column, ratio in (("por_by_depth", "tokens_tree", "por"), ("err_by_depth", "tokens_packed", "err")):
         if name in report:
             click.echo()
@@ -67,6 +70,12 @@ def print_report(report: dict[str, Any]) -> None:
         _print_sharing(report["sharing"], report["tokens_tree"])
     click.echo()
     _print_forecast(report["forecast"])
+
+
+def headline(summary: str, verdict: str) -> str:
+    """Return what was read and what the tree gains as one sentence."""
+    # "614 conversations, 614 samples: tree ..." and "614 conversations, 6,321 samples: the template ...; tree ..."
+    return f"{summary}{';' if ':' in summary else ':'} {verdict}"
 
 
 def _print_sharing(sharing: dict[str, Any], tokens_tree: int) -> None:
@@ -119,10 +128,10 @@ def _print_checked(checked: dict[str, Any]) -> None:
 
 
 def _print_forecast(forecast: dict[str, Any]) -> None:
-    header = ("forecast", "capacity", "left_out", "sharing", "speed-up", "hours_flat", "hours")
+    header = ("baseline", "capacity", "num_left_out", "sharing", "speedup", "hours_flat", "hours")
     lines = [
         (
-            line["samples"],
+            line["baseline"],
             line["capacity"],
             line["num_left_out"],
             percent(line["sharing"]),
@@ -133,6 +142,8 @@ def _print_forecast(forecast: dict[str, Any]) -> None:
         for line in forecast["lines"]
     ]
     show_table(header, lines)
+    used = dict.fromkeys(line["baseline"] for line in forecast["lines"])
+    show_notes({}, [*(f"{name}: {BASELINES[name]}" for name in used), *forecast["notes"]])
     rate = f"{percent(forecast['mfu'])} of {forecast['flops_per_second'] / 1e12:.0f} TFLOP/s"
     device = f", one {forecast['device']}" if forecast["device"] else ""
-    click.echo(f"{forecast['verdict']} (for {forecast['model']}; hours at {rate}{device})")
+    say(f"{forecast['verdict']}; for {forecast['model']}, hours at {rate}{device}")

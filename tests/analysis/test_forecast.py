@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +18,20 @@ from support import strategies
 from support.command_line import Run
 from support.paths import SAMPLE_DATA
 from support.strategies import make
+from support.turns import length, one_per_turn, turns_of_chats
 from treepack.analysis import forecast
 from treepack.analysis.capacities import forecast_lines, plan_capacities
-from treepack.analysis.forecast import Line, RowCounter, flat_work, trained_of, tree_work, turns_work, whole_work
-from treepack.analysis.model_cost import FlopCount, ModelShape, operations
+from treepack.analysis.forecast import (
+    APPEND_ONLY,
+    Line,
+    RowCounter,
+    flat_work,
+    trained_of,
+    tree_work,
+    turns_work,
+    whole_work,
+)
+from treepack.analysis.model_cost import FlopCount
 from treepack.analysis.turns import cut_to_turns, turns_of
 from treepack.errors import TreepackError
 from treepack.pack.capacity import usual_capacities
@@ -34,27 +43,6 @@ from treepack.trie.build import build_trie
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie, trajectories_of
 
-SAMPLES = SAMPLE_DATA
-# Small primes, so that a wrong factor or a swapped pair changes every result.
-SHAPE = ModelShape("made", weights=7, output=11, scores=3)
-DEVICE = forecast.Device("made", 1e12)
-
-
-def one_per_turn(trajectory: Trajectory) -> list[Trajectory]:
-    """Return the samples of a trajectory's turns, made one by one."""
-    content = trajectory.content
-    assert isinstance(content, Tokens)
-    samples: list[Trajectory] = []
-    first = 0
-    for i, end in enumerate(content.ends.tolist()):
-        if i + 1 < len(content.ends) and content.starts[i + 1] == end:
-            continue  # spans that touch are one turn
-        spans = slice(first, i + 1)
-        turn = Tokens(content.tokens[:end], content.starts[spans], content.ends[spans], content.span_weights[spans])
-        samples.append(replace(trajectory, trajectory_id=f"{trajectory.trajectory_id}/{i}", content=turn))
-        first = i + 1
-    return samples
-
 
 def cut_after(trajectory: Trajectory, end: int) -> Trajectory:
     content = trajectory.content
@@ -63,11 +51,6 @@ def cut_after(trajectory: Trajectory, end: int) -> Trajectory:
     kept = content.ends <= end
     spans = (content.starts[kept], content.ends[kept], content.span_weights[kept])
     return replace(trajectory, content=Tokens(content.tokens[:end], *spans))
-
-
-def length(trajectory: Trajectory) -> int:
-    assert isinstance(trajectory.content, Tokens)
-    return len(trajectory.content.tokens)
 
 
 def work_of(rows: list[Row]) -> FlopCount:
@@ -113,7 +96,7 @@ def test_turns_are_forecast_as_if_each_were_made(rollouts: list[Trajectory], lim
     made = [turn for t in rollouts for turn in one_per_turn(t) if length(turn) <= limit]
     assume(made)
     real, cut = build_trie(made), cut_to_turns(trie, turns)
-    assert turns_work(cut, turns) == flat_work(real)
+    assert turns_work(trie, turns) == flat_work(real)
     assert tree_work(cut, trained_of(cut)) == tree_work(real, trained_of(real))
 
 
@@ -141,17 +124,6 @@ def test_plans_and_packed_rows_have_the_counted_work(rollouts: list[Trajectory],
     assert of_rows.flat == replace(flat_work(trie), targets=targets)
 
 
-def turns_of_chats(num: int = 3) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Return conversations of one prompt whose last token is trained, and a sample for each of their turns."""
-    # tokens   1 2 3 A 4 B 21     A = 10 + i and B = 20 + i differ between the chats
-    # spans          -   ----     two turns, of 4 and 7 tokens
-    chats = [
-        make(f"t{i}", [1, 2, 3, 10 + i, 4, 20 + i, 21], spans=[(3, 4, 1.0), (5, 7, 1.0)], group=f"g{i}")
-        for i in range(num)
-    ]
-    return chats, [turn for chat in chats for turn in one_per_turn(chat)]
-
-
 def test_both_ways_come_from_either() -> None:
     chats, turns = turns_of_chats()
     lines = []
@@ -160,7 +132,8 @@ def test_both_ways_come_from_either() -> None:
         planned = list(plan_capacities(trie, [8, 64], method="contiguous", too_long="error"))
         lines.append(forecast_lines(trie, planned, method="contiguous"))
     assert [line.samples for line in lines[0]] == ["trajectories"] * 3 + ["turns"] * 3
-    assert lines[0][:3] == lines[1][3:]
+    # Of token ids, the turns that continue each other are one append-only sequence.
+    assert [replace(line, baseline=APPEND_ONLY) for line in lines[0][:3]] == lines[1][3:]
     assert lines[0][3:] == lines[1][:3]
     # Three chats of 7 tokens: 7 * 8 / 2 = 28 pairs, 3 trained. By turns, samples of 4 tokens (10 pairs) come on top.
     assert lines[0][0].flat == FlopCount(21, 3 * 28, 9)
@@ -204,49 +177,6 @@ def test_samples_that_no_other_continues_train_the_trained_tokens_of_their_path(
     assert whole_work(trie, trained_of(trie)) == FlopCount(7, 28, 3)
 
 
-def test_the_report_follows_from_the_lines() -> None:
-    flat, packed = FlopCount(1000, 9000, 100), FlopCount(200, 3000, 90)
-    result = forecast.report([Line("turns", 64, flat, packed, 2)], SHAPE, DEVICE)
-    (line,) = result["lines"]
-    assert line["flops_flat"] == 6 * (7 * 1000 + 11 * 100 + 3 * 9000) == operations(SHAPE, flat)
-    assert line["speedup"] == pytest.approx(operations(SHAPE, flat) / operations(SHAPE, packed))
-    assert (line["sharing"], line["num_left_out"], line["capacity"]) == (0.8, 2, 64)
-    assert line["hours"] * 3600 * DEVICE.rate * result["mfu"] == pytest.approx(operations(SHAPE, packed))
-    assert json.loads(json.dumps(result)) == result
-
-
-def line_of(samples: str, saved: float, capacity: int | None = None, left_out: int = 0) -> Line:
-    """Return a line without attention and output layer, whose speed-up is 1 / (1 - saved)."""
-    return Line(samples, capacity, FlopCount(1000, 0, 0), FlopCount(round(1000 * (1 - saved)), 0, 0), left_out)
-
-
-@pytest.mark.parametrize(
-    ("lines", "verdict"),
-    [
-        ([line_of("rows", 0.8)], "tree training pays: 5.0x"),
-        ([line_of("rows", 0.03)], "tree training does not pay: sharing is 3 %"),
-        (
-            [line_of("trajectories", 0.5), line_of("turns", 0.9)],
-            "tree training pays: 2.0x for trajectories, 10.0x for turns",
-        ),
-        (
-            [line_of("trajectories", 0.03), line_of("turns", 0.8)],
-            "tree training pays: 5.0x for turns; not for trajectories: sharing is 3 %",
-        ),
-        (
-            [line_of("trajectories", 0.03), line_of("turns", 0.05)],
-            "tree training does not pay: sharing is 3 % for trajectories, sharing is 5 % for turns",
-        ),
-        ([line_of("turns", 0.9), line_of("turns", 0.5, 64), line_of("turns", 0.8, 32)], "tree training pays: 5.0x"),
-        ([line_of("turns", 0.8, 32, left_out=9), line_of("turns", 0.5, 64)], "tree training pays: 2.0x"),
-    ],
-)
-def test_the_verdict_is_one_plain_line(lines: list[Line], verdict: str) -> None:
-    result = forecast.report(lines, SHAPE, DEVICE)
-    assert result["verdict"] == verdict
-    assert result["pays"] == ("not pay" not in verdict)
-
-
 def test_devices_have_names_or_rates() -> None:
     assert forecast.read_device("H200").rate == pytest.approx(771e12, rel=0.01)
     assert forecast.read_device("123.5").rate == 123.5e12
@@ -270,7 +200,7 @@ def chats(treepack: Run, tmp_path: Path) -> Callable[..., Path]:
 
     def build(expand: str) -> Path:
         out = tmp_path / expand
-        arguments = (SAMPLES / "chat.jsonl", "--tokenizer", SAMPLES / "tokenizer", "--expand", expand)
+        arguments = (SAMPLE_DATA / "chat.jsonl", "--tokenizer", SAMPLE_DATA / "tokenizer", "--expand", expand)
         assert treepack("build-trie", *arguments, "--out", out).status == 0
         return out
 
@@ -304,16 +234,22 @@ def test_stats_ends_with_a_forecast_and_a_verdict(treepack: Run, chats: Callable
     before = forecast_of(treepack, trie, "--capacity", 4096, *options)
     after = forecast_of(treepack, packed, *options)
     predicted = next(line for line in before["lines"] if (line["samples"], line["capacity"]) == ("turns", 4096))
-    assert after["lines"] == [predicted | {"samples": "rows"}]
+    sequences = next(line for line in before["lines"] if (line["samples"], line["capacity"]) == ("append_only", 4096))
+    assert after["lines"] == [predicted | {"samples": "rows", "baseline": "samples"}, sequences]
     assert (after["model"], after["flops_per_second"]) == ("llama-3.1-8b", 1e14)
     assert after["device"] is None
 
 
-def test_the_last_line_names_the_model_and_what_hours_are_counted_by(treepack: Run, chats: Callable[..., Path]) -> None:
-    last = treepack("stats", chats("trajectory")).out.splitlines()[-1]
-    expected = r"tree training pays: [\d.]+x for trajectories, [\d.]+x for turns \(for qwen3-8b; hours at 50\.0 % of "
-    assert re.fullmatch(expected + r"771 TFLOP/s, one h200\)", last)
-    assert treepack("stats", chats("turns"), "--device", 400).out.endswith("hours at 50.0 % of 400 TFLOP/s)\n")
+def test_first_and_last_line_have_the_verdict(treepack: Run, chats: Callable[..., Path]) -> None:
+    lines = treepack("stats", chats("trajectory")).out.splitlines()
+    number, sequence = r"[\d.]+x against", "one append-only sequence per conversation"
+    gain = rf"tree training pays {number} {sequence} \({number} each sample alone, {number} one sample per turn\)"
+    assert re.fullmatch(
+        "32 conversations, 96 samples: the template rewrites earlier turns; " + gain,
+        lines[0],
+    )
+    assert re.fullmatch(gain + r"; for qwen3-8b, hours at 50\.0 % of 771 TFLOP/s, one h200", lines[-1])
+    assert treepack("stats", chats("turns"), "--device", 400).out.endswith("hours at 50.0 % of 400 TFLOP/s\n")
 
 
 def test_the_command_line_has_the_defaults_of_the_library() -> None:

@@ -102,12 +102,23 @@ def test_summary_of_build_trie(treepack: Run, tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"input_ids": [], "loss_mask": []}\n{"input_ids": [1, 2], "loss_mask": [0, 0]}\n')
     result = treepack("build-trie", path, "--out", tmp_path / "trie")
-    lines = dict(line.split("  ", 1) for line in result.out.splitlines())
-    values = {name.strip(): value.strip() for name, value in lines.items()}
-    assert values["trajectories"] == "6"
-    assert values["skipped: empty trajectory"] == "1"
-    assert values["skipped: no trained token"] == "1"
-    assert (values["N_flat"], values["N_tree"], values["POR"]) == ("30", "15", "50.0 %")
+    lines = [line.split(maxsplit=2) for line in result.out.splitlines()]
+    values = {words[0]: words[1] for words in lines[2:12]}
+    assert result.out.splitlines()[1] == "6 samples of token ids or plain text"
+    assert float(values.pop("tokens_per_second").replace(",", "")) > 0
+    assert values == {
+        "num_files": "1",
+        "num_trajectories": "6",
+        "num_groups": "2",
+        "num_trees": "1",
+        "num_nodes": "7",
+        "tokens_trained": "18",
+        "tokens_flat": "30",
+        "tokens_tree": "15",
+        "por": "50.0",
+    }
+    assert "- skipped: empty trajectory: 1" in result.out.splitlines()
+    assert "- skipped: no trained token: 1" in result.out.splitlines()
 
 
 def test_results_go_to_stdout_and_notes_stay_away_without_a_terminal(treepack: Run, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from tokenizers import AddedToken, normalizers
 
 from support.byte_tokenizer import PLAIN, SPECIAL, save
 from treepack.errors import TreepackError
-from treepack.ingest import tokenization
-from treepack.ingest.tokenization import Encoder, fingerprint, load_tokenizer, tokenize
+from treepack.ingest import encoder as encoder_module
+from treepack.ingest.encoder import Encoder
+from treepack.ingest.tokenization import fingerprint, load_tokenizer, tokenize
 from treepack.trajectory import Text, Trajectory
 
 
@@ -27,7 +28,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TreepackError, match=f"{tmp_path}: no tokenizer there"):
+    with pytest.raises(TreepackError, match=f"{tmp_path}: contains no tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
@@ -58,7 +59,7 @@ def test_text_is_not_split_where_splitting_would_change_the_ids(tmp_path: Path, 
 
 
 def test_the_cache_of_the_encoder_is_bounded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenization, "CACHED_CHARACTERS", 20)
+    monkeypatch.setattr(encoder_module, "CACHED_CHARACTERS", 20)
     encoder = Encoder(tokenizer)
     # Five texts of 8 characters; two of them fit 20 characters.
     first = [encoder.encode(str(i) * 8).tolist() for i in range(5)]

@@ -13,6 +13,7 @@ from treepack.analysis.describe import Report
 from treepack.analysis.forecast import (
     APPEND_ONLY,
     SAMPLES,
+    TRAJECTORIES,
     TURNS,
     Line,
     Trained,
@@ -116,7 +117,7 @@ def forecast_lines(
     if "trajectories" in others:
         flat = whole_work(trie, trained)
         # A rollout of token ids whose turns continue each other is one append-only sequence.
-        alone = SAMPLES if conversations is not None else APPEND_ONLY
+        alone = TRAJECTORIES if conversations is not None else APPEND_ONLY
         lines += [replace(line, samples="trajectories", flat=flat, baseline=alone) for line in whole]
     elif "turns" in others:
         turns = turns_of(trie)

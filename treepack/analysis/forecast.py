@@ -43,7 +43,7 @@ MFU = 0.5
 # Largest share of conversations without an append-only sequence with which that baseline is still used.
 MAX_ABSENT = 0.05
 # Keys of `glossary.BASELINES`.
-APPEND_ONLY, SAMPLES, TURNS = "append_only", "samples", "turns"
+APPEND_ONLY, SAMPLES, TRAJECTORIES, TURNS = "append_only", "samples", "trajectories", "turns"
 
 
 @dataclass(frozen=True, slots=True)

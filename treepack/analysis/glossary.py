@@ -9,39 +9,48 @@ from __future__ import annotations
 BASELINES = {
     "append_only": "one append-only sequence per conversation",
     "samples": "each sample alone",
+    "trajectories": "each sample of --expand trajectory alone",
     "turns": "one sample per turn",
 }
 
 # Labels of figures; each fits beside a name and a number on a terminal of 80 columns.
 GLOSSARY = {
     "num_files": "files read",
-    "num_conversations": "conversations that were rendered",
-    "num_rollouts": "rollouts read",
-    "num_samples": "samples that they became",
-    "num_trajectories": "samples, each one sequence",
+    "num_trajectories": "samples: each is one token sequence",
     "num_groups": "prompts or tasks",
     "num_trees": "prefix trees",
     "num_nodes": "nodes of the trees",
+    "capacity": "maximum tokens of a row",
+    "num_rows": "rows",
+    "tokens_trained": "trained tokens of all samples",
     "tokens_flat": "N_flat: tokens of all samples",
     "tokens_tree": "N_tree: tokens of the tries",
     "tokens_packed": "N_pack: tokens of the rows",
-    "tokens_trained": "trained tokens of all samples",
     "por": "POR: 1 - N_tree / N_flat",
     "err": "ERR: 1 - N_pack / N_flat",
-    "token_ratio": "N_pack / N_flat",
-    "capacity": "most tokens of a row",
-    "num_rows": "rows",
-    "fill": "tokens of the rows / rows x capacity",
-    "lower_bound": "fewest tokens of any packing",
-    "gap": "at most this far above the bound",
-    "num_pairs": "attention score pairs",
-    "pairs_max_over_mean": "longest row / mean row, in pairs",
-    "group_pairs_max_over_mean": "time with waiting ranks / without",
+    "fill": "N_pack / (rows * capacity)",
+    "gap": "tokens above a lower bound, at most",
+    "pairs_max_over_mean": "largest row / mean row",
+    "group_pairs_max_over_mean": "the same for ranks in step",
+    "method": "of the plan",
+    "semantics": "of tokens that several samples train",
+    "normalize": "of the loss weights",
     "tokens_per_second": "N_flat / seconds",
-    "tiles_partial": "attention tiles under a mask",
-    "tiles_full": "attention tiles without a mask",
-    "tiles_partial_unordered": "tiles under a mask, trie order",
-    "bytes_per_token": "size on disk / N_pack",
+    "num_pairs": "attention score pairs of the rows",
     "total_weight": "sum of the loss weights",
-    "max_token_id": "largest token id",
+    "token_ratio": "N_pack / N_flat",
+    "lower_bound": "tokens that every packing needs",
+    "balance": "rows of a step are a multiple of it",
+    "effort": "of the search for a plan",
+    "tiles_full": "attention tiles without a mask",
+    "tiles_partial": "attention tiles under a mask",
+    "tiles_partial_unordered": "the same in the order of the trie",
+    "bytes_per_token": "bytes on disk / N_pack",
 }
+# Shares, which are printed as percentages.
+RATIOS = frozenset({"por", "err", "fill", "gap", "token_ratio"})
+# Figures that commands print only with --verbose.
+INTERNAL = frozenset(
+    "num_pairs total_weight token_ratio lower_bound balance effort tiles_full tiles_partial tiles_partial_unordered "
+    "bytes_per_token".split()
+)

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from treepack.ingest.conversations import MANIFEST_KEY, Conversations
+from treepack.ingest.conversations import MANIFEST_KEY, Conversations, conversations_of_manifest
 
 
 def conversation_entries(conversations: Conversations | None, totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a report on a trie or rows with `totals`: "conversations", if known, and "summary"."""
     entry = {MANIFEST_KEY: conversations.as_record()} if conversations is not None else {}
     return entry | {"summary": summary(conversations, totals)}
+
+
+def summary_of_manifest(manifest: Mapping[str, Any]) -> str:
+    """Return the sentence for a trie or rows with this manifest."""
+    return summary(conversations_of_manifest(manifest), manifest["totals"])
 
 
 def summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from treepack.analysis.forecast import (
     MAX_ABSENT,
     MFU,
     SAMPLES,
+    TRAJECTORIES,
     TURNS,
     Device,
     Line,
@@ -82,7 +83,7 @@ def _decisive(entries: list[Entry]) -> dict[str, Entry]:
         name = entry["baseline"]
         if name not in best or _rank(entry) > _rank(best[name]):
             best[name] = entry | {"label": BASELINES[name]}
-    return {name: best[name] for name in (APPEND_ONLY, SAMPLES, TURNS) if name in best}
+    return {name: best[name] for name in BASELINES if name in best}
 
 
 def _rank(entry: Entry) -> tuple[int, bool, float]:
@@ -91,8 +92,8 @@ def _rank(entry: Entry) -> tuple[int, bool, float]:
 
 def _gain(baselines: Mapping[str, Entry]) -> Entry:
     """Return the line of the verdict: of append-only sequences and single samples, the one that gains less."""
-    alone = baselines.get(SAMPLES) or baselines.get(TURNS)
-    candidates = [entry for entry in (baselines.get(APPEND_ONLY), alone) if entry is not None]
+    alone = next(name for name in (SAMPLES, TRAJECTORIES, TURNS, APPEND_ONLY) if name in baselines)
+    candidates = [baselines[name] for name in (APPEND_ONLY, alone) if name in baselines]
     return min(candidates, key=lambda entry: float(entry["speedup"]))
 
 
