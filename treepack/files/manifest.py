@@ -75,6 +75,7 @@ class Manifest(TypedDict):
     capacity: NotRequired[int]
     input: NotRequired[InputEntry]
     skipped: NotRequired[dict[str, Any]]
+    control_tokens: NotRequired[dict[str, Any]]
     conversations: NotRequired[dict[str, Any]]
     trie: NotRequired[TrieEntry]
     advantages: NotRequired[dict[str, Any]]
@@ -86,9 +87,9 @@ class Provenance:
     """Origin of a directory: all entries of its manifest that do not follow from its files.
 
     `options` belong to the command; `counts` has a number for each reason of skipping and each note; `totals` are sums
-    over trajectories and rows. `input` and `trie` are the sources; `skipped` names rollouts that were skipped;
-    `ingest.conversations` describes `conversations`; `advantages` and `logprobs` describe columns that a later command
-    added.
+    over trajectories and rows. `input` and `trie` are the sources; `skipped` names rollouts that were skipped, and
+    `control_tokens` rollouts that train control tokens of their text; `ingest.conversations` describes
+    `conversations`; `advantages` and `logprobs` describe columns that a later command added.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -97,6 +98,7 @@ class Provenance:
     tokenizer: TokenizerEntry | None = None
     input: InputEntry | None = None
     skipped: Mapping[str, Any] | None = None
+    control_tokens: Mapping[str, Any] | None = None
     conversations: Mapping[str, Any] | None = None
     trie: TrieEntry | None = None
     advantages: Mapping[str, Any] | None = None
@@ -151,6 +153,8 @@ _CONVERSATIONS = {
     "append_only": dict.fromkeys("num_sequences tokens pairs targets num_absent".split(), int),
 }
 
+_KINDS = {schema.TRIE_FORMAT: "trie", schema.PACKED_FORMAT: "packed directory"}
+
 _OWN_HASH = "sha256"
 _OWN_LINE = b'  "sha256"'  # entries of objects inside are indented by more
 
@@ -161,6 +165,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
     "tokenizer": {"name": str, "vocab_size": int, "sha256": str},
     "logprobs": {},
     "skipped": _SKIPPED,
+    "control_tokens": {"num_rollouts": int, "rollouts": list},
 }
 
 
@@ -208,16 +213,16 @@ def read_manifest(directory: Path | str | Location, kind: str | None = None) -> 
     path = directory.file_name(MANIFEST)
     content = directory.read(MANIFEST)
     if content is None:
-        raise TreepackError(
-            f"{directory}: has no {MANIFEST}; it is not a treepack directory, or its writing was cut off"
-        )
+        raise _no_manifest(directory, kind)
     try:
         manifest = json.loads(content)
         format_name, version = str(manifest["format"]), manifest["version"]
     except (ValueError, KeyError, TypeError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); write the directory again") from error
-    if format_name not in _REQUIRED or kind not in (None, format_name):
+    if format_name not in _REQUIRED:
         raise TreepackError(f"{path}: has the format {format_name!r}; expected {kind or ' or '.join(_REQUIRED)}")
+    if kind not in (None, format_name):
+        raise _other_kind(directory, manifest)
     if version != schema.FORMAT_VERSION:
         raise TreepackError(
             f"{path}: has {format_name} version {version}; this treepack reads version {schema.FORMAT_VERSION}, "
@@ -237,6 +242,34 @@ def read_manifest(directory: Path | str | Location, kind: str | None = None) -> 
         _check_entries(entry, _FILE, path, f"files[{number}].")
         _check_name(entry["name"], path)
     return cast(Manifest, manifest)
+
+
+def _no_manifest(directory: Location, kind: str | None) -> TreepackError:
+    """Return the error for a path without a manifest; it names the command that makes a directory of format `kind`."""
+    wanted = _KINDS.get(kind or "", "trie or packed directory")
+    if not directory.is_local:
+        return TreepackError(f"{directory}: has no {MANIFEST}; give the address of a {wanted}")
+    path = Path(directory.root)
+    if not path.exists():
+        return TreepackError(f"{directory}: no such directory; check the path")
+    inner = path / ("trie" if kind == schema.TRIE_FORMAT else "packed")  # `path` is an output of treepack prepare
+    if (inner / MANIFEST).is_file():
+        return TreepackError(f"{directory}: is no {wanted}, but contains one; give {inner}")
+    pack = "" if kind == schema.TRIE_FORMAT else ", and pack it with: treepack pack TRIE --out PACKED"
+    fault = f"has no {MANIFEST}, so it is" if path.is_dir() else "is"
+    return TreepackError(
+        f"{directory}: {fault} no {wanted}; make a trie of rollouts with: treepack build-trie {directory} --out TRIE"
+        f"{pack}"
+    )
+
+
+def _other_kind(directory: Location, manifest: dict[str, Any]) -> TreepackError:
+    """Return the error for a trie in the place of packed rows, or packed rows in the place of a trie."""
+    if manifest["format"] == schema.TRIE_FORMAT:
+        return TreepackError(f"{directory}: is a trie; pack it first with: treepack pack {directory} --out PACKED")
+    origin = manifest.get("trie")
+    path = f", {origin['path']}" if isinstance(origin, dict) and isinstance(origin.get("path"), str) else ""
+    return TreepackError(f"{directory}: is packed already; give the trie that it was packed from{path}")
 
 
 def _check_entries(value: Any, required: dict[str, Any], path: Path | str, prefix: str) -> None:

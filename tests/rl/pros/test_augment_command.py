@@ -224,7 +224,7 @@ def test_the_command_says_in_one_sentence_what_it_cannot_do(treepack: Run, tmp_p
         ((tmp_path / "b", "--packed", packed_rows), "was packed from another trie than"),
         ((trie, "--packed", packed_rows, "--signals", signals), "and --signals both have entropies; give one of them"),
         ((trie, "--signals", signals), "r7: entropies are missing; run treepack logprobs --entropies"),
-        ((packed_rows, "--signals", signals), "has the format 'treepack-packed'; expected treepack-trie"),
+        ((packed_rows, "--signals", signals), "is packed already; give the trie that it was packed from"),
         ((trie, "--signals", tmp_path / "none"), "cannot be read (No such file or directory)"),
     ]
     for arguments, message in calls:

@@ -51,6 +51,11 @@ def read_predictions(path: str | Path) -> Predictions:
     roots: dict[str, tuple[float, int]] = {}
     prefixes: dict[tuple[str, int], float] = {}
     groups: dict[tuple[str, int], str] = {}
+    if Path(path).is_dir():
+        raise TreepackError(
+            f"{path}: is a directory; give a file of predictions, JSON lines or Parquet, such as treepack values "
+            "predict writes"
+        )
     for record in read_records(str(path)):
         group, value = _text(record, "group_id"), _value(record)
         turn = record.value.get("turn")

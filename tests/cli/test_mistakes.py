@@ -1,0 +1,60 @@
+"""Common mistakes: each is one sentence that names the next command or the right path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.command_line import Run
+from support.written_rollouts import write_rollouts
+
+
+@pytest.fixture
+def folder(treepack: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with rollouts.jsonl, trie/ and packed/."""
+    monkeypatch.chdir(tmp_path)
+    write_rollouts(tmp_path / "rollouts.jsonl")
+    assert treepack("build-trie", "rollouts.jsonl", "--out", "trie").status == 0
+    assert treepack("pack", "trie", "--capacity", 12, "--out", "packed").status == 0
+    return tmp_path
+
+
+BUILD = "make a trie of rollouts with: treepack build-trie rollouts.jsonl --out TRIE"
+PREDICTIONS = (
+    "is a directory; give a file of predictions, JSON lines or Parquet, such as treepack values predict writes"
+)
+PACK = "pack it with: treepack pack TRIE --out PACKED"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("pack rollouts.jsonl --out x", f"rollouts.jsonl: is no trie; {BUILD}"),
+        ("advantages rollouts.jsonl --estimator grpo --out x", f"rollouts.jsonl: is no trie; {BUILD}"),
+        ("pack none --out x", "none: no such directory; check the path"),
+        ("pack packed --out x", "packed: is packed already; give the trie that it was packed from, trie"),
+        (
+            "advantages packed --estimator grpo --out x",
+            "packed: is packed already; give the trie that it was packed from, trie",
+        ),
+        ("train trie --model none --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
+        ("train rollouts.jsonl --model none --out x", f"rollouts.jsonl: is no packed directory; {BUILD}, and {PACK}"),
+        ("logprobs trie --model none --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
+        ("augment trie --packed trie --out x", "trie: is a trie; pack it first with: treepack pack trie --out PACKED"),
+        ("train . --model none --out /x", ".: is no packed directory, but contains one; give packed"),
+        ("pack . --out /x", ".: is no trie, but contains one; give trie"),
+        (
+            "allocate roots trie --budget 10 --out x.jsonl",
+            f"trie: {PREDICTIONS}",
+        ),
+        (
+            "allocate prefixes trie --predictions packed --expand 2 --out x.jsonl",
+            f"packed: {PREDICTIONS}",
+        ),
+    ],
+)
+def test_a_mistake_is_answered_by_what_to_do(treepack: Run, folder: Path, command: str, sentence: str) -> None:
+    result = treepack(*command.split())
+    assert (result.status, result.err.splitlines()[-1]) == (1, f"treepack: {sentence}")
+    assert result.out == ""
