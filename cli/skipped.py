@@ -1,4 +1,4 @@
-"""Print the rollouts that were skipped: a first line if they are many, and the names of the first few."""
+"""Print rollouts by name: those that were skipped, with a first line if they are many, and those to be looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from .output import percent, printable
 
-SHOWN = 5  # skipped rollouts that a summary names
+SHOWN = 5  # rollouts that a summary names
 
 
 def print_many_skipped(skipped: Mapping[str, Any] | None) -> None:
@@ -46,3 +46,15 @@ def _whole_groups(skipped: Mapping[str, Any]) -> str:
     parts = [f"{lost:,} of them all of their rollouts"] if lost else []
     parts += [f"{unknown:,} skipped rollouts name no group"] if unknown else []
     return f" ({'; '.join(parts)})" if parts else ""
+
+
+def print_control_tokens(record: Mapping[str, Any] | None) -> None:
+    """Print the first rollouts whose messages spell out a control token in text that is trained."""
+    if not record:
+        return
+    click.echo("control tokens in text that is trained; --control-tokens text makes them ordinary text:")
+    names = record["rollouts"][:SHOWN]
+    for each in names:
+        click.echo(f"  {printable(each['source'])}: {printable(each['note'])}")
+    if more := record["num_rollouts"] - len(names):
+        click.echo(f"  and {more:,} more")

@@ -71,11 +71,14 @@ def stats(
     if manifest:
         trie, counts, kind = read_trie(directory), manifest["counts"], "trie"
         skipped, conversations = manifest.get("skipped"), conversations_of_manifest(manifest)
+        control = manifest.get("control_tokens")
     else:
         trie, log = read_to_trie(paths, replace(options.build, shapes=True), progress=progress)
         counts, kind = dict(sorted(log.counts.items())), "trajectories"
         skipped, conversations = skipped_record(log, trie), conversations_of_log(log, trie_totals(trie))
+        control = log.control_record()
     report = describe(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
+    report |= {"control_tokens": control} if control else {}
     report |= conversation_entries(conversations, report)
     if options.check:
         report["checked"] = check_trie_totals(trie, manifest)

@@ -123,6 +123,11 @@ class ChatTemplate:
         return render([forms.convert(message) for message in chat.messages], setting, prompt=prompt)
 
     @property
+    def texts(self) -> tuple[str, str]:
+        """The templates for conversations without and with tools, which may be the same."""
+        return self._plain, self._with_tools
+
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         """The special tokens of the tokenizer, by one of which a turn may end."""
         return self._special

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from treepack.ingest.control_tokens import MARK
 from treepack.trajectory import Int32
 
 CACHED_CHARACTERS = 1 << 26  # of text in the cache of an `Encoder`: up to 0.25 GB with the ids, per process
@@ -23,13 +24,19 @@ class Encoder:
     split at special tokens only if a probe shows that splitting does not change the ids.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        """Probe the special tokens of a fast tokenizer of transformers."""
+    def __init__(self, tokenizer: Any, *, has_marks: bool = False) -> None:
+        """Probe the special tokens of a fast tokenizer of transformers.
+
+        With `has_marks`, a control token with a `MARK` in it becomes ids of ordinary text, without the mark.
+        """
         self.tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._special = _splitting_tokens(tokenizer)
+        special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        self._special_ids = np.array(special, np.int32)
+        self._has_marks = has_marks
         # In an alternation the first match wins: <|end|>x must come before <|end|>.
         longest_first = sorted(self._special, key=lambda token: (-len(token), token))
         self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
@@ -44,8 +51,28 @@ class Encoder:
         """Return the ids of `text`, int32; O(length)."""
         # The group in the pattern keeps the separators: "Hi<|end|>Yo" -> ["Hi", "<|end|>", "Yo"].
         stretches = [text] if self._pattern is None else self._pattern.split(text)
-        ids = [self._ids(stretch) for stretch in stretches if stretch]
+        ids = [
+            self._spelled(each) if self._has_marks and MARK in each else self._ids(each) for each in stretches if each
+        ]
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
+
+    def _spelled(self, stretch: str) -> Int32:
+        """Return the ids of a stretch of text in which marks break special tokens."""
+        # "a <M|end|>" -> "a <|end|>", tokenised with the special tokens as text. Other added tokens stay broken.
+        whole = stretch
+        for token in self._special:
+            whole = whole.replace(token[0] + MARK + token[1:], token)
+        if self._special:
+            self._backend.encode_special_tokens = True
+            try:
+                parts = [self._backend.encode(part, add_special_tokens=False).ids for part in whole.split(MARK)]
+            finally:
+                self._backend.encode_special_tokens = False
+            ids = np.array([i for part in parts for i in part], np.int32)
+            if not np.isin(ids, self._special_ids).any():
+                return ids
+        # Unknown separators, or a vocabulary that has the token as a word too: each side of a mark alone.
+        return np.concatenate([self._ids(part) for part in stretch.split(MARK) if part] or [np.zeros(0, np.int32)])
 
     def _ids(self, stretch: str) -> Int32:
         if (special := self._special.get(stretch)) is not None:

@@ -124,4 +124,6 @@ class BuildOptions:
         # Written only if set: tries that were built without these options keep their bytes.
         if (file := self.template_file()) is not None:
             record["chat_template"] = {"name": Path(file.path).name, "sha256": file.sha256}
+        if self.control_tokens != "keep":
+            record["control_tokens"] = self.control_tokens
         return record | {name: True for name in ("normalize_ids", "per_path", "skip_bad") if getattr(self, name)}

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from treepack.columns import NO_TRAJECTORY
 from treepack.errors import TreepackError
+from treepack.ingest.control_tokens import TRAINED
 from treepack.trajectory import Chat, Skipped, Trajectory
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ class ReadLog:
         skipped: the first `MAX_NAMED` skipped rollouts.
         groups: the groups that lost a rollout. A rollout that names no group counts in `num_without_group` instead.
         reasons: the number of skipped rollouts for each reason; unlike `counts`, without files and single turns.
+        trained_control: source and note of the first `MAX_NAMED` rollouts that train a control token of their text.
         totals: sums that other stages add, such as the tokens of a baseline.
     """
 
@@ -50,6 +52,7 @@ class ReadLog:
     groups: set[str] = field(default_factory=set)
     num_without_group: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    trained_control: list[tuple[str, str]] = field(default_factory=list)
     totals: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: ReadLog) -> None:
@@ -59,6 +62,7 @@ class ReadLog:
         for name in ("num_rollouts", "num_conversations", "num_samples", "num_skipped", "num_without_group"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped += other.skipped[: MAX_NAMED - len(self.skipped)]
+        self.trained_control += other.trained_control[: MAX_NAMED - len(self.trained_control)]
         self.groups |= other.groups
 
     def add(self, item: Trajectory | Skipped, samples: Iterable[Trajectory | Skipped]) -> Iterator[Trajectory]:
@@ -71,6 +75,7 @@ class ReadLog:
                 lost.append(sample)
             else:
                 self.counts.update(sample.notes)
+                self._name_control(sample)
                 self.totals.update(sample.totals)
                 num_samples += 1
                 yield sample
@@ -82,6 +87,10 @@ class ReadLog:
         elif lost and lost[0].is_rollout:  # a rollout of several samples is lost only with the last of them
             self._lose(lost[0])
 
+    def _name_control(self, sample: Trajectory) -> None:
+        named = [(sample.source, note) for note in sample.notes if note.endswith(TRAINED)]
+        self.trained_control += named[: MAX_NAMED - len(self.trained_control)]
+
     def _lose(self, skipped: Skipped) -> None:
         self.num_skipped += 1
         self.reasons[skipped.reason] += 1
@@ -91,6 +100,16 @@ class ReadLog:
             self.num_without_group += 1
         else:
             self.groups.add(skipped.group_id)
+
+    def control_record(self) -> dict[str, Any] | None:
+        """Return the rollouts that train control tokens of their text as a manifest records them, or None."""
+        if not self.trained_control:
+            return None
+        number = sum(count for note, count in self.counts.items() if note.endswith(TRAINED))
+        return {
+            "num_rollouts": number,
+            "rollouts": [{"source": source, "note": note} for source, note in self.trained_control],
+        }
 
     def skipped_record(self, groups: Iterable[str]) -> dict[str, Any] | None:
         """Return the skipped rollouts as the manifest of a trie records them, or None if there is none.

@@ -85,6 +85,7 @@ def _parts_and_job(
         options.strict,
         options.per_path,
         chat_template=options.template_file(),
+        control_tokens=options.control_tokens,
     )
     parts = read_parts(inputs, how, format=options.format, input_hash=input_hash)
     return parts, job if options.workers == 1 else job.by_name()

@@ -21,16 +21,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.hub import is_offline, load_fault
 from treepack.files.manifest import TokenizerEntry
-from treepack.ingest import append_only
+from treepack.ingest import append_only, control_tokens
 from treepack.ingest.append_only import Message, append_only_text, continues, sequence_totals, turn_totals
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError
+from treepack.ingest.control_tokens import ControlTokens, skip_sentence
 from treepack.ingest.encoder import Encoder
 from treepack.ingest.search_turns import Item, records_of, samples_of_record
 from treepack.ingest.stable_ids import with_stable_ids
@@ -55,6 +56,10 @@ REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because 
 CLOCK_NOTE = "the chat template prints today's date"
 
 
+# One of them is in every folder of a tokenizer; the first is the format of fast tokenizers.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 def load_tokenizer(name: str, *, download: bool = True) -> Any:
     """Load the fast tokenizer of a model's name or folder with transformers; without `download`, only a local copy.
 
@@ -65,10 +70,9 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not download)
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not download or is_offline(name))
         except Exception as error:  # whatever a damaged folder makes foreign code raise
-            reason = shorten(str(error), 200, placeholder=" ...") or type(error).__name__
-            raise TreepackError(f"{name}: no tokenizer there ({reason}); give a folder or a model's name") from error
+            raise load_fault(name, error, kind="tokenizer", files=_TOKENIZER_FILES) from error
     if not tokenizer.is_fast:
         raise TreepackError(
             f"{name}: has only a slow tokenizer; save it as tokenizer.json, the format of fast tokenizers"
@@ -123,7 +127,7 @@ def tokenize(
 class Job:
     """Settings of tokenisation: the arguments of `tokenize`; `strict` refuses the first rollout that is skipped.
 
-    `chat_template` replaces the template of the tokenizer.
+    `chat_template` replaces the template of the tokenizer, and `control_tokens` is the option of `BuildOptions`.
 
     Raises:
         TreepackError: `expand` is not one of `EXPANSIONS`.
@@ -136,6 +140,7 @@ class Job:
     strict: bool = False
     per_path: bool = False
     chat_template: TemplateFile | None = None
+    control_tokens: str = "keep"
 
     def __post_init__(self) -> None:
         """Refuse an unknown `expand`."""
@@ -166,6 +171,7 @@ class Tokenisation:
         self._job = job
         self._encoder: Encoder | None = None
         self._template: ChatTemplate | None = None
+        self._control = ControlTokens()
 
     def record(self, items: list[Item]) -> list[tuple[Item, list[Item]]]:
         """Return each of the `items` of a record with its samples.
@@ -186,6 +192,9 @@ class Tokenisation:
             return
         if self._job.normalize_ids:
             item = with_stable_ids(item)
+        if self._job.control_tokens == "text" and control_tokens.has_mark(item.content):
+            yield Skipped(item.source, control_tokens.MARK_REASON, self._group(item))
+            return
         for sample in self._of_rollout(item):
             # The group of a skipped rollout, whose baseline is then computed over fewer rollouts.
             is_known = isinstance(sample, Trajectory) or sample.group_id is not None
@@ -220,7 +229,8 @@ class Tokenisation:
             tokenizer = self._job.tokenizer
             if tokenizer is None:
                 raise TreepackError(f"{source}: contains text, not token ids; give --tokenizer NAME")
-            self._encoder = Encoder(load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer)
+            loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+            self._encoder = Encoder(loaded, has_marks=self._job.control_tokens == "text")
         return self._encoder
 
     def _of_text(self, item: Trajectory, content: Text) -> Trajectory | Skipped:
@@ -244,8 +254,15 @@ class Tokenisation:
         encoder = self.encoder(item.source)
         if self._template is None:
             self._template = ChatTemplate(encoder.tokenizer, self._job.chat_template)
+            self._control = ControlTokens(control_tokens.control_tokens(encoder.tokenizer, self._template.texts))
         tools = chat.tools or self._job.tools
         item = replace(item, group_id=self._group(item))
+        if spelled := self._control.spelled(chat):
+            if self._job.control_tokens == "skip":
+                yield Skipped(item.source, control_tokens.REASON, detail=skip_sentence(spelled[0], item.source))
+                return
+            item = replace(item, notes=item.notes + control_tokens.notes_of(spelled, self._job.control_tokens))
+            chat = self._control.marked(chat) if self._job.control_tokens == "text" else chat
         if self._template.reads_clock(tools):
             item = replace(item, notes=(*item.notes, CLOCK_NOTE))
         try:

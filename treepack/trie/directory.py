@@ -81,7 +81,7 @@ def build_trie_directory(
         recorded = options.as_record()  # reads the file of tool schemas, so a bad one is refused before the rollouts
         tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
         batches = read_columns(names, options, log, tokenizer=tokenizer, input_hash=digest)
-        built = build_large_trie(_reading(batches, log, progress), share=options.share, folder=temporary)
+        built = build_large_trie(_reading(batches, log, digest, progress), share=options.share, folder=temporary)
         totals = trie_totals(built.trie)
         built.release()
         conversations = conversations_of_log(log, totals)
@@ -89,6 +89,7 @@ def build_trie_directory(
             options=recorded,
             counts=dict(sorted(log.counts.items())),
             skipped=skipped_record(log, built.trie),
+            control_tokens=log.control_record(),
             conversations=conversations.as_record() if conversations else None,
             totals=totals,
             tokenizer=fingerprint(tokenizer) if tokenizer else None,
@@ -112,9 +113,9 @@ def read_to_trie(
     Raises:
         TreepackError: bad input, no trajectory at all, or text without a tokenizer.
     """
-    log = ReadLog()
-    batches = read_columns([str(path) for path in inputs], options, log, tokenizer=tokenizer)
-    trie = build_large_trie(_reading(batches, log, progress), share=options.share).trie
+    log, digest = ReadLog(), InputHash()
+    batches = read_columns([str(path) for path in inputs], options, log, tokenizer=tokenizer, input_hash=digest)
+    trie = build_large_trie(_reading(batches, log, digest, progress), share=options.share).trie
     return trie, log
 
 
@@ -123,11 +124,14 @@ def skipped_record(log: ReadLog, trie: Trie) -> dict[str, Any] | None:
     return log.skipped_record(trie.trajectories["group_id"].unique().to_pylist()) if log.num_skipped else None
 
 
-def _reading(batches: Iterable[Sequences], log: ReadLog, progress: ReportProgress | None) -> Iterable[Sequences]:
+def _reading(
+    batches: Iterable[Sequences], log: ReadLog, digest: InputHash, progress: ReportProgress | None
+) -> Iterable[Sequences]:
     return with_progress(
         refuse_nothing(batches, log.counts, log.skipped),
         progress,
         "reading",
         unit="tokens",
         size=lambda batch: len(batch.tokens),
+        share=lambda: digest.share,
     )

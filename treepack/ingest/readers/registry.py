@@ -221,6 +221,8 @@ def read_parts(
     check_format(format)
     # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
+    if input_hash is not None:
+        input_hash.expect(files)
     if skipped:
         yield Done(list(skipped))
     unknown: list[TreepackError] = []
@@ -297,8 +299,10 @@ def recognise(pieces: Iterator[Piece], format: str, *, skip_bad: bool) -> Recogn
                 break
     if refusal is None:
         return Recognised(None, iter(()), damaged or [])
-    following = list(islice(pieces, 1))
-    if len(read) == 1 and not following and (inner := _list_in_document(read[0], format)) is not None:
+    # The next piece is taken only if it matters: reading a file to its end adds it to the hash of the inputs.
+    inner = _list_in_document(read[0], format) if len(read) == 1 else None
+    following = [] if inner is None else list(islice(pieces, 1))
+    if inner is not None and not following:
         return inner
     if format == "auto":
         raise refusal
