@@ -259,11 +259,12 @@ def with_progress(
     unit: str,
     total: int | None = None,
     size: Callable[[Piece], int] = lambda item: 1,
+    share: Callable[[], float | None] = lambda: None,
 ) -> Iterator[Piece]:
-    """Yield `items`, and after each one call `progress` with the sum of their sizes so far."""
+    """Yield `items`, and after each one call `progress` with the sum of their sizes so far and the present `share`."""
     done = 0
     for item in items:
         yield item
         if progress is not None:
             done += size(item)
-            progress(Progress(stage, done, total, unit))
+            progress(Progress(stage, done, total, unit, share()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,36 @@ def test_progress_ends_with_every_token(tmp_path: Path) -> None:
     calls: list[Progress] = []
     summary = build_trie_directory([TOKENS], tmp_path / "trie", progress=calls.append)
     assert (calls[-1].stage, calls[-1].unit, calls[-1].done) == ("reading", "tokens", summary.totals["tokens_flat"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_knows_the_share_of_the_bytes_of_compressed_files_too(tmp_path: Path, workers: int) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    sizes = []
+    for i in range(6):
+        name, text = f"{i}.jsonl.gz", TOKENS.read_bytes().replace(b'"estimate-', b'"%d-' % i)
+        (folder / name).write_bytes(gzip.compress(text))
+        sizes.append((folder / name).stat().st_size)
+    calls: list[Progress] = []
+    options = BuildOptions(workers=workers)
+    build_trie_directory([folder], tmp_path / "trie", options, progress=calls.append)
+    # The last file is read as a whole before its rollouts are counted, so nothing is left then.
+    shares = [call.share for call in calls]
+    assert shares[-1] is None
+    known = [share for share in shares if share is not None]
+    assert known == sorted(known)
+    possible = [sum(sizes[: i + 1]) / sum(sizes) for i in range(6)]
+    assert all(any(share == pytest.approx(each) for each in possible) for share in known)
+    assert workers > 1 or sorted(set(known)) == pytest.approx(possible[:5])
+
+
+def test_progress_of_standard_input_has_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Progress] = []
+    with TOKENS.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        build_trie_directory(["-"], tmp_path / "trie", progress=calls.append)
+    assert {call.share for call in calls} == {None}
 
 
 def test_options_are_those_of_the_manifest(tmp_path: Path) -> None:

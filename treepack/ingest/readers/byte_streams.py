@@ -17,7 +17,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.options import MAX_RECORD_SIZE
-from treepack.ingest.readers.inputs import STDIN
+from treepack.ingest.readers.inputs import STDIN, InputHash
 
 CHUNK = 1 << 20  # bytes of one read of a file
 
@@ -35,9 +35,10 @@ class TooLargeError(TreepackError):
 
 
 class HashingReader(io.RawIOBase):
-    """Read the bytes of a file and hash them on the way."""
+    """Read the bytes of a file, and hash and count them on the way."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, input_hash: InputHash | None = None) -> None:
+        self._input_hash = input_hash
         self.sha256 = hashlib.sha256()
         self._is_stdin = path == STDIN
         self._file: Any = sys.stdin.buffer if self._is_stdin else Path(path).open("rb", buffering=0)  # noqa: SIM115
@@ -48,6 +49,8 @@ class HashingReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         size: int = self._file.readinto(buffer)
         self.sha256.update(memoryview(buffer)[:size])
+        if self._input_hash is not None:
+            self._input_hash.count(size)
         return size
 
     def drain(self) -> None:

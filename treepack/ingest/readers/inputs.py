@@ -24,7 +24,7 @@ STDIN = "<stdin>"  # the path of standard input, as in messages of Python itself
 
 
 class InputHash:
-    """The sha256 of every input file, and one hash of all of them.
+    """The sha256 of every input file, one hash of all of them, and the bytes read so far.
 
     `hexdigest()` is the sha256 of the sorted hex digests of the files, one per line. So it depends on the content of
     the files, but not on their paths or on the order of reading.
@@ -33,6 +33,29 @@ class InputHash:
     def __init__(self) -> None:
         """Start with no file."""
         self.files: list[tuple[str, str]] = []
+        self._num_read = 0
+        self._num_bytes: int | None = None  # of all files together; None while it is unknown
+
+    @property
+    def share(self) -> float | None:
+        """Share of the bytes that were read; None if the total is unknown, or if nothing is left to read.
+
+        The last file may be read as a whole long before its rollouts are tokenised, which 100 % would hide.
+        """
+        if self._num_bytes is None or self._num_read >= self._num_bytes:
+            return None
+        return self._num_read / self._num_bytes
+
+    def expect(self, files: Iterable[str]) -> None:
+        """Sum up the sizes of the files that will be read, as stored; unknown if standard input is one of them."""
+        try:
+            self._num_bytes = sum(Path(path).stat().st_size for path in files)
+        except OSError:  # standard input, or a file that does not exist, which reading it will report
+            self._num_bytes = None
+
+    def count(self, num_bytes: int) -> None:
+        """Add bytes that were read."""
+        self._num_read += num_bytes
 
     @property
     def num_files(self) -> int:
