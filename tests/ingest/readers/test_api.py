@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.formats import openai_chat, openai_responses
+from treepack.ingest.readers.formats import anthropic_messages, openai_chat, openai_responses
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
 from treepack.ingest.readers.response_items import SUMMARY_NOTE
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
@@ -259,3 +259,34 @@ def test_half_a_pair_is_refused(reader: Any, asks: str, answers: str) -> None:
         read(reader, {"request": {"model": "m"}, "response": {}})
     expected = f"is not a pair of a request with {asks} and a response with {answers}; expected one pair per record"
     assert str(caught.value) == f"log.jsonl:1: {expected}"
+
+
+def anthropic(messages: list[Any], *blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
+    answer = {"id": "msg_1", "type": "message", "role": "assistant", "content": list(blocks)}
+    return {"request": {"system": "S", "messages": messages}, "response": answer, **more}
+
+
+def test_calls_of_anthropics_api_in_one_session_are_one_conversation() -> None:
+    use = {"type": "tool_use", "id": "t", "name": "add", "input": {"x": 2}}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "5"}]}
+    second = [ASK, {"role": "assistant", "content": [use]}, result]
+    first = anthropic([ASK], use, session_id="s")
+    (item,) = read(
+        anthropic_messages, first, anthropic(second, {"type": "text", "text": "5"}, session_id="s", reward=1)
+    )
+    assert (item.trajectory_id, item.reward) == ("s", 1.0)
+    assert [message["role"] for message in item.content.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert item.content.message_weights == [0.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_call_of_anthropics_api_without_a_session_is_named_after_its_response() -> None:
+    image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+    items = read(anthropic_messages, anthropic([ASK], {"type": "text", "text": "5"}), anthropic([image]))
+    assert [getattr(item, "trajectory_id", None) for item in items] == [None, "msg_1"]
+    assert items[0].reason == "images, audio and video are not read"

@@ -14,9 +14,9 @@ from support.paths import ROLLOUTS
 from support.token_rollouts import Conversation, back, conversations
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import SPLIT_NOTE
+from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.formats import verifiers, verifiers_results
 from treepack.ingest.readers.formats.verifiers import PARTIAL_NOTE, WEIGHTS_NOTE
-from treepack.ingest.readers.content_blocks import MEDIA_REASON
 from treepack.ingest.readers.registry import ReadOptions, Record, read_trajectories
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 

@@ -126,7 +126,10 @@ def _add_kept(session: _Session, entry: _Entry) -> None:
     while isinstance(uuid, str) and uuid in session.entries and uuid not in kept:
         kept.append(uuid)
         uuid = None if uuid == segment.get("headUuid") else session.entries[uuid].parent
-    session.kept[str(segment.get("anchorUuid"))] = kept[::-1]
+    # A forked session has written the kept entries again after the summary.
+    anchor = str(segment.get("anchorUuid"))
+    if kept and session.entries[kept[-1]].parent != anchor:
+        session.kept[anchor] = kept[::-1]
 
 
 def _ids(message: Message, kind: str, name: str) -> set[str]:
@@ -181,9 +184,7 @@ def _prompt(session: _Session, last: str | None, prompts: dict[str | None, _Prom
     done: set[str] = set()
     for entry in reversed(path):
         between += _messages(session, entry, done)
-        kept = session.kept.get(entry.uuid, [])
-        # In a forked session, the kept entries are on the path already.
-        for name in kept if seen.isdisjoint(kept) else []:
+        for name in session.kept.get(entry.uuid, []):
             between += _messages(session, session.entries[name], done)
     prompt = _Prompt([*before.messages, *between], before.reason or skip_reason(between))
     return prompts.setdefault(last, prompt)
