@@ -29,17 +29,16 @@ from treepack.errors import TreepackError
 from treepack.files.hub import is_offline, load_fault
 from treepack.files.manifest import TokenizerEntry
 from treepack.ingest import append_only, control_tokens
-from treepack.ingest.append_only import Message, append_only_text, continues, sequence_totals, turn_totals
+from treepack.ingest.append_only import Message, append_only_text, sequence_totals, turn_totals
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError
 from treepack.ingest.control_tokens import ControlTokens, skip_sentence
 from treepack.ingest.encoder import Encoder
+from treepack.ingest.samples import pieces_of, sample_of, samples_of_pieces, samples_of_turns, spans_of
 from treepack.ingest.search_turns import Item, records_of, samples_of_record
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.processes import batched, in_order
 from treepack.trajectory import (
-    FIRST_TOKEN_NOTE,
     Chat,
-    Int32,
     Skipped,
     Text,
     Tokens,
@@ -50,8 +49,6 @@ from treepack.trajectory import (
 )
 
 EXPANSIONS = ("trajectory", "turns")
-SPLIT_NOTE = "split where the template rewrites earlier turns"
-TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
 REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because the template refuses them"
 CLOCK_NOTE = "the chat template prints today's date"
 
@@ -241,7 +238,7 @@ class Tokenisation:
         end = encoder.tokenizer.eos_token_id
         if end is not None and (len(completion) == 0 or completion[-1] != end):
             completion = np.append(completion, np.int32(end))
-        return _sample(replace(item, group_id=self._group(item)), [(prompt, 0.0), (completion, 1.0)])
+        return sample_of(replace(item, group_id=self._group(item)), [(prompt, 0.0), (completion, 1.0)])
 
     def _of_chat(self, item: Trajectory, chat: Chat) -> Iterator[Trajectory | Skipped]:
         if not chat.messages:
@@ -276,8 +273,8 @@ class Tokenisation:
             return
         if self._job.expand == "turns":
             names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
-            pieces = [_pieces(encoder, turn.text, _spans(turn)) for turn in turns]
-            samples = list(_samples_of_pieces(item, names, pieces))
+            pieces = [pieces_of(encoder, turn.text, spans_of(turn)) for turn in turns]
+            samples = list(samples_of_pieces(item, names, pieces))
         else:
             whole = ""
             # Messages after the last trained turn are not trained, but they belong to the trajectory.
@@ -286,7 +283,7 @@ class Tokenisation:
                     whole = self._template.whole(chat, tools=tools, source=item.source)
                 except UnfaithfulError:
                     item = replace(item, notes=(*item.notes, REFUSED_TRAILING_NOTE))
-            samples = list(_samples(item, encoder, turns, whole))
+            samples = list(samples_of_turns(item, encoder, turns, whole))
         # The first usable sample carries the sums of the conversation, as the first one carries its notes.
         usable = [sample for sample in samples if isinstance(sample, Trajectory)]
         totals = self._append_only(item, chat, turns, usable) if usable else {}
@@ -311,7 +308,7 @@ class Tokenisation:
             sequence = append_only_text(chat, turns, render, template.special_tokens)
         except UnfaithfulError:  # the template refuses a short conversation; counted like one without a sequence
             sequence = None
-        sample = _sample(item, _pieces(encoder, *sequence)) if sequence else None
+        sample = sample_of(item, pieces_of(encoder, *sequence)) if sequence else None
         if isinstance(sample, Trajectory):
             return totals + _sequence_totals(sample)
         longest = max(samples, key=lambda each: len(_tokens(each).tokens))
@@ -327,84 +324,6 @@ def _sequence_totals(sample: Trajectory) -> Counter[str]:
 def _tokens(sample: Trajectory) -> Tokens:
     assert isinstance(sample.content, Tokens)
     return sample.content
-
-
-def _samples(
-    item: Trajectory, encoder: Encoder, turns: list[RenderedTurn], whole: str
-) -> Iterator[Trajectory | Skipped]:
-    """Yield the samples of a conversation; `whole` is its full rendering if messages follow the last trained turn."""
-    # Turns A, AB, XC -> runs [A, AB], [XC] -> texts AB and XC, samples <id>/part-0 and <id>/part-1.
-    runs = _runs_of_turns(turns)
-    texts = [run[-1].text for run in runs]
-    notes: tuple[str, ...] = () if len(runs) == 1 else (SPLIT_NOTE,)
-    if whole.startswith(texts[-1]):
-        texts[-1] = whole
-    elif whole:
-        notes += (TRAILING_NOTE,)
-    names = [item.trajectory_id] if len(runs) == 1 else [f"{item.trajectory_id}/part-{i}" for i in range(len(runs))]
-    spans = [[span for turn in run for span in _spans(turn)] for run in runs]
-    pieces = [_pieces(encoder, text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True)]
-    yield from _samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces)
-
-
-def _samples_of_pieces(
-    item: Trajectory, names: list[str], pieces: list[list[tuple[Int32, float]]]
-) -> Iterator[Trajectory | Skipped]:
-    """Yield one sample per name. Only the first sample carries the notes of the trajectory, so they count once."""
-    for number, (name, pieces_of_sample) in enumerate(zip(names, pieces, strict=True)):
-        notes = item.notes if number == 0 else ()
-        yield _sample(replace(item, trajectory_id=name, notes=notes), pieces_of_sample)
-
-
-def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
-    """Cut `turns` into runs in which the text of each turn continues the text of the turn before."""
-    runs = [[turns[0]]]
-    for turn in turns[1:]:
-        if continues(runs[-1][-1], turn):
-            runs[-1].append(turn)
-        else:
-            runs.append([turn])
-    return runs
-
-
-def _spans(turn: RenderedTurn) -> list[tuple[int, int, float]]:
-    return [(start, end, turn.weight) for start, end in turn.spans]
-
-
-def _pieces(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
-    """Cut `text` at the ends of `spans` of its characters. Return the ids and the weight of each piece."""
-    # Spans (2, 4, w) and (6, 7, w) -> pieces [0:2] 0, [2:4] w, [4:6] 0, [6:7] w, [7:] 0.
-    pieces: list[tuple[Int32, float]] = []
-    done = 0
-    for start, end, weight in spans:
-        pieces += [(encoder.encode(text[done:start]), 0.0), (encoder.encode(text[start:end]), weight)]
-        done = end
-    return [*pieces, (encoder.encode(text[done:]), 0.0)]
-
-
-def _sample(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory | Skipped:
-    """Join the `pieces` of ids into the content of `item`; trained pieces become spans, without the first token."""
-    # Pieces of 3, 2, 0 tokens -> bounds 0 3 5 5; weights 1, 0, 1 -> span [1, 3): position 0 is never trained.
-    bounds = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
-    trained = [
-        (max(int(start), 1), int(end), weight)
-        for start, end, (_, weight) in zip(bounds, bounds[1:], pieces, strict=False)
-        if weight > 0 and end > max(start, 1)
-    ]
-    first = next(((ids, weight) for ids, weight in pieces if len(ids)), None)
-    if first is None:
-        return Skipped(item.source, "empty trajectory")
-    if not trained:
-        return Skipped(item.source, "no trained token")
-    starts, ends, weights = zip(*trained, strict=True)
-    content = Tokens(
-        tokens=np.concatenate([ids for ids, _ in pieces]),
-        starts=np.array(starts, np.int32),
-        ends=np.array(ends, np.int32),
-        span_weights=np.array(weights, np.float64),
-    )
-    notes = (FIRST_TOKEN_NOTE,) if first[1] > 0 else ()
-    return replace(item, content=content, notes=item.notes + notes)
 
 
 @contextmanager

@@ -1,0 +1,98 @@
+"""Rendered turns to samples: the text is cut where training starts and stops, and each piece is tokenised alone.
+
+turns A, AB, XC  --samples_of_turns-->  texts AB and XC  --pieces_of-->  ids and weights  --sample_of-->  samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from treepack.ingest.append_only import continues
+from treepack.ingest.chat_template import RenderedTurn
+from treepack.ingest.encoder import Encoder
+from treepack.trajectory import FIRST_TOKEN_NOTE, Int32, Skipped, Tokens, Trajectory
+
+SPLIT_NOTE = "split where the template rewrites earlier turns"
+TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
+
+
+def samples_of_turns(
+    item: Trajectory, encoder: Encoder, turns: list[RenderedTurn], whole: str
+) -> Iterator[Trajectory | Skipped]:
+    """Yield the samples of a conversation; `whole` is its full rendering if messages follow the last trained turn."""
+    # Turns A, AB, XC -> runs [A, AB], [XC] -> texts AB and XC, samples <id>/part-0 and <id>/part-1.
+    runs = _runs_of_turns(turns)
+    texts = [run[-1].text for run in runs]
+    notes: tuple[str, ...] = () if len(runs) == 1 else (SPLIT_NOTE,)
+    if whole.startswith(texts[-1]):
+        texts[-1] = whole
+    elif whole:
+        notes += (TRAILING_NOTE,)
+    names = [item.trajectory_id] if len(runs) == 1 else [f"{item.trajectory_id}/part-{i}" for i in range(len(runs))]
+    spans = [[span for turn in run for span in spans_of(turn)] for run in runs]
+    pieces = [pieces_of(encoder, text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True)]
+    yield from samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces)
+
+
+def samples_of_pieces(
+    item: Trajectory, names: list[str], pieces: list[list[tuple[Int32, float]]]
+) -> Iterator[Trajectory | Skipped]:
+    """Yield one sample per name. Only the first sample carries the notes of the trajectory, so they count once."""
+    for number, (name, pieces_of_sample) in enumerate(zip(names, pieces, strict=True)):
+        notes = item.notes if number == 0 else ()
+        yield sample_of(replace(item, trajectory_id=name, notes=notes), pieces_of_sample)
+
+
+def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
+    """Cut `turns` into runs in which the text of each turn continues the text of the turn before."""
+    runs = [[turns[0]]]
+    for turn in turns[1:]:
+        if continues(runs[-1][-1], turn):
+            runs[-1].append(turn)
+        else:
+            runs.append([turn])
+    return runs
+
+
+def spans_of(turn: RenderedTurn) -> list[tuple[int, int, float]]:
+    """Return the trained spans of characters of a turn, each with the weight of the turn."""
+    return [(start, end, turn.weight) for start, end in turn.spans]
+
+
+def pieces_of(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
+    """Cut `text` at the ends of `spans` of its characters. Return the ids and the weight of each piece."""
+    # Spans (2, 4, w) and (6, 7, w) -> pieces [0:2] 0, [2:4] w, [4:6] 0, [6:7] w, [7:] 0.
+    pieces: list[tuple[Int32, float]] = []
+    done = 0
+    for start, end, weight in spans:
+        pieces += [(encoder.encode(text[done:start]), 0.0), (encoder.encode(text[start:end]), weight)]
+        done = end
+    return [*pieces, (encoder.encode(text[done:]), 0.0)]
+
+
+def sample_of(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory | Skipped:
+    """Join the `pieces` of ids into the content of `item`; trained pieces become spans, without the first token."""
+    # Pieces of 3, 2, 0 tokens -> bounds 0 3 5 5; weights 1, 0, 1 -> span [1, 3): position 0 is never trained.
+    bounds = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
+    trained = [
+        (max(int(start), 1), int(end), weight)
+        for start, end, (_, weight) in zip(bounds, bounds[1:], pieces, strict=False)
+        if weight > 0 and end > max(start, 1)
+    ]
+    first = next(((ids, weight) for ids, weight in pieces if len(ids)), None)
+    if first is None:
+        return Skipped(item.source, "empty trajectory")
+    if not trained:
+        return Skipped(item.source, "no trained token")
+    starts, ends, weights = zip(*trained, strict=True)
+    content = Tokens(
+        tokens=np.concatenate([ids for ids, _ in pieces]),
+        starts=np.array(starts, np.int32),
+        ends=np.array(ends, np.int32),
+        span_weights=np.array(weights, np.float64),
+    )
+    notes = (FIRST_TOKEN_NOTE,) if first[1] > 0 else ()
+    return replace(item, content=content, notes=item.notes + notes)
