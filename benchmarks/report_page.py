@@ -23,9 +23,9 @@ import numpy as np
 from selenium.webdriver.chrome.webdriver import WebDriver
 
 from treepack.analysis.model_cost import read_shape
+from treepack.analysis.report.contents import read_contents
 from treepack.analysis.report.figures import Subject, measure
 from treepack.analysis.report.page import render
-from treepack.analysis.report.texts import decoder_of, node_texts
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.build import build_trie
@@ -100,8 +100,8 @@ def page_of(trie: Trie, path: Path) -> None:
     tokenizer = load_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
     subject = Subject("made", trie)
     figures = measure(subject, read_shape("qwen3-8b"))
-    texts = node_texts(trie, decoder_of(tokenizer), limit=TEXT_LIMIT)
-    path.write_text(render(subject, figures, texts), encoding="utf-8")
+    contents = read_contents(trie, tokenizer, limit=TEXT_LIMIT)
+    path.write_text(render(subject, figures, contents), encoding="utf-8")
 
 
 def main() -> None:

@@ -24,13 +24,15 @@ from support.paths import ROOT
 from support.strategies import make, trajectories
 from treepack.analysis.model_cost import read_shape
 from treepack.analysis.report import texts
+from treepack.analysis.report.contents import read_contents
 from treepack.analysis.report.figures import Subject, histogram, measure, nice_edges, node_means, reward_by_node
 from treepack.analysis.report.outline import outline
 from treepack.analysis.report.page import render
 from treepack.analysis.report.parts import groups_of, rewards_of, trees_of
 from treepack.analysis.report.pictures import PICTURES
 from treepack.analysis.report.rebuilt import trie_of_rows
-from treepack.analysis.report.words import headline
+from treepack.analysis.report.roles import mark_roles
+from treepack.analysis.report.segments import TRAINED, Segments, segments_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance, TokenizerEntry
 from treepack.ingest.tokenization import load_tokenizer
@@ -64,7 +66,11 @@ def rollouts() -> list[Trajectory]:
 
 def page_of(trie: Trie) -> str:
     subject = Subject("made", trie)
-    return render(subject, measure(subject, SHAPE), texts.node_texts(trie, texts.ids_as_text, limit=10**6))
+    return render(subject, measure(subject, SHAPE), read_contents(trie, None, limit=10**6))
+
+
+def segments_without_roles(trie: Trie) -> Segments:
+    return segments_of(trie, mark_roles(trie, [], {}, texts.ids_as_text))
 
 
 def block(page: str, name: str) -> bytes:
@@ -142,7 +148,7 @@ def test_a_histogram_counts_every_value_once(values: list[int]) -> None:
 @given(trajectories(), st.integers(0, 60))
 def test_nodes_keep_equally_many_first_tokens_within_the_limit(made: list[Trajectory], limit: int) -> None:
     trie = build_trie(made)
-    result = texts.node_texts(trie, texts.ids_as_text, limit=limit)
+    result = texts.node_texts(trie, segments_without_roles(trie), texts.ids_as_text, limit=limit)
     nodes = [node for chunk in result.chunks for node in json.loads(chunk)]
     assert len(nodes) == trie.num_nodes
     kept = max(trie.node_length) if result.kept is None else result.kept
@@ -157,15 +163,16 @@ def test_nodes_keep_equally_many_first_tokens_within_the_limit(made: list[Trajec
 
 def test_tokens_that_any_rollout_trains_are_marked() -> None:
     trie = build_trie([make("a", [1, 2, 3, 4], spans=[(2, 3, 1.0)]), make("b", [1, 2, 3, 5], spans=[(3, 4, 1.0)])])
-    (chunk,) = texts.node_texts(trie, texts.ids_as_text, limit=100).chunks
-    # a trains 3 of the shared node 1 2 3; b trains 5, so its node begins with an empty untrained piece.
-    assert json.loads(chunk) == [["1 2 ", "3 "], ["4 "], ["", "5 "]]
+    (chunk,) = texts.node_texts(trie, segments_without_roles(trie), texts.ids_as_text, limit=100).chunks
+    # a trains 3 of the shared node 1 2 3; b trains 5.
+    assert json.loads(chunk) == [["1 2 ", "3 "], ["4 "], ["5 "]]
+    assert [kind & TRAINED for kind in segments_without_roles(trie).kind.tolist()] == [0, TRAINED, 0, TRAINED]
 
 
 def test_many_nodes_are_cut_into_chunks_with_known_first_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "CHUNK_CHARACTERS", 40)
     trie = build_trie([make(f"t{i}", [1, i, i, i, i]) for i in range(2, 30)])
-    result = texts.node_texts(trie, texts.ids_as_text, limit=10**6)
+    result = texts.node_texts(trie, segments_without_roles(trie), texts.ids_as_text, limit=10**6)
     sizes = [len(json.loads(chunk)) for chunk in result.chunks]
     assert len(sizes) > 5
     assert np.cumsum([0, *sizes]).tolist() == [*result.first_node, trie.num_nodes]
@@ -223,29 +230,14 @@ def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_leaf(made:
         assert sum(block.count for block in blocks if block.start == 0) == len(members)
 
 
-@pytest.mark.parametrize(
-    ("por", "sentence"),
-    [
-        (0.0, "No token is a repeat."),
-        (0.01, "Hardly any token is a repeat."),
-        (0.05, "One of 20 tokens is a repeat."),
-        (0.13, "1 of 10 tokens is a repeat."),
-        (0.928, "9 of 10 tokens are repeats."),
-        (0.97, "97 of 100 tokens are repeats."),
-        (0.9999, "99 of 100 tokens are repeats."),
-    ],
-)
-def test_the_headline_is_the_share_of_repeats(por: float, sentence: str) -> None:
-    assert headline(por) == sentence
-
-
 def test_the_summary_has_the_numbers_of_the_rollouts() -> None:
     page = page_of(build_trie(rollouts())).replace("\N{NO-BREAK SPACE}", " ")
-    assert "6 rollouts of 2 groups have 25 tokens." in page
-    # 1 - 12 / 25 = 52 %, and 25 / 12 = 2.1
-    assert "12 are left: 52.0 % could be saved (POR), 2.1 tokens for each one that is computed." in page
-    assert "The mean reward is 0.333. In 1 of 2 groups all rollouts have the same reward" in page
-    assert "Tree training" in page
+    assert "6 samples of token ids or plain text" in page
+    assert "6 samples of 2 groups have 25 tokens." in page
+    # 1 - 12 / 25 = 52 %
+    assert "12 are left: 52.0 % of the tokens are repeats (POR)." in page
+    assert "The pass rate of the rollouts is 33.3 %. In 1 of 2 groups all rollouts have the same reward" in page
+    assert re.search(r"Tree training pays \d\.\dx\.", page)
 
 
 def test_the_explorer_gets_the_trie_and_the_groups_as_they_are() -> None:
@@ -254,9 +246,9 @@ def test_the_explorer_gets_the_trie_and_the_groups_as_they_are() -> None:
     size, up = (np.frombuffer(block(page, name), "<u4") for name in ("forest-size", "forest-up"))
     assert size.tolist() == trie.node_length.tolist()
     assert [i - u if u else -1 for i, u in enumerate(up.tolist())] == trie.parent.tolist()
-    ends = np.cumsum(np.frombuffer(block(page, "rollout-end"), "<u4"))
+    ends = np.cumsum(np.frombuffer(block(page, "sample-end"), "<u4"))
     assert ends.tolist() == trie.end_node.tolist()
-    assert json.loads(block(page, "rollout-ids")) == trie.trajectories["trajectory_id"].to_pylist()
+    assert json.loads(block(page, "sample-ids")) == trie.trajectories["trajectory_id"].to_pylist()
     assert json.loads(block(page, "groups-names")) == ["a", "b"]
     assert np.frombuffer(block(page, "groups-tree"), "<f8").tolist() == [7.0, 7.0]
 
@@ -266,13 +258,13 @@ def test_a_page_loads_nothing_and_has_no_markup_of_a_rollout() -> None:
     nasty = '</script><script>alert(1)</script><img src="x" onerror="alert(2)">'
     trie = build_trie([make(nasty, [1, 2, 3], group=nasty), make("b", [1, 2], group=nasty)])
     subject = Subject(nasty, trie, counts={nasty: 1})
-    page = render(subject, measure(subject, SHAPE), None)
+    page = render(subject, measure(subject, SHAPE), read_contents(subject.trie, None, limit=None))
     assert "alert(" not in page.replace("&lt;script&gt;alert(1)", "").replace("onerror=&#34;alert(2)", "")
     tags = re.findall(r"<(?:script|link|img|iframe|object|use|image)\b[^>]*>", page)
     assert len(tags) > 10
     assert [tag for tag in tags if re.search(r"""(src|href)=(?!["']data:)""", tag)] == []
     assert "@import" not in page
-    assert "url(" not in page
+    assert set(re.findall(r"url\([^)]*\)", page)) == {"url(#hatch)"}  # a pattern of the page itself
     assert "default-src 'none'" in page
 
 
@@ -311,7 +303,7 @@ def test_a_packed_directory_is_shown_with_its_rows_and_with_its_trie_or_a_rebuil
     assert [err in page for page in pages] == [True, True]
     assert ["rebuilt from the rows" in page for page in pages] == [False, True]
     assert block(pages[0], "forest-size") == block(pages[1], "forest-size")
-    assert block(pages[0], "rollout-reward") == block(pages[1], "rollout-reward")
+    assert block(pages[0], "sample-reward") == block(pages[1], "sample-reward")
 
 
 def test_text_is_optional_and_left_out_tokens_are_counted(tmp_path: Path, treepack: Run) -> None:
@@ -396,7 +388,7 @@ def test_the_files_of_the_page_are_shipped_in_the_wheel() -> None:
         for path in (ROOT / "treepack" / "analysis" / "report").iterdir()
         if path.suffix in (".js", ".css", ".html")
     ]
-    assert len(files) == 5
+    assert len(files) == 9
     assert "treepack.analysis.report" in settings["packages"]
     assert [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)] == []
 

@@ -10,23 +10,17 @@ from typing import Any
 
 import pytest
 from selenium.webdriver.chrome.webdriver import WebDriver
-from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-from support.browser import chromium, look, wait
-from support.paths import SAMPLE_DATA
+from support.browser import chromium, wait
+from support.report_page import TOKENIZER, console, focus, items, page_url, press, text_of, visit
 from support.strategies import make
-from treepack.analysis.model_cost import read_shape
-from treepack.analysis.report.figures import Subject, measure
-from treepack.analysis.report.page import render
-from treepack.analysis.report.texts import decoder_of, ids_as_text, node_texts
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
 from treepack.trie.trie import Trie
 
-TOKENIZER = SAMPLE_DATA / "tokenizer"
 # Text that ends the script of a data block and runs code, if a page ever inserts text as markup.
 HOSTILE = '</script><script>window.broken = 1</script><img src=x onerror="window.broken = 2">'
 SYSTEM = "You repair bicycles. Every price is in euro, every answer is short, and every customer is right. "
@@ -64,17 +58,6 @@ def trie_of_talk() -> Trie:
     )
 
 
-def page_url(path: Path, trie: Trie, *, decoded: bool = True, limit: int = 10**6) -> str:
-    """Write a page of `trie` and return its URL."""
-    tokenizer = load_tokenizer(str(TOKENIZER))
-    subject = Subject("made", trie)
-    texts = node_texts(trie, decoder_of(tokenizer) if decoded else ids_as_text, limit=limit)
-    figures = measure(subject, read_shape("qwen3-8b"))
-    special = list(tokenizer.get_added_vocab())
-    path.write_text(render(subject, figures, texts, decoded=decoded, special=special), encoding="utf-8")
-    return path.as_uri()
-
-
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_url(tmp_path_factory.mktemp("talk") / "page.html", trie_of_talk())
@@ -88,40 +71,10 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
     return page_url(tmp_path_factory.mktemp("wide") / "page.html", build_trie(made), decoded=False)
 
 
-def visit(driver: WebDriver, url: str, *, width: int = 1300, dark: bool = False) -> WebDriver:
-    look(driver, width=width, dark=dark)
-    driver.get(url)
-    wait(driver, "document.documentElement.dataset.charts")
-    return driver
-
-
-def items(driver: WebDriver) -> list[str]:
-    """Return the labels of the tree's blocks for screen readers."""
-    blocks = driver.find_elements(By.CSS_SELECTOR, "[role=treeitem]")
-    return [str(block.get_attribute("aria-label")) for block in blocks]
-
-
-def press(driver: WebDriver, *keys: str) -> None:
-    for key in keys:
-        ActionChains(driver).send_keys(key).perform()
-
-
-def focus(driver: WebDriver) -> str:
-    element = driver.switch_to.active_element
-    return str(element.get_attribute("aria-label") or element.get_attribute("outerHTML"))[:300]
-
-
-def text_of(driver: WebDriver, rollout: str) -> str:
-    """Wait until the text panel names this rollout and is complete, and return its text."""
-    wait(driver, f"document.getElementById('text-ends').textContent.includes({rollout!r})")
-    wait(driver, "document.getElementById('text-body').dataset.ready === 'true'")
-    return str(driver.execute_script("return document.getElementById('text-body').textContent"))
-
-
 def test_all_charts_are_drawn_and_the_console_stays_empty(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
     charts = driver.find_elements(By.CSS_SELECTOR, ".chart")
-    assert len(charts) == 7
+    assert len(charts) == 9
     for chart in charts:
         marks = chart.find_elements(By.CSS_SELECTOR, "svg .role-mark path, svg .role-mark rect")
         boxes = [
@@ -129,7 +82,7 @@ def test_all_charts_are_drawn_and_the_console_stays_empty(driver: WebDriver, tal
         ]
         # A mark of one pixel would be a chart without data.
         assert any(width > 1 and height > 1 for width, height in boxes), chart.get_attribute("id")
-    assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
+    assert console(driver) == []
     # No resource was loaded, from the network or a file.
     assert driver.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)") == []
 
@@ -149,8 +102,10 @@ def test_a_group_opens_as_the_tree_of_its_own_rollouts(driver: WebDriver, talk: 
 def test_a_click_shows_the_text_of_a_node_with_its_trained_parts_marked(driver: WebDriver, talk: str) -> None:
     visit(driver, talk)
     leaf = driver.find_element(By.CSS_SELECTOR, ".item[aria-label*='b-2']")
-    leaf.find_element(By.TAG_NAME, "rect").click()
-    assert text_of(driver, "b-2").endswith("Ride slower. I see. ")
+    leaf.find_element(By.CSS_SELECTOR, ".frame").click()
+    driver.find_element(By.CSS_SELECTOR, "[data-form=tokens]").click()
+    driver.find_element(By.CSS_SELECTOR, "[data-whole=false]").click()
+    assert text_of(driver, "b-2") == "Ride slower. I see. "
     # " I see. " after the answer is an observation, which is not trained.
     assert [mark.text for mark in driver.find_elements(By.CSS_SELECTOR, "#text-body mark")] == ["Ride slower."]
     driver.find_element(By.CSS_SELECTOR, "[data-whole=true]").click()
@@ -247,7 +202,7 @@ def test_a_tree_of_thousands_of_turns_is_opened_at_any_of_them(driver: WebDriver
     assert text_of(driver, "turn-3210").strip() == str(2 + 3210 % 700)
     assert "turn-3210" in driver.find_element(By.ID, "text-ends").text
     assert "from 3,211 on" in focus(driver)
-    assert driver.get_log("browser") == []  # type: ignore[no-untyped-call]
+    assert console(driver) == []
 
 
 def test_the_list_is_sorted_by_any_column_and_searched(driver: WebDriver, talk: str) -> None:
@@ -257,7 +212,7 @@ def test_the_list_is_sorted_by_any_column_and_searched(driver: WebDriver, talk: 
         return [row.text for row in driver.find_elements(By.CSS_SELECTOR, "#rows th")]
 
     # The first click on a column of numbers sorts from the highest down, the second from the lowest up.
-    for column, down in (("reward", ["hostile", "brake"]), ("rollouts", ["brake", "hostile"])):
+    for column, down in (("reward", ["hostile", "brake"]), ("overlap", ["brake", "hostile"])):
         head = driver.find_element(By.CSS_SELECTOR, f"[data-sort={column}]")
         head.click()
         assert names() == down
@@ -301,7 +256,7 @@ def test_text_has_contrast_in_the_colours_of_the_system_and_of_the_button(
         style: Any = driver.execute_script(
             "const of = (query, key) => getComputedStyle(document.querySelector(query))[key];"
             "return {page: of('body', 'backgroundColor'), card: of('.card', 'backgroundColor'),"
-            " text: of('body', 'color'), muted: of('figcaption', 'color'), accent: of('.verdict', 'color')}"
+            " text: of('body', 'color'), muted: of('figcaption', 'color'), accent: of('.gain', 'color')}"
         )
         shades = {name: luminance(colour) for name, colour in style.items()}
         backgrounds.append(shades["page"])

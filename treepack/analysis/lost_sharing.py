@@ -62,6 +62,29 @@ class AddedTokens:
     is_call: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """A place at which `trajectory` parts from the trajectory `other`, whose first `position` tokens it shares.
+
+    Both are numbers of trajectories. `lost` tokens should have been shared. `difference` is None if no text was read.
+    """
+
+    trajectory: int
+    other: int
+    position: int
+    lost: int
+    difference: Difference | None
+
+
+@dataclass(frozen=True, slots=True)
+class LostCause:
+    """A cause of lost sharing: its name, the lost tokens, and all partings, the costliest first."""
+
+    name: str
+    tokens: int
+    partings: list[Parting]
+
+
 def added_tokens(trie: Trie) -> AddedTokens:
     """Return the tokens that each trajectory adds, and the number of them that it should have shared.
 
@@ -151,11 +174,8 @@ def _meeting(parent: list[int], a: int, b: int) -> int:
 def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
     """Return the reasons for all tokens of `trie` and the causes of lost sharing, as plain values ready for JSON.
 
-    `laid_down` maps the reason why tokens are stored to their number; the sum is N_tree. The reasons are: "first" of a
-    group; "sampling", another answer; "environment", another observation after the same actions; the "next call" of a
-    rollout; a "longer prompt"; "lost", tokens that should have been shared; and "behind", the tokens that follow lost
-    ones. `lost` lists the causes of lost tokens, the costliest first, each with its tokens, its number of partings and
-    an example.
+    `laid_down` maps the reason why tokens are stored to their number; the sum is N_tree, see `tokens_by_reason`. `lost`
+    lists the causes of lost tokens, the costliest first, each with its tokens, its number of partings and an example.
 
     Args:
         trie: the trie.
@@ -163,6 +183,21 @@ def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTING
         most: maximum number of partings whose texts are read, the costliest ones.
     """
     tokens = added_tokens(trie)
+    ids: list[str] = trie.trajectories["trajectory_id"].to_pylist()
+    return {
+        "laid_down": tokens_by_reason(trie, tokens),
+        "lost": [_as_record(cause, ids) for cause in causes_of(trie, tokens, decode, most=most)],
+        "num_alone": num_alone(trie),
+    }
+
+
+def tokens_by_reason(trie: Trie, tokens: AddedTokens) -> dict[str, int]:
+    """Return the tokens of `trie` by the reason why they are stored; the sum is N_tree.
+
+    The reasons are: "first" of a group; "sampling", another answer; "environment", another observation after the same
+    actions; the "next call" of a rollout; a "longer prompt"; "lost", tokens that should have been shared; and "behind",
+    the tokens that follow lost ones.
+    """
     added = trie.lengths - tokens.start
     base = tokens.expected < 0
     reason = np.where(tokens.is_call, "next call", _reasons(trie, tokens.start))
@@ -172,12 +207,7 @@ def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTING
     }
     lost = int(tokens.lost.sum())
     behind = int((added - tokens.lost)[tokens.lost > 0].sum())
-    alone = _num_alone(trie)
-    return {
-        "laid_down": {"first": int(added[base].sum()), **parts, "behind": behind, "lost": lost},
-        "lost": _causes(trie, tokens, decode, most=most) if lost else [],
-        "num_alone": alone,
-    }
+    return {"first": int(added[base].sum()), **parts, "behind": behind, "lost": lost}
 
 
 def _reasons(trie: Trie, start: Int64) -> NDArray[np.str_]:
@@ -194,35 +224,48 @@ def _reasons(trie: Trie, start: Int64) -> NDArray[np.str_]:
     return np.where(trained, "sampling", np.where(start < begin, "longer prompt", "environment"))
 
 
-def _num_alone(trie: Trie) -> int:
+def num_alone(trie: Trie) -> int:
     """Return the number of trajectories that are alone in their group, whose prompts are compared with none."""
     groups = np.array(trie.trajectories["group_id"].to_pylist())
     _, code, count = np.unique(groups, return_inverse=True, return_counts=True)
     return int((count[code] == 1).sum())
 
 
-def _causes(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: int) -> list[dict[str, Any]]:
-    """Return the causes of lost sharing, the costliest first."""
-    partings = np.flatnonzero(tokens.lost)
-    partings = partings[np.argsort(-tokens.lost[partings], kind="stable")]
-    ids: list[str] = trie.trajectories["trajectory_id"].to_pylist()
-    causes: dict[str, dict[str, Any]] = {}
-    differences = _differences(trie, tokens, partings[:most].tolist(), decode)
-    for place, i in enumerate(partings.tolist()):
+def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: int = MAX_PARTINGS) -> list[LostCause]:
+    """Return the causes of lost sharing, the costliest first.
+
+    Args:
+        trie: the trie.
+        tokens: its `added_tokens`.
+        decode: converts lists of token ids to texts; without it, a cause only names prompt or history.
+        most: maximum number of partings whose texts are read, the costliest ones.
+    """
+    order = np.flatnonzero(tokens.lost)
+    order = order[np.argsort(-tokens.lost[order], kind="stable")]
+    differences = _differences(trie, tokens, order[:most].tolist(), decode)
+    partings: dict[str, list[Parting]] = {}
+    for place, i in enumerate(order.tolist()):
         difference = differences[place] if place < len(differences) else None
         cause = UNREAD[bool(tokens.is_call[i])] if decode is None else "not read"
-        cause = difference.cause if difference else cause
-        entry = causes.setdefault(cause, {"cause": cause, "tokens": 0, "num_partings": 0})
-        entry["tokens"] += int(tokens.lost[i])
-        entry["num_partings"] += 1
-        if "example" not in entry:
-            entry["example"] = {
-                "trajectory_id": ids[i],
-                "other": ids[int(tokens.expected[i])],
-                "position": int(tokens.common[i]),
-                **(difference.texts if difference else {}),
-            }
-    return sorted(causes.values(), key=lambda entry: (-entry["tokens"], entry["cause"]))
+        parting = Parting(i, int(tokens.expected[i]), int(tokens.common[i]), int(tokens.lost[i]), difference)
+        partings.setdefault(difference.cause if difference else cause, []).append(parting)
+    causes = [LostCause(name, sum(one.lost for one in own), own) for name, own in partings.items()]
+    return sorted(causes, key=lambda cause: (-cause.tokens, cause.name))
+
+
+def _as_record(cause: LostCause, ids: list[str]) -> dict[str, Any]:
+    first = cause.partings[0]
+    return {
+        "cause": cause.name,
+        "tokens": cause.tokens,
+        "num_partings": len(cause.partings),
+        "example": {
+            "trajectory_id": ids[first.trajectory],
+            "other": ids[first.other],
+            "position": first.position,
+            **(first.difference.texts if first.difference else {}),
+        },
+    }
 
 
 def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: Decode | None) -> list[Difference]:
@@ -237,7 +280,7 @@ def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: D
         # Two windows a parting: the other trajectory up to where it should be shared, and the prompt of this one.
         for which, limit in ((other, (end if tokens.is_call[i] else begin)[other]), (i, begin[i])):
             stop = min(int(limit), at + WINDOW)
-            windows.append(_path_tokens(trie, int(trie.end_node[which]), max(0, at - CONTEXT), stop))
+            windows.append(path_tokens(trie, int(trie.end_node[which]), max(0, at - CONTEXT), stop))
             whole.append(stop == limit)
     texts = decode(windows)
     return [
@@ -251,7 +294,7 @@ def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: D
     ]
 
 
-def _path_tokens(trie: Trie, node: int, start: int, stop: int) -> list[int]:
+def path_tokens(trie: Trie, node: int, start: int, stop: int) -> list[int]:
     """Return the tokens [start, stop) of the path that ends with `node`."""
     parts: list[list[int]] = []
     while node >= 0:

@@ -75,11 +75,16 @@ class Difference:
 
     @property
     def texts(self) -> dict[str, str]:
-        return {"before": self.before, "expected": self.expected, "found": self.actual}
+        """The words around the parting, short enough for a line of a terminal each."""
+        return {
+            "before": self.before[-SHOWN_BEFORE:],
+            "expected": self.expected[:SHOWN],
+            "found": self.actual[:SHOWN],
+        }
 
 
 def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bool]) -> Difference:
-    """Return the cause of the difference between two texts, and the words around the parting.
+    """Return the cause of the difference between two texts, and the texts before and after the parting.
 
     Args:
         expected: text of the trajectory that was to be shared.
@@ -90,7 +95,7 @@ def classify(expected: str, actual: str, *, is_call: bool, whole: tuple[bool, bo
     at = _common_length(expected, actual)
     # Examples begin with a whole word: "is not idented", "is not indented": at 8 -> word 7
     word = at - len(WORD.findall(expected[:at])[0])
-    shown = (expected[max(0, word - SHOWN_BEFORE) : word], expected[word : word + SHOWN], actual[word : word + SHOWN])
+    shown = (expected[:word], expected[word:], actual[word:])
     if _equal_up_to_cut(expected, actual, whole=whole, is_call=is_call, tail=LONGEST_CHARACTER):
         return Difference(RETOKENISED, *shown)
     # Single causes first, then with whitespace, because removing an id or reasoning may leave blanks.

@@ -36,9 +36,11 @@ class Chart:
 
 def charts(figures: Figures) -> list[Chart]:
     """Return all charts with data, in the order of the page."""
+    rewards = [_reward_counts(figures), _pass_rates(figures)] if figures.rewards else []
     result = [
+        *rewards,
         _depths(figures),
-        _histogram("lengths", "Length of rollouts", figures.lengths, "tokens", "rollouts"),
+        _histogram("lengths", "Length of samples", figures.lengths, "tokens", "samples"),
         _histogram("group_overlap", "Overlap of groups", figures.group_overlap, "overlap", "groups", share=True),
         _histogram("group_sizes", "Size of groups", figures.group_sizes, "rollouts", "groups"),
         _histogram("fill", "Fill of rows", figures.fill, "fill", "rows", share=True),
@@ -51,7 +53,7 @@ def _depths(figures: Figures) -> Chart:
     records = [record | {"range": f"{short(record['start'])}-{short(record['end'])}"} for record in figures.depths]
     packed = any("err" in record for record in records)
     x: Spec = {"field": "range", "type": "ordinal", "sort": None, "title": "distance from the root, tokens"}
-    x |= {"axis": {"labelAngle": -40}}
+    x |= {"axis": {"labelAngle": 0, "labelOverlap": True}}
     tooltip: list[Spec] = [
         {"field": "range", "title": "depth"},
         {"field": "tokens_flat", "title": "tokens, one by one", "format": ","},
@@ -78,20 +80,19 @@ def _depths(figures: Figures) -> Chart:
     return Chart("depths", title, _spec(title, records, spec), header, lines, wide=True)
 
 
-def _histogram(name: str, title: str, records: list[Record], of: str, noun: str, *, share: bool = False) -> Chart:
-    form = ".0%" if share else ","
+def _histogram(
+    name: str, title: str, records: list[Record], of: str, noun: str, *, share: bool = False, fine: bool = False
+) -> Chart:
+    form = ".0%" if share else ".3~g" if fine else ","
     x: Spec = {"field": "start", "type": "quantitative", "bin": {"binned": True}, "title": of}
-    x |= {"axis": {"format": "%" if share else "~s", "tickCount": 5, "labelOverlap": True}}
+    x |= {"axis": {"format": "~g" if fine else "~s", "tickCount": 5, "labelOverlap": True}}
     if share:
         x |= {"scale": {"domain": [0, 1]}, "axis": PERCENT}
-    each = all(record["end"] - record["start"] == 1 for record in records) and not share
+    each = all(record["end"] - record["start"] == 1 for record in records) and not share and not fine
     if each:  # a bar for each number, labelled in its middle
         labels = {"labelAngle": 0, "labelOverlap": True, "labelSeparation": 8}
         x = {"field": "start", "type": "ordinal", "title": of, "axis": labels}
-    max_count = max(record["count"] for record in records)
-    # Counts below six get a tick each, because Vega would put ticks at fractions.
-    ticks: Spec = {"values": list(range(max_count + 1)), "format": "d"} if max_count < 6 else {"format": "~s"}
-    y: Spec = {"field": "count", "type": "quantitative", "title": noun, "axis": ticks}
+    y: Spec = {"field": "count", "type": "quantitative", "title": noun, "axis": _count_axis(records)}
     tooltip: list[Spec] = [
         {"field": "start", "title": of if each else f"{of} from", "format": form},
         *([] if each else [{"field": "end", "title": "to", "format": form}]),
@@ -108,6 +109,12 @@ def _histogram(name: str, title: str, records: list[Record], of: str, noun: str,
         if r["count"]
     ]
     return Chart(name, title, _spec(title, records, spec), (of, noun), lines)
+
+
+def _count_axis(records: list[Record]) -> Spec:
+    # Counts below six get a tick each, because Vega would put ticks at fractions.
+    max_count = max(record["count"] for record in records)
+    return {"values": list(range(max_count + 1)), "format": "d"} if max_count < 6 else {"format": "~s", "tickCount": 5}
 
 
 def _capacities(figures: Figures) -> Chart:
@@ -154,7 +161,7 @@ def _capacities(figures: Figures) -> Chart:
 def _note(record: Record) -> str:
     if record["measured"]:
         return "as packed"
-    return f"{record['num_too_long']:,} rollouts too long" if record["num_too_long"] else ""
+    return f"{record['num_too_long']:,} samples too long" if record["num_too_long"] else ""
 
 
 def _rewards(figures: Figures) -> Chart:
@@ -196,6 +203,48 @@ def _rewards(figures: Figures) -> Chart:
     title = "Reward by node"
     header = ("depth", "mean reward", "nodes", "tokens")
     return Chart("rewards", title, _spec(title, records, spec), header, lines, wide=True)
+
+
+def _reward_counts(figures: Figures) -> Chart:
+    records = figures.reward_counts
+    if any(record["start"] != record["end"] for record in records):
+        return _histogram("reward_counts", "Rewards of rollouts", records, "reward", "rollouts", fine=True)
+    records = [record | {"reward": number(record["start"])} for record in records]
+    tooltip = [{"field": "reward"}, {"field": "count", "title": "rollouts", "format": ","}]
+    x = {"field": "reward", "type": "ordinal", "sort": None, "title": "reward", "axis": {"labelAngle": 0}}
+    y = {"field": "count", "type": "quantitative", "title": "rollouts", "axis": _count_axis(records)}
+    spec: Spec = {
+        "mark": {"type": "bar", "color": DATA, "width": {"band": 0.7}, "cornerRadiusEnd": 2},
+        "encoding": {"x": x, "y": y, "tooltip": tooltip},
+    }
+    lines = [(record["reward"], f"{record['count']:,}") for record in records]
+    title = "Rewards of rollouts"
+    return Chart("reward_counts", title, _spec(title, records, spec), ("reward", "rollouts"), lines)
+
+
+def _pass_rates(figures: Figures) -> Chart:
+    records = figures.pass_rates
+    is_rate = figures.is_pass_or_fail
+    noun = "pass rate" if is_rate else "mean reward"
+    # A bar from 0 % to 2 % of the groups for each of 50 groups; the groups are in ascending order.
+    x: Spec = {"field": "start", "type": "quantitative", "title": "groups, in order", "bin": {"binned": True}}
+    x |= {"axis": PERCENT, "scale": {"domain": [0, 1]}}
+    y: Spec = {"field": "rate", "type": "quantitative", "title": noun}
+    y |= {"axis": PERCENT, "scale": {"domain": [0, 1]}} if is_rate else {"axis": {"tickCount": 5}}
+    tooltip = [
+        {"field": "name", "title": "group"},
+        {"field": "rate", "title": noun, "format": ".1%" if is_rate else ".3~g"},
+    ]
+    # A group in which all fail has a bar of no height; a line below the axis shows that it is there.
+    opacity = {"condition": {"test": "datum.is_one", "value": 0.4}, "value": 1}
+    spec: Spec = {
+        "mark": {"type": "bar", "color": DATA, "binSpacing": 1, "minBandSize": 1},
+        "encoding": {"x": x, "x2": {"field": "end"}, "y": y, "opacity": opacity, "tooltip": tooltip},
+    }
+    text = percent if is_rate else number
+    lines = [(r["name"], text(r["rate"]), "one outcome" if r["is_one"] else "") for r in records]
+    title = f"{noun.capitalize()} by group"
+    return Chart("pass_rates", title, _spec(title, records, spec), ("group", noun, ""), lines, wide=True)
 
 
 def _spec(title: str, records: list[Record], spec: Spec) -> Spec:

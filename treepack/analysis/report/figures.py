@@ -1,6 +1,6 @@
 """The numbers of the charts of a report.
 
-    Subject --measure--> Figures: overlap by depth, lengths, groups, POR and ERR over capacities, fill, reward by node
+    Subject --measure--> Figures: overlap by depth, lengths, groups, POR and ERR over capacities, fill, rewards
 
 Page, pictures and tables show these same numbers. Plans made here, to predict the sharing that a packing keeps, take
 little effort; docs/report.md describes them.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,13 @@ import numpy as np
 from treepack.analysis.capacities import PlannedCapacity, forecast_lines, plan_capacities, predict
 from treepack.analysis.describe import por_by_depth
 from treepack.analysis.forecast import DEFAULT_DEVICE, Line, read_device
-from treepack.analysis.forecast import report as forecast
 from treepack.analysis.model_cost import ModelShape
-from treepack.analysis.report.parts import SharedParts, groups_of, rewards_of, trees_of
+from treepack.analysis.report.parts import SharedParts, groups_of, mean_by, rewards_of, trees_of
+from treepack.analysis.report.rollouts import Outcomes, Rollouts, outcomes_of, rollouts_of
+from treepack.analysis.summary import summary
+from treepack.analysis.verdict import baseline_notes
+from treepack.analysis.verdict import report as forecast
+from treepack.ingest.conversations import Conversations
 from treepack.pack.plan.problem import Search
 from treepack.trajectory import Float64, Int64
 from treepack.trie.totals import trie_totals
@@ -33,19 +38,21 @@ MAX_CAPACITIES = 6  # default capacities to compare: each needs a plan
 FORECAST_CAPACITIES = 2  # the smallest capacities, among which the verdict chooses
 MIN_CAPACITY = 1024  # default rows are not shorter than this, however short the rollouts are
 REWARD_BINS = 11  # ranges of mean reward in the chart of rewards
+MAX_REWARDS = 12  # different rewards that get a bar each; more are counted in ranges
+MAX_BARS = 80  # groups that get a bar each in the chart of pass rates; of more, each bar is as many groups
 # With this many trajectories or more, "auto" is the quickest method here: six plans of 100,000 then take a minute.
 QUICK_MIN_TRAJECTORIES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Figures of a packed directory: its totals, the tokens of each row, ERR by depth, and its line of the forecast."""
+    """Figures of a packed directory: its totals, the tokens of each row, ERR by depth, and lines of its forecast."""
 
     capacity: int
     row_tokens: Int64
     totals: Record
     err_by_depth: list[Record]
-    line: Line
+    lines: list[Line]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +64,27 @@ class Subject:
     packed: Packed | None = None
     rebuilt: bool = False
     counts: dict[str, int] | None = None
+    conversations: Conversations | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Totals, parts and one list of records per chart; `rewards` is empty if no trajectory has one.
+    """Totals, parts, their outcomes, and one list of records per chart; those on rewards are empty without rewards.
 
     Records: `depths` start, end, tokens_flat, tokens_tree, por and, if packed, err; `lengths`, `group_overlap`,
     `group_sizes` and `fill` start, end, count; `capacities` capacity, err, fill, num_rows, num_too_long, measured;
-    `rewards` depth_start, depth_end, reward_start, reward_end, nodes, tokens. `groups_of_one_reward` counts the groups
-    of several rollouts that all have the same reward. `verdict` is a sentence on training `model` on the tree.
+    `rewards` depth_start, depth_end, reward_start, reward_end, nodes, tokens; `reward_counts` start, end, count, where
+    start and end are equal if each reward has a bar; `pass_rates` start, end, rate, name, see `group_rates`.
+
+    `summary` is a sentence on what was read, and `forecast` the report of `treepack stats` on the gain of the tree.
     """
 
     totals: Record
+    rollouts: Rollouts
     groups: SharedParts
+    group_outcomes: Outcomes
     trees: SharedParts
+    tree_outcomes: Outcomes
     depths: list[Record]
     lengths: list[Record]
     group_overlap: list[Record]
@@ -81,10 +94,21 @@ class Figures:
     fill: list[Record]
     fill_capacity: int
     rewards: list[Record]
-    mean_reward: float | None
-    groups_of_one_reward: int
-    model: str
-    verdict: str
+    reward_counts: list[Record]
+    pass_rates: list[Record]
+    summary: str
+    forecast: Record
+
+    @property
+    def opened_group(self) -> int:
+        """The group with the most mixed outcomes, which the page opens and the picture of a tree shows."""
+        return self.group_outcomes.most_mixed(self.groups.overlap)
+
+    @property
+    def is_pass_or_fail(self) -> bool:
+        """Whether there are at most two different rewards of rollouts, so that a mean is a pass rate."""
+        known = self.rollouts.reward[~np.isnan(self.rollouts.reward)]
+        return set(known.tolist()) <= {0.0, 1.0}
 
 
 def measure(
@@ -115,30 +139,33 @@ def measure(
         row_tokens, fill_capacity = packed.row_tokens, packed.capacity
         points = [point for point in points if point["capacity"] != packed.capacity]
         points.append(packed.totals | {"capacity": packed.capacity, "num_too_long": 0, "measured": True})
-    groups, depths = groups_of(trie), por_by_depth(trie)
+    groups, trees, rollouts = groups_of(trie), trees_of(trie), rollouts_of(trie)
+    depths, totals = por_by_depth(trie), trie_totals(trie)
     if packed is not None:
         err = {part["start"]: part["err"] for part in packed.err_by_depth}
         depths = [part | ({"err": err[part["start"]]} if part["start"] in err else {}) for part in depths]
-    # Ratios are counted in ranges of 5 %.
-    share, rewards = np.arange(21) / 20, rewards_of(trie)
-    known = ~np.isnan(rewards)
+    outcomes = outcomes_of(groups, rollouts)
+    share = np.arange(21) / 20  # ratios are counted in ranges of 5 %
     return Figures(
-        totals=trie_totals(trie),
+        totals=totals,
+        rollouts=rollouts,
         groups=groups,
-        trees=trees_of(trie),
+        group_outcomes=outcomes,
+        trees=trees,
+        tree_outcomes=outcomes_of(trees, rollouts),
         depths=depths,
         lengths=histogram(trie.lengths, nice_edges(trie.lengths)),
         group_overlap=histogram(groups.overlap, share),
-        group_sizes=histogram(groups.sizes, nice_edges(groups.sizes)),
+        group_sizes=histogram(outcomes.num_rollouts, nice_edges(outcomes.num_rollouts)),
         capacities=[{name: point[name] for name in _POINT} for point in sorted(points, key=_capacity)],
         method=method,
         fill=histogram(row_tokens / fill_capacity, share),
         fill_capacity=fill_capacity,
         rewards=reward_by_node(trie),
-        mean_reward=float(rewards[known].mean()) if known.any() else None,
-        groups_of_one_reward=_groups_of_one_reward(groups, rewards),
-        model=shape.name,
-        verdict=_verdict(subject, shape, planned[:FORECAST_CAPACITIES], method, search),
+        reward_counts=count_rewards(rollouts.reward),
+        pass_rates=group_rates(groups, rollouts),
+        summary=summary(subject.conversations, totals),
+        forecast=_forecast(subject, shape, planned[:FORECAST_CAPACITIES], method, search),
     )
 
 
@@ -149,22 +176,57 @@ def _capacity(point: Record) -> int:
     return int(point["capacity"])
 
 
-def _verdict(subject: Subject, shape: ModelShape, planned: list[PlannedCapacity], method: str, search: Search) -> str:
+def _forecast(
+    subject: Subject, shape: ModelShape, planned: list[PlannedCapacity], method: str, search: Search
+) -> Record:
     if subject.packed is not None:
-        lines = [subject.packed.line]
+        lines, totals = subject.packed.lines, subject.packed.totals
     else:
-        lines = forecast_lines(subject.trie, planned, method=method, search=search)
-    return str(forecast(lines, shape, read_device(DEFAULT_DEVICE))["verdict"])
+        known, totals = subject.conversations, trie_totals(subject.trie)
+        lines = forecast_lines(subject.trie, planned, method=method, search=search, conversations=known)
+    notes = baseline_notes(subject.conversations, totals)
+    return dict(forecast(lines, shape, read_device(DEFAULT_DEVICE), notes))
 
 
-def _groups_of_one_reward(groups: SharedParts, rewards: Float64) -> int:
-    low, high = np.full(len(groups.names), np.inf), np.full(len(groups.names), -np.inf)
-    known = ~np.isnan(rewards)
-    # `at`, because np.minimum with an index keeps only the last value of each group.
-    all_known = np.bincount(groups.of, known, len(groups.names)) == groups.sizes
-    np.minimum.at(low, groups.of[known], rewards[known])
-    np.maximum.at(high, groups.of[known], rewards[known])
-    return int((all_known & (groups.sizes > 1) & (low == high)).sum())
+def count_rewards(rewards: Float64) -> list[Record]:
+    """Return the number of rollouts by reward: start, end, count. Few different rewards are counted one by one."""
+    known = rewards[~np.isnan(rewards)]
+    values, counts = np.unique(known, return_counts=True)
+    if len(values) > MAX_REWARDS:
+        return histogram(known, np.linspace(known.min(), known.max(), REWARD_BINS + 1))
+    return [{"start": v, "end": v, "count": n} for v, n in zip(values.tolist(), counts.tolist(), strict=True)]
+
+
+def group_rates(groups: SharedParts, rollouts: Rollouts) -> list[Record]:
+    """Return the mean reward of the groups in ascending order: start, end, rate, name, is_one.
+
+    `start` and `end` are shares of all groups with a reward. Of more than `MAX_BARS` groups, each record is several
+    groups, and its name their number. `is_one`: their rollouts have one outcome only.
+    """
+    outcomes = outcomes_of(groups, rollouts)
+    group_of = np.zeros(len(rollouts.names), np.int64)
+    group_of[rollouts.of] = groups.of
+    rates = mean_by(group_of, rollouts.reward, len(groups.names))
+    order = np.lexsort((np.arange(len(rates)), ~outcomes.is_one, rates))
+    order = order[~np.isnan(rates[order])]
+    if not len(order):
+        return []
+    # 5 groups, at most 2 bars -> bounds [0, 2, 5] -> bars of groups 0-1 and 2-4
+    bounds = np.linspace(0, len(order), min(MAX_BARS, len(order)) + 1).astype(int).tolist()
+    records = []
+    for a, b in pairwise(bounds):
+        own = order[a:b]
+        name = groups.names[own[0]] if b - a == 1 else f"{b - a} groups"
+        records.append(
+            {
+                "start": a / len(order),
+                "end": b / len(order),
+                "rate": float(rates[own].mean()),
+                "name": name,
+                "is_one": bool(outcomes.is_one[own].all()),
+            }
+        )
+    return records
 
 
 def default_capacities(trie: Trie) -> list[int]:

@@ -1,10 +1,11 @@
 """The data that the explorer of a page reads: columns of the forest, names and texts, compressed, as base64.
 
-    Subject, Figures, Texts --payload--> {name: base64 of gzip}
+    Trie, Figures, Contents --payload--> {name: base64 of gzip}
 
-Little-endian arrays, one value per node (length; parent as the distance back to it, 0 at a root) or per trajectory
-(end node as the distance from the previous one; part; reward and advantage, NaN if unknown); JSON for the rest. Base64
-has no character that HTML could read as markup, whatever a rollout contains.
+Little-endian arrays: per node its length and its parent as the distance back to it, 0 at a root; per trajectory its end
+node as the distance from the previous one, its rollout, turn, part, reward and advantage, NaN if unknown; per segment
+its length and kind. JSON for the rest. Base64 has no character that HTML could read as markup, whatever a rollout
+contains.
 """
 
 from __future__ import annotations
@@ -17,30 +18,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.analysis.report.contents import Contents
 from treepack.analysis.report.figures import Figures
 from treepack.analysis.report.parts import SharedParts, rewards_of
-from treepack.analysis.report.texts import Texts
+from treepack.analysis.report.rollouts import Outcomes
 from treepack.columns import list_values
 from treepack.trajectory import Float64
 from treepack.trie.trie import Trie
 
 
-def payload(trie: Trie, figures: Figures, texts: Texts | None) -> dict[str, str]:
-    """Return the blocks of the page by name: `forest-*`, `ids`, `groups-*`, `trees-*`, and `text-0`, `text-1`, ..."""
-    each = np.arange(trie.num_nodes)
+def payload(trie: Trie, figures: Figures, contents: Contents) -> dict[str, str]:
+    """Return the blocks of the page: `forest-*`, `segment-*`, `sample-*`, `groups-*`, `trees-*`, `text-0`, ..."""
+    each, rollouts, segments = np.arange(trie.num_nodes), figures.rollouts, contents.segments
     # Distances are small numbers, which compress well: parents [-1, 0, 1, 1] -> up [0, 1, 1, 2]
     blocks = {
         "forest-size": _array(trie.node_length, "<u4"),
         "forest-up": _array(np.where(trie.parent < 0, 0, each - trie.parent), "<u4"),
-        "rollout-end": _array(np.diff(trie.end_node, prepend=0), "<u4"),
-        "rollout-reward": _array(rewards_of(trie), "<f4"),
-        "rollout-advantage": _array(advantages_of(trie), "<f4"),
-        "rollout-ids": _json(trie.trajectories["trajectory_id"].to_pylist()),
+        "segment-size": _array(np.diff(segments.first), "<u4"),
+        "segment-kind": _array(segments.kind, "u1"),
+        "segment-count": _array(np.diff(segments.of_node), "<u4"),
+        "sample-end": _array(np.diff(trie.end_node, prepend=0), "<u4"),
+        "sample-rollout": _array(rollouts.of, "<u4"),
+        "sample-number": _array(rollouts.number, "<u4"),
+        "sample-reward": _array(rewards_of(trie), "<f4"),
+        "sample-advantage": _array(advantages_of(trie), "<f4"),
+        "sample-ids": _json(trie.trajectories["trajectory_id"].to_pylist()),
+        "rollout-labels": _json(rollouts.labels),
     }
-    for name, parts in (("groups", figures.groups), ("trees", figures.trees)):
-        blocks |= {f"{name}-{key}": block for key, block in _parts(parts).items()}
-    if texts is not None:
-        blocks |= {f"text-{i}": _compress(chunk) for i, chunk in enumerate(texts.chunks)}
+    pairs = (("groups", figures.groups, figures.group_outcomes), ("trees", figures.trees, figures.tree_outcomes))
+    for name, parts, outcomes in pairs:
+        blocks |= {f"{name}-{key}": block for key, block in _parts(parts, outcomes).items()}
+    if contents.texts is not None:
+        blocks |= {f"text-{i}": _compress(chunk) for i, chunk in enumerate(contents.texts.chunks)}
     return blocks
 
 
@@ -57,12 +66,14 @@ def advantages_of(trie: Trie) -> Float64:
     return np.array(means, np.float64)
 
 
-def _parts(parts: SharedParts) -> dict[str, str]:
+def _parts(parts: SharedParts, outcomes: Outcomes) -> dict[str, str]:
     return {
         "names": _json(parts.names),
         "of": _array(parts.of, "<u4"),
         "flat": _array(parts.flat, "<f8"),  # JavaScript reads 64-bit integers only as BigInt; floats are exact to 2**53
         "tree": _array(parts.tree, "<f8"),
+        "spread": _array(outcomes.spread, "<f4"),
+        "one": _array(outcomes.is_one, "u1"),
     }
 
 

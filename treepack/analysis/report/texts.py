@@ -1,9 +1,9 @@
-"""The text of every node, cut at the bounds of its trained parts, within a limit for the page.
+"""The text of every node, cut at the bounds of its segments, within a limit for the page.
 
-    Trie, decode --node_texts--> Texts: chunks of JSON, each for a run of consecutive nodes
+    Trie, Segments, decode --node_texts--> Texts: chunks of JSON, each for a run of consecutive nodes
 
-A text is a list of pieces, untrained and trained in turn; the first one is untrained and may be empty. If the limit is
-too small for all tokens, every node keeps its first tokens, the same maximum number for all nodes.
+The text of a node is a list with one piece for each segment. If the limit is too small for all tokens, every node keeps
+its first tokens, the same maximum number for all nodes; segments without a kept token are missing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from treepack.pack.weights import times_trained
-from treepack.trajectory import Int32, Int64
+from treepack.analysis.report.segments import Segments
+from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 CHUNK_CHARACTERS = 1 << 18  # 256 kB: the page decompresses a whole chunk to show one of its nodes
@@ -64,22 +64,18 @@ def decoder_of(tokenizer: Any) -> Decode:
     return decode
 
 
-def node_texts(trie: Trie, decode: Decode, *, limit: int) -> Texts:
-    """Return at most `limit` tokens of the nodes as text, the first ones of each node.
-
-    A token is trained if any trajectory trains it. One call of `decode` for each chunk.
-    """
+def node_texts(trie: Trie, segments: Segments, decode: Decode, *, limit: int) -> Texts:
+    """Return at most `limit` tokens of the nodes as text, the first ones of each node. One `decode` for each chunk."""
     sizes = trie.node_length
     max_kept = _common_limit(sizes, limit)
     kept = np.minimum(sizes, max_kept)
-    trained = times_trained(trie) > 0  # bool [tokens_tree]
     chunks, first_node = [], []
     for a, b in _runs(kept):
         first_node.append(a)
-        # pieces [[[7, 8], [9]], [[], [4]]] of two nodes: only the three lists that are not empty are decoded.
-        pieces = list(_pieces(trie, kept, trained, a, b))
-        texts = iter(decode([ids for node in pieces for ids in node if ids]))
-        nodes = [[next(texts) if ids else "" for ids in node] for node in pieces]
+        # Pieces [[[7, 8], [9]], [[4]]] of two nodes are decoded as one list of three.
+        pieces = list(_pieces(trie, kept, segments, a, b))
+        texts = iter(decode([ids for node in pieces for ids in node]))
+        nodes = [[next(texts) for _ in node] for node in pieces]
         chunks.append(json.dumps(nodes, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace"))
     left_out = int((sizes - kept).sum())
     return Texts(chunks, first_node, max_kept if left_out else None, left_out)
@@ -109,17 +105,11 @@ def _runs(kept: Int64) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _pieces(trie: Trie, kept: Int64, trained: np.ndarray[Any, np.dtype[np.bool_]], a: int, b: int) -> Iterator[Any]:
-    """Yield the token ids of the pieces of each node, untrained and trained in turn."""
-    starts = trie.node_start[a:b].tolist()
-    for start, size in zip(starts, kept[a:b].tolist(), strict=True):
-        flags, tokens = trained[start : start + size], trie.tokens[start : start + size]
-        # flags [1, 1, 0] -> cuts [2] -> pieces [], [first two], [third]: the first piece is always untrained
-        cuts = np.flatnonzero(flags[1:] != flags[:-1]) + 1
-        yield [[]] * int(bool(size and flags[0])) + _split(tokens, cuts)
-
-
-def _split(tokens: Int32, cuts: Int64) -> list[list[int]]:
-    bounds = [0, *cuts.tolist(), len(tokens)]
-    ids = tokens.tolist()
-    return [ids[i:j] for i, j in pairwise(bounds)]
+def _pieces(trie: Trie, kept: Int64, segments: Segments, a: int, b: int) -> Iterator[list[list[int]]]:
+    """Yield the token ids of each segment of the nodes [a, b), without tokens that are not kept."""
+    starts, cuts = trie.node_start[a:b].tolist(), segments.first.tolist()
+    bounds = segments.of_node[a : b + 1].tolist()
+    for k, (start, size) in enumerate(zip(starts, kept[a:b].tolist(), strict=True)):
+        # A node from token 10 on with 5 kept tokens, segments at 10, 12 and 17 -> tokens 10-11 and 12-14
+        first = [cut for cut in cuts[bounds[k] : bounds[k + 1]] if cut < start + size]
+        yield [trie.tokens[i:j].tolist() for i, j in pairwise([*first, start + size])]

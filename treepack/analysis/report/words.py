@@ -9,24 +9,76 @@ from typing import Any
 
 import numpy as np
 
+from treepack.analysis.report.causes import Sharing
 from treepack.analysis.report.figures import Figures, Subject
 from treepack.trajectory import Int64
 
-FEW_REPEATS = 0.02  # overlap below which the headline gives no number
+REASONS = {
+    "first": "first of their group",
+    "sampling": "other tokens sampled",
+    "environment": "other observation",
+    "next call": "next call of a rollout",
+    "longer prompt": "longer prompt",
+    "behind": "after a lost prefix",
+    "lost": "lost",
+}
 
 
-def headline(por: float) -> str:
-    """Return the share of repeated tokens as a sentence."""
-    if por <= 0:
-        return "No token is a repeat."
-    if por < FEW_REPEATS:
-        return "Hardly any token is a repeat."
-    if por >= 0.95:  # "10 of 10" would be wrong; never "100 of 100" either
-        return f"{min(99, round(100 * por))} of 100 tokens are repeats."
-    if por < 0.1:
-        return f"One of {round(1 / por)} tokens is a repeat."
-    share = round(10 * por)  # 0.928 -> "9 of 10 tokens are repeats."
-    return f"{share} of 10 tokens {'is a repeat' if share == 1 else 'are repeats'}."
+CAUSES = {
+    "retokenisation": "The texts are equal, but their tokens are not: text was tokenised again. Record token ids.",
+    "whitespace": "Only blanks or line breaks differ. Write prompts with the same code everywhere.",
+    "random ids": "Only ids, dates or times differ. --normalize-ids numbers those of conversations.",
+    "template": "Only reasoning differs: the chat template drops or adds it in earlier turns. A template that keeps "
+    "the history avoids it (--chat-template).",
+    "prompt edit": "Most words are the same: a line of the prompt differs. Put text that changes at its end.",
+    "other prompt": "The prompts are different texts, for example because a simulated user wrote them.",
+    "rewritten history": "The next call does not continue the call before: the history was compacted or shortened.",
+    "prompt differs": "Prompts of one group differ. A tokenizer distinguishes the causes (--tokenizer).",
+    "history differs": "A call does not continue the one before. A tokenizer distinguishes the causes (--tokenizer).",
+    "not read": "Places that cost less than those whose texts were read.",
+}
+
+
+def lost_sentence(sharing: Sharing, tokens_tree: int) -> str:
+    """Return how many stored tokens should have been shared, and with how many samples nothing was compared."""
+    lost, places = sharing.reasons["lost"], sum(cause.num_places for cause in sharing.causes)
+    if lost:
+        text = (
+            f"{lost:,} of {tokens_tree:,} stored tokens ({percent(lost / tokens_tree)}) should have been shared with "
+            f"another sample of the group, at {quantity(places, 'place')}."
+        )
+        if behind := sharing.reasons["behind"]:
+            text += f" Behind these places are {behind:,} tokens more, which could not be shared either."
+    else:
+        text = "Nothing is lost: samples of a group share their whole prompts, and calls continue each other."
+    if sharing.num_alone:
+        alone = f"{sharing.num_alone:,} samples are" if sharing.num_alone > 1 else "1 sample is"
+        text += f" {alone} alone in the group, and compared with none."
+    return text
+
+
+def headline(figures: Figures) -> str:
+    """Return the gain against the baseline of the verdict as a sentence."""
+    if not figures.forecast["pays"]:
+        return "Tree training does not pay here."
+    return f"Tree training pays {figures.forecast['gain']['speedup']:.1f}x."
+
+
+def gain(figures: Figures) -> str:
+    """Return the baseline of the headline, and the gains against the others."""
+    entry = figures.forecast["gain"]
+    if figures.forecast["pays"]:
+        usual = ", as most trainers make them" if entry["baseline"] == "append_only" else ""
+        text = f"Against {entry['label']}{usual}."
+    else:
+        saved = 1 - 1 / entry["speedup"]
+        text = f"It computes {percent(abs(saved))} {'less' if saved >= 0 else 'more'} than {entry['label']}."
+    others = [
+        f"{other['speedup']:.1f}x against {other['label']}"
+        for other in figures.forecast["baselines"]
+        if other["baseline"] != entry["baseline"]
+    ]
+    return text + (f" And {' and '.join(others)}." if others else "")
 
 
 def summary(subject: Subject, figures: Figures) -> list[str]:
@@ -42,9 +94,9 @@ def summary(subject: Subject, figures: Figures) -> list[str]:
 def _sharing(totals: dict[str, Any]) -> str:
     flat, tree = totals["tokens_flat"], totals["tokens_tree"]
     return (
-        f"{quantity(totals['num_trajectories'], 'rollout')} of {quantity(totals['num_groups'], 'group')} have "
+        f"{quantity(totals['num_trajectories'], 'sample')} of {quantity(totals['num_groups'], 'group')} have "
         f"{flat:,} tokens. If every shared prefix is computed once, {tree:,} are left: "
-        f"{percent(totals['por'])} could be saved (POR), {flat / tree:.1f} tokens for each one that is computed."
+        f"{percent(totals['por'])} of the tokens are repeats (POR)."
     )
 
 
@@ -69,7 +121,7 @@ def _groups(figures: Figures) -> str:
     groups, trees = figures.groups, figures.trees
     overlap = np.sort(groups.overlap)
     if len(overlap) == 1:
-        return f"All rollouts belong to one group: {percent(float(overlap[0]))} of its tokens are repeats."
+        return f"All samples belong to one group: {percent(float(overlap[0]))} of its tokens are repeats."
     low, middle, high = (percent(float(np.quantile(overlap, q))) for q in (0, 0.5, 1))
     inside = 1 - groups.tree.sum() / groups.flat.sum()
     text = f"Inside the groups, {percent(float(inside))} are repeats ({low} to {high}, median {middle})"
@@ -81,34 +133,38 @@ def _groups(figures: Figures) -> str:
 
 
 def _rewards(figures: Figures) -> list[str]:
-    if figures.mean_reward is None:
+    known = figures.rollouts.reward[~np.isnan(figures.rollouts.reward)]
+    if not len(known):
         return []
-    text = f"The mean reward is {number(figures.mean_reward)}."
-    if figures.groups_of_one_reward:
-        text += (
-            f" In {figures.groups_of_one_reward:,} of {quantity(len(figures.groups.names), 'group')} all rollouts have "
-            "the same reward, so their advantages within the group are zero."
-        )
+    kind = "pass rate" if figures.is_pass_or_fail else "mean reward"
+    value = percent(float(known.mean())) if figures.is_pass_or_fail else number(float(known.mean()))
+    text = f"The {kind} of the rollouts is {value}."
+    if same := int(figures.group_outcomes.is_one.sum()):
+        groups = quantity(len(figures.groups.names), "group")
+        text += f" In {same:,} of {groups} all rollouts have the same reward, so their advantages there are zero."
     return [text]
 
 
 def captions(subject: Subject, figures: Figures) -> dict[str, str]:
     """Return one sentence for each chart, by its name."""
-    lengths, sizes = subject.trie.lengths, figures.groups.sizes
+    lengths, sizes = subject.trie.lengths, figures.group_outcomes.num_rollouts
     planned = f"planned by the method {figures.method}"
     fill = "as packed" if subject.packed is not None else f"if packed at {figures.fill_capacity:,} tokens, {planned}"
     too_long = max(point["num_too_long"] for point in figures.capacities)
-    left_out = f"; up to {quantity(too_long, 'rollout')} longer than a row left out" if too_long else ""
+    left_out = f"; up to {quantity(too_long, 'sample')} longer than a row left out" if too_long else ""
     return {
         "depths": "Share of repeated tokens by distance from the root; each range is twice as long as the one before.",
-        "lengths": f"Tokens of a rollout: {_range(lengths)}.",
+        "lengths": f"Tokens of a sample: {_range(lengths)}.",
         "group_overlap": "Groups by the share of repeats among their own tokens.",
         "group_sizes": f"Rollouts in a group: {_range(sizes)}.",
         "capacities": "ERR, the share of tokens saved in rows of a given capacity, and POR (dashed), the share saved "
         f"in rows without a limit; {planned}{left_out}.",
         "fill": f"Rows by how full they are, {fill}.",
-        "rewards": "Nodes by the depth of their first token and by the mean reward of the rollouts through them; a "
+        "rewards": "Nodes by the depth of their first token and by the mean reward of the samples through them; a "
         "stronger colour means more tokens. If the middle is empty from some depth on, outcomes are decided there.",
+        "reward_counts": "Rollouts by their reward.",
+        "pass_rates": f"Groups in the order of their {'pass rate' if figures.is_pass_or_fail else 'mean reward'}. Pale "
+        "bars have one outcome only, so they train nothing with advantages within the group.",
     }
 
 

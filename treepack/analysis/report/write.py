@@ -15,8 +15,8 @@ from treepack.analysis.forecast import RowCounter
 from treepack.analysis.model_cost import read_shape
 from treepack.analysis.options import ReportOptions
 from treepack.analysis.origin import manifest_of, origin_of, read_origin
-from treepack.analysis.report.figures import Packed, Subject, measure
 from treepack.analysis.report.contents import read_contents
+from treepack.analysis.report.figures import Packed, Subject, measure
 from treepack.analysis.report.page import MARK, render, vega
 from treepack.analysis.report.pictures import PICTURES, figure_class, write_pictures
 from treepack.analysis.report.rebuilt import trie_of_rows
@@ -25,6 +25,7 @@ from treepack.files import schema
 from treepack.files.directory import finished_file, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest
+from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import fingerprint, load_tokenizer
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search
@@ -32,6 +33,7 @@ from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
 from treepack.trie.directory import read_to_trie
 from treepack.trie.files import read_trie
+from treepack.trie.totals import trie_totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +127,13 @@ def _read(
         tokenizer = load_tokenizer(name) if name else None
         trie, log = read_to_trie(paths, options.build, tokenizer=tokenizer, progress=progress)
         title = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
-        return Subject(title, trie, counts=dict(sorted(log.counts.items()))), tokenizer
+        known = conversations_of_log(log, trie_totals(trie))
+        return Subject(title, trie, counts=dict(sorted(log.counts.items())), conversations=known), tokenizer
     tokenizer = _tokenizer_of(directory, manifest, name, note)
     title = directory.resolve().name
     if manifest["format"] == schema.TRIE_FORMAT:
-        return Subject(title, read_trie(directory), counts=manifest["counts"]), tokenizer
+        known = conversations_of_manifest(manifest)
+        return Subject(title, read_trie(directory), counts=manifest["counts"], conversations=known), tokenizer
     return _packed(title, directory, manifest, options.trie, progress), tokenizer
 
 
@@ -165,8 +169,8 @@ def _packed(
 
     sizes, counter = list[int](), RowCounter()
     err_by_depth = describe_rows(measured_rows())["err_by_depth"]
-    capacity, totals = manifest["capacity"], manifest["totals"]
-    packed = Packed(capacity, np.array(sizes), totals, err_by_depth, counter.line(capacity, totals))
+    packed = Packed(manifest["capacity"], np.array(sizes), manifest["totals"], err_by_depth, counter.lines(manifest))
     path = origin_of(directory, manifest, trie_path)
     trie = trie_of_rows(rows("rebuilding")) if path is None else read_origin(path, manifest)
-    return Subject(title, trie, packed, rebuilt=path is None, counts=manifest["counts"])
+    known = conversations_of_manifest(manifest)
+    return Subject(title, trie, packed, rebuilt=path is None, counts=manifest["counts"], conversations=known)
