@@ -101,7 +101,8 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
     pool = as_objects(_object(sample.get("events_data")).get("messages"), source=source, name="events_data.messages")
     scoring = _scoring_spans(events)
     shown = [_message(each) for each in pool]
-    calls, notes = [], {}
+    calls: list[ChatCall] = []
+    notes: dict[str, None] = {}
     for event in events:
         choices = _object(event.get("output")).get("choices")
         if event.get("event") != "model" or event.get("role") is not None or event.get("span_id") in scoring:

@@ -23,7 +23,7 @@ from treepack.ingest.readers.beside import folder_and_document, read_document
 from treepack.ingest.readers.calls import read_chats
 from treepack.ingest.readers.event_views import EventView
 from treepack.ingest.readers.fields import ReadOptions, as_objects
-from treepack.ingest.readers.format import MASKS, REWARDS, TEXT, Format, first
+from treepack.ingest.readers.format import MASKS, REWARDS, TEXT, Fields, Format, first
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.openhands_actions import add_action_event
 from treepack.ingest.readers.openhands_events import add_events
@@ -36,8 +36,9 @@ EVENT_FILE = re.compile(r"event-(\d+)-.*\.json")
 SYSTEM_NOTE = "system prompt is not in the file"
 NO_CALL = "conversation without a response of the model"
 # An event before version 1, and one since then. Actions that start a conversation have no result yet.
-ACTION, OBSERVATION = {"action": TEXT, "source": TEXT}, {"observation": TEXT, "source": TEXT}
-KIND = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
+ACTION: Fields = {"action": TEXT, "source": TEXT}
+OBSERVATION: Fields = {"observation": TEXT, "source": TEXT}
+KIND: Fields = {"kind": TEXT, "source": TEXT, "timestamp": TEXT}
 
 
 def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
@@ -75,10 +76,9 @@ def _event_files(record: Record) -> list[Path]:
     if record.path == STDIN or EVENT_FILE.fullmatch(path.name) is None:
         return []
     # "event-00010-x.json" -> 10
-    numbers = {each: EVENT_FILE.fullmatch(each.name) for each in path.parent.iterdir()}
-    return sorted(
-        (each for each, match in numbers.items() if match), key=lambda each: (int(numbers[each][1]), each.name)
-    )  # type: ignore[index]
+    matches = [match for each in path.parent.iterdir() if (match := EVENT_FILE.fullmatch(each.name)) is not None]
+    ordered = sorted(matches, key=lambda match: (int(match[1]), match[0]))
+    return [path.parent / match[0] for match in ordered]
 
 
 def _read(record: Record, events: Sequence[Event], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
