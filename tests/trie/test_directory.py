@@ -13,6 +13,7 @@ import pytest
 
 from support.paths import SAMPLE_DATA
 from treepack import BuildOptions, Progress, TreepackError, build_trie_directory, check, read_to_trie, stats
+from treepack.ingest.readers.inputs import BytesRead
 from treepack.trie.files import read_trie
 
 TOKENS = SAMPLE_DATA / "tokens.jsonl"
@@ -47,14 +48,27 @@ def test_progress_knows_the_share_of_the_bytes_of_compressed_files_too(tmp_path:
     calls: list[Progress] = []
     options = BuildOptions(workers=workers)
     build_trie_directory([folder], tmp_path / "trie", options, progress=calls.append)
-    # The last file is read as a whole before its rollouts are counted, so nothing is left then.
-    shares = [call.share for call in calls]
-    assert shares[-1] is None
-    known = [share for share in shares if share is not None]
+    # Small files are read to their ends at once, so each counts when the next one begins; the first has no share.
+    known = [call.share for call in calls if call.share is not None]
     assert known == sorted(known)
-    possible = [sum(sizes[: i + 1]) / sum(sizes) for i in range(6)]
+    possible = [sum(sizes[:i]) / sum(sizes) for i in range(1, 6)]
     assert all(any(share == pytest.approx(each) for each in possible) for share in known)
-    assert workers > 1 or sorted(set(known)) == pytest.approx(possible[:5])
+    assert workers > 1 or (calls[0].share is None and sorted(set(known)) == pytest.approx(possible))
+
+
+def test_the_share_of_bytes_counts_a_file_that_is_read_as_a_whole_when_the_next_begins(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+    for path, size in zip(files, (10, 30), strict=True):
+        path.write_bytes(b"x" * size)
+    done = BytesRead()
+    done.expect(map(str, files))
+    shares = []
+    for path, parts in zip(files, ((4, 6), (15, 15)), strict=True):
+        done.begin(str(path))
+        for part in parts:
+            done.count(part)
+            shares.append(done.share)
+    assert shares == [4 / 40, 4 / 40, 25 / 40, 25 / 40]
 
 
 def test_progress_of_standard_input_has_no_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,5 +133,5 @@ def _reading(
         "reading",
         unit="tokens",
         size=lambda batch: len(batch.tokens),
-        share=lambda: digest.share,
+        share=lambda: digest.bytes_read.share,
     )

@@ -17,9 +17,12 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.options import MAX_RECORD_SIZE
-from treepack.ingest.readers.inputs import STDIN, InputHash
+from treepack.ingest.readers.inputs import STDIN, BytesRead
 
-CHUNK = 1 << 20  # bytes of one read of a file
+CHUNK = 1 << 20  # bytes of one read of a stream that may be decompressed
+# Bytes of one read of a file. Smaller than that, because progress is measured in bytes of files: a compressed one of 1 MB
+# may take a minute to tokenise.
+FILE_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,12 @@ class TooLargeError(TreepackError):
 class HashingReader(io.RawIOBase):
     """Read the bytes of a file, and hash and count them on the way."""
 
-    def __init__(self, path: str, input_hash: InputHash | None = None) -> None:
-        self._input_hash = input_hash
+    def __init__(self, path: str, bytes_read: BytesRead | None = None) -> None:
+        self._bytes_read = BytesRead() if bytes_read is None else bytes_read
         self.sha256 = hashlib.sha256()
         self._is_stdin = path == STDIN
         self._file: Any = sys.stdin.buffer if self._is_stdin else Path(path).open("rb", buffering=0)  # noqa: SIM115
+        self._bytes_read.begin(path)
 
     def readable(self) -> bool:
         return True
@@ -49,8 +53,7 @@ class HashingReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         size: int = self._file.readinto(buffer)
         self.sha256.update(memoryview(buffer)[:size])
-        if self._input_hash is not None:
-            self._input_hash.count(size)
+        self._bytes_read.count(size)
         return size
 
     def drain(self) -> None:
@@ -86,7 +89,7 @@ class _Joined(io.RawIOBase):
 
 def as_buffer(rest: Any, data: bytes = b"") -> io.BufferedReader:
     """Return a buffer over `data` and then the stream `rest`, which stays open when the buffer is collected."""
-    return io.BufferedReader(_Joined(data, rest), CHUNK)
+    return io.BufferedReader(_Joined(data, rest), FILE_CHUNK)
 
 
 def read_line(stream: Any, start: bytes, max_size: int) -> bytes:

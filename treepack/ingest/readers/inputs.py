@@ -23,8 +23,45 @@ COMPRESSED = frozenset({".gz", ".zst"})
 STDIN = "<stdin>"  # the path of standard input, as in messages of Python itself
 
 
+class BytesRead:
+    """Bytes of the input files that were read, as stored: compressed bytes of compressed files."""
+
+    def __init__(self) -> None:
+        """Start before any file."""
+        self._total: int | None = None  # None while it is unknown
+        self._before = 0  # sizes of the files before the current one
+        self._size = 0  # of the current file
+        self._read = 0  # of the current file
+        self._most = 0
+
+    def expect(self, files: Iterable[str]) -> None:
+        """Sum up the sizes of the files that will be read; unknown if standard input is one of them."""
+        try:
+            self._total = sum(Path(path).stat().st_size for path in files)
+        except OSError:  # standard input, or a file that does not exist, which reading it will report
+            self._total = None
+
+    def begin(self, path: str) -> None:
+        """Start the file `path`; the one before is finished."""
+        self._before += self._size
+        self._size, self._read = 0 if path == STDIN else Path(path).stat().st_size, 0
+
+    def count(self, num_bytes: int) -> None:
+        """Add bytes of the current file."""
+        self._read += num_bytes
+
+    @property
+    def share(self) -> float | None:
+        """Share of the bytes that were read, which never falls; None if it is unknown."""
+        # A document is read as a whole before its rollouts are tokenised. So a file that is read to its end counts only
+        # when the next one begins. Files of 10 and 30 bytes, 4 read: 4 / 40; 10 read: still 4 / 40; then 10 / 40.
+        current = self._read if self._read < self._size else 0
+        self._most = max(self._most, self._before + current)
+        return self._most / self._total if self._total and 0 < self._most < self._total else None
+
+
 class InputHash:
-    """The sha256 of every input file, one hash of all of them, and the bytes read so far.
+    """The sha256 of every input file, and one hash of all of them; `bytes_read` follows the reading.
 
     `hexdigest()` is the sha256 of the sorted hex digests of the files, one per line. So it depends on the content of
     the files, but not on their paths or on the order of reading.
@@ -33,29 +70,7 @@ class InputHash:
     def __init__(self) -> None:
         """Start with no file."""
         self.files: list[tuple[str, str]] = []
-        self._num_read = 0
-        self._num_bytes: int | None = None  # of all files together; None while it is unknown
-
-    @property
-    def share(self) -> float | None:
-        """Share of the bytes that were read; None if the total is unknown, or if nothing is left to read.
-
-        The last file may be read as a whole long before its rollouts are tokenised, which 100 % would hide.
-        """
-        if self._num_bytes is None or self._num_read >= self._num_bytes:
-            return None
-        return self._num_read / self._num_bytes
-
-    def expect(self, files: Iterable[str]) -> None:
-        """Sum up the sizes of the files that will be read, as stored; unknown if standard input is one of them."""
-        try:
-            self._num_bytes = sum(Path(path).stat().st_size for path in files)
-        except OSError:  # standard input, or a file that does not exist, which reading it will report
-            self._num_bytes = None
-
-    def count(self, num_bytes: int) -> None:
-        """Add bytes that were read."""
-        self._num_read += num_bytes
+        self.bytes_read = BytesRead()
 
     @property
     def num_files(self) -> int:

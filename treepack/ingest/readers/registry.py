@@ -222,7 +222,7 @@ def read_parts(
     # `searched` are the files that a search of a folder found, rather than the caller named.
     files, skipped, searched = list_inputs(inputs)
     if input_hash is not None:
-        input_hash.expect(files)
+        input_hash.bytes_read.expect(files)
     if skipped:
         yield Done(list(skipped))
     unknown: list[TreepackError] = []
