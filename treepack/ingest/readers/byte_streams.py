@@ -20,8 +20,8 @@ from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.inputs import STDIN, BytesRead
 
 CHUNK = 1 << 20  # bytes of one read of a stream that may be decompressed
-# Bytes of one read of a file. Smaller than that, because progress is measured in bytes of files: a compressed one of 1 MB
-# may take a minute to tokenise.
+# Bytes of one read of a file. Smaller than that, because progress is measured in bytes of files: 1 MB of a compressed
+# one may take a minute to tokenise.
 FILE_CHUNK = 1 << 16
 
 
