@@ -149,10 +149,11 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
     """
     runs: list[JoinedChat] = []
     logged: list[list[Any]] = []  # the messages of each run as they were logged, before they were normalised
+    parts: dict[int, list[Any]] = {}  # each logged message with its blocks split, by its identity
     for number, call in enumerate(calls):
         if not call.response:
             continue
-        prompt = split_blocks(call.prompt)
+        prompt = [part for message in call.prompt for part in _split(message, parts)]
         where, num_prompt = f"{source}: call {number + 1}", len(prompt)
         whole = [*prompt, *split_blocks(call.response)]
         # Successive prompts repeat nearly all messages. A repeated message need not be normalised again, so only the
@@ -184,6 +185,12 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
         runs[longest] = JoinedChat((*before.calls, number), content, notes)
         logged[longest] = whole
     return runs
+
+
+def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
+    # Readers put the same message into the prompts of all later calls. `calls` keeps it, so its identity stays unique.
+    split = parts.get(id(message))
+    return parts.setdefault(id(message), split_blocks([message])) if split is None else split
 
 
 def _messages(run: JoinedChat) -> Messages:

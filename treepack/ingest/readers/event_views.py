@@ -54,7 +54,8 @@ class EventView:
         # view 1 2 3 4, forget 2 3, summary S at 1 -> 1 S 4
         self._events = [(event, message) for event, message in self._events if event not in events]
         if isinstance(summary, str) and isinstance(place, int):
-            self._events.insert(place, (None, {"role": "user", "content": summary}))
+            # A damaged log may have a place beyond the view, or too large for an index.
+            self._events.insert(min(max(place, 0), len(self._events)), (None, {"role": "user", "content": summary}))
 
 
 def text_of(parts: Any) -> str | list[Any]:
