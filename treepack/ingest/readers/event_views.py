@@ -11,12 +11,25 @@ events by id and count them.
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass, field
 from typing import Any
 
 from treepack.ingest.readers.calls import ChatCall
 from treepack.ingest.readers.content_blocks import skip_reason
 
 Message = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Event:
+    """An event by its id, its message, and the reason if the message is not text."""
+
+    event: Any
+    message: Message | None
+    reason: str | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reason = None if self.message is None else skip_reason([self.message])
 
 
 class EventView:
@@ -26,12 +39,12 @@ class EventView:
         self.calls: list[ChatCall] = []
         self.tools: Any = None
         self.notes: dict[str, None] = {}
-        self._events: list[tuple[Any, Message | None]] = []
+        self._events: list[_Event] = []
         self._responses: set[str] = set()
 
     def add(self, event: Any, message: Message | None = None) -> None:
         """Add an event by its id, and its message if it has one of its own."""
-        self._events.append((event if isinstance(event, str | int) else None, message))
+        self._events.append(_Event(event if isinstance(event, str | int) else None, message))
 
     def answer(self, event: Any, response: Message, *, name: str | None, history: Message | None = None) -> None:
         """Add a response of the model as a call; later prompts contain `history` in its place, if given.
@@ -42,8 +55,9 @@ class EventView:
             self.add(event)
             return
         self._responses |= {name} - {None}  # type: ignore[arg-type]
-        prompt = [message for _, message in self._events if message is not None]
-        if (reason := skip_reason([*prompt, response])) is None:
+        reasons = [each.reason for each in self._events if each.reason is not None]
+        if (reason := next(iter(reasons), None) or skip_reason([response])) is None:
+            prompt = [each.message for each in self._events if each.message is not None]
             self.calls.append(ChatCall(prompt, [response], self.tools))
         else:
             self.notes[f"call not used: {reason}"] = None
@@ -52,10 +66,11 @@ class EventView:
     def forget(self, events: Container[Any], summary: Any, place: Any) -> None:
         """Take `events` out of the view, and put the text `summary` before the `place`-th of the others."""
         # view 1 2 3 4, forget 2 3, summary S at 1 -> 1 S 4
-        self._events = [(event, message) for event, message in self._events if event not in events]
+        self._events = [each for each in self._events if each.event not in events]
         if isinstance(summary, str) and isinstance(place, int):
             # A damaged log may have a place beyond the view, or too large for an index.
-            self._events.insert(min(max(place, 0), len(self._events)), (None, {"role": "user", "content": summary}))
+            message = {"role": "user", "content": summary}
+            self._events.insert(min(max(place, 0), len(self._events)), _Event(None, message))
 
 
 def text_of(parts: Any) -> str | list[Any]:

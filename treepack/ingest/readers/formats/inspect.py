@@ -101,32 +101,43 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
     pool = as_objects(_object(sample.get("events_data")).get("messages"), source=source, name="events_data.messages")
     scoring = _scoring_spans(events)
     shown = [_message(each) for each in pool]
+    reasons = [skip_reason([each]) for each in shown]
     calls: list[ChatCall] = []
     notes: dict[str, None] = {}
     for event in events:
         choices = _object(event.get("output")).get("choices")
-        if event.get("event") != "model" or event.get("role") is not None or event.get("span_id") in scoring:
+        if event.get("event") != "model" or event.get("role") is not None or str(event.get("span_id")) in scoring:
             continue
         # A call that failed has no choice; Inspect repeats it.
         for choice in choices if is_messages(choices) else []:
-            prompt = [_message(each) for each in event.get("input") or [] if isinstance(each, dict)]
-            # input_refs [[0, 2], [5, 6]] -> messages 0, 1 and 5 of the pool
-            ranges = [pair for pair in event.get("input_refs") or [] if isinstance(pair, list) and len(pair) == 2]
-            prompt = prompt or [message for start, end in ranges for message in shown[start:end]]
+            places = _places(event.get("input_refs"), len(pool))
+            inputs = as_objects(event.get("input"), source=source, name="input of a model event")
+            prompt = [_message(each) for each in inputs] or [shown[place] for place in places]
             response = _message(_object(choice.get("message")) | {"role": "assistant"})
-            if (reason := skip_reason([*prompt, response])) is None:
+            reason = skip_reason([*(prompt if inputs else []), response])
+            reason = reason or next((reasons[place] for place in places if reasons[place]), None)
+            if reason is None:
                 calls.append(ChatCall(prompt, [response], event.get("tools") or None))
             else:
                 notes[f"call not used: {reason}"] = None
     return calls, tuple(notes)
 
 
-def _scoring_spans(events: list[dict[str, Any]]) -> set[Any]:
+def _places(refs: Any, num_messages: int) -> list[int]:
+    """Return the places in the pool that the ranges `refs` name."""
+    # [[0, 2], [5, 6]] -> 0 1 5
+    ranges = [pair for pair in refs if isinstance(pair, list) and len(pair) == 2] if isinstance(refs, list) else []
+    pairs = [(start, end) for start, end in ranges if isinstance(start, int) and isinstance(end, int)]
+    return [place for start, end in pairs for place in range(max(start, 0), min(end, num_messages))]
+
+
+def _scoring_spans(events: list[dict[str, Any]]) -> set[str]:
     """Return the ids of the spans of scorers and of the spans inside of them."""
-    spans: set[Any] = set()
+    spans: set[str] = set()
     for event in events:
-        if event.get("event") == "span_begin" and (event.get("type") in SCORERS or event.get("parent_id") in spans):
-            spans.add(event.get("id"))
+        is_scorer = str(event.get("type")) in SCORERS or str(event.get("parent_id")) in spans
+        if event.get("event") == "span_begin" and is_scorer:
+            spans.add(str(event.get("id")))
     return spans
 
 
