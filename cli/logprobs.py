@@ -34,10 +34,10 @@ _score_options = option_group(
         click.option("--entropies", is_flag=True, help="Also write the entropy of the distribution of each token."),
         click.option(
             "--dtype",
-            type=click.Choice(["fp32", "bf16"]),
-            default="fp32",
+            type=click.Choice(["auto", "fp32", "bf16"]),
+            default="auto",
             show_default=True,
-            help="bf16 keeps fp32 weights and computes under autocast.",
+            help="As in treepack train.",
         ),
         click.option(
             "--attention",

@@ -44,7 +44,10 @@ _OPTIONS = [
 
 def _make_objective(loss: str, **changes: float | str | None) -> Any:
     """Return the `Objective` of a loss; a change of None leaves the usual value of the loss."""
-    from treepack.model.objectives import choose_objective
+    from .training import stage_lines
+
+    with stage_lines("importing torch"):
+        from treepack.model.objectives import choose_objective
 
     return choose_objective(loss, **changes)
 

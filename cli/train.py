@@ -11,7 +11,8 @@ import click
 from .objective import objective_options
 from .optimiser import OptimiserOptions, optimiser_options
 from .output import show
-from .training import RunOptions, run_options, train_model
+from .progress import quiet_option
+from .training import RunOptions, run_options, stage_lines, train_model
 
 if TYPE_CHECKING:
     from treepack.model.objectives import Objective
@@ -30,14 +31,19 @@ if TYPE_CHECKING:
 @click.option("--out", type=click.Path(path_type=Path), help="Directory to write the trained model to.")
 @objective_options
 @run_options
-@click.option("--steps", type=click.IntRange(min=1), help="Optimiser steps; overrides --epochs.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    help="Optimiser steps; overrides --epochs. With --resume a larger number trains on.",
+)
 @optimiser_options(epochs=1, lr=1e-5)
 @click.option(
     "--dtype",
-    type=click.Choice(["fp32", "bf16"]),
-    default="fp32",
+    type=click.Choice(["auto", "fp32", "bf16"]),
+    default="auto",
     show_default=True,
-    help="bf16 keeps fp32 weights and computes under autocast.",
+    help="bf16 keeps fp32 weights and computes under autocast; auto is bf16 on a GPU that has it, else fp32."
+    " --verify always computes in fp64 or fp32.",
 )
 @click.option("--compile", "compiled", is_flag=True, help="Fuse all of a layer except attention by torch.compile.")
 @click.option(
@@ -73,9 +79,10 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     default=2,
     show_default=True,
-    help="Number of rows for --verify, the shortest first.",
+    help="Number of rows for --verify, the shortest first; compared in part if memory is too small.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output before the first step.")
+@quiet_option
 def train(
     packed: str,
     model: str,
@@ -101,8 +108,9 @@ def train(
     step is one mean over all its rows. The rows define how --loss sft is normalised; for other losses --denominator
     defines it. Options of these losses default to the usual values of each loss.
 
-    With --resume a run that was interrupted, or stopped by SIGTERM, continues from its newest checkpoint. On several
-    GPUs: torchrun --nproc-per-node 8 --no-python treepack train ...
+    With --resume a run that was interrupted, or stopped by SIGTERM, continues from its newest checkpoint; with more
+    --steps or --epochs also a run that is finished. On several GPUs: torchrun --nproc-per-node 8 --no-python treepack
+    train ...
     """
     from treepack.train.options import TrainOptions
 
@@ -145,11 +153,13 @@ def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> No
     from treepack.train.run import open_verification
 
     refuse_ranks("--verify")
-    run = open_verification(packed, model, options)
+    with stage_lines():
+        run = open_verification(packed, model, options)
     # The shortest rows, because every trajectory of a row is computed alone too, in float64 if possible.
     rows = sorted(run.trainable_rows, key=lambda row: int(run.dataset.num_tokens[row]))[:num_rows]
     batches = [run.dataset[row] for row in rows]
-    result = verify_rows(run.loaded, batches, objective=options.objective, factors=run.factors(rows))
+    with stage_lines():
+        result = verify_rows(run.loaded, batches, objective=options.objective, factors=run.factors(rows))
     report = result.gradients
     name, error = report.worst
     show(

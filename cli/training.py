@@ -1,10 +1,18 @@
-"""Execution of a training run: options that do not change its result, signals, progress and the summary."""
+"""Execution of a training run: options that do not change its result, signals, progress and the summary.
+
+[3.1 s] loading the weights of Qwen/Qwen3-0.6B      a line for each part before the first step: `stage_lines`
+[9.8 s] step 1, which compiles ...
+training: step 1 of 300, loss 1.2345, ...           a line for each step, or a bar on a terminal
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import option_group
-from .output import show, text
+from .output import lock_until_end, show
+from .progress import is_quiet, say, short, step_progress
 
 if TYPE_CHECKING:
     from treepack.train.loop import StepMetrics
@@ -77,6 +86,54 @@ run_options = option_group(
 )
 
 
+_START = "treepack.start"  # time of the first line of the command, in its context
+
+
+class _StageHandler(logging.Handler):
+    """Write what the library logs to stderr, with the seconds since the command started."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        start = click.get_current_context().meta.setdefault(_START, time.monotonic())
+        say(f"[{time.monotonic() - start:.1f} s] {record.getMessage()}")
+
+
+@contextmanager
+def stage_lines(first: str | None = None, *, shown: bool = True) -> Iterator[None]:
+    """Write a line to stderr for each part of the block that takes long, unless the command is quiet.
+
+    Args:
+        first: a line to begin with.
+        shown: False on all ranks except the first.
+    """
+    logger, handler, level = logging.getLogger("treepack"), _StageHandler(logging.INFO), None
+    if shown and not is_quiet():
+        level = logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        if first:
+            logger.info(first)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        if level is not None:
+            logger.setLevel(level)
+
+
+def keep_compiled_code() -> None:
+    """Make torch.compile keep its results in the home directory, unless the environment names another place.
+
+    By default they are in the temporary directory, which many machines empty between two jobs.
+    """
+    # Triton keeps the kernels of attention in the home directory by itself.
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    with suppress(OSError):
+        folder = root / "treepack" / "compiled"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
 def train_model(
     packed: str, model: str, options: TrainOptions, out: Path, run_options: RunOptions, *, overwrite: bool
 ) -> None:
@@ -92,31 +149,52 @@ def train_model(
     # All checks that do not need the model come first, because a large model takes minutes to load.
     check_out(out, inputs=[packed, model], overwrite=overwrite, resume=run_options.resume)
     _require_extras(run_options)
+    keep_compiled_code()
     ranks = join_ranks(find_device(options.device))
     try:
-        run = open_run(packed, model, options, ranks)
-        for note in run.notes:
-            _note(ranks, note)
-        with _catch_sigterm() as stop:
-            steps = _run_steps(run, out, stop, run_options, overwrite=overwrite)
+        ranks.lead(lambda: lock_until_end(out))
+        with stage_lines(shown=ranks.leads):
+            if run_options.resume and _is_finished(packed, model, options, out, run_options):
+                return
+            run = open_run(packed, model, options, ranks)
+            for note in run.notes:
+                _note(ranks, note)
+            with _catch_sigterm() as stop:
+                steps = _run_steps(run, out, stop, run_options, overwrite=overwrite)
         if ranks.leads:
             _show(run, out, steps, plot=run_options.plot)
     finally:
         leave_ranks()
 
 
+def _is_finished(packed: str, model: str, options: TrainOptions, out: Path, run_options: RunOptions) -> bool:
+    """Return true if the run in `out` needs no step, and say so; the model is not loaded for this."""
+    from treepack.train.directory import is_finished, is_same_finished_run
+    from treepack.train.loop import already_finished
+    from treepack.train.ranks import Ranks, find_device
+    from treepack.train.run import count_steps
+
+    options = options.with_dtype(find_device(options.device))
+    # Without the second condition the run is opened, and `train` names the difference.
+    if not is_finished(out):
+        return False
+    num_steps = count_steps(packed, options)
+    if not is_same_finished_run(out, packed, model, options, num_steps):
+        return False
+    leads = os.environ.get("RANK", "0") == "0"
+    _note(Ranks(rank=0 if leads else 1), already_finished(out, num_steps))
+    if leads:
+        show({"steps": 0, "saved": str(out), **_draw(out, plot=run_options.plot)})
+    return True
+
+
 def _run_steps(
     run: TrainingRun, out: Path, stop: Callable[[], bool], run_options: RunOptions, *, overwrite: bool
 ) -> list[StepMetrics]:
     """Train with a progress bar, notes and TensorBoard on the first rank; return the metrics of all steps."""
-    import sys
-
-    from tqdm import tqdm
-
     from treepack.train.loop import train
     from treepack.train.metrics import TensorBoardLog
 
-    bar_shown = run.ranks.leads and sys.stderr.isatty()
     metrics_of_steps = train(
         run,
         out,
@@ -127,20 +205,31 @@ def _run_steps(
     )
     steps: list[StepMetrics] = []
     with ExitStack() as stack:
-        bar = stack.enter_context(tqdm(total=len(run.schedule), desc="training", unit="step", disable=not bar_shown))
-        board = None
+        board, report = None, None
         for metrics in metrics_of_steps:
             if run_options.tensorboard and run.ranks.leads:
                 # Opened at the first step and not before: `train` may replace `out`, and finds the step to resume from.
                 board = board or stack.enter_context(TensorBoardLog(out / "tensorboard", keep_until=metrics.step - 1))
                 board.write(metrics.as_record())
             steps.append(metrics)
-            bar.update(metrics.step - bar.n)  # a resumed run starts at its step: bar at 0, step 41 -> 41
-            rates = {"tok/s": text(metrics.tokens_per_second), "flat tok/s": text(metrics.tokens_flat_per_second)}
-            bar.set_postfix(loss=f"{metrics.loss:.4f}", **rates)
+            if run.ranks.leads:
+                # The time left is estimated without the first step, which compiles.
+                report = report or stack.enter_context(step_progress("training", len(run.schedule), first=metrics.step))
+                report(metrics.step, _step_values(metrics))
             if metrics.skipped_rows:  # above the bar, at the time it happens
                 _note(run.ranks, f"step {metrics.step} was skipped: not finite in rows {metrics.skipped_rows}")
     return steps
+
+
+def _step_values(metrics: StepMetrics) -> dict[str, str]:
+    """Return the values of a step for its line."""
+    return {
+        "loss": f"{metrics.loss:.4f}",
+        "lr": f"{metrics.lr:.3g}",
+        "grad norm": f"{metrics.grad_norm:.3g}",
+        "tok/s": short(metrics.tokens_per_second),
+        "flat tok/s": short(metrics.tokens_flat_per_second),
+    }
 
 
 def _require_extras(run_options: RunOptions) -> None:
@@ -178,7 +267,7 @@ def _catch_sigterm() -> Iterator[Callable[[], bool]]:
 
 def _show(run: TrainingRun, out: Path, steps: list[StepMetrics], *, plot: bool) -> None:
     """Print the summary, and draw the curves if `plot`."""
-    from treepack.train.directory import METRICS, is_finished
+    from treepack.train.directory import is_finished
 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
     if run.ranks.grouped:
@@ -202,9 +291,16 @@ def _show(run: TrainingRun, out: Path, steps: list[StepMetrics], *, plot: bool) 
         record["saved"] = str(out)
     else:
         record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; continue with --resume"
-    if plot and (out / METRICS).exists():
-        from treepack.train.plot import draw_curves
+    show(record | _draw(out, plot=plot))
 
-        draw_curves(out / METRICS, out / "metrics.png")
-        record["curves"] = str(out / "metrics.png")
-    show(record)
+
+def _draw(out: Path, *, plot: bool) -> dict[str, str]:
+    """Draw the curves if `plot`, and return their line of the summary."""
+    from treepack.train.directory import METRICS
+
+    if not plot or not (out / METRICS).exists():
+        return {}
+    from treepack.train.plot import draw_curves
+
+    draw_curves(out / METRICS, out / "metrics.png")
+    return {"curves": str(out / "metrics.png")}

@@ -29,11 +29,11 @@ from treepack.trajectory import Trajectory
 
 H100 = 80e9
 QWEN3_0_6B = ModelSizes(
-    parameters=596_049_920, embeddings=155_582_464, layers=28, hidden=1024, heads=16, projections=4096,
+    parameters=596_049_920, embeddings=155_582_464, layers=28, hidden=1024, heads=16, head_size=128, projections=4096,
     intermediate=3072, item=4, quadratic=False, reference=False,
 )  # fmt: skip
 QWEN3_8B = ModelSizes(
-    parameters=8_190_735_360, embeddings=622_329_856, layers=36, hidden=4096, heads=32, projections=6144,
+    parameters=8_190_735_360, embeddings=622_329_856, layers=36, hidden=4096, heads=32, head_size=128, projections=6144,
     intermediate=12288, item=4, quadratic=False, reference=False,
 )  # fmt: skip
 
@@ -78,11 +78,11 @@ def test_the_part_stays_within_its_limits_and_no_run_of_neighbours_has_more(
             assert last - first <= len(part.trajectories)
 
 
-def test_a_row_trained_only_far_from_its_root_keeps_a_trained_token() -> None:
+def test_a_part_without_a_trained_token_gets_weights() -> None:
     long = Sample(tuple(range(30)), (*[0.0] * 29, 1.0))
     batch = make_batch(make_row([long]))
-    part = choose_part(batch, max_tokens=10, max_flat=10, max_depth=10)
-    assert restrict_row(batch, part).total_weight == 1
+    part = restrict_row(batch, choose_part(batch, max_tokens=10, max_flat=10, max_depth=10))
+    assert part.loss_weight.tolist() == [0.0, *[1.0] * 9]
 
 
 def test_qwen3_0_6b_fits_an_80_gb_gpu_with_rows_of_32768_tokens_and_8b_with_a_part_of_them() -> None:
@@ -110,6 +110,7 @@ def test_less_memory_never_plans_more_tokens(
 def test_a_limit_of_operations_bounds_all_tokens() -> None:
     plan = plan_memory(QWEN3_8B, 1e13, 32_768, max_operations=1e15)
     assert plan.max_flat == int(1e15 / 8 / QWEN3_8B.parameters)
+    assert plan_memory(QWEN3_8B, 1e13, 32_768, longest_path=9_000, max_operations=1e15).max_flat < plan.max_flat
     assert plan.max_tokens == plan.max_depth == plan.max_flat < 32_768
 
 

@@ -127,7 +127,8 @@ def test_the_count_of_skipped_steps_outlives_the_process(packed: Path, config: P
     ("changes", "complaint"),
     [
         ({"lr": 0.5}, "cannot resume: lr was 0.01 when the run started and is 0.5 now"),
-        ({"epochs": 4}, "epochs was 3 when"),
+        ({"rows_per_step": 4}, "rows_per_step was 2 when"),
+        ({"dtype": "bf16"}, "dtype was 'fp32' when"),
     ],
 )
 def test_another_run_is_not_resumed(
@@ -165,7 +166,8 @@ def test_resuming_a_finished_run_trains_nothing(packed: Path, config: Path, tmp_
     go(packed, config, tmp_path / "out")
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     steps, notes = go(packed, config, tmp_path / "out")
-    assert (steps, notes) == ([], [f"{tmp_path / 'out'} is complete: no step is left to train"])
+    assert steps == []
+    assert notes == [f"{tmp_path / 'out'} is already finished, with 9 steps; --steps with a larger number trains on"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 

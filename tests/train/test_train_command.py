@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
+from treepack.files.lock import lock
 
 TREEPACK = Path(sys.executable).parent / "treepack"
 
@@ -48,7 +52,8 @@ def test_curves_of_a_complete_run_are_drawn_without_training(
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
     done = treepack(*arguments, "--resume", "--plot")
     assert done.status == 0
-    assert "is complete: no step is left to train" in done.err
+    assert "is already finished, with 8 steps" in done.err
+    assert "loading the weights" not in done.err
     assert (tmp_path / "out" / "metrics.png").exists()
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
 
@@ -115,3 +120,61 @@ def test_what_one_process_does_is_refused_in_several(
     done = treepack("logprobs", packed, "--model", model, "--out", "scored")
     assert (done.status, done.out) == (1, "")
     assert "treepack logprobs runs in one process" in done.err
+
+
+def test_every_part_and_every_step_has_a_line_off_a_terminal_unless_quiet(treepack: Run, arguments: list[str]) -> None:
+    lines = treepack(*arguments).err.splitlines()
+    stages = [line.partition("] ")[2] for line in lines if line.startswith("[")]
+    # The choice of attention is named once in a process.
+    assert [stage.split()[0] for stage in stages if not stage.startswith("attention:")] == [
+        *("importing", "opening", "loading", "probing", "step", "writing", "writing")
+    ]
+    steps = [line for line in lines if line.startswith("training: step ")]
+    assert [int(line.split()[2]) for line in steps] == [*range(1, 9)]
+    assert all(re.search(r"of 8, loss \d.*, lr .*, grad norm .*, tok/s ", line) for line in steps)
+    assert treepack(*arguments, "--overwrite", "--quiet").err == ""
+
+
+def test_a_run_that_another_process_trains_is_refused_before_the_model_is_loaded(
+    treepack: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    start, end = threading.Event(), threading.Event()
+
+    def train_elsewhere() -> None:
+        with lock(tmp_path / "out"):
+            start.set()
+            end.wait()
+
+    # Another thread, because a lock is shared within a thread.
+    thread = threading.Thread(target=train_elsewhere)
+    thread.start()
+    start.wait()
+    for more in ([], ["--resume"]):
+        done = treepack(*arguments, *more)
+        assert (done.status, done.out) == (1, "")
+        assert "is being written by process" in done.err
+        assert "loading the weights" not in done.err
+    end.set()
+    thread.join()
+    assert treepack(*arguments).status == 0
+
+
+def test_an_attention_that_cannot_run_is_refused_before_the_model_is_loaded(
+    treepack: Run, arguments: list[str]
+) -> None:
+    done = treepack(*arguments, "--attention", "flash")
+    assert (done.status, done.out) == (1, "")
+    assert "flash needs a Hopper or Blackwell GPU" in done.err
+    assert "loading" not in done.err
+
+
+def test_compiled_code_is_kept_in_the_home_directory(
+    treepack: Run, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert treepack(*arguments).status == 0
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "treepack" / "compiled")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    assert treepack(*arguments, "--resume").status == 0
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"

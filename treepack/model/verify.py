@@ -17,6 +17,7 @@ chunk of positions at a time. `verify_rows` selects what fits into memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective, objective_loss
 from treepack.model.probe import use_attention
 from treepack.model.verify_memory import LOGITS_CHUNK, MemoryPlan
+
+_log = logging.getLogger("treepack")
 
 # Maximum relative difference: seven and three digits above the rounding unit, since sums over tokens add up rounding.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -116,12 +119,14 @@ def verify_gradients(
     recompute = plan is not None and plan.recompute
     chunk = LOGITS_CHUNK if recompute else CHUNK
     with _KeepFloat64(), _recomputed_layers(model) if recompute else nullcontext():
+        _log.info("gradients of the packed rows")
         # Generators: each loss is computed, run backward and dropped before the next, so one graph exists at a time.
         packed = _gradients(model, (_loss_packed(loaded, batch, factor, objective, chunk) for batch, factor in rows))
         if plan is not None and plan.offload:
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}
         plain = _PlainModel(model, chunk if recompute else None)
-        with use_attention(model, "sdpa" if model._supports_sdpa else "eager"):
+        _log.info("gradients of the trajectories, one by one")
+        with use_attention(model, "sdpa" if model._supports_sdpa else "eager"), _fused_attention():
             alone = _gradients(
                 model, (loss for batch, factor in rows for loss in _losses_alone(plain, batch, factor, objective))
             )
@@ -158,6 +163,25 @@ def _loss_packed(loaded: LoadedModel, batch: Batch, factors: Tensor | None, obje
     if factors is None:
         return row_loss(loaded, batch, chunk=chunk)
     return row_objective(loaded, batch, factors, objective, chunk=chunk)[0]
+
+
+@contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Let transformers repeat key heads for torch's attention, instead of torch itself.
+
+    In float32 torch has no fused kernel for groups of heads: scores [heads, L, L] would be in memory.
+    """
+    from transformers.integrations import sdpa_attention
+
+    name = "use_gqa_in_sdpa"
+    before = getattr(sdpa_attention, name, None)
+    if before is not None:
+        setattr(sdpa_attention, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(sdpa_attention, name, before)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from treepack.attention.reference import QUERIES
 
 # Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
 _USABLE = 0.8
-# Floating-point operations of a comparison on a GPU: some minutes in float32, at 30 to 50 TFLOP/s.
-MAX_OPERATIONS = 1e16
+# Floating-point operations of a comparison on a GPU: some minutes in float32, at 15 to 30 TFLOP/s.
+MAX_OPERATIONS = 3e15
 # Targets whose logits are in memory at one time; smaller than in training, which has no weights in float64.
 LOGITS_CHUNK = 512
 
@@ -42,6 +42,7 @@ class ModelSizes:
     layers: int
     hidden: int
     heads: int
+    head_size: int
     projections: int  # numbers of query, key and value of one token in one layer
     intermediate: int
     item: int
@@ -78,14 +79,17 @@ class MemoryPlan:
         return MemoryPlan(True, True, self.max_tokens // 2, self.max_flat, min(self.max_depth, self.max_tokens // 2))
 
 
-def plan_memory(sizes: ModelSizes, free: float, longest_row: int, *, max_operations: float | None = None) -> MemoryPlan:
+def plan_memory(
+    sizes: ModelSizes, free: float, longest_row: int, *, longest_path: int = 0, max_operations: float | None = None
+) -> MemoryPlan:
     """Return what fits into `free` bytes beside the weights.
 
     Args:
         sizes: the model.
         free: bytes that are free when the weights are in place.
         longest_row: tokens of the longest row, for which nothing is recomputed if that fits.
-        max_operations: maximum floating-point operations of the layers; None for any number.
+        longest_path: tokens of the longest trajectory, on which the cost of attention depends.
+        max_operations: maximum floating-point operations; None for any number.
     """
     gradients = sizes.parameters * sizes.item
     # Logits of a chunk with their softmax and gradient, and the gradient of the output layer before it is added.
@@ -94,7 +98,7 @@ def plan_memory(sizes: ModelSizes, free: float, longest_row: int, *, max_operati
     one, both = (max(0.0, _USABLE * (free - sets * gradients) - fixed) for sets in (1, 2))
     kept = sizes.layers * sizes.layer_bytes
     recomputed = sizes.layers * sizes.hidden * sizes.item + sizes.layer_bytes
-    limit = _limit_operations(sizes, max_operations)
+    limit = _limit_operations(sizes, longest_path, max_operations)
     # From the fastest way to the smallest memory: (bytes for tokens, bytes per token, recompute, offload).
     ways = ((both, kept, False, False), (both, recomputed, True, False), (one, recomputed, True, True))
     budget, per_token, recompute, offload = next((way for way in ways if way[0] >= way[1] * longest_row), ways[-1])
@@ -104,9 +108,11 @@ def plan_memory(sizes: ModelSizes, free: float, longest_row: int, *, max_operati
     return MemoryPlan(recompute, offload, max_tokens, limit, depth)
 
 
-def _limit_operations(sizes: ModelSizes, max_operations: float | None) -> int:
-    # Forward, backward and the layers again: 8 operations per weight and token.
-    return 1 << 62 if max_operations is None else max(2, int(max_operations / (8 * sizes.parameters)))
+def _limit_operations(sizes: ModelSizes, depth: int, max_operations: float | None) -> int:
+    # Forward, backward (twice as much) and the layers again: 8 operations per weight and token. Attention computes
+    # 4 operations per visible key and number of a query, half of `depth` keys, and 2.5 times as much backward.
+    attention = 4.5 * 4 * sizes.layers * sizes.heads * sizes.head_size * depth / 2
+    return 1 << 62 if max_operations is None else max(2, int(max_operations / (8 * sizes.parameters + attention)))
 
 
 def model_sizes(model: Any, *, attention: str) -> ModelSizes:
@@ -129,6 +135,7 @@ def model_sizes(model: Any, *, attention: str) -> ModelSizes:
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads,
+        head_size=width,
         projections=(heads + 2 * kv_heads) * width,
         intermediate=max(dense, sparse),
         item=dtype.itemsize,

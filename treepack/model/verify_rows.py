@@ -8,6 +8,7 @@ rows, free memory --plan_memory--> limits --choose_part, restrict_row--> rows th
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from treepack.model.objectives import Objective
 from treepack.model.verify import GradientReport, verify_gradients
 from treepack.model.verify_memory import MAX_OPERATIONS, MemoryPlan, free_memory, model_sizes, plan_memory
 from treepack.model.verify_subset import choose_part, restrict_row
+
+_log = logging.getLogger("treepack")
 
 _MIN_TOKENS = 32  # a smaller part of a row proves little, and a model that cannot run it has no memory at all
 
@@ -55,9 +58,11 @@ def verify_rows(
     Raises:
         TreepackError: as `verify_gradients`, and if memory runs out for the smallest part.
     """
-    plan = _first_plan(loaded, batches, free)
+    plan, tried = _first_plan(loaded, batches, free), float("inf")
     while True:
         parts, part_factors = _restrict(batches, factors or [None] * len(batches), plan)
+        tokens, alone = sum(part.num_tokens for part in parts), sum(part.tokens_flat for part in parts)
+        _log.info("comparing gradients of %s packed tokens with %s tokens one by one", f"{tokens:,}", f"{alone:,}")
         try:
             report = verify_gradients(
                 loaded,
@@ -70,9 +75,10 @@ def verify_rows(
         except (RuntimeError, MemoryError) as error:
             if not is_memory_error(error):
                 raise
-            if plan.max_tokens < 2 * _MIN_TOKENS:
+            # The next part would be too small, or this one was no smaller than the one before.
+            if plan.max_tokens < 2 * _MIN_TOKENS or tokens >= tried:
                 raise TreepackError(
-                    f"{loaded.source}: out of memory for the gradients of {plan.max_tokens} tokens; verify on a GPU "
+                    f"{loaded.source}: out of memory for the gradients of {tokens:,} tokens; verify on a GPU "
                     "with more free memory, or a smaller model of the same type"
                 ) from error
         # Outside of the except clause, which keeps the tensors of the failed attempt alive.
@@ -80,7 +86,8 @@ def verify_rows(
         gc.collect()
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()
-        plan = plan.halved()
+        plan, tried = plan.halved(), tokens
+        _log.info("memory was too small: at most %d tokens of a row now", plan.max_tokens)
 
 
 def _first_plan(loaded: LoadedModel, batches: Sequence[Batch], free: float | None) -> MemoryPlan:
@@ -89,7 +96,11 @@ def _first_plan(loaded: LoadedModel, batches: Sequence[Batch], free: float | Non
     sizes = model_sizes(loaded.model, attention=loaded.attention)
     on_gpu = loaded.device.type == "cuda"
     return plan_memory(
-        sizes, float("inf") if free is None else free, longest, max_operations=MAX_OPERATIONS if on_gpu else None
+        sizes,
+        float("inf") if free is None else free,
+        longest,
+        longest_path=max((int(batch.position_ids.max()) + 1 for batch in batches), default=0),
+        max_operations=MAX_OPERATIONS if on_gpu else None,
     )
 
 

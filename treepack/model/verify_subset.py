@@ -37,8 +37,8 @@ def choose_part(batch: Batch, *, max_tokens: int, max_flat: int, max_depth: int)
     """Choose the neighbouring trajectories of a row that share most and stay within three limits.
 
     Among runs of neighbours of equal number, the one with the fewest tokens is chosen; a run with more trajectories is
-    better than one with fewer. If no trajectory fits whole, trajectories are cut at the depth that fits. At least one
-    trajectory with a weight is chosen.
+    better than one with fewer. If no trajectory fits whole, trajectories are cut at the depth that fits. A row with
+    terms keeps at least one trained token, even beyond the limits.
 
     Args:
         batch: a row on the CPU.
@@ -57,7 +57,9 @@ def choose_part(batch: Batch, *, max_tokens: int, max_flat: int, max_depth: int)
     cut = [paths[i][:depth] for i in order]
     trained = [bool(weights[path[1:]].any()) for path in cut]
     run = _best_run(cut, trained, max_tokens, max_flat)
-    if run is None:  # no trained token within the limits: the trajectory that needs the fewest tokens, cut behind it
+    if run is None and batch.terms is None:  # no trained token within the limits: `restrict_row` gives weights
+        run = _best_run(cut, [True] * len(cut), max_tokens, max_flat)
+    if run is None:  # the trajectory that needs the fewest tokens up to a trained one, cut after it
         i, depth = min(
             ((i, int(np.flatnonzero(weights[path])[0]) + 1) for i, path in enumerate(paths) if weights[path].any()),
             key=lambda pair: pair[1],
@@ -102,6 +104,9 @@ def _num_shared(a: Int64, b: Int64) -> int:
 def restrict_row(batch: Batch, part: RowPart) -> Batch:
     """Return the row of a part of a row: its tokens, the weights of its trajectories and their terms.
 
+    If none of its tokens has a weight and the row has no terms, every token that is predicted gets weight 1 for each
+    trajectory through it.
+
     Args:
         batch: a row on the CPU.
         part: trajectories and depth, as `choose_part` returns them.
@@ -121,11 +126,14 @@ def restrict_row(batch: Batch, part: RowPart) -> Batch:
     share = (batch.loss_weight / batch.scale.clamp(min=1))[chosen]
     scale = torch.from_numpy(passes[tokens])
     weight = share * scale
+    new_parent = torch.from_numpy(place[parent[tokens]])  # parent -1 of a root reads the last entry, which is -1
+    if not weight.any() and batch.terms is None:
+        weight = torch.where(new_parent >= 0, scale, 0).to(weight.dtype)
     return replace(
         batch,
         input_ids=batch.input_ids[chosen],
         position_ids=batch.position_ids[chosen],
-        parent=torch.from_numpy(place[parent[tokens]]),  # parent -1 of a root reads the last entry, which is -1
+        parent=new_parent,
         subtree_end=torch.from_numpy(before[batch.subtree_end.numpy()[tokens]]).to(batch.subtree_end.dtype),
         scale=scale.to(batch.scale.dtype),
         loss_weight=weight,

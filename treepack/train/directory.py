@@ -5,6 +5,9 @@ out/metrics.jsonl    a line per optimiser step; see `train.metrics`
 out/checkpoints/     see `train.checkpoint`
 out/...              weights, config and tokenizer, after training is complete
 out/train.json       written last: options, inputs, notes; a directory without it is unfinished
+
+A resumed run may have more steps than before, even if it was finished. Then run.json gets the new number and train.json
+is removed, after the last checkpoint is read and before the first new step.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,9 @@ from treepack.errors import TreepackError
 from treepack.files.directory import RUN, finished_file, refuse_existing
 from treepack.files.location import first_line
 from treepack.model.load import hide_progress_bars
+from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.run import TrainingRun
+from treepack.train.schedule import learning_rate, plan_steps
 
 FORMAT = "treepack-train"
 VERSION = 2
@@ -56,6 +62,12 @@ def begin(run: TrainingRun, out: Path, *, overwrite: bool, resume: bool) -> None
     check_out(out, inputs=[run.dataset.path, run.loaded.source], overwrite=overwrite, resume=resume)
     if resume and (out / RUN).exists():
         _check_same(run, out)
+        num_steps = num_finished(out) or 0
+        if num_steps > len(run.schedule):
+            raise TreepackError(
+                f"{out}: {num_steps} steps are already finished and this run has {len(run.schedule)}; give --steps of "
+                "more than that, or start a new --out"
+            )
         return
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -80,6 +92,62 @@ def _remove_contents(out: Path) -> None:
 def is_finished(out: Path) -> bool:
     """Return true if the model in `out` is complete."""
     return (out / FINISHED).exists()
+
+
+def num_finished(out: Path) -> int | None:
+    """Return the number of steps of the complete model in `out`, None if there is none.
+
+    Raises:
+        TreepackError: train.json is damaged.
+    """
+    if not is_finished(out):
+        return None
+    record = _read(out / FINISHED)
+    return int(record["num_steps"])
+
+
+def is_same_finished_run(out: Path, packed: str, model: str, options: TrainOptions, num_steps: int) -> bool:
+    """Return true if the model in `out` is complete and certainly that of these arguments.
+
+    The weights of `model` are not read: another path to the same model gives false, and the caller opens the run.
+    """
+    if num_finished(out) != num_steps:
+        return False
+    record = _read(out / FINISHED)
+    fixed = json.loads(json.dumps(options.fixed_options))
+    names = fixed.keys() - LENGTH_OPTIONS
+    same = {name: record["options"].get(name) for name in names} == {name: fixed[name] for name in names}
+    return same and (record["packed"], record["model"]) == (str(Path(packed)), model)
+
+
+def extend(run: TrainingRun, out: Path, done: int) -> str | None:
+    """Record that the run in `out`, of which `done` steps are done, now has another number of steps; return a note.
+
+    Only the first rank writes. None if the number of steps is the same as before.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    before = _read(out / RUN)
+    lengths = {name: before["options"][name] for name in LENGTH_OPTIONS}
+    old, new = len(plan_steps(run.dataset, replace(run.options, **lengths), run.table)), len(run.schedule)
+    if run.ranks.leads:
+        try:
+            if lengths != {name: getattr(run.options, name) for name in LENGTH_OPTIONS}:
+                _write(out / RUN, {**_identity(run), "treepack": __version__})
+            (out / FINISHED).unlink(missing_ok=True)
+        except OSError as error:
+            raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
+    if old == new:
+        return None
+    if done == 0 or done == new or run.options.min_lr_ratio == 1:
+        return f"{old} steps become {new}"
+    # Steps are counted from 0 here: step `done - 1` was the last one.
+    last, following = learning_rate(run.options, done - 1, old), learning_rate(run.options, done, new)
+    return (
+        f"{old} steps become {new}, and the learning rate follows the schedule of {new} steps: it was {last:.3g} at "
+        f"step {done} and is {following:.3g} at step {done + 1}"
+    )
 
 
 def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
@@ -153,14 +221,14 @@ def _check_same(run: TrainingRun, out: Path) -> None:
     """
     path, now = out / RUN, _identity(run)
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = _read(path)
         old_options = before["options"]
         # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
         new_options = json.loads(json.dumps(now["options"]))
         pairs = [(name, before[name], now[name]) for name in _COMPARED]
-        names = sorted({*old_options, *new_options})
+        names = sorted({*old_options, *new_options} - LENGTH_OPTIONS)
         pairs += [(name, old_options.get(name), new_options.get(name)) for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); remove {out} and start again") from error
     for name, old, new in pairs:
         if old != new:
@@ -168,6 +236,16 @@ def _check_same(run: TrainingRun, out: Path) -> None:
                 f"{out}: cannot resume: {name} was {old!r} when the run started and is {new!r} now; restore it, or "
                 "start a new --out"
             )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
+    if not isinstance(record, dict):
+        raise TreepackError(f"{path}: is damaged (no object); remove {path.parent} and start again")
+    return record
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

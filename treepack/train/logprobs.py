@@ -28,10 +28,14 @@ from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
+from treepack.model.memory import memory_errors
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
-from treepack.train.ranks import find_device
+from treepack.train.ranks import find_device, find_dtype
+from treepack.train.run import check_attention
 from treepack.trajectory import Float64
+
+_SMALLER = "score with --dtype bf16, a smaller --loss-chunk, or rows packed with a smaller --capacity"
 
 COLUMNS = ("old", "ref")  # the columns term_old_logprob and term_ref_logprob
 
@@ -47,7 +51,7 @@ class ScoreOptions:
 
     column: str = "old"
     entropies: bool = False
-    dtype: str = "fp32"
+    dtype: str = "auto"
     attention: str = "auto"
     loss_chunk: int = CHUNK
     device: str = "auto"
@@ -59,7 +63,7 @@ class ScoreOptions:
         Raises:
             TreepackError: with the name of the option.
         """
-        for name, choices in (("column", COLUMNS), ("dtype", ("fp32", "bf16"))):
+        for name, choices in (("column", COLUMNS), ("dtype", ("auto", "fp32", "bf16"))):
             if getattr(self, name) not in choices:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
 
@@ -81,20 +85,23 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
         TreepackError: the data has no terms or is damaged, the device is missing, or the model does not fit the data.
     """
     device, dataset = find_device(options.device), PackedDataset(packed)
+    options = replace(options, dtype=find_dtype(options.dtype, device))
+    autocast = torch.bfloat16 if options.dtype == "bf16" else None
+    check_attention(options.attention, device, autocast or torch.float32)
     if "term_token" not in dataset.term_columns:
         raise TreepackError(
             f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
             "advantages and pack them again"
         )
-    autocast = torch.bfloat16 if options.dtype == "bf16" else None
-    loaded = load_model(
-        model,
-        attention=options.attention,
-        dtype=torch.float32,  # as in training, so that the first ratios of a run are 1
-        autocast=autocast,
-        device=device,
-        seed=options.seed,
-    )
+    with memory_errors("while the model was loaded", "free the memory that other processes have there"):
+        loaded = load_model(
+            model,
+            attention=options.attention,
+            dtype=torch.float32,  # as in training, so that the first ratios of a run are 1
+            autocast=autocast,
+            device=device,
+            seed=options.seed,
+        )
     # Reads a column of all rows, so only for models that have a maximum position.
     positions = dataset.max_position() if position_limit(loaded.model) else 0
     check_fits(
@@ -117,7 +124,8 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
     """
     options, loaded = scoring.options, scoring.loaded
     for row in read_rows(scoring.dataset.path):
-        with torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16"):
+        lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
+        with lower, memory_errors(f"in row {row.row_id} of {len(row.input_ids):,} tokens", _SMALLER):
             logprobs, entropies = term_scores(loaded, row, chunk=options.loss_chunk)
         # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(logprobs).all():

@@ -10,15 +10,17 @@ the same rule. Rows are shuffled by seed and epoch. Rows of one training step (t
 steps keep their order, and an optimiser step never mixes two of them.
 
 A step whose loss or gradient is not finite changes no weights and is counted. `train.directory` defines the files of a
-run and `train.checkpoint` saves and restores its state. The library prints nothing: notes are in `TrainingRun.notes`.
+run and `train.checkpoint` saves and restores its state. The library prints nothing: notes are in `TrainingRun.notes`,
+and the logger `treepack` names each part of a run that takes long.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,16 +31,20 @@ from torch import Tensor
 from treepack.data.batch import Batch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
+from treepack.files.lock import lock
 from treepack.model.forward import prepare_batch, row_loss, row_objective
+from treepack.model.memory import memory_errors
 from treepack.model.objectives import sum_names
 from treepack.train.checkpoint import Checkpoints, latest, restore
-from treepack.train.directory import METRICS, begin, finish, is_finished
+from treepack.train.directory import METRICS, begin, extend, finish, is_finished, num_finished
 from treepack.train.metrics import MetricsLog
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal, learning_rate
 from treepack.train.sharding import whole_state
 
 CHECKPOINTS = "checkpoints"
+
+_log = logging.getLogger("treepack")
 
 
 @dataclass(frozen=True)
@@ -96,15 +102,27 @@ def train(
         note: called with a sentence about the step from which the run continues and about each damaged checkpoint.
 
     Raises:
-        TreepackError: `out` exists, too many steps were skipped, memory is too small, or the disk fails.
+        TreepackError: `out` exists or another process trains in it, too many steps were skipped, memory is too small,
+            or the disk fails.
     """
     out, ranks = Path(out), run.ranks
-    ranks.lead(lambda: begin(run, out, overwrite=overwrite, resume=resume))
     note = note or (lambda _: None)
-    if is_finished(out):
-        note(f"{out} is complete: no step is left to train")
-    else:
-        yield from _steps(run, out, stop or (lambda: False), note)
+    with ExitStack() as stack:
+
+        def start() -> None:
+            stack.enter_context(lock(out))
+            begin(run, out, overwrite=overwrite, resume=resume)
+
+        ranks.lead(start)
+        if num_finished(out) == len(run.schedule):
+            note(already_finished(out, len(run.schedule)))
+        else:
+            yield from _steps(run, out, stop or (lambda: False), note)
+
+
+def already_finished(out: Path, num_steps: int) -> str:
+    """Return the note about a run whose model is complete."""
+    return f"{out} is already finished, with {num_steps} steps; --steps with a larger number trains on"
 
 
 def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable[[str], None]) -> Iterator[StepMetrics]:
@@ -117,6 +135,7 @@ def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable
     optimiser = make_optimiser(run)
     done, skipped = _restore_position(run, out, optimiser, note)
     model.train()
+    _log.info(_first_step(run, done))
     with (
         _close_after(Checkpoints(out / CHECKPOINTS, keep=options.keep)) as checkpoints,
         closing(Prefetch(run.dataset, _rank_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
@@ -139,6 +158,7 @@ def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable
             if last and options.checkpoint_every:
                 # Writing the model can fail (full disk, time limit of the job). With this checkpoint --resume writes
                 # it again without training. If the checkpoint fails instead, the model is still worth writing.
+                _log.info("writing the checkpoint of step %d", done)
                 with _note_errors(note):
                     checkpoints.save(done, model, optimiser, position)
                     checkpoints.wait()
@@ -148,6 +168,7 @@ def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable
             if stopped and not last:
                 return
     # All ranks take part in the gathering of the shards; only the first rank writes.
+    _log.info("writing the model")
     weights = whole_state(run.loaded) if ranks.grouped else None
     ranks.lead(lambda: finish(run, out, weights))
 
@@ -173,17 +194,46 @@ def _note_errors(note: Callable[[str], None]) -> Iterator[None]:
         note(str(error))
 
 
+def _first_step(run: TrainingRun, done: int) -> str:
+    """Return the line before the first step of this process, which takes longer than the others."""
+    compiles = ["the layers"] if run.options.compile else []
+    compiles += ["the kernels of attention"] if run.loaded.attention != "reference" else []
+    details = f", which compiles {' and '.join(compiles)} if this machine has not done so before" if compiles else ""
+    return f"step {done + 1}{details}"
+
+
 def _restore_position(
     run: TrainingRun, out: Path, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
 ) -> tuple[int, int]:
-    """Restore model and optimiser from the newest checkpoint; return steps done and consecutive steps skipped."""
+    """Restore model and optimiser from the newest checkpoint; return steps done and consecutive steps skipped.
+
+    Raises:
+        TreepackError: the run has fewer steps than are done, or is complete and has no checkpoint to continue from.
+    """
     checkpoint, notes = latest(out / CHECKPOINTS)
     for each in notes:
         note(each)
+    num_steps = len(run.schedule)
     if checkpoint is None:
+        if is_finished(out):
+            raise TreepackError(
+                f"{out}: has no checkpoint of the finished run to continue from; train the model in it with a new --out"
+            )
+        extend(run, out, 0)
         return 0, 0
-    position = restore(checkpoint, run.loaded.model, optimiser)
-    note(f"resumed after step {position['step']} of {len(run.schedule)}")
+    if checkpoint.step > num_steps:
+        raise TreepackError(
+            f"{out}: {checkpoint.step} steps are done and this run has {num_steps}; give --steps of at least "
+            f"{checkpoint.step}, or start a new --out"
+        )
+    _log.info("reading the checkpoint of step %d", checkpoint.step)
+    with _memory_errors():
+        position = restore(checkpoint, run.loaded.model, optimiser)
+    change = extend(run, out, position["step"])
+    run.ranks.any(False)  # no rank continues before the first one has recorded the change
+    note(f"resumed after step {position['step']} of {num_steps}")
+    if change:
+        note(change)
     return position["step"], position["skipped"]
 
 
@@ -225,11 +275,11 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     losses, tokens_flat, sums = report.over_ranks()
     # Losses are the same on every rank here, so all ranks agree to skip and none waits in `_clip` for another.
     bad = [row for row, loss in zip(step.rows, losses, strict=True) if not math.isfinite(loss)]
-    norm = math.nan if bad else _clip(run)
-    if math.isfinite(norm):
-        with _memory_errors():
+    with _memory_errors():
+        norm = math.nan if bad else _clip(run)
+        if math.isfinite(norm):
             optimiser.step()
-    else:
+    if not math.isfinite(norm):
         bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
     tokens = int(run.dataset.num_tokens[step.rows].sum())
     weight = sums.pop("weight", 1.0)  # total weight of the terms, or pairs, by which the other sums are divided
@@ -313,23 +363,17 @@ def _clip(run: TrainingRun) -> float:
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-@contextmanager
-def _memory_errors(batch: Batch | None = None) -> Iterator[None]:
+def _memory_errors(batch: Batch | None = None) -> AbstractContextManager[None]:
     """Turn a lack of memory into a TreepackError about the row `batch`, or about the update if it is None."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        if batch is None:
-            raise TreepackError(
-                "out of memory in the update of the weights; train on more GPUs, or under torchrun with --cpu-offload"
-            ) from error
-        terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
-        # The suggested capacity is half the tokens, rounded down to a multiple of 128: 5000 tokens -> 2432.
-        raise TreepackError(
-            f"out of memory in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}; pack with "
-            f"--capacity {max(128, batch.num_tokens // 256 * 128)}, or train with --gradient-checkpointing, "
-            "--dtype bf16, a smaller --loss-chunk or on more GPUs"
-        ) from error
+    if batch is None:
+        return memory_errors("in the update of the weights", "train on more GPUs, or under torchrun with --cpu-offload")
+    terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
+    # The suggested capacity is half the tokens, rounded down to a multiple of 128: 5000 tokens -> 2432.
+    return memory_errors(
+        f"in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}",
+        f"pack with --capacity {max(128, batch.num_tokens // 256 * 128)}, or train with --gradient-checkpointing, "
+        "--dtype bf16, a smaller --loss-chunk or on more GPUs",
+    )
 
 
 def _join_ids(ids: list[int]) -> str:

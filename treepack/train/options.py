@@ -1,24 +1,29 @@
 """Options of a training run: all options of `treepack train` except its paths, checked once.
 
-The options in `CHANGEABLE_ON_RESUME` change the speed, memory or safety of a run and may differ when it is resumed. All
-other options change the result, and a resumed run must have the same.
+The options in `CHANGEABLE_ON_RESUME` change the speed, memory or safety of a run and may differ when it is resumed.
+Those in `LENGTH_OPTIONS` may extend it. All other options change the result, and a resumed run must have the same.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
+
+import torch
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective
+from treepack.train.ranks import find_dtype
 
 CHANGEABLE_ON_RESUME = frozenset(
     "gradient_checkpointing compile attention loss_chunk device gather_dtype cpu_offload "
     "checkpoint_every keep max_skipped".split()
 )
+# Options that define the number of steps. A resumed run may have more of them, or fewer if they are not yet done.
+LENGTH_OPTIONS = frozenset({"steps", "epochs"})
 _MINIMUM = {
     "steps": 1,
     "epochs": 1,
@@ -29,7 +34,7 @@ _MINIMUM = {
     "checkpoint_every": 0,
     "max_skipped": 0,
 }
-_CHOICES = {"dtype": ("fp32", "bf16"), "gather_dtype": ("fp32", "bf16"), "attention": tuple(IMPLEMENTATIONS)}
+_CHOICES = {"dtype": ("auto", "fp32", "bf16"), "gather_dtype": ("fp32", "bf16"), "attention": tuple(IMPLEMENTATIONS)}
 
 
 @dataclass(frozen=True)
@@ -37,12 +42,12 @@ class TrainOptions:
     """Options of a training run, with the names and defaults of the command line.
 
     `steps` overrides `epochs` if it is not None. `rows_per_step` counts the rows of all ranks together. `clip` is the
-    maximum gradient norm, 0 for no clipping. `dtype` "bf16" keeps float32 weights and computes under autocast. `device`
-    "auto" is a GPU if there is one, else the CPU. `objective` is the loss to minimise. `gather_dtype` is the dtype in
-    which sharded weights travel between ranks, and `cpu_offload` keeps these weights and the optimiser on the CPU; both
-    have no effect in one process. A checkpoint is written every `checkpoint_every` steps, with 0 only when `stop` ends
-    the run, and the newest `keep` are kept. At most `max_skipped` consecutive steps may have a loss or gradient that is
-    not finite.
+    maximum gradient norm, 0 for no clipping. `dtype` "bf16" keeps float32 weights and computes under autocast; "auto"
+    is bf16 on a GPU that has it, else fp32, and a run records which one. `device` "auto" is a GPU if there is one, else
+    the CPU. `objective` is the loss to minimise. `gather_dtype` is the dtype in which sharded weights travel between
+    ranks, and `cpu_offload` keeps these weights and the optimiser on the CPU; both have no effect in one process. A
+    checkpoint is written every `checkpoint_every` steps, with 0 only when `stop` ends the run, and the newest `keep`
+    are kept. At most `max_skipped` consecutive steps may have a loss or gradient that is not finite.
     """
 
     steps: int | None = None
@@ -54,7 +59,7 @@ class TrainOptions:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
-    dtype: str = "fp32"
+    dtype: str = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
     attention: str = "auto"
@@ -92,6 +97,10 @@ class TrainOptions:
         """Return the options as JSON values."""
         record = asdict(self)
         return {**record, "betas": list(self.betas)}
+
+    def with_dtype(self, device: torch.device) -> Self:
+        """Return the options with the dtype that "auto" is on `device`."""
+        return replace(self, dtype=find_dtype(self.dtype, device))
 
     @property
     def fixed_options(self) -> dict[str, Any]:

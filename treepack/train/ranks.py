@@ -106,6 +106,14 @@ def leave_ranks() -> None:
         distributed.destroy_process_group()
 
 
+def find_dtype(name: str, device: torch.device) -> str:
+    """Return "fp32" or "bf16": `name`, or for "auto" bf16 on a GPU that has it and fp32 elsewhere."""
+    if name != "auto":
+        return name
+    # Tensor cores take bfloat16 from Ampere (8, 0) on.
+    return "bf16" if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0) else "fp32"
+
+
 def find_device(name: str) -> torch.device:
     """Return the device of that name; "auto" is a GPU if there is one, and under torchrun the GPU of this process.
 

@@ -5,6 +5,7 @@ open_run(packed, model, options, ranks) -> TrainingRun     unsuitable data, mode
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from treepack.attention import row_multiple
+from treepack.attention import resolve, row_multiple
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
@@ -23,11 +24,19 @@ from treepack.model.denominators import TrajectoryTable, check_columns, step_fac
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.memory import memory_errors
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.schedule import OptimiserStep, plan_steps
 from treepack.train.sharding import load_sharded
 from treepack.trajectory import Float64
+
+_log = logging.getLogger("treepack")
+
+_NO_ROOM = (
+    "while the model was loaded",
+    "free the memory that other processes have there, or train on more GPUs, or under torchrun with --cpu-offload",
+)
 
 
 @dataclass(frozen=True)
@@ -84,14 +93,17 @@ def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks
             the model.
     """
     ranks, device = ranks or Ranks(), find_device(options.device)
+    options = options.with_dtype(device)
+    lower = torch.bfloat16 if options.dtype == "bf16" else None
+    check_attention(options.attention, device, lower or torch.float32)
     # The data first: it opens in seconds, and a large model loads in minutes.
     dataset, table, schedule = _open_data(packed, options)
-    if ranks.grouped:
-        loaded = load_sharded(model, options, device)
-    else:
-        lower = torch.bfloat16 if options.dtype == "bf16" else None
-        loaded = load_model(model, attention=options.attention, autocast=lower, device=device, seed=options.seed)
-        adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
+    with memory_errors(*_NO_ROOM):
+        if ranks.grouped:
+            loaded = load_sharded(model, options, device)
+        else:
+            loaded = load_model(model, attention=options.attention, autocast=lower, device=device, seed=options.seed)
+            adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
     return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks))
 
 
@@ -105,17 +117,40 @@ def open_verification(packed: str | Path, model: str | Path, options: TrainOptio
     # Only the reference implementation, and FlexAttention on a CPU, compute in float64; "auto" is one of them there.
     exact = options.attention == "reference" or (device.type == "cpu" and options.attention in ("auto", "flex"))
     weights = torch.float64 if exact else torch.float32
+    options = options.with_dtype(device)
+    check_attention(options.attention, device, weights)
     dataset, table, schedule = _open_data(packed, options)
-    loaded = load_model(model, attention=options.attention, dtype=weights, device=device, seed=options.seed)
+    with memory_errors(*_NO_ROOM):
+        loaded = load_model(model, attention=options.attention, dtype=weights, device=device, seed=options.seed)
     # `verify_rows` recomputes the layers if that is needed.
     adapt_layers(loaded.model, checkpointing=False, compiled=options.compile)
     return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table))
+
+
+def check_attention(attention: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse an implementation that cannot run on a device in a dtype, before a model is loaded.
+
+    Raises:
+        TreepackError: with the reason.
+    """
+    if attention != "auto":
+        resolve(attention, device, dtype)  # the head dimensions are checked when the model is loaded
+
+
+def count_steps(packed: str | Path, options: TrainOptions) -> int:
+    """Return the number of optimiser steps of a run, without its model.
+
+    Raises:
+        TreepackError: as `open_run`, about the data.
+    """
+    return len(_open_data(packed, options)[2])
 
 
 def _open_data(
     packed: str | Path, options: TrainOptions
 ) -> tuple[PackedDataset, TrajectoryTable | None, list[OptimiserStep]]:
     objective = options.objective
+    _log.info("opening %s", packed)
     dataset = PackedDataset(packed, terms=objective.loss != "sft")  # sft reads loss weights of tokens, not terms
     check_columns(dataset, objective)
     table = None if objective.loss == "sft" else trajectory_table(dataset, objective)
