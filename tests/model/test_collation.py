@@ -128,6 +128,17 @@ def test_a_term_column_that_a_row_lacks_is_left_out(tmp_path: Path) -> None:
     assert collate([lacking, second])["terms"].advantage is None
 
 
+def test_terms_that_are_missing_are_one_sentence_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(TreepackError, match=r"has no terms; .*terms=True.*`treepack advantages`, or trajectories_from"):
+        batch_logprobs(tree_model(), collate([make_batch(make_row(SAMPLES))]))
+    packed = write_rows(tmp_path / "packed", [make("a", [1, 2, 3], old_logprobs=[-1.0, -2.0])], [0])
+    inputs = collate([PackedDataset(packed, terms=True)[0]])
+    values = batch_logprobs(tree_model(), inputs)
+    for name, column in (("dapo", "term_advantage"), ("dpo", "term_ref_logprob")):
+        with pytest.raises(TreepackError, match=f"the rows have no {column}, which the loss .* needs; run `treepack"):
+            objective_loss(*values, inputs["terms"], torch.ones(1).double(), choose_objective(name))
+
+
 def test_models_that_would_give_wrong_gradients_are_refused() -> None:
     inputs = collate([make_batch(make_row(SAMPLES))])
     with pytest.raises(TreepackError, match="uses the attention 'sdpa', which ignores subtree_end"):

@@ -17,7 +17,7 @@ from treepack.attention import register
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import check_fits
-from treepack.model.forward import hidden_states
+from treepack.model.forward import hidden_states, row_loss
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
@@ -51,6 +51,26 @@ def test_a_saved_directory_loads_with_its_weights(tmp_path: Path) -> None:
     assert loaded.attention == "reference"
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], weight)
+
+
+def test_a_loaded_model_samples_under_another_attention_and_trains_again(tmp_path: Path) -> None:
+    ready = load_model(tiny_config(tmp_path / "config.json"))
+    batch, prompt = make_batch(make_row(SAMPLES)), torch.tensor([[1, 2]])
+    before = row_loss(ready, batch)
+    with pytest.raises(TreepackError, match=r"call model.set_attn_implementation\('sdpa'\) before generate\(\)"):
+        ready.model.generate(prompt, max_new_tokens=2)
+    ready.model.set_attn_implementation("sdpa")
+    assert ready.model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 5)
+    ready.model.set_attn_implementation(f"treepack_{ready.attention}")
+    assert torch.equal(row_loss(ready, batch), before)
+
+
+def test_rows_beyond_the_limit_of_positions_are_refused_without_the_trainer(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ready = load_model(tiny_config(tmp_path / "config.json", rope_parameters=rope, max_position_embeddings=12))
+    row = make_batch(make_row([Sample(tuple(range(13)), (0.0,) + (1.0,) * 12)]))
+    with pytest.raises(TreepackError, match=r"positions up to 12, but the model's end at 11, because its dynamic"):
+        row_loss(ready, row)
 
 
 def test_random_weights_leave_the_callers_random_state_alone(tmp_path: Path) -> None:
@@ -164,7 +184,7 @@ def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text("{")
     for source in (tmp_path, broken, tmp_path / "missing.json"):
-        with pytest.raises(TreepackError, match="cannot load"):
+        with pytest.raises(TreepackError, match=r"cannot load|contains no model"):
             load_model(source)
 
 

@@ -27,15 +27,36 @@ IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
 # Options that models pass and that do not change the scores.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
 _READ = frozenset({"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record", "kept"})
+# Plain names of options that models pass under the names of their code.
+_MEANINGS = {
+    "s_aux": " (attention sinks)",
+    "softcap": " (a cap on scores)",
+    "position_bias": " (a bias on scores)",
+    "head_mask": " (a mask of heads)",
+}
 _REMEDY = "treepack computes only causal softmax attention over the tree, so turn this off or train another model"
 _PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
+_ITS_OWN_MASK = "its code makes an attention mask of its own"
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention: the layer's attention module, and its head dimensions (query and key, value)."""
+    """One call of attention: the layer's attention module, head dimensions (query and key, value), dtype of scores."""
 
     module: nn.Module
     head_dims: tuple[int, int]
+    dtype: torch.dtype
+
+
+class BadCallError(TreepackError):
+    """A refused call of attention.
+
+    The message is for the caller of the model. `code` is the reason if the caller passed everything that is needed, so
+    that only the code of the model can be the cause.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def register() -> None:
@@ -56,7 +77,7 @@ def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> N
         TreepackError: if the caller passed an attention mask.
     """
     if attention_mask is not None:
-        raise TreepackError(f"attention: an attention_mask is given; padding tokens are {_PADDING}")
+        raise BadCallError(f"attention: an attention_mask is given; padding tokens are {_PADDING}", code=_ITS_OWN_MASK)
 
 
 def attention_forward(
@@ -75,13 +96,13 @@ def attention_forward(
         TreepackError: as in `check_request` and `dispatch.tree_attention`.
     """
     check_request(module, query, attention_mask, options)
-    if options.get("record") is not None:
-        options["record"].append(AttentionCall(module, (query.shape[-1], value.shape[-1])))
     # Under autocast the three dtypes may differ: a norm with float32 weights promotes queries and keys but not values.
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    if options.get("record") is not None:
+        options["record"].append(AttentionCall(module, (query.shape[-1], value.shape[-1]), query.dtype))
     kept = options.get("kept")
     out = tree_attention(
         query,
@@ -106,12 +127,15 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
     """
     layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
     if options.get("subtree_end") is None:
-        raise TreepackError(
-            f"{layer}: subtree_end did not reach this layer; pass subtree_end=batch.subtree_end to the model, and if "
-            "you already do, its architecture drops unknown keyword arguments, so train another model"
+        raise BadCallError(
+            f"{layer}: subtree_end did not reach this layer; pass subtree_end=batch.subtree_end for a packed row, and "
+            "call model.set_attn_implementation('sdpa') before generate() or a plain forward pass",
+            code=f"its code does not pass subtree_end on to its attention ({layer})",
         )
     if attention_mask is not None:
-        raise TreepackError(f"{layer}: an attention mask is given; padding tokens are {_PADDING}")
+        raise BadCallError(
+            f"{layer}: an attention mask is given; padding tokens are {_PADDING}", code=f"{_ITS_OWN_MASK} ({layer})"
+        )
     if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
         raise TreepackError(f"{layer}: the attention is not causal; {_REMEDY}")
     if options.get("dropout"):
@@ -124,7 +148,7 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
         )
     for name, setting in options.items():
         if name not in _HARMLESS | _READ and _is_set(setting):
-            raise TreepackError(f"{layer}: the model uses {name}; {_REMEDY}")
+            raise TreepackError(f"{layer}: the model uses {name}{_MEANINGS.get(name, '')}; {_REMEDY}")
 
 
 def _is_set(setting: Any) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from treepack.attention import IMPLEMENTATIONS, prepare
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.errors import TreepackError
+from treepack.model.first_batch import checked_forward
 from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
@@ -97,7 +98,8 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
         chunk: targets whose logits are in memory at a time.
 
     Raises:
-        TreepackError: if the model uses another attention, or its output layer is not a plain linear layer.
+        TreepackError: if the model uses another attention, its output layer is not a plain linear layer, or it cannot
+            be trained exactly for another reason; the first batch of a model checks this (`first_batch`).
     """
     states, head, anchor = _last_states(model, inputs)
     input_ids, parent = _flatten(inputs)
@@ -109,7 +111,15 @@ def batch_logprobs(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) ->
     """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `loss.tree_logprobs`.
 
     Arguments and errors are the same as for `batch_loss`.
+
+    Raises:
+        TreepackError: also if the batch has no terms.
     """
+    if inputs.get("terms") is None:
+        raise TreepackError(
+            "batch_logprobs: the batch has no terms; open the rows with PackedDataset(..., terms=True), and pack "
+            "rollouts that have advantages (`treepack advantages`, or trajectories_from_arrays(advantages=...))"
+        )
     states, head, anchor = _last_states(model, inputs)
     input_ids, parent = _flatten(inputs)
     tokens = inputs["terms"].tokens
@@ -132,7 +142,7 @@ def _last_states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear,
     parameter that a row of padding does not use gets a gradient of zero.
 
     Raises:
-        TreepackError: if the model has no tree attention, or its output layer is not a plain linear layer.
+        TreepackError: if the model cannot be trained exactly, or its output layer is not whole after the forward pass.
     """
     causal = _find_causal_model(model)
     head = causal.get_output_embeddings()
@@ -147,22 +157,25 @@ def _last_states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear,
     schedule = None if impl == "auto" else prepare(inputs["subtree_end"], impl)
     # The logits of one token are enough for `output.logits`; all of them would be [B, T, V].
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(causal.forward).parameters else {}
-    # A hook, because the forward of the wrappers must run and returns logits, not the hidden states of base_model.
-    states: list[Tensor] = []
-    hook = causal.base_model.register_forward_hook(lambda _, __, output: states.append(output.last_hidden_state))
-    try:
-        output = model(
+    # Observed, because the forward of the wrappers must run and returns logits, not the hidden states.
+    with checked_forward(model, causal, inputs) as seen:
+        seen.logits = model(
             input_ids=inputs["input_ids"],
             position_ids=inputs["position_ids"],
             subtree_end=inputs["subtree_end"],
             schedule=schedule,
+            record=seen.attention,
             use_cache=False,
             **options,
+        ).logits
+    # Sharded weights are DTensors of FSDP2, or tensors with another shape of FSDP1 and ZeRO-3.
+    if type(head.weight.data) is not Tensor or head.weight.shape[1:] != seen.states.shape[2:]:
+        raise TreepackError(
+            f"{type(causal).__name__}: the weights of its output layer are sharded or quantised, but must be whole "
+            "after the forward pass; call fully_shard for each layer and then for the model, or use `treepack train`"
         )
-    finally:
-        hook.remove()
     # [B, T, D] -> [B * T, D]
-    return states[0].flatten(0, 1), head, output.logits.sum() * 0
+    return seen.states.flatten(0, 1), head, seen.logits.sum() * 0
 
 
 def _find_causal_model(model: nn.Module) -> Any:

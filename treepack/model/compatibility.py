@@ -167,6 +167,7 @@ def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
     except TreepackError:
         raise
     except Exception as error:  # code of a model may raise anything
+        remedy = REQUIREMENT if one_line(error) == NO_INTERFACE else remedy
         raise TreepackError(f"{complaint} ({one_line(error)}); {remedy}") from error
 
 

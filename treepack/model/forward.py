@@ -19,6 +19,7 @@ from treepack.attention import IMPLEMENTATIONS, Kept, prepare
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import one_line
+from treepack.model.first_batch import check_positions
 from treepack.model.layers import recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
@@ -26,7 +27,12 @@ from treepack.model.objectives import Objective, objective_loss
 
 
 def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
-    """Return the row on the model's device, with the schedule of the model's attention."""
+    """Return the row on the model's device, with the schedule of the model's attention.
+
+    Raises:
+        TreepackError: if the model cannot compute positions of the row exactly.
+    """
+    check_positions(batch.position_ids, loaded.model, loaded.source)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
     schedule = prepare(batch.subtree_end, loaded.attention, device=loaded.device, varlen=loaded.varlen)
     return replace(batch.to(loaded.device), schedule=schedule)

@@ -14,6 +14,7 @@ weight is read, and `probe.probe` by a small forward pass. The forward passes of
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -24,9 +25,21 @@ import torch
 
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
+from treepack.files.hub import is_offline, load_fault
 from treepack.model.compatibility import check_config, translate_errors
+from treepack.model.first_batch import mark_checked
 from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
+
+_log = logging.getLogger("treepack")
+
+# Noise on the input of routers in training, by the model types whose code uses it so. In phimoe, router_jitter_noise is
+# a threshold of the router, in eval mode too: another value gives another model.
+_NOISE = {
+    "router_jitter_noise": ("mixtral", "minimax", "minimax_m2"),
+    "input_jitter_noise": ("phimoe",),
+    "moe_jitter_eps": ("dbrx",),
+}
 
 
 def load_model(
@@ -53,6 +66,7 @@ def load_model(
             the message gives the reason.
     """
     config, notes = read_config(source, attention)
+    _log.info("loading the weights of %s", source)
     with translate_load_errors(source), hide_progress_bars():
         model = build_model(source, config, dtype, seed)
     loaded = LoadedModel(model.to(device).eval(), str(source), "reference", notes, device=torch.device(device))
@@ -71,8 +85,10 @@ def with_attention(loaded: LoadedModel, attention: str, compute_dtype: torch.dty
     Raises:
         TreepackError: if the model cannot be trained exactly, or the implementation cannot run it.
     """
+    _log.info("probing the model with a small tree")
     # (query and key, value) head dimensions over all layers; more than one pair if layers differ.
     dims = loaded.compute(lambda: probe(loaded.model, source=loaded.source, device=loaded.device))
+    mark_checked(loaded.model)
     chosen = resolve(attention, loaded.device, compute_dtype, *sorted(dims))
     loaded.model.set_attn_implementation(IMPLEMENTATIONS[chosen])
     # Only "auto" may choose per row: a named implementation runs every row, so that a user can compare implementations.
@@ -126,12 +142,30 @@ def _parse_config(source: str | Path) -> Any:
 
     with translate_load_errors(source):
         if not str(source).endswith(".json"):
-            return AutoConfig.from_pretrained(str(source)).get_text_config()
+            return _config_of(str(source))
         # A file alone is no directory for from_pretrained: for_model builds the class that `model_type` names.
         fields = json.loads(Path(source).read_text(encoding="utf-8"))
         if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):
             raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")
         return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
+
+
+def _config_of(source: str) -> Any:
+    """Return the configuration of a folder or a model of the hub.
+
+    Raises:
+        TreepackError: there is none; the message says if the folder or the hub is at fault.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=is_offline(source)).get_text_config()
+    except Exception as error:
+        # An OSError is about files; other exceptions are about their content, unless there is no file at all.
+        is_empty = Path(source).is_dir() and not (Path(source) / "config.json").exists()
+        if not is_empty and not isinstance(error, OSError):
+            raise
+        raise load_fault(source, error, kind="model", files=("config.json",)) from error
 
 
 def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) -> Any:
@@ -150,9 +184,14 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) 
     if str(source).endswith(".json"):
         with torch.random.fork_rng():  # leaves the caller's random state as it was
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, **options)
+            return _cast_routers(AutoModelForCausalLM.from_config(config, **options), dtype)
     model, report = AutoModelForCausalLM.from_pretrained(
-        str(source), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        str(source),
+        config=config,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        local_files_only=is_offline(str(source)),
+        **options,
     )
     # transformers only warns about missing weights and draws them at random. It does not list tied weights as missing.
     for problem in ("missing", "mismatched"):
@@ -164,7 +203,15 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) 
                 f"{source}: {names[0]}{more} {'is' if len(names) == 1 else 'are'} {problem} in its weights; "
                 f"expected a whole checkpoint of {type(model).__name__}"
             )
-    return model
+    return _cast_routers(model, dtype)
+
+
+def _cast_routers(model: Any, dtype: torch.dtype) -> Any:
+    """Cast the weights that transformers keeps in float32 to float64 if `dtype` is float64.
+
+    Routers of ernie4_5_moe and hunyuan_v1_moe are float32 in every dtype. Beside float64 they fail.
+    """
+    return model.to(dtype) if dtype == torch.float64 else model
 
 
 def _disable_dropout(config: Any) -> tuple[str, ...]:
@@ -172,16 +219,13 @@ def _disable_dropout(config: Any) -> tuple[str, ...]:
 
     A shared token has one hidden state for all its branches, but trajectories run alone would draw a mask each.
     """
-    # A rate is a positive number called "...drop..." (attention_dropout, resid_pdrop) or "...jitter..." (noise of the
-    # router of some mixtures of experts). True is an int, but a flag such as use_dropout is no rate.
-    names = [
-        name
-        for name, value in sorted(vars(config).items())
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and value > 0
-        and ("drop" in name or "jitter" in name)
-    ]
-    for name in names:
-        setattr(config, name, 0.0)
-    return tuple(f"{name} set to 0: a token shared by branches has one hidden state for all of them" for name in names)
+    notes = []
+    # dbrx keeps the rates of its attention and its experts in configurations of their own.
+    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+        for name, value in sorted(vars(part).items()):
+            # A rate is a positive number; True is an int, but a flag such as use_dropout is no rate.
+            is_rate = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            if is_rate and ("drop" in name or config.model_type in _NOISE.get(name, ())):
+                setattr(part, name, 0.0)
+                notes.append(f"{name} set to 0: a token shared by branches has one hidden state for all of them")
+    return tuple(notes)

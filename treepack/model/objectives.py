@@ -91,6 +91,14 @@ _OPTIONS = {
     "sft": set(),
 }
 
+# Field of `TermTensors` for each column that a loss may need, and the remedy if the rows lack it.
+_TERM_REMEDIES = {
+    "term_advantage": ("advantage", "run `treepack advantages`, or pass advantages to trajectories_from_arrays"),
+    "term_ref_logprob": ("ref_logprob", "run `treepack logprobs --column ref`"),
+    "term_sampling_logprob": ("sampling_logprob", "record the sampler's log-probabilities, or use no importance_cap"),
+    "trajectory_rewards": ("reward", "give every rollout a reward and pack them again"),
+}
+
 # Names of the sums that `objective_loss` returns besides "weight", for dpo and for the other losses. `_dpo` and
 # `_term_sums` compute them in this order.
 _PAIR_MEANS = ("accuracy", "margin", "chosen_reward", "rejected_reward")
@@ -196,8 +204,12 @@ def objective_loss(
         the loss, a float64 scalar attached to `logprobs` and already divided by the step's denominator; and a dict of
         float64 scalars: `weight`, and sums that give the step's means when added up over the step and divided by the
         total `weight`.
+
+    Raises:
+        TreepackError: if the terms lack a column of the objective.
     """
     assert objective.loss != "sft", "sft is loss.weighted_nll"
+    _check_terms(terms, objective)
     if objective.loss == "dpo":
         return _dpo(logprobs, terms, factors, objective, chunk)
     log_ratios = None
@@ -213,6 +225,18 @@ def objective_loss(
         total, sums = total + loss, sums + part_sums
     sum_of = dict(zip(_MEANS, sums.unbind(), strict=True))
     return total, {"weight": terms.weight.sum(), **{name: sum_of[name] for name in sum_names(objective)[1:]}}
+
+
+def _check_terms(terms: TermTensors, objective: Objective) -> None:
+    """Refuse terms without a column of the objective; a row of padding has no terms and needs none.
+
+    Raises:
+        TreepackError: naming the column.
+    """
+    for column in objective.columns:
+        name, remedy = _TERM_REMEDIES[column]
+        if len(terms.index) and getattr(terms, name) is None:
+            raise TreepackError(f"the rows have no {column}, which the loss {objective.loss} needs; {remedy}")
 
 
 def sum_names(objective: Objective) -> tuple[str, ...]:

@@ -1,0 +1,141 @@
+"""Checks of a model that treepack did not load, at its first batch; the losses of `collation` call them.
+
+    weights whole      the probe of `load_model`, before the batch
+    weights sharded    only the checks inside the forward pass of the batch, which all ranks run anyway: every layer
+                       calls tree attention once, and the logits are the output layer of the hidden states
+
+FSDP and ZeRO-3 gather weights only inside a forward pass that all ranks run together, so sharded weights get no probe,
+and all ranks agree on the result of the checks. Each model object is checked once. Each refusal is one sentence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+
+from treepack.attention.interface import BadCallError
+from treepack.errors import TreepackError
+from treepack.model.compatibility import REQUIREMENT, check_config, position_limit
+from treepack.model.observation import Observation, check_attention, check_logits, observe
+from treepack.model.probe import PROBE_TOLERANCE, compute_dtype, probe
+
+# Models that passed, and the limit of positions of each model. Weak, so that a model can be freed.
+_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_LIMITS: weakref.WeakKeyDictionary[nn.Module, tuple[int, str] | None] = weakref.WeakKeyDictionary()
+
+
+def mark_checked(causal: nn.Module) -> None:
+    """Remember that the model passed the probe, so that its first batch does not run it again."""
+    _CHECKED.add(causal)
+
+
+def check_positions(position_ids: Tensor, causal: Any, source: str) -> None:
+    """Refuse positions that the model cannot compute exactly; see `compatibility.position_limit`.
+
+    Raises:
+        TreepackError: if a position is beyond the limit.
+    """
+    if causal not in _LIMITS:
+        _LIMITS[causal] = position_limit(causal)
+    limit = _LIMITS[causal]
+    # Most models have no limit, so they do not wait for the maximum here.
+    if limit is not None and (largest := int(position_ids.max())) >= limit[0]:
+        raise TreepackError(
+            f"{source}: a row has positions up to {largest}, but the model's end at {limit[0] - 1}, because "
+            f"{limit[1]}; truncate the trajectories to {limit[0]} tokens"
+        )
+
+
+@contextmanager
+def checked_forward(model: nn.Module, causal: Any, inputs: dict[str, Any]) -> Iterator[Observation]:
+    """Observe the forward pass of a batch inside the block, and check the model if this is its first batch.
+
+    The block calls the model with `record=seen.attention`, and stores the logits of the last token as `seen.logits`.
+
+    Args:
+        model: the model with the wrappers of the trainer.
+        causal: the causal language model of transformers inside `model`.
+        inputs: the batch, from `collate`.
+
+    Raises:
+        TreepackError: if the model fails a check, on all ranks that share its weights; or if the batch has positions
+            that the model cannot compute exactly.
+    """
+    source = f"{_class_name(causal)} (model type {causal.config.get_text_config().model_type})"
+    is_new, groups = causal not in _CHECKED, None
+    if is_new:
+        check_config(causal.config.get_text_config(), source=source)
+        groups = _sharding_groups(model)
+        if groups is None:
+            probe(causal, source=source, device=inputs["input_ids"].device)
+    check_positions(inputs["position_ids"], causal, source)
+    try:
+        with observe(causal, source=source, heads=is_new) as seen:
+            yield seen
+    except BadCallError as error:
+        raise TreepackError(f"{source}: {error.code}; {REQUIREMENT}") from error
+    if is_new:
+        _agree(_complaint(seen, causal, source), groups or [], seen.states.device, source)
+        mark_checked(causal)
+
+
+def _class_name(causal: nn.Module) -> str:
+    # fully_shard replaces the class of a module by a subclass: GraniteForCausalLM -> FSDPGraniteForCausalLM
+    return type(causal).__name__.removeprefix("FSDP")
+
+
+def _complaint(seen: Observation, causal: Any, source: str) -> TreepackError | None:
+    """Return the reason to refuse the model whose forward pass was observed, None if there is none."""
+    assert seen.logits is not None
+    try:
+        check_attention(seen, causal, source=source)
+        head = causal.get_output_embeddings()
+        check_logits(seen, seen.logits, head, PROBE_TOLERANCE[compute_dtype(seen)], source=source)
+    except TreepackError as error:
+        return error
+    return None
+
+
+def _sharding_groups(model: nn.Module) -> list[Any] | None:
+    """Return the process groups over which weights are sharded, in the same order on all ranks; None if they are whole.
+
+    Weights are sharded by FSDP2 or tensor parallelism (DTensor), FSDP1, or ZeRO-3 of DeepSpeed (parameters with ds_id).
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    groups: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            # Hybrid sharding has a second group, of the ranks that hold equal shards.
+            groups += [group for name in ("process_group", "_inter_node_pg") if (group := getattr(module, name, None))]
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            groups += parameter.device_mesh.get_all_groups()
+        elif hasattr(parameter, "ds_id"):
+            groups.append(getattr(parameter, "ds_process_group", distributed.group.WORLD))
+    unique = {id(group): group for group in groups}
+    return list(unique.values()) or None
+
+
+def _agree(complaint: TreepackError | None, groups: list[Any], device: torch.device, source: str) -> None:
+    """Raise the complaint on every rank of `groups` if any rank has one.
+
+    Raises:
+        TreepackError: the own complaint, or one that refers to that of another rank.
+    """
+    refused = torch.tensor(int(complaint is not None), device=device)
+    # One group after the other: in a mesh of 2 x 2 ranks, rank 3 has no group with rank 0, but both have one with 1.
+    for group in groups:
+        distributed.all_reduce(refused, distributed.ReduceOp.MAX, group=group)
+    if complaint is not None:
+        raise complaint
+    if refused:
+        raise TreepackError(f"{source}: another rank refused the model; see the error of that rank")
