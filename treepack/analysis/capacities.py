@@ -34,9 +34,10 @@ from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan, PlanTotals
-from treepack.pack.plan.planning import packed_trie, plan_rows
+from treepack.pack.plan.planning import compilation_shown, packed_trie, plan_rows
 from treepack.pack.plan.problem import Search
 from treepack.pack.totals import packed_totals
+from treepack.processes import ReportProgress
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
@@ -63,8 +64,11 @@ def plan_capacities(
     method: str,
     too_long: str,
     search: Search = Search(),  # noqa: B008
+    progress: ReportProgress | None = None,
 ) -> Iterator[PlannedCapacity]:
     """Yield a checked plan for each capacity, without the trajectories that do not fit it.
+
+    `progress` is called with the trees planned so far for the capacity.
 
     Raises:
         TreepackError: a trajectory does not fit and `too_long` is "error".
@@ -72,9 +76,20 @@ def plan_capacities(
     for capacity in capacities:
         too_many = int((trie.lengths > capacity).sum())
         fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
-        plan = plan_rows(fitted, capacity=capacity, method=method, search=search)
+        with compilation_shown(progress):
+            plan = plan_rows(
+                fitted, capacity=capacity, method=method, search=search, progress=_named(progress, f"for {capacity:,}")
+            )
         packed_nodes = packed_trie(fitted, method)
         yield PlannedCapacity(fitted, packed_nodes, plan, check_plan(packed_nodes, plan), too_many)
+
+
+def _named(progress: ReportProgress | None, suffix: str) -> ReportProgress | None:
+    """Return a function that reports to `progress` under stages with `suffix`: "planning for 8,192"."""
+    if progress is None:
+        return None
+    report = progress
+    return lambda state: report(replace(state, stage=f"{state.stage} {suffix}"))
 
 
 def predict(planned: Iterable[PlannedCapacity]) -> list[Report]:

@@ -33,7 +33,7 @@ from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search
-from treepack.processes import ReportProgress, with_progress
+from treepack.processes import Progress, ReportProgress, with_progress
 from treepack.rl.trace.predictions import correlations, read_predictions
 from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios
 from treepack.trie.directory import read_to_trie, skipped_record
@@ -85,13 +85,15 @@ def stats(
     search = Search(options.pack.effort, options.pack.time_limit)
     method = options.pack.method if options.capacities else QUICK
     capacities = options.capacities or usual_capacities(trie)
-    planned = list(plan_capacities(trie, capacities, method=method, too_long="drop", search=search))
+    planned = list(plan_capacities(trie, capacities, method=method, too_long="drop", search=search, progress=progress))
     if options.capacities:
         report["predicted"] = predict(planned)
     if options.effective_ratio or options.predictions:
         report |= _contrast(trie, options)
     lines = forecast_lines(trie, planned, method=method, search=search, conversations=conversations)
     notes = baseline_notes(conversations, report)
+    if progress is not None:
+        progress(Progress("explaining lost sharing", 0, None, ""))
     report["sharing"] = _sharing(trie, manifest, options.build.tokenizer)
     return report | {"forecast": forecast(lines, shape, device, notes)}
 

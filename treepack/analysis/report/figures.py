@@ -27,6 +27,7 @@ from treepack.analysis.verdict import baseline_notes
 from treepack.analysis.verdict import report as forecast
 from treepack.ingest.conversations import Conversations
 from treepack.pack.plan.problem import Search
+from treepack.processes import ReportProgress
 from treepack.trajectory import Float64, Int64
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
@@ -118,6 +119,7 @@ def measure(
     capacities: Sequence[int] | None = None,
     method: str = "auto",
     search: Search | None = None,
+    progress: ReportProgress | None = None,
 ) -> Figures:
     """Compute all numbers of the charts.
 
@@ -127,12 +129,13 @@ def measure(
         capacities: capacities at which ERR is compared; default: powers of two that every trajectory fits.
         method: method of the plans, as in `plan_rows`; "auto" means "contiguous" for many trajectories.
         search: effort of the method; low by default.
+        progress: called with the trees planned so far.
     """
     trie, packed, search = subject.trie, subject.packed, search or Search("low")
     if method == "auto" and trie.num_trajectories >= QUICK_MIN_TRAJECTORIES:
         method = "contiguous"
     sizes = capacities or default_capacities(trie)
-    planned = list(plan_capacities(trie, sizes, method=method, too_long="drop", search=search))
+    planned = list(plan_capacities(trie, sizes, method=method, too_long="drop", search=search, progress=progress))
     points = [point | {"measured": False} for point in predict(planned)]
     row_tokens, fill_capacity = planned[0].totals.row_tokens, planned[0].plan.capacity
     if packed is not None:

@@ -98,14 +98,15 @@ def report(
         subject, tokenizer = _read(paths, options, progress, note or (lambda _: None))
         search = Search(options.pack.effort, options.pack.time_limit)
         capacities = list(options.capacities) or None
-        figures = measure(subject, shape, capacities=capacities, method=options.pack.method, search=search)
+        method = options.pack.method
+        figures = measure(subject, shape, capacities=capacities, method=method, search=search, progress=progress)
         contents = read_contents(subject.trie, tokenizer, limit=options.text_limit if options.text else None)
         if page is not None:
             html = render(subject, figures, contents)
             with finished_file(page, overwrite=overwrite) as temporary:
                 temporary.write_text(html, encoding="utf-8")
         if pictures is not None:
-            write_pictures(subject, figures, pictures, overwrite=overwrite)
+            write_pictures(subject, figures, contents, pictures, overwrite=overwrite)
         texts = contents.texts
         left_out = 0 if texts is None else texts.tokens_left_out
         return ReportSummary(page, pictures, contents.decoded, texts is not None, left_out)

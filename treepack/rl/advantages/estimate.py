@@ -142,7 +142,7 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     usable, rejected = _usable_groups(reward, groups, options)
     kept = np.flatnonzero(usable[groups])
     if len(kept) == 0:
-        reasons = "; ".join(f"{name}: {count}" for name, count in rejected.items())
+        reasons = "; ".join(f"{name}: {count} of {len(usable)} groups" for name, count in rejected.items())
         raise TreepackError(
             f"no group is left to compare ({reasons}); give the rollouts rewards, and put all rollouts of one task in "
             "one group"
