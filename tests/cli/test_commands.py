@@ -238,7 +238,7 @@ def test_parts_of_an_unfinished_directory_are_not_read_as_rollouts(
 
 
 def test_wrong_usage_is_status_2(treepack: Run, trie: Path, tmp_path: Path) -> None:
-    assert treepack("pack", trie, "--out", tmp_path / "p").status == 2
+    assert treepack("pack", trie).status == 2
     assert treepack("pack", trie, "--capacity", 0, "--out", tmp_path / "p").status == 2
     assert treepack("stats", trie, "--capacity", "8192,x").status == 2
     for options in (("--time-limit", "nan"), ("--pairs-budget", 10**30), ("--capacity", 2**31)):
@@ -402,4 +402,4 @@ def test_tokens_of_the_sample_data_carry_terms(treepack: Run, tmp_path: Path) ->
 def test_text_without_a_tokenizer_is_refused(treepack: Run, tmp_path: Path) -> None:
     result = treepack("build-trie", SAMPLES / "chat.jsonl", "--out", tmp_path / "t")
     assert result.status == 1
-    assert "give a tokenizer" in result.err
+    assert "give --tokenizer NAME" in result.err
