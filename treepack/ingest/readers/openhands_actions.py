@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treepack.ingest.readers.event_views import EventView, Message, command_output
+from treepack.ingest.readers.event_views import EventView, Message, command_output, parts_of
 from treepack.ingest.readers.messages import is_messages
 
 Event = dict[str, Any]
@@ -57,13 +57,13 @@ def add_action_event(view: EventView, event: Event) -> str | None:
     elif not is_agent:
         command = f"User executed the command:\n{args.get('command')}" if action == "run" else None
         view.add(name, {"role": "user", "content": command} if command else None)
-    elif action not in OWN_ACTIONS:
+    elif str(action) not in OWN_ACTIONS:
         return NO_RESPONSE
     return None
 
 
 def _with_images(args: Event) -> list[Any]:
-    images = [{"type": "image_url"} for _ in args.get("image_urls") or []]
+    images = [{"type": "image_url"} for _ in parts_of(args.get("image_urls"))]
     return [{"type": "text", "text": str(args.get("content") or "")}, *images]
 
 
@@ -71,7 +71,7 @@ def _add_observation(view: EventView, event: Event) -> None:
     kind, extras, content = event.get("observation"), _object(event.get("extras")), event.get("content") or ""
     if kind == "recall":
         view.notes[RECALL_NOTE] = None
-    if kind in HIDDEN:
+    if str(kind) in HIDDEN:
         return
     if kind == "run":
         content = command_output(content, extras.get("metadata"))

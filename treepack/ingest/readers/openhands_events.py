@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from treepack.ingest.readers.event_views import EventView, Message, command_output, text_of
+from treepack.ingest.readers.event_views import EventView, Message, command_output, parts_of, text_of
 from treepack.ingest.readers.messages import is_messages
 
 Event = dict[str, Any]
@@ -45,7 +45,7 @@ def add_events(view: EventView, events: Sequence[Event]) -> None:
         elif kind == "MessageEvent":
             _add_message(view, first)
         elif kind == "Condensation":
-            forgotten = {event for event in first.get("forgotten_event_ids") or [] if isinstance(event, str)}
+            forgotten = {event for event in parts_of(first.get("forgotten_event_ids")) if isinstance(event, str)}
             view.forget(forgotten, first.get("summary"), first.get("summary_offset"))
         elif first.get("tool_call_id") is not None:
             result = {"tool_call_id": first["tool_call_id"], "name": first.get("tool_name"), "content": _result(first)}
@@ -87,9 +87,7 @@ def _reasoning(event: Event) -> dict[str, Any]:
 def _add_message(view: EventView, event: Event) -> None:
     said = event.get("llm_message")
     said = said if isinstance(said, dict) else {}
-    added = event.get("extended_content") or []
-    parts = said.get("content")
-    content = text_of([*(parts if isinstance(parts, list) else [parts] if parts else []), *added])
+    content = text_of([*parts_of(said.get("content")), *parts_of(event.get("extended_content"))])
     message = {"role": said.get("role"), "content": content}
     if said.get("role") == "assistant":
         view.answer(event.get("id"), message | _reasoning(said), name=None)
@@ -110,7 +108,7 @@ def _result(event: Event) -> str | list[Any]:
     text = text_of(parts)
     if isinstance(text, list) or observation.get("screenshot_data"):
         return text if isinstance(text, list) else [{"type": "image"}]
-    if observation.get("kind") in SHELLS:
+    if str(observation.get("kind")) in SHELLS:
         text = command_output(text, observation.get("metadata"))
     added = text_of(event.get("extended_content"))
     prefix = ERROR if observation.get("is_error") else ""

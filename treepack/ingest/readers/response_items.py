@@ -136,7 +136,10 @@ def _turn(group: list[Item], source: str, notes: dict[str, None], *, summaries: 
 def _call(item: Item, source: str) -> dict[str, Any]:
     # OpenAI's own shell tool has no name: {"action": {"command": ["ls"], ..}} -> local_shell {"command": ["ls"], ..}
     if _kind(item) == "local_shell_call":
-        action = {name: value for name, value in (item.get("action") or {}).items() if value is not None}
+        action = item.get("action")
+        if not isinstance(action, dict):
+            raise TreepackError(f"{source}: has the action {shown(action)}; expected an object with a command")
+        action = {name: value for name, value in action.items() if value is not None}
         item = item | {"name": "local_shell", "arguments": json.dumps(action, ensure_ascii=False)}
     if not isinstance(item.get("name"), str):
         raise TreepackError(f"{source}: has the item {shown(item)}; expected a call with a name")

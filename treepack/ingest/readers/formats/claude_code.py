@@ -229,8 +229,8 @@ def _answer(blocks: list[_Entry]) -> list[Message]:
 
 
 def _description(session: _Session, first: Record) -> dict[str, Any]:
-    models = dict.fromkeys(blocks[0].message.get("model") for blocks in session.blocks.values())
-    names = [name for name in models if isinstance(name, str) and name != SYNTHETIC]
+    models = [blocks[0].message.get("model") for blocks in session.blocks.values()]
+    names = dict.fromkeys(name for name in models if isinstance(name, str) and name != SYNTHETIC)
     head = next((entry.value for entry in session.entries.values()), first.value)
     name = "/".join(part for part in (head.get("sessionId"), head.get("agentId")) if isinstance(part, str))
     return {

@@ -66,12 +66,13 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         done = messages_of_items(stretch.items, source=first.path)
         notes |= dict.fromkeys(done.notes)
         calls += _calls(system, done, stretch.items[: stretch.num_before], notes)
-    models = dict.fromkeys(row.value["payload"].get("model") for row in rows if row.value.get("type") == "turn_context")
+    contexts = [row.value.get("payload") for row in rows if row.value.get("type") == "turn_context"]
+    models = [context.get("model") for context in contexts if isinstance(context, dict)]
     value = {
         "trajectory_id": str(meta.get("id") or first.label),
         "cwd": meta.get("cwd"),
         "version": meta.get("cli_version"),
-        "model": ", ".join(name for name in models if isinstance(name, str)) or None,
+        "model": ", ".join(dict.fromkeys(name for name in models if isinstance(name, str))) or None,
     }
     record = replace(first, source=first.path, value=value)
     if calls:
