@@ -7,7 +7,7 @@ Readers call `content_blocks.split_blocks` before, because it changes the number
 
 Tool-call arguments stay a string or an object, as they are in the log; `chat_template` finds out which of the two a
 template prints. A call without an id gets an id of nine letters and digits, because Mistral's templates accept no other
-form. Error messages count turns from 1.
+form. Errors count messages from 1.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def normalise_messages(messages: Sequence[Any], *, source: str, before: Messages
     """Return the messages of one conversation in normal form; with `before`, the messages of `before` come first.
 
     Raises:
-        TreepackError: a role is unknown, content is not text, or a tool call is malformed; the message names the turn.
+        TreepackError: a role is unknown, content is not text, or a tool call is malformed; the message names the place.
     """
     done: list[dict[str, Any]] = list(before.messages) if before else []
     weights: list[float] = list(before.weights) if before else []
     # A dict without values is an ordered set: each note once, in the order of the messages.
     notes: dict[str, None] = dict.fromkeys(before.notes if before else ())
     for index, message in enumerate(messages, len(done)):
-        where = f"{source}: turn {index + 1}"
+        where = f"{source}: message {index + 1}"
         if not isinstance(message, dict):
             raise TreepackError(f"{where} is {shown(message)}; expected an object with role and content")
         role = _role(message, where)

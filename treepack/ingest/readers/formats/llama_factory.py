@@ -41,7 +41,7 @@ def _messages(messages: list[dict[str, Any]], source: str) -> list[Message]:
     """Return `messages` with their parts under the names of chat."""
     done = []
     for number, message in enumerate(messages, 1):
-        where = f"{source}: turn {number}"
+        where = f"{source}: message {number}"
         parts = message.get("content")
         if not is_messages(parts):
             raise TreepackError(f"{where} has the content {shown(parts)}; expected parts with type and value")

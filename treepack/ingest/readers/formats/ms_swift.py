@@ -99,7 +99,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
     for number, message in enumerate(messages, 1):
         role = message.get("role")
         if role == CALL:
-            calls = calls_of_text(message.get("content"), where=f"{source}: turn {number}")
+            calls = calls_of_text(message.get("content"), where=f"{source}: message {number}")
             part = {"role": "assistant", "content": "", "tool_calls": calls} | _marks(message)
         else:
             part = message | {"role": "tool"} if role in RESULTS else message
@@ -114,7 +114,7 @@ def _merge_turns(messages: list[dict[str, Any]], source: str) -> list[dict[str, 
             texts = [each.get("content") or "" for each in (last, part)]
             if not all(isinstance(text, str) for text in texts):
                 raise TreepackError(
-                    f"{source}: turn {number} continues a turn, but its content is a list; expected text"
+                    f"{source}: message {number} continues a turn, but its content is a list; expected text"
                 )
             calls = [*(last.get("tool_calls") or []), *(part.get("tool_calls") or [])]
             done[-1] = last | {"content": "".join(texts)} | ({"tool_calls": calls} if calls else {})

@@ -51,7 +51,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         TreepackError: an unknown speaker, or a call that is not JSON.
     """
     value, source = record.value, record.source
-    turns = [_message(turn, f"{source}: turn {number}") for number, turn in enumerate(value["conversations"], 1)]
+    turns = [_message(turn, f"{source}: message {number}") for number, turn in enumerate(value["conversations"], 1)]
     if (system := value.get("system")) is not None:
         if not isinstance(system, str):
             raise TreepackError(f"{source}: system is {shown(system)}; expected text")
