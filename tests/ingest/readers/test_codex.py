@@ -87,7 +87,7 @@ def test_the_sample_is_read_as_it_was_sent() -> None:
         ("user", "Where?", 0.0),
         ("assistant", "In /work.", 1.0),
     ]
-    assert {codex.TOOLS_NOTE, codex.SUMMARY_NOTE} <= set(first.notes)
+    assert {codex.CONTEXT_NOTE, codex.SUMMARY_NOTE} <= set(first.notes)
     assert first.metadata == {"cwd": "/work", "version": "0.100.0", "model": "gpt-x"}
 
 

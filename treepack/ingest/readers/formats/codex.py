@@ -11,10 +11,10 @@ grows, until a compaction replaces it, or the user takes back turns; then a new 
 
     items        u a u b | compacted to s | u c          trajectories   u A u B      s u C
 
-The base instructions and the developer messages after them are the system prompt. The file contains no tools. Reasoning
-is in the file only if the server sends it in plain text; other reasoning is encrypted, and a note counts it. A summary
-that Codex had the model write for a compaction is left out, because its prompt is not in the file. `response_items`
-reads the items.
+The base instructions and the developer messages after them are the system prompt. The file contains no tools, and Codex
+leaves out parts of the base instructions about tools that it does not offer. Reasoning is in the file only if the server
+sends it in plain text; other reasoning is encrypted. Notes count both. A summary that Codex had the model write for a
+compaction is left out, because its prompt is not in the file. `response_items` reads the items.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from treepack.ingest.readers.response_items import Item, ItemMessages, messages_
 from treepack.ingest.readers.trajectories import with_notes
 from treepack.trajectory import Skipped, Trajectory
 
-TOOLS_NOTE = "tools are not in sessions of Codex"
+CONTEXT_NOTE = "tools, and changes of the system prompt for them, are not in sessions of Codex"
 SUMMARY_NOTE = "summary for a compaction not used"
 NO_CALL = "session without a turn of the model"
 SNAPSHOT = "ghost_snapshot"  # an item of Codex itself: the state of the files, which no model reads
@@ -76,7 +76,7 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     }
     record = replace(first, source=first.path, value=value)
     if calls:
-        yield from with_notes(read_chats(record, calls, options), (TOOLS_NOTE, *notes))
+        yield from with_notes(read_chats(record, calls, options), (CONTEXT_NOTE, *notes))
     else:
         yield Skipped(first.path, next((note for note in notes if note.startswith("call not used")), NO_CALL))
 
