@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,13 @@ def equal_weights(samples: list[Sample]) -> list[Sample]:
 def test_a_part_of_a_row_is_the_row_of_its_trajectories(samples: list[Sample], data: st.DataObject) -> None:
     samples = equal_weights(samples)
     chosen = data.draw(st.lists(st.sampled_from(range(len(samples))), min_size=1, unique=True).map(sorted))
-    depth = data.draw(st.integers(1, max(len(s.tokens) for s in samples)))
-    part = restrict_row(make_batch(make_row(samples)), RowPart(tuple(chosen), depth))
-    cut = [Sample(samples[i].tokens[:depth], samples[i].weights[:depth]) for i in chosen]
+    # They share the tokens before the start: else those after it would be other nodes than in a row without the start.
+    columns = zip(*(samples[i].tokens for i in chosen), strict=False)
+    shared = len([*takewhile(lambda column: len(set(column)) == 1, columns)])
+    start = data.draw(st.integers(0, max(0, min(shared, *(len(samples[i].tokens) - 1 for i in chosen), 99))))
+    end = start + data.draw(st.integers(1, 20))
+    part = restrict_row(make_batch(make_row(samples)), RowPart(tuple(chosen), start, end))
+    cut = equal_weights([Sample(samples[i].tokens[start:end], ()) for i in chosen])
     expected = make_batch(make_row(cut))
     for name in "input_ids position_ids parent subtree_end scale loss_weight trajectory_ends".split():
         assert torch.equal(getattr(part, name), getattr(expected, name)), name
@@ -71,17 +75,43 @@ def test_the_part_stays_within_its_limits_and_no_run_of_neighbours_has_more(
     assert row.num_tokens <= max_tokens
     assert row.tokens_flat <= max_flat
     assert int(row.position_ids.max()) < max_depth
-    order = np.argsort(batch.trajectory_ends.numpy(), kind="stable").tolist()
-    for first, last in combinations(range(len(order) + 1), 2):
-        other = restrict_row(batch, RowPart(tuple(sorted(order[first:last])), part.depth))
-        if other.total_weight and other.num_tokens <= max_tokens and other.tokens_flat <= max_flat:
-            assert last - first <= len(part.trajectories)
+
+
+@given(sample_sets(), st.integers(8, 40))
+def test_if_two_neighbours_fit_whole_no_run_of_neighbours_has_more_trajectories(
+    samples: list[Sample], max_tokens: int
+) -> None:
+    batch = make_batch(make_row(equal_weights(samples)))
+    if not batch.total_weight:
+        return
+    part = choose_part(batch, max_tokens=max_tokens, max_flat=1000, max_depth=1000)
+    order = [i for i in np.argsort(batch.trajectory_ends.numpy(), kind="stable") if len(samples[i].tokens) > 1]
+    runs = [
+        order[first:last]
+        for first, last in combinations(range(len(order) + 1), 2)
+        if restrict_row(batch, RowPart(tuple(sorted(order[first:last])), 0, 1000)).num_tokens <= max_tokens
+    ]
+    if max(map(len, runs), default=0) > 1:
+        assert (part.start, len(part.trajectories)) == (0, max(map(len, runs)))
+
+
+def test_a_part_of_long_trajectories_is_where_they_branch() -> None:
+    trunk = tuple(range(40))
+    samples = equal_weights([Sample((*trunk, *([41 + i] * 20)), ()) for i in range(6)])
+    batch = make_batch(make_row(samples))
+    part = choose_part(batch, max_tokens=24, max_flat=100, max_depth=30)
+    row = restrict_row(batch, part)
+    assert part.start > 0
+    assert row.num_tokens <= 24
+    assert len(part.trajectories) > 1
+    assert row.parent.tolist().count(39 - part.start) == len(part.trajectories)  # all branch after the last trunk token
 
 
 def test_a_part_without_a_trained_token_gets_weights() -> None:
     long = Sample(tuple(range(30)), (*[0.0] * 29, 1.0))
     batch = make_batch(make_row([long]))
     part = restrict_row(batch, choose_part(batch, max_tokens=10, max_flat=10, max_depth=10))
+    assert part.position_ids.tolist() == [*range(10)]
     assert part.loss_weight.tolist() == [0.0, *[1.0] * 9]
 
 

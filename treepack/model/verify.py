@@ -124,6 +124,8 @@ def verify_gradients(
         packed = _gradients(model, (_loss_packed(loaded, batch, factor, objective, chunk) for batch, factor in rows))
         if plan is not None and plan.offload:
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}
+            if loaded.device.type == "cuda":
+                torch.cuda.empty_cache()  # so that the second set does not find the memory in pieces
         plain = _PlainModel(model, chunk if recompute else None)
         _log.info("gradients of the trajectories, one by one")
         with use_attention(model, "sdpa" if model._supports_sdpa else "eager"), _fused_attention():

@@ -23,8 +23,9 @@ from treepack.attention.reference import QUERIES
 
 # Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
 _USABLE = 0.8
-# Floating-point operations of a comparison on a GPU: some minutes in float32, at 15 to 30 TFLOP/s.
-MAX_OPERATIONS = 3e15
+# Floating-point operations of the trajectories one by one on a GPU: two to three minutes with those of the row, in
+# float32 at 5 (attention of the row) to 40 TFLOP/s (products with weights) of an H200.
+MAX_OPERATIONS = 2e15
 # Targets whose logits are in memory at one time; smaller than in training, which has no weights in float64.
 LOGITS_CHUNK = 512
 
@@ -92,8 +93,9 @@ def plan_memory(
         max_operations: maximum floating-point operations; None for any number.
     """
     gradients = sizes.parameters * sizes.item
-    # Logits of a chunk with their softmax and gradient, and the gradient of the output layer before it is added.
-    fixed = (4 * LOGITS_CHUNK * sizes.embeddings // max(1, sizes.hidden) + 2 * sizes.embeddings) * sizes.item
+    # Logits of a chunk with their softmax and gradient; the gradient of the output layer of a chunk, of the chunks
+    # before it, and their sum.
+    fixed = (4 * LOGITS_CHUNK * sizes.embeddings // max(1, sizes.hidden) + 3 * sizes.embeddings) * sizes.item
     # The second set of gradients stays beside the first one unless tokens need its place.
     one, both = (max(0.0, _USABLE * (free - sets * gradients) - fixed) for sets in (1, 2))
     kept = sizes.layers * sizes.layer_bytes

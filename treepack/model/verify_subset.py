@@ -1,20 +1,21 @@
-"""A smaller row for a comparison that must fit into memory: some trajectories of a row, each up to a depth.
+"""A smaller row for a comparison that must fit into memory: a subtree of a row, with some of its trajectories.
 
-    row, trajectories [1, 2], depth 3 --restrict_row--> row
+    row, RowPart --restrict_row--> row
 
-        0 - 1 - 2 - 3            trajectory 0 ends at 3, 1 at 5, 2 at 8
-            |-- 4 - 5                                         0 - 1 - 4        tokens 0 1 4 6 of the row;
-            `-- 6 - 7 - 8                                         `-- 6        both trajectories are cut at depth 3
+        0 - 1 - 2 - 3            trajectories end at 3, 5 and 8; the part
+            |-- 4 - 5            has 1 and 2, from depth 1 to depth 4:        1 - 4 - 5
+            `-- 6 - 7 - 8                                                     `-- 6 - 7
 
-The result is a row like any other: a subtree of the row with the same root, its weights those of the chosen
-trajectories. `choose_part` selects neighbouring trajectories, because neighbours share most.
+The result is a row like any other: its positions start at 0, and its weights are those of the chosen trajectories.
+`choose_part` selects neighbouring trajectories, because neighbours share most, and keeps places at which they branch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -27,18 +28,19 @@ from treepack.trajectory import Int64
 
 @dataclass(frozen=True)
 class RowPart:
-    """Trajectories of a row (their indices in the row, ascending), each up to its first `depth` tokens."""
+    """Trajectories of a row (their indices in the row, ascending), each from depth `start` up to depth `end`."""
 
     trajectories: tuple[int, ...]
-    depth: int
+    start: int
+    end: int
 
 
 def choose_part(batch: Batch, *, max_tokens: int, max_flat: int, max_depth: int) -> RowPart:
     """Choose the neighbouring trajectories of a row that share most and stay within three limits.
 
     Among runs of neighbours of equal number, the one with the fewest tokens is chosen; a run with more trajectories is
-    better than one with fewer. If no trajectory fits whole, trajectories are cut at the depth that fits. A row with
-    terms keeps at least one trained token, even beyond the limits.
+    better than one with fewer. If no two trajectories fit whole, all are cut to a window of depths around the place at
+    which most of them branch. A row with terms keeps at least one trained token, even beyond the limits.
 
     Args:
         batch: a row on the CPU.
@@ -47,25 +49,40 @@ def choose_part(batch: Batch, *, max_tokens: int, max_flat: int, max_depth: int)
         max_depth: maximum tokens of a trajectory.
     """
     parent, ends = batch.parent.numpy(), batch.trajectory_ends.numpy()
-    paths = [path_to(parent, end) for end in ends.tolist()]
+    order = np.argsort(ends, kind="stable").tolist()  # depth-first order: neighbours share most
+    paths = [path_to(parent, int(ends[i])) for i in order]
     weights = (batch.loss_weight / batch.scale.clamp(min=1)).numpy()
-    depth = max(2, min(max_depth, max_tokens, max_flat))
-    shortest = min((len(path) for path in paths if weights[path].any()), default=depth)
-    if shortest <= depth:  # at least one trajectory fits whole; longer ones are cut only by `max_depth`
-        depth = max_depth
-    order = sorted(range(len(paths)), key=lambda i: int(ends[i]))  # depth-first order: neighbours share most
-    cut = [paths[i][:depth] for i in order]
-    trained = [bool(weights[path[1:]].any()) for path in cut]
-    run = _best_run(cut, trained, max_tokens, max_flat)
-    if run is None and batch.terms is None:  # no trained token within the limits: `restrict_row` gives weights
-        run = _best_run(cut, [True] * len(cut), max_tokens, max_flat)
-    if run is None:  # the trajectory that needs the fewest tokens up to a trained one, cut after it
-        i, depth = min(
-            ((i, int(np.flatnonzero(weights[path])[0]) + 1) for i, path in enumerate(paths) if weights[path].any()),
-            key=lambda pair: pair[1],
-        )
-        return RowPart((i,), depth)
-    return RowPart(tuple(sorted(order[run[0] : run[1]])), depth)
+    branching = _branching_window(paths, min(max_tokens, max_flat // 2, max_depth * 8 // 5))
+    beginning = (0, max(2, min(max_depth, max_tokens, max_flat)))
+    parts: list[RowPart] = []
+    # Without terms a part may be without a trained token: `restrict_row` gives weights then.
+    kinds = (True,) if batch.terms is not None else (True, False)
+    for is_trained, (start, end) in product(kinds, ((0, max_depth), branching, beginning)):
+        cut = [path[start:end] for path in paths]
+        members = [i for i, path in enumerate(cut) if len(path) > 1]
+        usable = [not is_trained or bool(weights[cut[i][1:]].any()) for i in members]
+        run = _best_run([cut[i] for i in members], usable, max_tokens, max_flat)
+        if run is not None:
+            chosen = tuple(sorted(order[i] for i in members[run[0] : run[1]]))
+            parts.append(RowPart(chosen, start, min(end, max(map(len, paths)))))
+            if len(chosen) > 1 or len(members) == 1:
+                return parts[-1]
+    if parts:
+        return max(parts, key=lambda part: len(part.trajectories))
+    # No trained token within the limits: the trajectory whose first one comes first, cut after it.
+    first = {i: int(np.flatnonzero(weights[path])[0]) for i, path in enumerate(paths) if weights[path].any()}
+    i = min(first, key=first.__getitem__)
+    return RowPart((order[i],), max(0, first[i] + 1 - beginning[1]), first[i] + 1)
+
+
+def _branching_window(paths: Sequence[Int64], budget: int) -> tuple[int, int]:
+    """Return the first and one past the last depth of a window of `budget` tokens where most neighbours branch."""
+    # Half of the tokens before the branching, then room for four branches: 800 -> 400 before, 100 in each branch.
+    counts = Counter(shared for a, b in pairwise(paths) if 0 < (shared := _num_shared(a, b)) < min(len(a), len(b)))
+    if not counts:
+        return 0, 0
+    depth = min(counts, key=lambda shared: (-counts[shared], shared))
+    return max(0, depth - budget // 2), depth + max(1, budget // 8)
 
 
 def _best_run(
@@ -109,30 +126,29 @@ def restrict_row(batch: Batch, part: RowPart) -> Batch:
 
     Args:
         batch: a row on the CPU.
-        part: trajectories and depth, as `choose_part` returns them.
+        part: trajectories and depths, as `choose_part` returns them; each trajectory is longer than `start`.
     """
     parent = batch.parent.numpy()
-    paths = [path_to(parent, int(batch.trajectory_ends[i]))[: part.depth] for i in part.trajectories]
+    paths = [path_to(parent, int(batch.trajectory_ends[i]))[part.start : part.end] for i in part.trajectories]
     passes = np.zeros(len(parent), np.int64)  # of the chosen trajectories through each token
     for path in paths:
         passes[path] += 1
     tokens = np.flatnonzero(passes)
-    # tokens [0, 1, 4, 6] -> place [0, 1, -1, -1, 2, -1, 3, ...]: the place of each token in the new row
+    # tokens [1, 4, 5, 6, 7] -> place [-1, 0, -1, -1, 1, 2, 3, 4, -1, -1]: the place of each token in the new row
     place = np.full(len(parent) + 1, -1, np.int64)
     place[tokens] = np.arange(len(tokens))
-    # One past the last kept token of a subtree is the number of kept tokens before its end: end 9 -> 4.
+    # One past the last kept token of a subtree is the number of kept tokens before its end: end 6 -> 3.
     before = np.concatenate([[0], np.cumsum(passes > 0)])
-    chosen = torch.from_numpy(tokens)
-    share = (batch.loss_weight / batch.scale.clamp(min=1))[chosen]
-    scale = torch.from_numpy(passes[tokens])
-    weight = share * scale
+    chosen, scale = torch.from_numpy(tokens), torch.from_numpy(passes[tokens])
     new_parent = torch.from_numpy(place[parent[tokens]])  # parent -1 of a root reads the last entry, which is -1
+    share = (batch.loss_weight / batch.scale.clamp(min=1))[chosen]
+    weight = torch.where(new_parent >= 0, share * scale, 0)  # nothing predicts a new root
     if not weight.any() and batch.terms is None:
         weight = torch.where(new_parent >= 0, scale, 0).to(weight.dtype)
     return replace(
         batch,
         input_ids=batch.input_ids[chosen],
-        position_ids=batch.position_ids[chosen],
+        position_ids=batch.position_ids[chosen] - part.start,
         parent=new_parent,
         subtree_end=torch.from_numpy(before[batch.subtree_end.numpy()[tokens]]).to(batch.subtree_end.dtype),
         scale=scale.to(batch.scale.dtype),
@@ -142,21 +158,21 @@ def restrict_row(batch: Batch, part: RowPart) -> Batch:
         num_tokens=len(tokens),
         total_weight=float(weight.sum()),
         tokens_flat=int(passes.sum()),
-        terms=None if batch.terms is None else _restrict_terms(batch.terms, place, part, paths),
+        terms=None if batch.terms is None else _restrict_terms(batch.terms, place, new_parent.numpy(), part),
         schedule=None,
     )
 
 
-def _restrict_terms(terms: TermTensors, place: Int64, part: RowPart, paths: Sequence[Int64]) -> TermTensors:
-    """Return the terms of the chosen trajectories whose tokens are within their paths."""
+def _restrict_terms(terms: TermTensors, place: Int64, new_parent: Int64, part: RowPart) -> TermTensors:
+    """Return the terms of the chosen trajectories about tokens of the part that another token predicts."""
     number = np.full(len(terms.group), -1, np.int64)  # of each trajectory in the new row
     number[list(part.trajectories)] = np.arange(len(part.trajectories))
-    token = terms.tokens[terms.index.long()].numpy()  # [N], the token of each term
+    token = place[terms.tokens[terms.index.long()].numpy()]  # [N], the new place of the token of each term, or -1
     owner = number[terms.trajectory.numpy()]
     # A token that is kept for another trajectory is still on the path of each trajectory that has a term about it,
-    # because paths are cut at one depth.
-    kept = np.flatnonzero((owner >= 0) & (place[token] >= 0))
-    tokens, index = np.unique(place[token[kept]], return_inverse=True)
+    # because all are cut at the same depths.
+    kept = np.flatnonzero((owner >= 0) & (token >= 0) & (new_parent[token] >= 0))
+    tokens, index = np.unique(token[kept], return_inverse=True)
     per_term: dict[str, Any] = {}
     for field in fields(terms):
         column = getattr(terms, field.name)
