@@ -12,9 +12,9 @@ grows, until a compaction replaces it, or the user takes back turns; then a new 
     items        u a u b | compacted to s | u c          trajectories   u A u B      s u C
 
 The base instructions and the developer messages after them are the system prompt. The file contains no tools, and Codex
-leaves out parts of the base instructions about tools that it does not offer. Reasoning is in the file only if the server
-sends it in plain text; other reasoning is encrypted. Notes count both. A summary that Codex had the model write for a
-compaction is left out, because its prompt is not in the file. `response_items` reads the items.
+leaves parts of the base instructions out that are about tools that it does not offer. Reasoning is in the file only if
+the server sends it in plain text; other reasoning is encrypted. Notes count both. A summary that Codex had the model
+write for a compaction is left out, because its prompt is not in the file. `response_items` reads the items.
 """
 
 from __future__ import annotations
