@@ -113,7 +113,7 @@ class BuildOptions:
 
     def as_record(self) -> dict[str, Any]:
         """Return the options that change the result, as the manifest of a trie records them."""
-        record = {
+        record: dict[str, Any] = {
             "expand": self.expand,
             "format": self.format,
             "share": self.share,

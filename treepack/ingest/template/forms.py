@@ -56,7 +56,7 @@ class Forms:
     """The forms that one template prints, with tools or without; each is found out when it is first needed."""
 
     def __init__(self, setting: Setting) -> None:
-        """Take the template of `setting` and whether it has tools; its variables are those of every conversation."""
+        """Take from `setting` the template, the variables of every conversation, and whether there are tools."""
         self._has_tools = setting.tools is not None
         self._setting = replace(setting, source="probe", tools=[PROBE_TOOL] if self._has_tools else None)
 
@@ -114,7 +114,7 @@ class Forms:
                 try:
                     text = self._render_calls(probe, [arguments], empty)
                 except UnfaithfulError as error:
-                    if empty is not None:  # many templates refuse None, which says nothing about calls
+                    if empty is not None:  # many templates refuse None, with calls and without
                         reason = reason or " (" + str(error).partition("(")[2].rpartition(");")[0] + ")"
                     continue
                 is_text = isinstance(arguments, str)
@@ -172,7 +172,7 @@ class Forms:
             return None
 
     def _probes(self) -> Iterator[tuple[list[Message], Tools, list[Message]]]:
-        """Yield messages before the call, tools, and messages after it, for each of 12 probes."""
+        """Yield 12 probes: messages before the call, tools, and messages after the call."""
         result: Message = {"role": "tool", "tool_call_id": PROBE_ID, "name": "probe", "content": "probe"}
         schemas: list[Tools] = [[PROBE_TOOL], None] if self._has_tools else [None, [PROBE_TOOL]]
         return product(CONTEXTS, schemas, ([], [result], [result, {"role": "assistant", "content": "probe"}]))

@@ -1,4 +1,4 @@
-r"""Thoughts of a model in the text of prompts and messages: the tags around them, and where one is open.
+r"""Thoughts of a model in the text of prompts and messages: the tags around them, and prompts that open one.
 
 prompt                ...<|Assistant|><think>\n              opens a thought: the tail "<think>\n"
 content of a message  <think>\nWhy?\n</think>\n\nBecause.    thought "Why?", then "Because."
