@@ -75,7 +75,8 @@ def measure(name: str, path: str, expand: str, folder: Path, options: argparse.N
     """Table rows of one source and expansion, one per capacity."""
     tools = ["--tools", options.tools[name]] if name in options.tools else []
     trie = folder / f"{name}-{expand}"
-    arguments = ("--tokenizer", folder / "tokenizer", "--expand", expand, "--workers", os.cpu_count(), *tools)
+    paths = ["--per-path"] if expand == "turns" else []
+    arguments = ("--tokenizer", folder / "tokenizer", "--expand", expand, *paths, "--workers", os.cpu_count(), *tools)
     _, build = treepack("build-trie", path, *arguments, "--out", trie)
     report = json.loads(treepack("stats", trie, "--json")[0])
     flat = report["tokens_flat"]

@@ -145,7 +145,7 @@ def test_a_template_that_prints_results_inside_the_turn_of_their_call_has_no_seq
     # Gemma 4 prints the result of a call before the text of the turn that called.
     tokenizer = load_tokenizer(real_templates.save("gemma4", tmp_path))
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [
+    messages: list[Message] = [
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": "A", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "name": "f", "content": "R"},
@@ -159,7 +159,10 @@ def test_a_template_that_prints_results_inside_the_turn_of_their_call_has_no_seq
 
 
 def test_the_log_of_reading_counts_conversations_samples_and_the_reason(tokenizers: dict[str, Any]) -> None:
-    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "reasoning_content": "r"}]
+    turns: list[Message] = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "A", "reasoning_content": "r"},
+    ]
     items = [Trajectory("chat", "r.jsonl:1", chat_of([*turns, *turns, *turns])), make("ids", [5, 6, 7, 8])]
     log = ReadLog()
     tokenise = Tokenisation(Job(tokenizers["stripping"]))

@@ -97,7 +97,10 @@ def search_trees(draw: st.DrawFn) -> list[Trajectory]:
     paths = []
     for i in range(draw(st.integers(1, 6))):
         answers = draw(st.lists(st.sampled_from("AB"), min_size=1, max_size=3))
-        more = {"weight": draw(st.sampled_from([0.5, 1.0, 3.0])), "advantage": draw(st.sampled_from([-1.0, 0.25, 2.0]))}
+        more: dict[str, Any] = {
+            "weight": draw(st.sampled_from([0.5, 1.0, 3.0])),
+            "advantage": draw(st.sampled_from([-1.0, 0.25, 2.0])),
+        }
         source = draw(st.sampled_from(["r.jsonl:1", "r.jsonl:2"]))
         paths.append(path_of(f"p{i}", answers, source=source, **more))
     return sorted(paths, key=lambda path: path.source)
@@ -176,7 +179,7 @@ def test_commands_make_and_count_one_sample_for_each_turn_of_the_tree(treepack: 
     lines = [
         {
             line["capacity"]: (line["tokens_flat"], line["flops_flat"])
-            for line in treepack("stats", tmp_path / name, "--json").json["forecast"]["lines"]
+            for line in json.loads(treepack("stats", tmp_path / name, "--json").out)["forecast"]["lines"]
             if line["baseline"] == "turns"
         }
         for name in ("merged", "apart")

@@ -277,7 +277,7 @@ class RowCounter:
         return Line("rows", capacity, flat, self.packed)
 
     def lines(self, manifest: Mapping[str, Any]) -> list[Line]:
-        """Return the savings of all rows read against each baseline that `manifest` knows."""
+        """Return the savings of all rows read against each baseline in `manifest`."""
         own = self.line(manifest["capacity"], manifest["totals"])
         conversations = usable_conversations(conversations_of_manifest(manifest), manifest["totals"])
         return [own] if conversations is None else [own, append_only_line(own, conversations)]
@@ -289,8 +289,9 @@ def append_only_line(line: Line, conversations: Conversations) -> Line:
 
 
 def usable_conversations(conversations: Conversations | None, totals: Mapping[str, Any]) -> Conversations | None:
-    """Return `conversations` if they are those of a trie or rows with `totals` and have append-only sequences."""
+    """Return `conversations` if their samples have these `totals`, and if they have append-only sequences."""
     if conversations is None or not conversations.describes(totals):
         return None
-    absent = conversations.append_only.num_absent
-    return None if absent > MAX_ABSENT * conversations.num_conversations else conversations
+    sums = conversations.append_only
+    is_known = sums.tokens > 0 and sums.num_absent <= MAX_ABSENT * conversations.num_conversations
+    return conversations if is_known else None

@@ -1,4 +1,4 @@
-"""One sentence on what was read and what it became: the first line of every summary.
+"""One sentence on the conversations that were read and their samples: the first line of every summary.
 
 614 conversations, 6,321 samples: the template rewrites earlier turns
 10 search trees with 111 paths, 812 samples: one sample per turn

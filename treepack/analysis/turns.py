@@ -40,7 +40,7 @@ class Turns:
         return self._select(self.ends <= limit)
 
     def distinct(self, trie: Trie) -> Turns:
-        """Return the turns of `trie` without those that an earlier path of the same record has too.
+        """Return the turns of `trie` without the ones that an earlier path of the same record has too.
 
         O(num_turns), and a Python step for each turn of a record with several trajectories.
         """

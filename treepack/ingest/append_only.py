@@ -11,7 +11,7 @@ rendered after a short conversation of a user and the calls of the turn before, 
     <|user|>-<|end|><|assistant|>REPLY<|end|><|tool|>T<|end|><|assistant|>
                                              ------------------------------ new messages
 
-Such sequences are only counted, for a forecast: no trajectory of treepack is made like this.
+Such sequences are only counted, because a forecast compares with them. No trajectory of treepack is made like this.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treepack.trajectory import Chat
 
 # Sums in the log of reading: over the append-only sequences of all rollouts, the rollouts whose template allows none
 # (their longest sample counts instead). Over conversations: their trained turns, the parts into which the template
-# splits them because it rewrites earlier turns, and those with several parts.
+# splits them because it rewrites earlier turns, and the conversations with several parts.
 SEQUENCES, TOKENS, PAIRS, TARGETS, ABSENT = (
     f"append_only_{name}" for name in ("sequences", "tokens", "pairs", "targets", "absent")
 )
@@ -48,7 +48,7 @@ def sequence_totals(num_tokens: int, num_targets: int) -> Counter[str]:
 
 
 def continues(before: RenderedTurn, turn: RenderedTurn) -> bool:
-    """Return whether the text of `turn` continues the text of the turn `before`, and trains only what follows it."""
+    """Return whether the text of `turn` continues the text of the turn `before`, and trains only later text."""
     # The second condition: a span inside the earlier text would train the same characters twice.
     return turn.spans[0][0] >= len(before.text) and turn.text.startswith(before.text)
 
@@ -125,8 +125,8 @@ def _after_reply(ended: str, continued: str) -> tuple[str, str] | None:
         (before, _, tail), (before_new, _, rest) = ended.rpartition(REPLY), continued.rpartition(REPLY)
         # Some templates print a result before the content of the call: then `rest` lacks it.
         return (tail, rest) if len(before_new) <= len(before) else None
-    # The template prints no content beside calls. Then the earlier text must be unchanged: its last characters, the
-    # end of the calls, stand for the reply.
+    # The template prints no content beside calls. Then the earlier text must be unchanged, and its last characters,
+    # the end of the calls, are used in place of the reply.
     stem = ended.rstrip()
     at = max(0, len(stem) - SAME_END)
     return (ended[at:], continued[at:]) if stem and continued.startswith(stem) else None

@@ -1,4 +1,4 @@
-"""How many conversations were read and what they became: an entry of the manifest of a trie and of packed rows.
+"""Numbers of conversations and of their samples: an entry of the manifest of a trie and of packed rows.
 
 ReadLog --conversations_of_log--> Conversations --as_record--> entry "conversations"
 entry   --conversations_of_manifest--> Conversations
@@ -36,7 +36,7 @@ class AppendOnly:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Conversations that a chat template rendered, and what they became.
+    """Conversations that a chat template rendered, and their samples.
 
     Attributes:
         num_conversations: conversations with at least one sample; each path of a search tree is one.
@@ -106,4 +106,6 @@ def conversations_of_manifest(manifest: Mapping[str, Any]) -> Conversations | No
     record = manifest.get(MANIFEST_KEY)
     if record is None:
         return None
-    return Conversations(**(record | {"append_only": AppendOnly(**record["append_only"])}))
+    sums = AppendOnly(**{name: record["append_only"][name] for name in AppendOnly.__slots__})
+    known = {name: record[name] for name in Conversations.__slots__}
+    return Conversations(**known | {"append_only": sums})
