@@ -1,0 +1,100 @@
+"""Which chat templates keep a conversation append-only, which rewrite it, and which cannot render it faithfully.
+
+    python benchmarks/templates.py [--limit N] [--out docs/templates.md] [--workers 2]
+
+Every template of trl, with every conversation of tests/rollouts and of the real rollouts beside the checkout, their
+texts replaced by markers (`support.template_oracle`). Writes the page of the documentation, and stops if a trained
+token belongs to another message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from support import real_templates
+from support.conversations import SOURCES, Conversation, real_conversations, samples_of_formats
+from support.template_oracle import faults, marked
+from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.trajectory import Skipped
+
+MESSAGES = 64  # of a conversation at most: rendering every turn is quadratic in their number
+COLUMNS = "| template | append-only | rewritten | skipped | because |\n|---|---|---|---|---|"
+INTRODUCTION = """# Chat templates
+
+A template renders a conversation again at every turn. If it only appends, a conversation becomes one sample. If it
+rewrites what it printed before, for example drops the reasoning of earlier turns, a new sample starts there: each turn
+is trained as its sampler saw it. If it cannot print what the model wrote, the conversation is skipped and counted.
+
+{conversations}, with each template of trl {trl}, whose names the table has. Use a template
+with `--chat-template FILE`; trl's `*_training` templates keep conversations append-only that the original rewrites.
+In all of them, trained tokens are the text of the assistant with its reasoning where the template prints it, its calls
+and the end of the turn, and belong to no other message (`tests/ingest/test_template_matrix.py`). The table is written
+by `python benchmarks/templates.py`.
+"""
+
+
+@cache
+def conversations(limit: int | None) -> list[Conversation]:
+    """Return the conversations with markers."""
+    return [
+        replace(one, item=replace(one.item, content=marked(one.chat, limit=MESSAGES)))
+        for one in [*samples_of_formats(), *real_conversations(limit)]
+    ]
+
+
+def outcome(name: str, limit: int | None) -> tuple[str, Counter[str], Counter[str]]:
+    """Return counts of the outcomes of all conversations with a template, and of the reasons of its skips."""
+    outcomes, reasons = Counter[str](), Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(real_templates.save(name, Path(folder)))
+    for one in conversations(limit):
+        samples = list(tokenize([one.item], tokenizer=tokenizer, tools=one.tools))
+        if wrong := faults(tokenizer, one.chat, samples, one.schemas):
+            raise SystemExit(f"{name}: {one.item.source}: {wrong[0]}")
+        if isinstance(samples[0], Skipped):
+            outcomes["skipped"] += 1
+            reasons[samples[0].reason] += 1
+        else:
+            outcomes["append-only" if len(samples) == 1 else "rewritten"] += 1
+    return name, outcomes, reasons
+
+
+def line(name: str, outcomes: Counter[str], reasons: Counter[str]) -> str:
+    """Return a row of the table."""
+    because = "; ".join(f"{reason} ({count})" for reason, count in reasons.most_common(2))
+    cells = [f"`{name}`", *(f"{outcomes[key]:,}" for key in ("append-only", "rewritten", "skipped")), because]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--limit", type=int, help="real conversations of each source; default: all")
+    parser.add_argument("--out", type=Path, default=Path("docs/templates.md"))
+    parser.add_argument("--workers", type=int, default=2)
+    arguments = parser.parse_args()
+    names = real_templates.names()
+    with ProcessPoolExecutor(arguments.workers) as pool:
+        rows = list(pool.map(outcome, names, [arguments.limit] * len(names)))
+    sources = Counter(one.source for one in conversations(arguments.limit))
+    real = [f"{sources[name]} of {name}" for name in SOURCES if sources[name]]
+    samples = sum(count for name, count in sources.items() if name not in SOURCES)
+    text = f"{samples} conversations of the samples of all formats" + "".join(f", {part}" for part in real)
+    table = "\n".join([COLUMNS, *(line(*row) for row in rows)])
+    page = INTRODUCTION.format(conversations=text, trl=version("trl"))
+    arguments.out.write_text(f"{page}\n{table}\n", encoding="utf-8")
+    print(f"{arguments.out}: {len(rows)} templates, {sum(sources.values())} conversations")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Every chat template of trl, with a conversation of every format and of real rollouts: right spans or a skip.
+
+Each text of a conversation is replaced by a marker, so that a trained token shows the message that it comes from. See
+`support.template_oracle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import real_templates
+from support.conversations import Conversation, real_conversations, samples_of_formats
+from support.paths import REAL
+from support.template_oracle import faults, faults_of_prompt, marked
+from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.trajectory import Skipped, Trajectory
+
+REAL_CONVERSATIONS = 3  # of each source
+
+
+@cache
+def conversations() -> list[Conversation]:
+    return [
+        replace(one, item=replace(one.item, content=marked(one.chat)))
+        for one in [*samples_of_formats(), *real_conversations(REAL_CONVERSATIONS)]
+    ]
+
+
+def samples(tokenizer: Any, one: Conversation, expand: str) -> list[Trajectory | Skipped]:
+    return list(tokenize([one.item], tokenizer=tokenizer, tools=one.tools, expand=expand))
+
+
+def wrong(tokenizer: Any, one: Conversation) -> Iterator[str]:
+    whole = samples(tokenizer, one, "trajectory")
+    yield from faults(tokenizer, one.chat, whole, one.schemas)
+    for turn in samples(tokenizer, one, "turns"):
+        if isinstance(turn, Trajectory):
+            yield from faults_of_prompt(tokenizer, one.chat, turn, one.schemas)
+
+
+@pytest.mark.parametrize("name", real_templates.names())
+def test_trained_tokens_are_what_the_assistant_wrote_or_the_conversation_is_skipped(name: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(real_templates.save(name, tmp_path))
+    faulty = {one.item.source: fault for one in conversations() for fault in wrong(tokenizer, one)}
+    assert faulty == {}
+
+
+def test_the_matrix_has_conversations_of_every_source() -> None:
+    assert len({one.source for one in conversations()}) >= 25
+    if not REAL.is_dir():
+        pytest.skip(f"the real rollouts are not at {REAL}")
+    assert len({one.source for one in real_conversations(1)}) == 3
+
+
+# Families that agents are trained with; a template that skips more than it did is a loss that nobody would see.
+READ_WHOLE = "qwen2_5 qwen3 qwen3_5_think qwen3_6 qwen3_8 deepseekv3 llama3_1 glm4moe".split()
+
+
+@pytest.mark.parametrize("name", READ_WHOLE)
+def test_the_usual_templates_skip_next_to_nothing(name: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(real_templates.save(name, tmp_path))
+    skipped = [s for one in conversations() for s in samples(tokenizer, one, "trajectory") if isinstance(s, Skipped)]
+    assert len(skipped) <= 0.02 * len(conversations()), [s.reason for s in skipped]
+
+
+def test_merges_of_a_vocabulary_give_the_ids_of_its_ranks() -> None:
+    ranks = {bytes([b]): b for b in range(256)}
+    ranks |= {b"ab": 256, b"abc": 257, b"bc": 258, b"abcabc": 259, b"  ": 260, "\u00e9".encode(): 261}
+    vocabulary, merges = real_templates._merges(ranks)
+    assert len(vocabulary) == len(ranks)
+    assert [(a, b) for a, b in merges] == [("a", "b"), ("ab", "c"), ("b", "c"), ("abc", "abc"), ("Ġ", "Ġ"), ("Ã", "©")]
