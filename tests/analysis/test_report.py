@@ -32,6 +32,7 @@ from treepack.analysis.report.parts import groups_of, rewards_of, trees_of
 from treepack.analysis.report.pictures import PICTURES
 from treepack.analysis.report.rebuilt import trie_of_rows
 from treepack.analysis.report.roles import mark_roles
+from treepack.analysis.report.rollouts import rollouts_of
 from treepack.analysis.report.segments import TRAINED, Segments, segments_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance, TokenizerEntry
@@ -218,16 +219,16 @@ def test_rows_with_terms_give_back_rewards_and_what_each_rollout_trains() -> Non
 
 
 @given(trajectories())
-def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_leaf(made: list[Trajectory]) -> None:
+def test_an_outline_has_the_tokens_of_its_rollouts_and_a_row_for_each_line(made: list[Trajectory]) -> None:
     trie = build_trie(made)
-    parts = groups_of(trie)
+    parts, known = groups_of(trie), rollouts_of(trie)
     for part in range(len(parts.names)):
         members = np.flatnonzero(parts.of == part)
-        blocks = outline(trie, members)
-        assert sum(block.end - block.start for block in blocks) == parts.tree[part]
-        leaves = [block for block in blocks if block.rows == 1]
-        assert {block.row for block in leaves} == set(range(max(block.row + block.rows for block in blocks)))
-        assert sum(block.count for block in blocks if block.start == 0) == len(members)
+        blocks = outline(trie, members, known)
+        assert sum(block.size for block in blocks) == parts.tree[part]
+        rows = [block.row for block in blocks if not block.lines and not block.is_branch]
+        assert sorted(rows) == list(range(max(block.row + block.rows for block in blocks)))
+        assert sum(len(block.finals) for block in blocks) == len(members)
 
 
 def test_the_summary_has_the_numbers_of_the_rollouts() -> None:

@@ -56,7 +56,7 @@ async function drawCharts() {
 const ROLE_NAMES = ["system", "user", "assistant", "tool"];
 
 function showLegend({ key, domain, colour, zoomed, view }) {
-  const swatch = (name, label) => make("span", { class: "key" }, make("span", { class: `swatch ${name}` }), label);
+  const swatch = (name, label) => make("span", { class: "legend-key" }, make("span", { class: `swatch ${name}` }), label);
   if (key === "role") {
     const roles = page.roles.length ? ROLE_NAMES.map((role) => swatch(`role-${role}`, role)) : [];
     byId("legend").replaceChildren(...roles, swatch("hatched role-unknown", "trained"));

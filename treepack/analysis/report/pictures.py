@@ -1,24 +1,25 @@
-"""The charts of a report as PNG files for papers, and the tree of its largest group.
+"""The charts of a report as PNG files for papers, and the tree of the group that the page opens.
 
-    Subject, Figures --write_pictures--> overlap-by-depth.png, lengths.png, ..., tree.png
+    Subject, Figures, Contents --write_pictures--> rewards.png, overlap-by-depth.png, ..., tree.png
 
-The same numbers as on the page, in the colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), one file per chart.
+The same numbers as on the page, in its light colours, one file per chart; `tree_picture` draws the tree.
 The same figures give the same bytes under one version of matplotlib, which is imported only when something is drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from treepack.analysis.report.charts import short
+from treepack.analysis.report.contents import Contents
 from treepack.analysis.report.figures import Figures, Record, Subject
-from treepack.analysis.report.outline import Block, outline
-from treepack.analysis.report.parts import rewards_of
-from treepack.analysis.report.words import percent
+from treepack.analysis.report.tree_picture import draw_tree
+from treepack.analysis.report.words import number, percent
 from treepack.errors import TreepackError, install_hint
 from treepack.files.directory import finished_file
 
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-# Blue and vermilion differ for all common kinds of colour blindness.
-_BLUE, _RED, _TEXT, _GREY, _RULE = "#0072B2", "#D55E00", "#222222", "#6B6B6B", "#E4E4E4"
-_LOW_TO_HIGH = ("#D55E00", "#E9C9B0", "#ECEBE6", "#A9CDE6", "#0072B2")
-_FEW_TO_MANY = ("#DCEAF5", "#56A3D9", "#00406B")
+# The colours of the page. Blue and orange differ for all common kinds of colour blindness.
+_BLUE, _RED, _TEXT, _GREY, _RULE = "#2f7fd1", "#c2541b", "#1b2127", "#5b6672", "#dfe3e8"
+_PALE = "#abcbec"
+_FEW_TO_MANY = ("#dbe9f6", "#2f78c0", "#12365c")
 _DPI = 300  # the usual minimum of journals
 _SIZE = (4.2, 2.6)  # inches: a column of a paper
 _TREE_SIZE = (7.0, 3.6)  # inches: its full width
@@ -38,18 +39,24 @@ _TREE_SIZE = (7.0, 3.6)  # inches: its full width
 Draw = Callable[["Axes", Subject, Figures], None]
 
 
-def write_pictures(subject: Subject, figures: Figures, directory: Path, *, overwrite: bool = False) -> list[Path]:
+def write_pictures(
+    subject: Subject, figures: Figures, contents: Contents, directory: Path, *, overwrite: bool = False
+) -> list[Path]:
     """Write a PNG file for each chart with data, and return their paths.
 
     Raises:
         TreepackError: matplotlib is not installed, or a file cannot be written.
     """
+    from matplotlib import rc_context
+
     written = []
-    for name, draw in _PICTURES.items():
-        if name == "reward-by-node.png" and not figures.rewards:
+    pictures = _PICTURES | {_TREE: partial(draw_tree, contents=contents)}
+    for name, draw in pictures.items():
+        if name in _OF_REWARDS and not figures.rewards:
             continue
-        figure = _figure(subject, figures, draw)
-        with finished_file(directory / name, overwrite=overwrite, option="--png") as temporary:
+        figure = _figure(subject, figures, draw, _TREE_SIZE if name == _TREE else _SIZE)
+        output = finished_file(directory / name, overwrite=overwrite, option="--png")
+        with output as temporary, rc_context({"hatch.linewidth": 0.5}):
             # By default, matplotlib writes its version into the file, which would change the bytes.
             figure.savefig(temporary, format="png", backend="agg", dpi=_DPI, metadata={"Software": None})
         written.append(directory / name)
@@ -69,8 +76,8 @@ def figure_class() -> type[Figure]:
     return Figure
 
 
-def _figure(subject: Subject, figures: Figures, draw: Draw) -> Figure:
-    figure = figure_class()(figsize=_TREE_SIZE if draw is _tree else _SIZE, facecolor="white", layout="constrained")
+def _figure(subject: Subject, figures: Figures, draw: Draw, size: tuple[float, float]) -> Figure:
+    figure = figure_class()(figsize=size, facecolor="white", layout="constrained")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_GREY)
@@ -106,17 +113,17 @@ def _depths(axes: Axes, subject: Subject, figures: Figures) -> None:
     _name(axes, "distance from the root up to, tokens", "repeated tokens")
 
 
-def _bars(records: list[Record], x: str, y: str, *, share: bool = False) -> Draw:
+def _bars(records: list[Record], x: str, y: str, *, share: bool = False, fine: bool = False) -> Draw:
     def draw(axes: Axes, subject: Subject, figures: Figures) -> None:
         del subject, figures
         starts = np.array([record["start"] for record in records])
         widths = np.array([record["end"] for record in records]) - starts
         # A bar for one number is centred on it: 7 is drawn from 6.5 to 7.5.
-        centre = -0.5 if not share and (widths == 1).all() else 0.0
+        centre = -0.5 if not share and not fine and (widths == 1).all() else 0.0
         counts = [record["count"] for record in records]
         axes.bar(starts + centre + 0.03 * widths, counts, 0.94 * widths, align="edge", color=_BLUE)
         axes.locator_params("y", integer=True)
-        axes.locator_params("x", nbins=6, integer=not share)
+        axes.locator_params("x", nbins=6, integer=not share and not fine)
         if share:
             axes.set_xlim(0, 1)
             _percent(axes, of_y=False)
@@ -125,8 +132,33 @@ def _bars(records: list[Record], x: str, y: str, *, share: bool = False) -> Draw
     return draw
 
 
+def _reward_counts(axes: Axes, subject: Subject, figures: Figures) -> None:
+    records = figures.reward_counts
+    if any(record["start"] != record["end"] for record in records):
+        _bars(records, "reward", "rollouts", fine=True)(axes, subject, figures)
+        return
+    axes.bar([number(record["start"]) for record in records], [record["count"] for record in records], color=_BLUE)
+    axes.locator_params("y", integer=True)
+    _name(axes, "reward", "rollouts")
+
+
+def _pass_rates(axes: Axes, subject: Subject, figures: Figures) -> None:
+    del subject
+    records = figures.pass_rates
+    starts = np.array([record["start"] for record in records])
+    widths = np.array([record["end"] for record in records]) - starts
+    colours = [_BLUE if not record["is_one"] else _PALE for record in records]
+    axes.bar(starts, [record["rate"] for record in records], 0.94 * widths, align="edge", color=colours)
+    axes.set_xlim(0, 1)
+    _percent(axes, of_y=False)
+    if figures.is_pass_or_fail:
+        axes.set_ylim(0, 1)
+        _percent(axes, of_y=True)
+    _name(axes, "groups, in order; pale: one outcome", "pass rate" if figures.is_pass_or_fail else "mean reward")
+
+
 def _lengths(axes: Axes, subject: Subject, figures: Figures) -> None:
-    _bars(figures.lengths, "tokens of a rollout", "rollouts")(axes, subject, figures)
+    _bars(figures.lengths, "tokens of a sample", "samples")(axes, subject, figures)
 
 
 def _group_overlap(axes: Axes, subject: Subject, figures: Figures) -> None:
@@ -190,50 +222,17 @@ def _rewards(axes: Axes, subject: Subject, figures: Figures) -> None:
     _name(axes, "node begins at, tokens", "mean reward")
 
 
-def _tree(axes: Axes, subject: Subject, figures: Figures) -> None:
-    from matplotlib.collections import PatchCollection
-    from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.patches import Rectangle
-
-    part = int(np.argmax(figures.groups.flat))
-    blocks = outline(subject.trie, np.flatnonzero(figures.groups.of == part))
-    rewarded = not all(np.isnan(block.reward) for block in blocks)
-    values = np.array([block.reward if rewarded else block.count for block in blocks])
-    # Numbers of rollouts fall by orders of magnitude along the tree, so their scale is logarithmic.
-    norm: Any = LogNorm(1, max(2, values.max()))
-    if rewarded:
-        rewards = rewards_of(subject.trie)
-        low, high = float(np.nanmin(rewards)), float(np.nanmax(rewards))
-        norm = Normalize(low, high) if high > low else Normalize(low - 0.5, high + 0.5)
-    colours = _colours(_LOW_TO_HIGH if rewarded else _FEW_TO_MANY)
-    patches = PatchCollection([_block(block, Rectangle) for block in blocks], cmap=colours, norm=norm)
-    patches.set_array(np.ma.masked_invalid(values))  # nodes without a reward stay transparent
-    patches.set(edgecolor="white", linewidth=0.4)
-    axes.add_collection(patches)
-    axes.autoscale_view()
-    axes.invert_yaxis()  # the first row at the top, as in the explorer
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
-    bar = axes.figure.colorbar(patches, ax=axes)
-    bar.set_label("mean reward" if rewarded else "rollouts", color=_TEXT, fontsize=9)
-    bar.ax.tick_params(labelsize=8)
-    bar.outline.set_visible(False)
-    count = int(figures.groups.sizes[part])
-    axes.set_title(f"{figures.groups.names[part]}: {count:,} rollouts", loc="left", fontsize=9, parse_math=False)
-    _name(axes, "tokens from the root", "")
-
-
 def _colours(stops: tuple[str, ...]) -> Colormap:
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("treepack", stops)
 
 
-def _block(block: Block, rectangle: Any) -> Any:
-    return rectangle((block.start, block.row), block.end - block.start, block.rows)
-
-
+_TREE = "tree.png"
+_OF_REWARDS = ("rewards.png", "pass-rates.png", "reward-by-node.png")
 _PICTURES: dict[str, Draw] = {
+    "rewards.png": _reward_counts,
+    "pass-rates.png": _pass_rates,
     "overlap-by-depth.png": _depths,
     "lengths.png": _lengths,
     "group-overlap.png": _group_overlap,
@@ -241,6 +240,5 @@ _PICTURES: dict[str, Draw] = {
     "fill.png": _fill,
     "capacities.png": _capacities,
     "reward-by-node.png": _rewards,
-    "tree.png": _tree,
 }
-PICTURES = tuple(_PICTURES)
+PICTURES = (*_PICTURES, _TREE)

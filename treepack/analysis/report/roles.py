@@ -29,7 +29,7 @@ from treepack.trie.trie import Trie
 
 ROLES = ("unknown", "system", "user", "assistant", "tool")  # a role is stored as its place in this list
 PROBE = "probe"  # name of the function that the assistant calls; a header ends before it
-WINDOW = 24  # tokens that are read after an added token to find the header that it starts
+WINDOW = 32  # tokens that are read after an added token to find the header that it starts
 VARIABLE = re.compile(rf"{PROBE}|</?think>")
 FIRST_LINE = re.compile(r"[^\n]*\n*")
 
@@ -258,12 +258,12 @@ def _changes(trie: Trie, headers: Sequence[Header], vocabulary: dict[str, int], 
         texts |= zip(unread, decode([list(ids) for ids in unread]), strict=True)
         ahead: list[tuple[tuple[int, ...], int, int]] = []
         for ids, node, at in waiting:
-            header, is_open = _match(texts[ids], by_id[ids[0]])
+            match, is_open = _match(texts[ids], by_id[ids[0]])
             below = children.get(node, ())
             if is_open and len(ids) < WINDOW and below:
                 ahead += [_longer(trie, ids, child) for child in below]
-            elif header is not None:
-                changes |= dict.fromkeys(_first_tokens(trie, header, node, at, below), header.role)
+            elif match is not None:
+                changes |= dict.fromkeys(_first_tokens(trie, match, node, at, below), match.role)
         waiting = ahead
     return changes
 

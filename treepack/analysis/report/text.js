@@ -8,7 +8,7 @@
 const LONG = 700; // characters of a message from which on it is folded
 const LONG_OWN = 3000; // the same for messages of the opened node
 const MAX_ENDS = 20; // samples that are listed by name
-const THINK = "<think>";
+const THINK = "<think>", END_THINK = "</think>";
 
 // Messages of the pieces of some nodes: {role, trained, tokens, own, runs: [{text, trained, own, quiet}]}.
 function messagesOf(nodes, selected) {
@@ -32,36 +32,50 @@ function messagesOf(nodes, selected) {
     }
   }
   for (const message of messages) message.runs = readable(message.runs);
-  return messages.filter((message) => message.runs.some((run) => run.branch || run.text));
+  return messages.filter((message) => message.runs.length);
 }
 
-// Runs without special tokens and without blanks at both ends; `quiet` runs are reasoning.
+// Tags and special tokens in the text of all runs: a tag may be cut by the end of a run.
+const everyMark = new RegExp([TAGS.source, ...(special ? [special.source] : [])].join("|"), "g");
+
+// Runs without tags and special tokens, and without blanks at both ends; `quiet` runs are reasoning.
 function readable(runs) {
+  const joined = runs.map((run) => run.text ?? "").join("");
+  const marks = [...joined.matchAll(everyMark)].map((match) => ({ text: match[0], start: match.index }));
   const result = [];
-  let quiet = false;
+  let at = 0, quiet = false;
   for (const run of runs) {
-    if (run.branch || run.gap) result.push(run);
-    else for (const part of run.text.split(TAGS)) {
-      if (TAGS.test(part)) quiet = part === THINK || (quiet && part !== "</think>");
-      else if (part) {
-        const said = special ? part.replace(everySpecial, "") : part;
-        const isNew = result.at(-1)?.quiet !== undefined && result.at(-1).quiet !== quiet; // one line break between them
-        if (isNew) result.at(-1).text = result.at(-1).text.trimEnd();
-        result.push({ ...run, text: isNew ? `\n${said.trimStart()}` : said, quiet });
+    if (run.branch) result.push(run);
+    for (const end = at + (run.text ?? "").length; at < end; ) {
+      const [mark] = marks;
+      if (mark && mark.start <= at) {
+        at = Math.min(end, mark.start + mark.text.length);
+        if (at < mark.start + mark.text.length) break; // the mark goes on in the next run
+        quiet = mark.text === THINK || (quiet && mark.text !== END_THINK);
+        marks.shift();
+        continue;
       }
+      const stop = Math.min(end, mark?.start ?? end);
+      result.push({ ...run, text: joined.slice(at, stop), quiet });
+      at = stop;
     }
   }
-  const words = result.filter((run) => !run.branch && run.text);
-  const first = words.findIndex((run) => run.text.trim()), last = words.findLastIndex((run) => run.text.trim());
-  words.forEach((run, k) => {
-    if (k < first || k > last || first < 0) run.text = "";
-    if (k === first) run.text = run.text.trimStart();
-    if (k === last) run.text = run.text.trimEnd();
-  });
-  return result.filter((run) => run.branch || run.text);
+  return trimmed(result);
 }
 
-const everySpecial = special ? new RegExp(special.source, "g") : null;
+// One line break between reasoning and other text, and no blanks at both ends.
+function trimmed(runs) {
+  const words = runs.filter((run) => !run.branch && run.text.trim());
+  words.forEach((run, k) => {
+    const before = words[k - 1], after = words[k + 1];
+    if (!before || before.quiet !== run.quiet) run.text = run.text.trimStart();
+    if (!after) run.text = run.text.trimEnd();
+    else if (after.quiet !== run.quiet) run.text = `${run.text.trimEnd()}\n`;
+  });
+  const first = runs.indexOf(words[0]), last = runs.lastIndexOf(words.at(-1));
+  const isBlank = (run, k) => !run.branch && (!run.text || (!run.text.trim() && (k < first || k > last)));
+  return runs.filter((run, k) => !isBlank(run, k));
+}
 
 class TextView {
   constructor({ forest, tree }) {

@@ -228,8 +228,8 @@ class TreeView {
     if (!item) return;
     const x = this.pixel(item.node.x + this.marked.at - item.node.start, measures);
     const y = item.row * height;
-    element("path", { d: `M${x} ${y}v${item.rows * height - 2}`, class: "mark-line" }, layer);
-    element("path", { d: `M${x} ${y}h13l-4 5l4 5h-13z`, class: "mark-flag" }, layer);
+    element("path", { d: `M${x} ${y}v${item.rows * height - 2}`, class: "lost-line" }, layer);
+    element("path", { d: `M${x} ${y}h13l-4 5l4 5h-13z`, class: "lost-flag" }, layer);
   }
 
   setActive(item, focused = true) {
