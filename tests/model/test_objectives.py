@@ -233,10 +233,10 @@ def test_pairs_are_all_of_a_group_with_different_rewards() -> None:
     ("name", "without", "options", "message"),
     [
         (
-            "grpo",
+            "dapo",
             ["advantages"],
             {},
-            "has no term_advantage, which the loss grpo needs; give every rollout an advantage",
+            "has no term_advantage, which the loss dapo needs; compute them with `treepack advantages`",
         ),
         ("ppo", ["ref_logprobs"], {"kl": 0.1}, "has no term_ref_logprob.*treepack logprobs --column ref"),
         ("dpo", ["ref_logprobs"], {}, "has no term_ref_logprob.*treepack logprobs --column ref"),

@@ -25,7 +25,7 @@ from treepack.trajectory import Float64, Int64
 # Remedy for each column that an objective may need and the directory may lack.
 _REMEDIES = {
     "term_token": "give the rollouts rewards, advantages or log-probabilities and pack them again",
-    "term_advantage": "give every rollout an advantage (field advantage or advantages) and pack them again",
+    "term_advantage": "compute them with `treepack advantages`, or give every rollout an advantage, and pack again",
     "trajectory_rewards": "give every rollout a reward and pack them again",
     "term_sampling_logprob": "give every rollout the sampler's log-probabilities and pack them again, or omit "
     "--importance-cap",
@@ -59,7 +59,7 @@ def check_columns(dataset: PackedDataset, objective: Objective) -> None:
     """
     if objective.loss == "sft":
         return
-    name = objective.loss
+    name = objective.name
     for column in ("term_token", *objective.columns):
         if column not in dataset.term_columns:
             raise TreepackError(f"{dataset.path}: has no {column}, which the loss {name} needs; {_REMEDIES[column]}")

@@ -47,7 +47,7 @@ data.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -110,7 +110,8 @@ class Objective:
     """A loss with its options; `choose_objective` fills in the usual values of a loss.
 
     `clip_low` and `clip_high` are distances from 1. `kl` and `entropy` are coefficients. `importance_cap` and
-    `dual_clip` are off if None. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options.
+    `dual_clip` are off if None. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `preset`
+    is the name that `choose_objective` was asked for, for messages only.
     """
 
     loss: str = "sft"
@@ -124,6 +125,7 @@ class Objective:
     entropy: float = 0.0
     importance_cap: float | None = None
     beta: float = 0.1
+    preset: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse values outside the range of an option.
@@ -142,6 +144,11 @@ class Objective:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= minimum):
                 raise TreepackError(f"{name} is {value}; expected a finite number of at least {minimum}")
+
+    @property
+    def name(self) -> str:
+        """The name of the loss in messages: that of the preset, if it is one."""
+        return self.preset or self.loss
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -175,7 +182,7 @@ def choose_objective(name: str, **options: Any) -> Objective:
         available = sorted(_OPTIONS[usual["loss"]])
         remedy = f"it has {', '.join(available)}" if available else "it has no options"
         raise TreepackError(f"{unknown[0]} is no option of the loss {name}; {remedy}")
-    return Objective(**{**usual, **changes})
+    return Objective(**{**usual, **changes}, preset=name)
 
 
 def objective_loss(
@@ -236,7 +243,7 @@ def _check_terms(terms: TermTensors, objective: Objective) -> None:
     for column in objective.columns:
         name, remedy = _TERM_REMEDIES[column]
         if len(terms.index) and getattr(terms, name) is None:
-            raise TreepackError(f"the rows have no {column}, which the loss {objective.loss} needs; {remedy}")
+            raise TreepackError(f"the rows have no {column}, which the loss {objective.name} needs; {remedy}")
 
 
 def sum_names(objective: Objective) -> tuple[str, ...]:

@@ -96,6 +96,7 @@ class TrainOptions:
     def as_record(self) -> dict[str, Any]:
         """Return the options as JSON values."""
         record = asdict(self)
+        del record["objective"]["preset"]  # a name for values that the record has anyway
         return {**record, "betas": list(self.betas)}
 
     def with_dtype(self, device: torch.device) -> Self:
