@@ -71,7 +71,7 @@ def report(
     build: BuildOptions,
     overwrite: bool,
 ) -> None:
-    """Write a page that shows what rollouts share: charts, and an explorer of their trees.
+    """Write a page on what rollouts share and why sharing is lost: charts, and an explorer of their trees.
 
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie. The page is one file that needs no
     network. Texts are decoded by the tokenizer that the trie was built with, or --tokenizer; without one, token ids are

@@ -40,16 +40,17 @@ class Contents:
     special: list[str]
 
 
-def read_contents(trie: Trie, tokenizer: Any, *, limit: int | None) -> Contents:
+def read_contents(trie: Trie, tokenizer: Any, *, limit: int | None, template: str | None = None) -> Contents:
     """Return the contents of a page of `trie`.
 
     Args:
         trie: the trie.
         tokenizer: its tokenizer, or None.
         limit: maximum number of tokens shown as text; None for a page without text.
+        template: chat template that replaces the one of the tokenizer.
     """
     decode = decoder_of(tokenizer) if tokenizer is not None else None
-    headers = learn_headers(tokenizer) if tokenizer is not None else []
+    headers = learn_headers(tokenizer, template) if tokenizer is not None else []
     vocabulary = tokenizer.get_added_vocab() if tokenizer is not None else {}
     segments = segments_of(trie, mark_roles(trie, headers, vocabulary, decode or ids_as_text))
     show = None if limit is None else decode or ids_as_text

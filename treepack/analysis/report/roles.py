@@ -19,6 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -34,6 +35,8 @@ VARIABLE = re.compile(rf"{PROBE}|</?think>")
 FIRST_LINE = re.compile(r"[^\n]*\n*")
 
 Message = dict[str, Any]
+Tools = list[Any] | None
+Render = Callable[[list[Message], Tools], str]
 Decode = Callable[[list[list[int]]], list[str]]
 
 
@@ -54,15 +57,16 @@ class Roles:
     starts: NDArray[np.bool_]
 
 
-def learn_headers(tokenizer: Any) -> list[Header]:
-    """Return the headers of the tokenizer's chat template, the longest first; none if they cannot be learned."""
-    if not tokenizer.chat_template:
+def learn_headers(tokenizer: Any, template: str | None = None) -> list[Header]:
+    """Return the headers of `template`, or else of the tokenizer's, the longest first; none if they are not known."""
+    if not (template or tokenizer.chat_template):
         return []
+    render = partial(_render, tokenizer, template)
     # Longest first: <|im_start|> must not be taken for a shorter token that it begins with.
     added = sorted(tokenizer.get_added_vocab(), key=lambda token: (-len(token), token))
     variants: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
     for messages, tools in _conversations():
-        for header in _headers_of(tokenizer, messages, tools, added):
+        for header in _headers_of(render, messages, tools, added):
             variants[header.role, _first_added(header.text, added), header.after].append(header.text)
     headers: dict[str, Header] = {}
     # Roles in this order, because some templates print tool results as messages of the user.
@@ -85,7 +89,7 @@ def _common_start(texts: Sequence[str]) -> str:
 _PREFERRED = ("user", "assistant", "tool", "system")
 
 
-def _conversations() -> Iterator[tuple[list[Message], list[Any] | None]]:
+def _conversations() -> Iterator[tuple[list[Message], Tools]]:
     """Yield conversations of markers, and the tools of each. A template may refuse some of them."""
     text_only = ("system", "user", "assistant", "user", "assistant", "user")
     for roles in (text_only, text_only[1:]):
@@ -120,11 +124,9 @@ def _mark(k: int) -> str:
     return f"mark{k}z"
 
 
-def _headers_of(
-    tokenizer: Any, messages: list[Message], tools: list[Any] | None, added: Sequence[str]
-) -> Iterator[Header]:
+def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Sequence[str]) -> Iterator[Header]:
     """Yield the headers of one rendering; none if the template refuses the messages."""
-    whole = _render(tokenizer, messages, tools)
+    whole = render(messages, tools)
     places = [_place(whole, k) for k in range(len(messages))]
     if messages[0]["role"] == "system" and places[0] is not None and _first_added(whole, added):
         yield Header("system", _first_line(whole[: places[0][0]], added))
@@ -132,7 +134,7 @@ def _headers_of(
         role, here, before = message["role"], places[k], places[k - 1]
         if k == 0 or here is None or before is None:
             continue
-        end = _end_of(tokenizer, messages[:k], tools)
+        end = _end_of(render, messages[:k], tools)
         if end is None:  # the template refuses to stop there
             continue
         joint = whole[before[1] : here[0]]
@@ -146,9 +148,9 @@ def _headers_of(
                 yield Header(role, last, after=True)
 
 
-def _render(tokenizer: Any, messages: list[Message], tools: list[Any] | None) -> str:
+def _render(tokenizer: Any, template: str | None, messages: list[Message], tools: Tools) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
     except Exception:  # a template is foreign code, which can raise anything; then other conversations decide
         return ""
     return text
@@ -160,9 +162,9 @@ def _place(text: str, k: int) -> tuple[int, int] | None:
     return (matches[0].start(), matches[-1].end()) if matches else None
 
 
-def _end_of(tokenizer: Any, messages: list[Message], tools: list[Any] | None) -> str | None:
+def _end_of(render: Render, messages: list[Message], tools: Tools) -> str | None:
     """Return the text that the template prints after the last of `messages`; None if it refuses to end there."""
-    text = _render(tokenizer, messages, tools)
+    text = render(messages, tools)
     place = _place(text, len(messages) - 1)
     return text[place[1] :] if place else None
 

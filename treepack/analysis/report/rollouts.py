@@ -23,7 +23,7 @@ from treepack.analysis.report.parts import SharedParts, mean_by, rewards_of
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
-# Facts of a rollout that may tell it from its siblings, by their usual keys.
+# Facts in which the rollouts of a group may differ, by their usual keys.
 FACTS = ("model", "model_name", "agent", "run", "run_id", "temperature", "seed")
 MAX_FACT = 28  # characters of a fact in a name
 NAME_PARTS = re.compile(r"[^/:|\s]+")

@@ -2,7 +2,7 @@
 
     Axes, Subject, Figures, Contents --draw_tree--> axes
 
-Blocks are runs of tokens as in `outline`, coloured by role, and hatched where tokens are trained. A common prompt that
+Blocks are runs of tokens as in `outline`, coloured by role, and hatched if their tokens are trained. A common prompt that
 would take much of the width is folded. At the right are the rewards and the names of the rollouts.
 """
 
@@ -79,8 +79,9 @@ def draw_tree(axes: Axes, subject: Subject, figures: Figures, contents: Contents
     axes.set_axis_off()
     roles = [Patch(facecolor=ROLE_COLOURS[role], label=role) for role in ROLES if role in stripes and role != "unknown"]
     legend = [*roles, Patch(facecolor="white", edgecolor=HATCH, hatch="/////", linewidth=0.5, label="trained")]
-    place_below = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncol": len(legend)}
-    axes.legend(handles=legend, frameon=False, fontsize=7, handlelength=1.2, **place_below)
+    place_below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncol": len(legend)}
+    place_below |= {"frameon": False, "fontsize": 7, "handlelength": 1.2}
+    axes.legend(handles=legend, **place_below)
     axes.set_title(_title(figures, part, len(shown)), loc="left", fontsize=9, color=TEXT, parse_math=False)
 
 

@@ -27,7 +27,7 @@ REASONS = {
 CAUSES = {
     "retokenisation": "The texts are equal, but their tokens are not: text was tokenised again. Record token ids.",
     "whitespace": "Only blanks or line breaks differ. Write prompts with the same code everywhere.",
-    "random ids": "Only ids, dates or times differ. --normalize-ids numbers those of conversations.",
+    "random ids": "Only ids, dates or times differ. --normalize-ids numbers the ids of conversations.",
     "template": "Only reasoning differs: the chat template drops or adds it in earlier turns. A template that keeps "
     "the history avoids it (--chat-template).",
     "prompt edit": "Most words are the same: a line of the prompt differs. Put text that changes at its end.",
@@ -35,7 +35,7 @@ CAUSES = {
     "rewritten history": "The next call does not continue the call before: the history was compacted or shortened.",
     "prompt differs": "Prompts of one group differ. A tokenizer distinguishes the causes (--tokenizer).",
     "history differs": "A call does not continue the one before. A tokenizer distinguishes the causes (--tokenizer).",
-    "not read": "Places that cost less than those whose texts were read.",
+    "not read": "The texts of these places were not read, because the other ones cost more.",
 }
 
 

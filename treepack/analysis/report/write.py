@@ -100,7 +100,8 @@ def report(
         capacities = list(options.capacities) or None
         method = options.pack.method
         figures = measure(subject, shape, capacities=capacities, method=method, search=search, progress=progress)
-        contents = read_contents(subject.trie, tokenizer, limit=options.text_limit if options.text else None)
+        template, limit = options.build.template_file(), options.text_limit if options.text else None
+        contents = read_contents(subject.trie, tokenizer, limit=limit, template=template.text if template else None)
         if page is not None:
             html = render(subject, figures, contents)
             with finished_file(page, overwrite=overwrite) as temporary:
