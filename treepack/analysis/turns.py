@@ -46,9 +46,9 @@ class Turns:
         """
         records = trie.trajectories["source"].combine_chunks().dictionary_encode().indices.to_numpy()[self.owner]
         # Turns of a record with one trajectory are distinct. Owners [0, 0, 1, 2] of the records [5, 5, 5, 6]
-        # -> pairs (5, 0), (5, 1), (6, 2) -> record 5 has two trajectories.
-        pairs = np.unique(np.stack([records, self.owner]), axis=1)
-        several = np.flatnonzero((np.bincount(pairs[0]) > 1)[records])
+        # -> the first turn of each owner [0, 2, 3] -> records [5, 5, 6] -> record 5 has two trajectories.
+        one_turn = np.unique(self.owner, return_index=True)[1]
+        several = np.flatnonzero((np.bincount(records[one_turn]) > 1)[records])
         nodes = nodes_at(trie, trie.end_node[self.owner[several]], self.ends[several])
         seen: set[tuple[int, ...]] = set()
         kept = np.ones(len(self.owner), np.bool_)
