@@ -232,6 +232,12 @@ def test_a_thought_inside_the_content_is_never_doubled(tokenizers: dict[str, Any
     assert trained.rstrip("\n") == "<|im_start|>assistant\n<think>\nWhy\n</think>\n\nA<|im_end|>"
 
 
+def test_tags_that_are_no_thoughts_of_models_stay_text(tokenizers: dict[str, Any]) -> None:
+    header = "<|im_start|>assistant\n"
+    (text,) = ends(tokenizers["qwen3"], [user("Q"), assistant("<thought>Why</thought>A")], header)
+    assert text == f"{header}[[{NO_THOUGHT}<thought>Why</thought>A<|im_end|>]]"
+
+
 def test_reasoning_that_a_template_never_prints_is_noted(tokenizers: dict[str, Any]) -> None:
     (sample,) = samples(tokenizers["qwen2_5"], [user("Q"), assistant("A", reasoning_content="Why")])
     assert marked_text(tokenizers["qwen2_5"], sample).endswith("<|im_start|>assistant\n[[A<|im_end|>]]")

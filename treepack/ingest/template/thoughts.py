@@ -11,11 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+# Tags of models. <thought> and the like are text of prompts that ask for them, as in MINT.
 TAGS = {
     "<think>": "</think>",
-    "<thinking>": "</thinking>",
-    "<thought>": "</thought>",
-    "<reasoning>": "</reasoning>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "<|channel>thought": "<channel|>",
