@@ -119,7 +119,7 @@ def test_a_missing_id_is_refused_in_one_sentence_that_names_near_ones(treepack: 
         ([packed, "--group", "desk-001"], "is packed; give --row or --trajectory, or --group with its trie"),
         ([trie, "--row", 0], "is not packed; give --row with a packed directory"),
         ([tokens, "--text"], "no tokenizer is known, and text needs one; give --tokenizer"),
-        ([SAMPLES / "chat.jsonl"], "contains text, not token ids; give a tokenizer"),
+        ([SAMPLES / "chat.jsonl"], "contains text, not token ids; give --tokenizer NAME"),
         ([tmp_path / "nowhere"], "nowhere"),
     ]
     for arguments, message in cases:
