@@ -206,3 +206,5 @@ def test_a_file_without_a_turn_is_skipped() -> None:
     title = {"type": "summary", "summary": "Files", "leafUuid": "x"}
     (skipped,) = read([title])
     assert skipped == Skipped("s.jsonl", claude_code.NO_CALL, is_rollout=False)
+    (beside,) = read([{"agentType": "general-purpose", "toolUseId": "toolu_1"}])
+    assert beside == Skipped("s.jsonl:1", claude_code.SUB_AGENT, is_rollout=False)

@@ -37,6 +37,7 @@ INTERRUPTED = "[Request interrupted by user]"
 CONTEXT_NOTE = "system prompt, tools and some reminders are not in sessions of Claude Code"
 INTERRUPTED_NOTE = "interrupted turn not trained"
 NO_CALL = "session without a turn of the model"
+SUB_AGENT = "description of a sub-agent, whose session is another file"
 
 Message = dict[str, Any]
 
@@ -82,6 +83,9 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
         TreepackError: `readers.messages` refuses a message.
     """
     rows = list(records)
+    if "agentType" in rows[0].value:
+        yield Skipped(rows[0].source, SUB_AGENT, is_rollout=False)
+        return
     session = _session(rows)
     calls, notes = _calls(session)
     record = replace(rows[0], source=rows[0].path, value=_description(session, rows[0]))
