@@ -164,6 +164,23 @@ def test_a_model_with_lora_and_its_dropout_passes() -> None:
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
+class Half(nn.Module):
+    """A wrapper that hands only the first row of a batch to the model, as DataParallel does on each device."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **options: Any) -> Any:
+        return self.inner(**{name: x[:1] if isinstance(x, Tensor) else x for name, x in options.items()})
+
+
+def test_a_wrapper_that_splits_the_batch_is_refused() -> None:
+    batch = collate([make_batch(make_row(SAMPLES, row_id=i)) for i in range(2)])
+    with pytest.raises(TreepackError, match=r"computed \[1, 8\] tokens for a batch of \[2, 8\]"):
+        batch_loss(Half(tree_model()), batch)
+
+
 class LowRank(nn.Module):
     """A linear layer with an adapter of rank 1 and dropout, as libraries of adapters wrap layers."""
 

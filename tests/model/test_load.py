@@ -61,6 +61,8 @@ def test_a_loaded_model_samples_under_another_attention_and_trains_again(tmp_pat
         ready.model.generate(prompt, max_new_tokens=2)
     ready.model.set_attn_implementation("sdpa")
     assert ready.model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 5)
+    with pytest.raises(TreepackError, match=r"switch back with model.set_attn_implementation\('treepack_reference'\)"):
+        row_loss(ready, batch)
     ready.model.set_attn_implementation(f"treepack_{ready.attention}")
     assert torch.equal(row_loss(ready, batch), before)
 

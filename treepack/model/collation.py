@@ -36,9 +36,9 @@ def collate(batches: Sequence[Batch]) -> dict[str, Any]:
 
     Returns:
         input_ids, position_ids and parent int64 [B, T], with parents as indices within the row; subtree_end and scale
-        int32 [B, T]; loss_weight float64 [B, T]; row_id int64 [B]. If the rows have terms, also "terms": one
-        `TermTensors` for all rows. Its `tokens` are indices into the B * T tokens of the batch. Its trajectories
-        come in the order of the rows.
+        int32 [B, T]; loss_weight float64 [B, T]; row_id int64 [B]; trajectory_ids, one tuple of names per row. If the
+        rows have terms, also "terms": one `TermTensors` for all rows. Its `tokens` are indices into the B * T tokens of
+        the batch. Its trajectories come in the order of the rows, as in `trajectory_ids`.
 
     Raises:
         TreepackError: if `batches` is empty.
@@ -48,6 +48,7 @@ def collate(batches: Sequence[Batch]) -> dict[str, Any]:
     length = max(len(batch.input_ids) for batch in batches)
     inputs: dict[str, Any] = {name: torch.stack([_pad(batch, name, length) for batch in batches]) for name in _COLUMNS}
     inputs["row_id"] = torch.tensor([batch.row_id for batch in batches])
+    inputs["trajectory_ids"] = [batch.trajectory_ids for batch in batches]
     if any(batch.terms is not None for batch in batches):
         inputs["terms"] = _concatenate_terms([batch.terms or _empty_terms() for batch in batches], length)
     return inputs
@@ -148,8 +149,8 @@ def _last_states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear,
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise TreepackError(
-            f"{type(causal).__name__}: its output layer is a {type(head).__name__}; expected a plain linear layer, so "
-            "do not put an adapter on it"
+            f"{type(causal).__name__}: its output layer is a {type(head).__module__}.{type(head).__name__}; expected a "
+            "plain torch.nn.Linear, so do not put an adapter on it"
         )
     impl = causal.config.get_text_config()._attn_implementation.removeprefix("treepack_")
     # With a named implementation the schedule is computed here, once for all layers. With "auto" every layer chooses an
@@ -168,14 +169,28 @@ def _last_states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear,
             use_cache=False,
             **options,
         ).logits
-    # Sharded weights are DTensors of FSDP2, or tensors with another shape of FSDP1 and ZeRO-3.
-    if type(head.weight.data) is not Tensor or head.weight.shape[1:] != seen.states.shape[2:]:
-        raise TreepackError(
-            f"{type(causal).__name__}: the weights of its output layer are sharded or quantised, but must be whole "
-            "after the forward pass; call fully_shard for each layer and then for the model, or use `treepack train`"
-        )
+    _check_shapes(type(model).__name__, seen.states, head.weight, inputs["input_ids"])
     # [B, T, D] -> [B * T, D]
     return seen.states.flatten(0, 1), head, seen.logits.sum() * 0
+
+
+def _check_shapes(name: str, states: Tensor, weight: Tensor, input_ids: Tensor) -> None:
+    """Refuse states of other tokens than the batch's, and an output layer that is not whole.
+
+    Raises:
+        TreepackError: naming the wrapper or sharding that causes it.
+    """
+    if states.shape[:2] != input_ids.shape:
+        raise TreepackError(
+            f"{name}: the model computed {list(states.shape[:2])} tokens for a batch of {list(input_ids.shape)}; it must "
+            "run the batch as it is, so use neither DataParallel nor virtual tokens"
+        )
+    # Sharded weights are DTensors of FSDP2, or tensors with another shape of FSDP1 and ZeRO-3.
+    if type(weight.data) is not Tensor or weight.shape[1:] != states.shape[2:]:
+        raise TreepackError(
+            f"{name}: the weights of its output layer are sharded or quantised, but must be whole after the forward "
+            "pass; call fully_shard for each layer and then for the model, or use `treepack train`"
+        )
 
 
 def _find_causal_model(model: nn.Module) -> Any:
@@ -195,6 +210,6 @@ def _find_causal_model(model: nn.Module) -> Any:
     if attention not in IMPLEMENTATIONS.values():
         raise TreepackError(
             f"{type(causal).__name__}: uses the attention {attention!r}, which ignores subtree_end; load it with "
-            "treepack.load_model, or with attn_implementation='treepack_auto' after treepack.register_attention()"
+            "treepack.load_model, or call treepack.register_attention() and set_attn_implementation('treepack_auto')"
         )
     return causal

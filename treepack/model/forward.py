@@ -44,11 +44,16 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     A batch without a schedule is prepared first.
 
     Raises:
-        TreepackError: if positions of the row are beyond the model's table of positions.
+        TreepackError: if positions of the row are beyond the model's table of positions, or the model was switched to
+            another attention.
     """
     # Another attention implementation would ignore subtree_end and give wrong gradients without an error.
-    current = loaded.model.config.get_text_config()._attn_implementation
-    assert current == IMPLEMENTATIONS[loaded.attention], f"the model attends through {current}"
+    current, expected = loaded.model.config.get_text_config()._attn_implementation, IMPLEMENTATIONS[loaded.attention]
+    if current != expected:
+        raise TreepackError(
+            f"{loaded.source}: its attention was switched to {current!r}, which ignores subtree_end; switch back with "
+            f"model.set_attn_implementation({expected!r})"
+        )
     if batch.schedule is None:
         batch = prepare_batch(loaded, batch)
     try:
