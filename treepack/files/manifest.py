@@ -236,6 +236,8 @@ def read_manifest(directory: Path | str | Location, kind: str | None = None) -> 
             _check_entries(manifest[name], shape, path, f"{name}.")
     if type(manifest["totals"].get("tokens_trained", 0)) is not int:
         raise TreepackError(f"{path}: is damaged (totals.tokens_trained is wrong); write the directory again")
+    if manifest.get("capacity", 1) < 1:
+        raise TreepackError(f"{path}: is damaged (capacity is {manifest['capacity']}); write the directory again")
     if not manifest["files"]:
         raise TreepackError(f"{path}: is damaged (files is empty); write the directory again")
     for number, entry in enumerate(manifest["files"]):

@@ -146,4 +146,8 @@ def read_parts(directory: Path, manifest: Manifest, stem: str, columns: pa.Schem
     table = pa.concat_tables(tables)
     if table.schema.names != columns.names:
         raise TreepackError(f"{directory}: {stem} files have the columns {table.schema.names}; write it again")
-    return table.cast(columns)
+    try:
+        return table.cast(columns)
+    except (pa.ArrowException, ValueError) as error:  # ValueError: a null in a column that has none
+        reason = str(error).partition("\n")[0]
+        raise TreepackError(f"{directory}: {stem} files have wrong values ({reason}); write it again") from error

@@ -26,6 +26,8 @@ from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 
 # Tokens per row group, which is the unit that a reader decodes: some megabytes of columns.
 GROUP_TOKENS = 1 << 18
+# Columns that have a value, and in a list only values, in each row. In the others, null stands for a missing value.
+WITHOUT_NULLS = frozenset(field.name for field in (*schema.ROWS, *schema.TERMS) if not field.nullable)
 
 
 def write_packed(
@@ -136,7 +138,9 @@ def row_of_table(table: pa.Table, i: int) -> Row:
     Raises:
         TreepackError: a column is missing, or a stored sum does not match the columns it sums.
     """
-    missing = [name for name in schema.ROWS.names if name not in table.column_names]
+    has_terms = any(name in schema.TERMS.names for name in table.column_names)
+    required = schema.ROWS.names + [name for name in schema.TERMS.names if name in WITHOUT_NULLS and has_terms]
+    missing = [name for name in required if name not in table.column_names]
     if missing:
         raise TreepackError(
             f"its rows have no column {missing[0]}, so an older treepack wrote them; pack the trie again"
@@ -160,7 +164,11 @@ def row_of_table(table: pa.Table, i: int) -> Row:
 
 def _cell(table: pa.Table, name: str, i: int) -> Any:
     cell = table[name][i]
-    if not pa.types.is_list(cell.type):
+    is_list = pa.types.is_list(cell.type)
+    has_null = not cell.is_valid or (is_list and cell.values.null_count > 0)
+    if has_null and name in WITHOUT_NULLS:
+        raise TreepackError(f"its row {i} has a null in {name}; pack the trie again")
+    if not is_list or not cell.is_valid:
         return cell.as_py()
     if pa.types.is_string(cell.type.value_type):
         return cell.values.to_pylist()

@@ -25,6 +25,8 @@ def check_trie(trie: Trie) -> None:
     for fault, is_faulty in faults.items():
         if is_faulty.any():
             raise TreepackError(f"node {int(is_faulty.argmax())} {fault}; build the trie again")
+    if ((trie.end_node < 0) | (trie.end_node >= trie.num_nodes)).any():
+        raise TreepackError("a trajectory ends in a node that is not in the trie; build the trie again")
     # Trajectories that end before each node: end_node [1, 2, 3] -> [0, 0, 1, 2, 3]. A subtree has the difference
     # between its end and its start: node 1 with node_end 3 -> 2 - 0.
     ends = np.bincount(trie.end_node, minlength=trie.num_nodes)

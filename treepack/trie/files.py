@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, PartWriter, read_parts, token_slices
@@ -79,6 +80,8 @@ def read_trie(directory: Path | str) -> Trie:
     chunks = nodes["tokens"].chunks
     sizes = np.concatenate([chunk.value_lengths().to_numpy() for chunk in chunks])
     parent = nodes["parent_id"].to_numpy()
+    if (parent >= np.arange(len(parent))).any():
+        raise TreepackError(f"{directory}: a node comes before its parent; build the trie again")
     return Trie(
         tokens=np.concatenate([chunk.flatten().to_numpy() for chunk in chunks]),
         node_start=np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]),

@@ -24,7 +24,14 @@ def beside(record: Record, name: str) -> Path | None:
     if record.path == STDIN:  # standard input is in no folder
         return None
     folder = Path(record.path).parent
-    return next((path for ending in ENDINGS if (path := folder / (name + ending)).is_file()), None)
+    return next((path for ending in ENDINGS if _is_file(path := folder / (name + ending))), None)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a damaged record may name a file with more characters than a name may have
+        return False
 
 
 def folder_and_document(record: Record) -> tuple[str, str]:

@@ -44,6 +44,8 @@ def arrow_batches(source: Any, path: str) -> Iterator[pa.RecordBatch]:
     """
     with _readable(path):
         for batch in _stored_batches(source):
+            # Arrow maps the bytes of a file as they are; a damaged offset would be read as an address.
+            batch.validate(full=True)
             # A stored batch may be the whole file. A slice copies nothing until it is pickled.
             size = _num_rows(batch.nbytes / max(1, batch.num_rows))
             yield from (batch.slice(start, size) for start in range(0, batch.num_rows, size))
