@@ -352,7 +352,7 @@ def test_existing_outputs_are_refused_and_only_reports_are_replaced(tmp_path: Pa
     out = tmp_path / "page.html"
     assert treepack("report", source, "--out", out).status == 0
     done = treepack("report", source, "--out", out)
-    assert (done.status, done.err) == (1, f"treepack: {out} exists; choose another output or give --overwrite\n")
+    assert (done.status, done.err) == (1, f"treepack: {out} exists; choose another --out or give --overwrite\n")
     assert treepack("report", source, "--out", out, "--overwrite").status == 0
     out.write_text("<html>mine</html>")
     done = treepack("report", source, "--out", out, "--overwrite")

@@ -122,6 +122,35 @@ def test_a_lock_file_that_is_removed_between_open_and_lock_is_no_lock(
     os.close(others[0])
 
 
+CONTEND = """
+import pathlib, sys
+from treepack.errors import TreepackError
+from treepack.files.lock import lock
+out, entered = pathlib.Path(sys.argv[1]), 0
+while entered < 100:
+    try:
+        with lock(out):
+            (out.parent / "inside").mkdir()     # fails if another process is inside too
+            (out.parent / "inside").rmdir()
+            entered += 1
+    except TreepackError:
+        pass
+"""
+
+
+def test_only_one_of_many_processes_is_inside_at_a_time(tmp_path: Path) -> None:
+    # They open, lock and remove the same lock file all the time.
+    processes = [
+        subprocess.Popen([sys.executable, "-c", CONTEND, str(tmp_path / "runs" / "trie")], stderr=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    for process in processes:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors.decode()
+    # The folder may stay: whoever made it could not remove it while another one was inside.
+    assert [path.name for path in tmp_path.rglob("*") if path.name != "runs"] == []
+
+
 def test_folders_made_for_a_lock_are_removed_unless_something_was_written(tmp_path: Path) -> None:
     for name in ("empty", "full"):
         with lock(tmp_path / name / "runs" / "trie"):

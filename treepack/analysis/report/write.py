@@ -23,7 +23,7 @@ from treepack.analysis.report.rebuilt import trie_of_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.directory import finished_file, refuse_existing
-from treepack.files.lock import lock
+from treepack.files.lock import lock, refuse_url
 from treepack.files.manifest import Manifest
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import fingerprint, load_tokenizer
@@ -82,9 +82,12 @@ def report(
     page, pictures = (None if path is None else Path(path) for path in (page, pictures))
     if page is None and pictures is None:
         raise TreepackError("there is neither a page nor a folder of pictures to write; give one of them")
-    files = [] if pictures is None else [pictures / name for name in PICTURES]
-    for file in [*([] if page is None else [page]), *files]:
-        refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option="output")
+    files = [] if page is None else [(page, "--out")]
+    if pictures is not None:
+        refuse_url(pictures, option="--png")  # before the names of its files, which would be in the message
+        files += [(pictures / name, "--png") for name in PICTURES]
+    for file, option in files:
+        refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option=option)
     # Refuse now what is not installed, rather than after minutes of planning.
     if page is not None:
         vega()
