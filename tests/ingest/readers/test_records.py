@@ -310,7 +310,7 @@ def test_unusable_inputs_are_refused(tmp_path: Path) -> None:
         (
             [tmp_path / "empty"],
             f"{tmp_path}/empty: contains no file to read; "
-            "expected the extensions .arrow .json .jsonl .ndjson .parquet .pt .root .traj, plain, .gz or .zst",
+            "expected the extensions .arrow .eval .json .jsonl .ndjson .parquet .pt .root .traj, plain, .gz or .zst",
         ),
     ):
         with pytest.raises(TreepackError) as caught:

@@ -101,11 +101,12 @@ def _stretches(rows: list[Record]) -> tuple[list[_Stretch], dict[str, None]]:
         elif kind == "response_item" and payload.get("type") != SNAPSHOT:
             stretches[-1].items.append(payload)
         elif kind == "compacted":
+            # A copy, because later items are appended, and the list belongs to the record.
             items = _compacted(payload, stretches[-1].items, row.source)
-            stretches.append(_Stretch(items, len(items)))
+            stretches.append(_Stretch(list(items), len(items)))
         elif kind == "event_msg" and payload.get("type") == "thread_rolled_back":
             items = _rolled_back(stretches[-1].items, payload.get("num_turns"))
-            stretches.append(_Stretch(items, len(items)))
+            stretches.append(_Stretch(list(items), len(items)))
     return stretches, notes
 
 
@@ -122,7 +123,7 @@ def _rolled_back(items: list[Item], num_turns: Any) -> list[Item]:
     # u a u b, one turn -> u a. Codex writes its own context as messages of the user too, in tags: it is no turn.
     turns = [place for place, item in enumerate(items) if _is_turn(item)]
     number = num_turns if isinstance(num_turns, int) and num_turns > 0 else 0
-    return list(items) if number == 0 or not turns else items[: turns[max(len(turns) - number, 0)]]
+    return items if number == 0 or not turns else items[: turns[max(len(turns) - number, 0)]]
 
 
 def _is_turn(item: Item) -> bool:
