@@ -223,8 +223,10 @@ def _run_steps(
 
 def _step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
+    reward = metrics.means.get("reward")
     return {
         "loss": f"{metrics.loss:.4f}",
+        **({} if reward is None else {"reward": f"{reward:.3g}"}),
         "lr": f"{metrics.lr:.3g}",
         "grad norm": f"{metrics.grad_norm:.3g}",
         "tok/s": short(metrics.tokens_per_second),

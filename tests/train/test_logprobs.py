@@ -132,7 +132,7 @@ def test_what_is_not_finite_leaves_nothing_behind(
     done = treepack("logprobs", packed, "--model", tmp_path / "tiny.json", "--out", tmp_path / "there" / "out")
     assert done.status == 1
     assert "a log-probability of row 0 is not finite" in done.err
-    assert list((tmp_path / "there").iterdir()) == []
+    assert not (tmp_path / "there").exists()
 
 
 def test_rows_without_terms_and_unknown_choices_are_refused(tmp_path: Path) -> None:
@@ -144,3 +144,17 @@ def test_rows_without_terms_and_unknown_choices_are_refused(tmp_path: Path) -> N
         open_scoring(packed, tmp_path / "no-such-model", ScoreOptions(device="cpu"))
     with pytest.raises(TreepackError, match="column is 'new'; expected one of old, ref"):
         ScoreOptions(column="new")
+
+
+def test_a_lack_of_memory_is_one_sentence(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "packed", as_trajectories(rollouts()), PACKINGS[0])
+    scoring = open_scoring(path, tiny_config(tmp_path / "tiny.json"), ScoreOptions(device="cpu"))
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    scoring.loaded.model.base_model.layers[1].register_forward_hook(fails)
+    with pytest.raises(
+        TreepackError, match=r"^out of memory in row 0 of \d+ tokens; score with --dtype bf16, a smaller"
+    ):
+        next(scored_rows(scoring))

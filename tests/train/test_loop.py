@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
@@ -257,6 +258,21 @@ def test_out_of_memory_in_the_update_is_one_sentence(packed: Path, config: Path,
     with pytest.raises(TreepackError, match="out of memory in the update of the weights; train on more GPUs"):
         list(train(open_run(packed, config, CPU), tmp_path / "out"))
     handle.remove()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")])
+def test_a_model_that_does_not_fit_is_one_sentence(
+    packed: Path, config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    handle = register_module_module_registration_hook(fails)  # the model is built of modules
+    try:
+        with pytest.raises(TreepackError, match=r"^out of memory while the model was loaded; free the memory"):
+            open_run(packed, config, CPU)
+    finally:
+        handle.remove()
 
 
 def test_generation_settings_are_saved_or_mended_before_training(packed: Path, config: Path, tmp_path: Path) -> None:

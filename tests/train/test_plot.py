@@ -59,6 +59,14 @@ def test_a_run_has_four_panels_over_the_same_steps_and_each_other_mean_one_more(
     assert len({axes.get_xlim() for axes in rich.values()}) == 1
 
 
+def test_panels_about_the_old_policy_are_left_out_while_every_ratio_is_one(tmp_path: Path) -> None:
+    means = {"reward": 0.5, "ratio": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0, "old_kl": 0.0}
+    records = [record(step, **means, entropy=2.0) for step in (1, 2)]
+    assert list(panels(curves_figure(write_log(tmp_path / "on", *records)))) == [*BASE, "Reward", "Entropy"]
+    records.append(record(3, **{**means, "ratio": 1.001}, entropy=2.0))
+    assert "Clip fraction high" in panels(curves_figure(write_log(tmp_path / "off", *records)))
+
+
 def test_every_finite_value_is_a_point_of_its_line(tmp_path: Path) -> None:
     records = [record(1), record(2, loss=None, skipped_rows=[7, 9]), record(3, lr=4e-5, tokens_per_second=1500.0)]
     axes_of = panels(curves_figure(write_log(tmp_path / "m", *records)))

@@ -24,6 +24,7 @@ from treepack.errors import TreepackError
 if TYPE_CHECKING:
     from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without
     from treepack.model.loaded import LoadedModel
+from treepack.model.memory import is_memory_error
 
 REQUIREMENT = "treepack trains models whose every layer is plain softmax attention"
 NO_INTERFACE = "its code does not use transformers' attention interface"
@@ -159,6 +160,8 @@ def _check_tokenizer(source: str, expected: TokenizerEntry | None) -> None:
 def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
     """Turn any exception of foreign code into a TreepackError of one sentence, with the exception as its cause.
 
+    A lack of memory passes unchanged.
+
     Raises:
         TreepackError: instead of any other exception; a TreepackError raised inside passes unchanged.
     """
@@ -167,6 +170,8 @@ def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
     except TreepackError:
         raise
     except Exception as error:  # code of a model may raise anything
+        if is_memory_error(error):
+            raise  # no fault of the model; the caller knows the remedy
         remedy = REQUIREMENT if one_line(error) == NO_INTERFACE else remedy
         raise TreepackError(f"{complaint} ({one_line(error)}); {remedy}") from error
 

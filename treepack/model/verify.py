@@ -18,6 +18,7 @@ chunk of positions at a time. `verify_rows` selects what fits into memory.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -350,8 +351,8 @@ def _relative_errors(
 def _norm(a: Tensor, b: Tensor | None = None) -> float:
     """Return the Euclidean norm of `a`, or of `a - b`, in float64; `b` may be on another device."""
     total = 0.0
-    others = None if b is None else b.flatten().split(_NORM_BLOCK)
-    for i, part in enumerate(a.flatten().split(_NORM_BLOCK)):
+    others = None if b is None else torch.split(b.flatten(), _NORM_BLOCK)
+    for i, part in enumerate(torch.split(a.flatten(), _NORM_BLOCK)):
         values = part.double() if others is None else part.double() - others[i].to(part.device).double()
         total += float(values.square().sum())
-    return total**0.5
+    return math.sqrt(total)

@@ -52,9 +52,10 @@ class StepMetrics:
     """Measurements of one optimiser step over all ranks.
 
     `tokens` counts the tokens that were computed, and `tokens_flat` the tokens of the same trajectories computed one by
-    one. `means` are the means of the objective. `seconds` is the time of this rank, and `wait_seconds` the part of it
-    in which the rank waited for rows. A step with `skipped_rows` (row_id) changed no weights: if `loss` is NaN, the
-    losses of these rows are not finite; if `loss` is finite, the gradient of the step is not.
+    one. `means` are the mean reward of the trajectories, if they have rewards, and the means of the objective.
+    `seconds` is the time of this rank, and `wait_seconds` the part of it in which the rank waited for rows. A step with
+    `skipped_rows` (row_id) changed no weights: if `loss` is NaN, the losses of these rows are not finite; if `loss` is
+    finite, the gradient of the step is not.
     """
 
     step: int
@@ -283,6 +284,8 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
     tokens = int(run.dataset.num_tokens[step.rows].sum())
     weight = sums.pop("weight", 1.0)  # total weight of the terms, or pairs, by which the other sums are divided
+    means = {name: value / weight for name, value in sums.items()}
+    reward = run.mean_reward(step.rows)
     seconds = time.perf_counter() - start
     return StepMetrics(
         step=number + 1,
@@ -299,7 +302,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         tokens_per_second=tokens / seconds,
         tokens_flat_per_second=tokens_flat / seconds,
         skipped_rows=[int(run.dataset.row_ids[row]) for row in bad],
-        means={name: value / weight for name, value in sums.items()},
+        means=means if reward is None else {"reward": reward, **means},
     )
 
 

@@ -45,8 +45,11 @@ _SMOOTH_SHARE = 50  # a moving mean takes 1/50 of the steps to each side, which 
 
 # Numbers about the input of a step, which have no panel; the line above the panels has the sums of some of them.
 _INPUT_COLUMNS = set("step epoch num_rows tokens tokens_flat total_weight seconds wait_seconds".split())
+# Constant if the policy that is trained is the one that sampled.
+_OFF_POLICY_COLUMNS = set("ratio clip_fraction_low clip_fraction_high old_kl".split())
 _TERMS, _PAIRS, _NATS, _ODDS = "share of terms", "share of pairs", "nats per token", "mean over pairs"
 _TITLES_AND_UNITS = {
+    "reward": ("Reward", "mean over trajectories"),
     "ratio": ("Ratio", "new / old probability"),
     "clip_fraction_low": ("Clip fraction low", _TERMS),
     "clip_fraction_high": ("Clip fraction high", _TERMS),
@@ -174,6 +177,8 @@ def _read_steps(metrics: Path) -> _Steps:
 def _panels(steps: _Steps) -> list[_Panel]:
     """Return the main panels, and one panel for each other column that has a number."""
     excluded = {name for panel in _MAIN_PANELS for name in panel.columns} | _INPUT_COLUMNS
+    if _is_on_policy(steps):
+        excluded |= _OFF_POLICY_COLUMNS
     panels = [*_MAIN_PANELS]
     for name in steps.columns:
         if name not in excluded and len(steps.points(name)[0]):
@@ -181,6 +186,12 @@ def _panels(steps: _Steps) -> list[_Panel]:
             title, unit = _TITLES_AND_UNITS.get(name, (name[:1].upper() + name[1:].replace("_", " "), ""))
             panels.append(_Panel(title, unit, {name: ("", _BLUE)}, from_zero=unit == _TERMS))
     return panels
+
+
+def _is_on_policy(steps: _Steps) -> bool:
+    """Return true if every ratio is 1, so that nothing is clipped and no KL differs from 0."""
+    values = steps.points("ratio")[1]
+    return len(values) > 0 and bool(np.allclose(values, 1, rtol=0, atol=1e-9))
 
 
 def _draw(panel: _Panel, axes: Axes, steps: _Steps) -> None:

@@ -6,11 +6,13 @@ open_run(packed, model, options, ranks) -> TrainingRun     unsuitable data, mode
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +43,10 @@ _NO_ROOM = (
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A checked training run: data, model, options, and the rows of every optimiser step."""
+    """A checked training run: data, model, options, and the rows of every optimiser step.
+
+    `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
+    """
 
     dataset: PackedDataset
     loaded: LoadedModel
@@ -51,6 +56,14 @@ class TrainingRun:
     notes: tuple[str, ...]
     table: TrajectoryTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
+    rewards: Float64 | None = None
+
+    def mean_reward(self, rows: list[int]) -> float | None:
+        """Return the mean of the known rewards of the trajectories of `rows`; None if none is known."""
+        if self.rewards is None:
+            return None
+        total, count = self.rewards[rows].sum(0).tolist()
+        return total / count if count else None
 
     @property
     def trainable_rows(self) -> list[int]:
@@ -137,6 +150,19 @@ def check_attention(attention: str, device: torch.device, dtype: torch.dtype) ->
         resolve(attention, device, dtype)  # the head dimensions are checked when the model is loaded
 
 
+def _sum_rewards(dataset: PackedDataset) -> Float64 | None:
+    """Return `TrainingRun.rewards`; None if the directory has no rewards."""
+    if "trajectory_rewards" not in dataset.term_columns:
+        return None
+    sums = []
+    for table in dataset.tables(["trajectory_rewards"]):
+        # [[0.5, None], None, [1.0]] -> (0.5, 1), (0, 0), (1, 1)
+        for cell in table["trajectory_rewards"].to_pylist():
+            known = [reward for reward in cell or () if reward is not None and not math.isnan(reward)]
+            sums.append((math.fsum(known), len(known)))
+    return np.array(sums, np.float64).reshape(-1, 2)
+
+
 def count_steps(packed: str | Path, options: TrainOptions) -> int:
     """Return the number of optimiser steps of a run, without its model.
 
@@ -182,9 +208,7 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
         notes = (*notes, f"{num_left_out} rows without {lacking} are left out")
     if objective.loss not in ("sft", "dpo") and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
-    return TrainingRun(
-        dataset, loaded, run.options, run.schedule, tokenizer, (*loaded.notes, *notes), run.table, run.ranks
-    )
+    return replace(run, tokenizer=tokenizer, notes=(*loaded.notes, *notes), rewards=_sum_rewards(dataset))
 
 
 def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +138,9 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
         TreepackError: a reward is not 0 or 1, a prefix is longer than the capacity, the device is missing, the trie is
             damaged, or the model does not fit the data.
     """
-    directory, train = Path(trie), options.train
-    device, manifest = find_device(train.device), read_manifest(directory, schema.TRIE_FORMAT)
+    directory, device = Path(trie), find_device(options.train.device)
+    train, manifest = options.train.with_dtype(device), read_manifest(directory, schema.TRIE_FORMAT)
+    options = replace(options, train=train)
     rollouts = read_trie(directory)
     reward = binary_rewards(rollouts)
     ends = anchors(rollouts, segment=options.segment)
