@@ -47,6 +47,7 @@ def test_one_row_keeps_its_values_and_gets_a_batch_dimension() -> None:
     row = make_batch(make_row(SAMPLES))
     inputs = collate([row])
     assert inputs.pop("row_id").tolist() == [row.row_id]
+    assert inputs.pop("trajectory_ids") == [row.trajectory_ids]
     assert set(inputs) == {"input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight"}
     for name, values in inputs.items():
         assert values.dtype == getattr(row, name).dtype

@@ -182,8 +182,8 @@ def _check_shapes(name: str, states: Tensor, weight: Tensor, input_ids: Tensor) 
     """
     if states.shape[:2] != input_ids.shape:
         raise TreepackError(
-            f"{name}: the model computed {list(states.shape[:2])} tokens for a batch of {list(input_ids.shape)}; it must "
-            "run the batch as it is, so use neither DataParallel nor virtual tokens"
+            f"{name}: the model computed {list(states.shape[:2])} tokens for a batch of {list(input_ids.shape)}; it "
+            "must run the batch as it is, so use neither DataParallel nor virtual tokens"
         )
     # Sharded weights are DTensors of FSDP2, or tensors with another shape of FSDP1 and ZeRO-3.
     if type(weight.data) is not Tensor or weight.shape[1:] != states.shape[2:]:
