@@ -10,6 +10,7 @@ import click
 from .option_groups import option_group
 from .output import reserve_directory, show
 from .progress import progress, quiet_option
+from .training import stage_lines
 
 if TYPE_CHECKING:
     from treepack.train.logprobs import ScoreOptions
@@ -90,7 +91,8 @@ def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwri
     # All checks that do not need the model come first, because a large model takes minutes to load.
     refuse_ranks("treepack logprobs")
     reserve_directory(out, [packed, model], overwrite=overwrite)
-    scoring = open_scoring(packed, model, options)
+    with stage_lines():
+        scoring = open_scoring(packed, model, options)
     for note in scoring.notes:
         click.echo(f"note: {note}", err=True)
     # Lazy: each row is scored when it is written.
