@@ -55,6 +55,7 @@ _HOME = {
     "ReportOptions": "analysis.options",
     "build_trie_directory": "trie.directory",
     "read_to_trie": "trie.directory",
+    "ReadLog": "ingest.read_log",
     "TrieSummary": "trie.directory",
     "pack_trie": "pack.directory",
     "PackSummary": "pack.directory",

@@ -12,6 +12,7 @@ from treepack.data.dataset import PackedDataset as PackedDataset
 from treepack.errors import TreepackError as TreepackError
 from treepack.files.manifest import Provenance as Provenance
 from treepack.ingest.options import BuildOptions as BuildOptions
+from treepack.ingest.read_log import ReadLog as ReadLog
 from treepack.ingest.readers.registry import read_trajectories as read_trajectories
 from treepack.ingest.tokenization import tokenize as tokenize
 from treepack.model.collation import batch_logprobs as batch_logprobs
@@ -77,6 +78,7 @@ __all__ = [
     "Plan",
     "Progress",
     "Provenance",
+    "ReadLog",
     "ReportOptions",
     "Row",
     "StatsOptions",

@@ -101,7 +101,7 @@ def _whole_file(path: str, input_hash: InputHash | None, how: Handling) -> Itera
     num_pieces = 0
     shown = displayed(path)
     try:
-        with HashingReader(path, input_hash and input_hash.bytes_read) as raw:
+        with HashingReader(path, None if input_hash is None else input_hash.bytes_read) as raw:
             try:
                 for piece in _pieces_of(raw, path, how):
                     num_pieces += 1
