@@ -86,9 +86,18 @@ class Answers:
         answer = self._answer(before, turn, setting)
         if _repeats_thought(turn, answer.trained):
             answer = self._answer(before, _split(turn), setting)
+        try:
+            return self._checked(answer, turn, setting)
+        except UnfaithfulError:
+            # DeepSeek's template leaves out the text of a second turn with calls, and prints it in a first one.
+            with suppress(UnfaithfulError):
+                return self._checked(self._rebuilt(render(before, setting, prompt=True), turn, setting), turn, setting)
+            raise
+
+    def _checked(self, answer: Answer, turn: Message, setting: Setting) -> Answer:
         if not answer.spans:
             return answer
-        notes = check_answer(turn, answer.trained, end=self._end, source=source)
+        notes = check_answer(turn, answer.trained, end=self._end, source=setting.source)
         return replace(answer, notes=answer.notes + notes)
 
     def _answer(self, before: list[Message], turn: Message, setting: Setting) -> Answer:
