@@ -133,14 +133,30 @@ def step_progress(
 
 
 class _Bars:
-    """A bar for each stage, for a terminal."""
+    """A bar for each stage, for a terminal; a stage that counts nothing has a line until the next one starts."""
 
     def __init__(self) -> None:
         self._bars: dict[str, Any] = {}
+        self._estimated: set[str] = set()  # stages whose total is an estimate
+        self._latest: Progress | None = None
 
     def report(self, progress: Progress) -> None:
+        if self._latest is None or progress.stage != self._latest.stage:
+            self._start(progress)
+        self._latest = progress
+        bar = self._bars[progress.stage]
+        if progress.share and progress.total is None:
+            self._estimated.add(progress.stage)
+            bar.total = round(progress.done / progress.share)
+        bar.update(progress.done - bar.n)
+
+    def _start(self, progress: Progress) -> None:
         from tqdm import tqdm
 
+        for stage, bar in list(self._bars.items()):
+            # "planning" stays open while "compiling planners" is shown below it, and comes back.
+            if not bar.leave or (progress.unit and stage != progress.stage):
+                self._close(stage)
         if progress.stage not in self._bars:
             is_tokens = progress.unit == "tokens"
             self._bars[progress.stage] = tqdm(
@@ -151,14 +167,16 @@ class _Bars:
                 bar_format=None if progress.unit else "{desc} ...",
                 leave=bool(progress.unit),
             )
-        bar = self._bars[progress.stage]
-        if progress.share and progress.total is None:
-            bar.total = round(progress.done / progress.share)  # an estimate, so that the bar has a length and an end
-        bar.update(progress.done - bar.n)
+
+    def _close(self, stage: str) -> None:
+        bar = self._bars.pop(stage)
+        if stage in self._estimated:
+            bar.total = bar.n
+        bar.close()
 
     def close(self) -> None:
-        for bar in self._bars.values():
-            bar.close()
+        for stage in list(self._bars):
+            self._close(stage)
 
 
 class _Lines:

@@ -98,5 +98,22 @@ def test_a_bar_of_unknown_length_gets_one_from_the_share(monkeypatch: pytest.Mon
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress.progress_bars() as report:
+        report(Progress("reading", 100, None, "tokens", share=0.1))
+        time.sleep(0.2)  # tqdm draws ten times a second
         report(Progress("reading", 250, None, "tokens", share=0.25))
-    assert "25%" in terminal.getvalue()
+        assert "| 250/1.00k [" in terminal.getvalue()
+    assert "| 250/250 [" in terminal.getvalue()
+
+
+def test_a_stage_that_counts_nothing_goes_when_the_next_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress.progress_bars() as report:
+        report(Progress("planning", 1, 2, "trees"))
+        report(Progress("compiling planners", 0, None, ""))
+        report(Progress("planning", 2, 2, "trees"))
+        report(Progress("packing", 1, 1, "rows"))
+    # tqdm moves the cursor up with ESC [A.
+    lines = terminal.getvalue().replace("\x1b[A", "").replace("\r", "\n").splitlines()
+    assert "compiling planners ..." in lines[:-1]
+    assert [line.partition("|")[0] for line in lines if "100%" in line] == ["planning: 100%", "packing: 100%"]
