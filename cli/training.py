@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +22,7 @@ import click
 
 from .option_groups import option_group
 from .output import lock_until_end, show
-from .progress import is_quiet, say, short, step_progress
+from .progress import is_quiet, short, step_progress
 
 if TYPE_CHECKING:
     from treepack.train.loop import StepMetrics
@@ -94,7 +95,17 @@ class _StageHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         start = click.get_current_context().meta.setdefault(_START, time.monotonic())
-        say(f"[{time.monotonic() - start:.1f} s] {record.getMessage()}")
+        _echo(f"[{time.monotonic() - start:.1f} s] {record.getMessage()}")
+
+
+def _echo(line: str) -> None:
+    """Write a line to stderr, above the bar if there is one."""
+    if not sys.stderr.isatty():
+        click.echo(line, err=True)
+        return
+    from tqdm import tqdm
+
+    tqdm.write(line, file=sys.stderr)
 
 
 @contextmanager
@@ -154,7 +165,9 @@ def train_model(
     try:
         ranks.lead(lambda: lock_until_end(out))
         with stage_lines(shown=ranks.leads):
-            if run_options.resume and _is_finished(packed, model, options, out, run_options):
+            if run_options.resume and _is_finished(packed, model, options, out, ranks):
+                if ranks.leads:
+                    show({"steps": 0, "saved": str(out), **_draw(out, plot=run_options.plot)})
                 return
             run = open_run(packed, model, options, ranks)
             for note in run.notes:
@@ -167,24 +180,21 @@ def train_model(
         leave_ranks()
 
 
-def _is_finished(packed: str, model: str, options: TrainOptions, out: Path, run_options: RunOptions) -> bool:
+def _is_finished(packed: str, model: str, options: TrainOptions, out: Path, ranks: Ranks) -> bool:
     """Return true if the run in `out` needs no step, and say so; the model is not loaded for this."""
     from treepack.train.directory import is_finished, is_same_finished_run
     from treepack.train.loop import already_finished
-    from treepack.train.ranks import Ranks, find_device
+    from treepack.train.ranks import find_device
     from treepack.train.run import count_steps
 
-    options = options.with_dtype(find_device(options.device))
-    # Without the second condition the run is opened, and `train` names the difference.
     if not is_finished(out):
         return False
+    options = options.with_dtype(find_device(options.device))
     num_steps = count_steps(packed, options)
+    # If anything differs, the run is opened, and `train` extends it or names the difference.
     if not is_same_finished_run(out, packed, model, options, num_steps):
         return False
-    leads = os.environ.get("RANK", "0") == "0"
-    _note(Ranks(rank=0 if leads else 1), already_finished(out, num_steps))
-    if leads:
-        show({"steps": 0, "saved": str(out), **_draw(out, plot=run_options.plot)})
+    _note(ranks, already_finished(out, num_steps))
     return True
 
 
@@ -252,7 +262,7 @@ def _require_extras(run_options: RunOptions) -> None:
 
 def _note(ranks: Ranks, note: str) -> None:
     if ranks.leads:  # every rank makes the same notes
-        click.echo(f"note: {note}", err=True)
+        _echo(f"note: {note}")
 
 
 @contextmanager

@@ -9,6 +9,9 @@ import torch
 
 from treepack.errors import TreepackError
 
+LOADING = ("while the model was loaded", "free the memory that other processes use there, or give another --device")
+"""Place and remedy of `memory_errors` for a model that is loaded in one process."""
+
 
 @contextmanager
 def memory_errors(place: str, remedy: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
-from treepack.model.memory import memory_errors
+from treepack.model.memory import LOADING, memory_errors
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.ranks import find_device, find_dtype
@@ -93,7 +93,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
             "advantages and pack them again"
         )
-    with memory_errors("while the model was loaded", "free the memory that other processes have there"):
+    with memory_errors(*LOADING):
         loaded = load_model(
             model,
             attention=options.attention,

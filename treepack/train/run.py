@@ -37,7 +37,7 @@ _log = logging.getLogger("treepack")
 
 _NO_ROOM = (
     "while the model was loaded",
-    "free the memory that other processes have there, or train on more GPUs, or under torchrun with --cpu-offload",
+    "free the memory that other processes use there, or train on more GPUs, or under torchrun with --cpu-offload",
 )
 
 

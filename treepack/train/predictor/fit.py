@@ -28,6 +28,7 @@ from treepack.files import schema
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
 from treepack.model.layers import adapt_layers
+from treepack.model.memory import LOADING, memory_errors
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.train.metrics import MetricsLog
 from treepack.train.options import TrainOptions
@@ -36,7 +37,7 @@ from treepack.train.predictor.model import (
     ValueModel,
     check_rows,
     end_states,
-    memory_errors,
+    row_memory_errors,
     save_values,
     start_values,
     state_values,
@@ -148,7 +149,8 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
     # Drawn once for all epochs, so that each node has the same row in every epoch.
     nodes = draw_nodes(prefixes, prefix_share=options.prefix_share, seed=train.seed)
     rows = anchor_rows(prefixes, nodes, capacity=options.capacity)
-    predictor = start_values(model, train.dtype, train.attention, device, train.seed)
+    with memory_errors(*LOADING):
+        predictor = start_values(model, train.dtype, train.attention, device, train.seed)
     loaded = predictor.loaded
     check_rows(predictor, rows, manifest.get("tokenizer"), directory)
     # A frozen backbone runs without gradients, so nothing has to be computed again.
@@ -296,7 +298,7 @@ def accumulate(
     denominator = sum(len(row.node) for row in rows)  # rows of 3 and 5 ends: each squared error counts 1/8
     losses = []
     for row in rows:
-        with memory_errors(row):
+        with row_memory_errors(row):
             loss = squared_error(head, states_of(row), target[row.node]) / denominator
             torch.autograd.backward(loss)
         losses.append(loss.detach())  # not float(loss), which would wait for the GPU after every row

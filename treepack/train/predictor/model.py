@@ -16,8 +16,8 @@ final norm, at the last token of the prefix h. `predictor.fit` fits the predicto
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from treepack.model.compatibility import check_fits
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.memory import memory_errors
 from treepack.rl.trace.predictions import group_ids
 from treepack.rl.trace.targets import Anchors, anchors
 from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
@@ -82,16 +83,12 @@ def end_states(loaded: LoadedModel, row: AnchorRow, *, dtype: str = "fp32") -> T
     return states[torch.from_numpy(row.token).to(loaded.device)]
 
 
-@contextmanager
-def memory_errors(row: AnchorRow) -> Iterator[None]:
+def row_memory_errors(row: AnchorRow) -> AbstractContextManager[None]:
     """Turn a lack of memory for `row` into a TreepackError that suggests options."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise TreepackError(
-            f"out of memory in a row of {row.row.num_tokens:,} tokens; give a smaller --capacity, --dtype bf16, or for "
-            "a fit --gradient-checkpointing"
-        ) from error
+    return memory_errors(
+        f"in a row of {row.row.num_tokens:,} tokens",
+        "give a smaller --capacity, --dtype bf16, or for a fit --gradient-checkpointing",
+    )
 
 
 def state_values(head: nn.Linear, states: Tensor) -> Tensor:
@@ -213,7 +210,7 @@ def node_values(model: ValueModel, rows: Sequence[AnchorRow], *, num_inner: int,
     """
     values = np.full(num_inner, np.nan)  # each node ends in one row, so no value is written twice
     for row in rows:
-        with memory_errors(row):
+        with row_memory_errors(row):
             row_values = state_values(model.head, end_states(model.loaded, row, dtype=dtype)).double().cpu().numpy()
         if not np.isfinite(row_values).all():
             raise TreepackError(
