@@ -107,11 +107,13 @@ function nodesOf(forest, samples) {
   return nodes;
 }
 
+const NONE = Object.freeze([]); // most nodes have no branches in a line
+
 const newNode = (start, parent) => ({
   parts: [], start, size: 0, parent, children: [], ends: [], count: 0, far: 0, shown: 0,
   sums: { reward: [0, 0], advantage: [0, 0] },
   // Places on the lines of a drawing, see layout.js.
-  order: 0, stop: 0, rollouts: 0, finals: 0, isMain: false, lines: [], before: [], after: [], x: 0, right: 0, wide: 0,
+  order: 0, stop: 0, rollouts: 0, finals: 0, isMain: false, lines: NONE, before: NONE, after: NONE, x: 0, right: 0, wide: 0,
 });
 
 // The trie of these samples alone: a chain of nodes in which none of them branches or ends is one node.

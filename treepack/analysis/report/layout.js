@@ -54,7 +54,7 @@ function endsOf(nodes, forest) {
     }
   }
   for (const [rollout, own] of ends) {
-    own.sort((a, b) => a[0] - b[0] || a[1].far - b[1].far);
+    if (own.length > 1) own.sort((a, b) => a[0] - b[0] || a[1].far - b[1].far);
     ends.set(rollout, own.map(([, node]) => node));
   }
   return ends;
@@ -63,6 +63,10 @@ function endsOf(nodes, forest) {
 // Rollouts through each node. Ends a, b of a rollout count 1 each, and -1 in the last node that both paths share.
 function countRollouts(nodes, ends) {
   for (const own of ends.values()) {
+    if (own.length === 1) {
+      own[0].rollouts++;
+      continue;
+    }
     const sorted = [...new Set(own)].sort((a, b) => a.order - b.order);
     sorted.forEach((node, k) => {
       node.rollouts++;
@@ -80,6 +84,10 @@ function meeting(a, b) {
 
 // Divide the children of a node into lines and branches in a line.
 function divide(node, nodes, last, forest) {
+  if (node.isMain && node.children.every((child) => child.isMain)) {
+    node.lines = node.children;
+    return;
+  }
   const others = node.children.filter((child) => !child.isMain);
   const first = others.length > 1 ? new Map(others.map((child) => [child, firstNumber(child, nodes, forest)])) : null;
   others.sort((a, b) => first.get(a) - first.get(b));
@@ -96,9 +104,10 @@ function divide(node, nodes, last, forest) {
         hosts.add(node.lines.find((line) => line.order <= order && order < line.stop) ?? null);
       }
     }
+    const [host] = hosts;
     if (hosts.has(null)) node.lines.push(child); // its rollout continues elsewhere, so it is a line of its own
-    else if (hosts.size === 1) [...hosts][0].before.push(child);
-    else node.after.push(child);
+    else if (hosts.size === 1) host.before = [...host.before, child];
+    else node.after = [...node.after, child];
   }
 }
 
@@ -113,6 +122,7 @@ const inLine = (branch) => preorder(branch, (node) => [...node.before, ...node.l
 
 function place(root) {
   const put = (branches, x) => {
+    if (!branches.length) return x;
     for (const node of branches.flatMap(inLine)) {
       node.x = x;
       node.right = node.wide = x += node.size;

@@ -21,19 +21,19 @@ const VALUES = {
 // Number of letters that all names begin with; 0 if it is below 6, because then hiding them would not help.
 function commonStart(names) {
   const [first, ...others] = names;
-  let size = others.length ? Math.min(...lengths(names)) : 0;
+  let size = others.length ? shortest(names) : 0;
   for (const name of others) while (!name.startsWith(first.slice(0, size))) size--;
   while (size && size < first.length && /[\p{L}\p{N}]/u.test(first[size - 1])) size--; // cut no word and no number
   return size >= 6 ? size : 0;
 }
 
 const reversed = (name) => [...name].reverse().join("");
-const lengths = (names) => names.map((name) => name.length);
+const shortest = (names) => names.reduce((least, name) => Math.min(least, name.length), Infinity);
 
 // Names without the start and the end that all have in common.
 function distinctParts(names) {
   const start = commonStart(names), end = commonStart(names.map(reversed));
-  if (names.length < 2 || start + end >= Math.min(...lengths(names))) return names;
+  if (names.length < 2 || start + end >= shortest(names)) return names;
   return names.map((name) => `${start ? "\u2026" : ""}${name.slice(start, name.length - end)}${end ? "\u2026" : ""}`);
 }
 

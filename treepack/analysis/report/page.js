@@ -90,7 +90,7 @@ function openTree(samples, sample, at) {
     tree.mark(nodeOfSample(root, sample), at);
     byId("mark-note").textContent = `Marked: ${forest.ids[sample]} parts from the others at token ${count(at)}.`;
   } else if (sample !== null) tree.reveal(nodeOfSample(root, sample));
-  else tree.select(text.whole ? tree.firstEnd : root, true); // a conversation to read from its start
+  else tree.select(text.whole ? tree.firstEnds(1)[0] : root, true); // a conversation to read from its start
 }
 
 async function startExplorer() {

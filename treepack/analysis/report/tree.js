@@ -167,7 +167,7 @@ class TreeView {
   // The names of the rollouts that end with a line.
   namesOf(node) {
     const rollouts = [...new Set(node.ends.map((i) => this.forest.rolloutOf[i]))];
-    return rollouts.length > 1 ? `${count(rollouts.length)} rollouts` : this.forest.labels[rollouts[0]];
+    return rollouts.length > 1 ? `${count(rollouts.length)} rollouts` : this.forest.labels[rollouts[0]] ?? "";
   }
 
   drawEnd(item, box, { width, gutter }, layer, height, rewardColour) {
@@ -290,8 +290,7 @@ class TreeView {
 
   show(root) {
     Object.assign(this, { root, focus: root, selected: null, active: null, marked: null });
-    const names = preorder(root, (node) => node.lines).filter((node) => node.ends.length && !node.lines.length);
-    this.longestName = names.slice(0, 200).reduce((most, node) => Math.max(most, this.namesOf(node).length), 0);
+    this.longestName = this.firstEnds(200).reduce((most, node) => Math.max(most, this.namesOf(node).length), 0);
     this.folded = this.canFold && root.size > WIDE_PROMPT * root.wide;
     openSome(root, this.geometry().scale);
     this.redraw();
@@ -342,11 +341,15 @@ class TreeView {
     this.onOpen(node, isFirst);
   }
 
-  // The node in which the first line ends.
-  get firstEnd() {
-    let node = this.root;
-    while (node.lines.length) node = node.lines[0];
-    return node;
+  // The nodes in which the first lines end.
+  firstEnds(number) {
+    const ends = [];
+    for (const waiting = [this.root]; waiting.length && ends.length < number; ) {
+      const node = waiting.pop();
+      if (!node.lines.length) ends.push(node);
+      for (let k = Math.min(node.lines.length, number) - 1; k >= 0; k--) waiting.push(node.lines[k]);
+    }
+    return ends;
   }
 
   setColour(key) {

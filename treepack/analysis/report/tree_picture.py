@@ -2,13 +2,14 @@
 
     Axes, Subject, Figures, Contents --draw_tree--> axes
 
-Blocks are runs of tokens as in `outline`, coloured by role, and hatched if their tokens are trained. A common prompt that
-would take much of the width is folded. At the right are the rewards and the names of the rollouts.
+Blocks are runs of tokens as in `outline`, coloured by role, and hatched if their tokens are trained. A common prompt
+that would take much of the width is folded. At the right are the rewards and the names of the rollouts.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
@@ -42,6 +43,7 @@ INSET = 0.18  # of its height, for a branch in a line
 GAP = 0.04  # rows between lines
 LETTERS = 132  # monospaced letters of 5 points in the width of the picture
 MAX_LINES = 60  # rollouts drawn; more would be thinner than a pixel of print
+TAG = re.compile(r"</?(?:think|tool_call|tool_response)>")
 MAX_TEXTS = 4  # nodes of a block whose text is read: a chunk of texts is parsed for each
 MAX_NAME = 22  # letters of a rollout's name
 
@@ -152,7 +154,8 @@ def _text(block: Block, contents: Contents) -> str:
         text += "".join(json.loads(texts.chunks[chunk])[node - texts.first_node[chunk]])
     for token in [*(header.text for header in contents.headers), *contents.special]:
         text = text.replace(token, " ")
-    # A dollar sign would start a formula, and characters that the font lacks would be boxes.
+    text = TAG.sub(" ", text)
+    # Characters that the font lacks would be boxes.
     return " ".join("".join(letter if letter.isascii() else " " for letter in text[:2000]).split())
 
 
