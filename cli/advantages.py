@@ -48,14 +48,14 @@ def _warn_of_skipped(manifest: Manifest, trie: Path) -> None:
     num_reduced, num_unknown = skipped["num_groups"] - skipped["num_groups_lost"], skipped["num_without_group"]
     if num_reduced:
         click.echo(
-            f"note: {num_reduced:,} groups of {trie} lost a rollout when it was built, so their baselines are over "
-            "fewer rollouts and may be biased; build-trie names skipped rollouts, and build-trie --strict refuses them",
+            f"note: groups that lost a rollout when {trie} was built: {num_reduced:,}; their baselines are over fewer "
+            "rollouts and may be biased (build-trie names skipped rollouts, build-trie --strict refuses them)",
             err=True,
         )
     if num_unknown:
         click.echo(
-            f"note: {num_unknown:,} rollouts of unknown groups were skipped when {trie} was built, so the baselines of "
-            "their groups may be biased",
+            f"note: rollouts of unknown groups that were skipped when {trie} was built: {num_unknown:,}; the baselines "
+            "of their groups may be biased",
             err=True,
         )
 

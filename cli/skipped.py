@@ -29,7 +29,7 @@ def print_many_skipped(skipped: Mapping[str, Any] | None) -> None:
 
 
 def print_skipped(skipped: Mapping[str, Any] | None) -> None:
-    """Print how many groups lost a rollout, and the first skipped rollouts with their reasons."""
+    """Print the first skipped rollouts with their reasons, and how many groups lost a rollout."""
     if not skipped:
         return
     click.echo(f"skipped rollouts: {skipped['num_skipped']:,}")
@@ -38,14 +38,10 @@ def print_skipped(skipped: Mapping[str, Any] | None) -> None:
         click.echo(f"  {printable(each['reason'])}")
     if more := skipped["num_skipped"] - len(names):
         click.echo(f"  and {more:,} more")
-    click.echo(f"groups that lost a rollout: {skipped['num_groups']:,}{_whole_groups(skipped)}")
-
-
-def _whole_groups(skipped: Mapping[str, Any]) -> str:
-    lost, unknown = skipped["num_groups_lost"], skipped["num_without_group"]
-    parts = [f"{lost:,} of them all of their rollouts"] if lost else []
-    parts += [f"{unknown:,} skipped rollouts name no group"] if unknown else []
-    return f" ({'; '.join(parts)})" if parts else ""
+    lost = f" (all of their rollouts: {skipped['num_groups_lost']:,})" if skipped["num_groups_lost"] else ""
+    click.echo(f"groups that lost a rollout: {skipped['num_groups']:,}{lost}")
+    if skipped["num_without_group"]:
+        click.echo(f"skipped rollouts that name no group: {skipped['num_without_group']:,}")
 
 
 def print_control_tokens(record: Mapping[str, Any] | None) -> None:

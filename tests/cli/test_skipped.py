@@ -39,10 +39,11 @@ def test_many_skipped_rollouts_are_the_first_line_and_the_first_are_named(
 ) -> None:
     lines = treepack("build-trie", rollouts, "--out", str(tmp_path / "trie")).out.splitlines()
     assert lines[0] == "3 of 30 rollouts (10.0 %) were skipped, 3 of them for this reason: no trained token"
-    assert lines[-5:] == [
+    assert lines[-6:] == [
         "skipped rollouts: 3",
         *(f"  {rollouts}:{line}: no trained token" for line in (1, 2, 3)),
-        "groups that lost a rollout: 2 (1 of them all of their rollouts; 1 skipped rollouts name no group)",
+        "groups that lost a rollout: 2 (all of their rollouts: 1)",
+        "skipped rollouts that name no group: 1",
     ]
 
 
@@ -78,8 +79,8 @@ def test_advantages_say_that_baselines_are_over_fewer_rollouts(treepack: Run, tm
     notes = treepack(
         "advantages", str(tmp_path / "trie"), "--estimator", "grpo", "--out", str(tmp_path / "advantages")
     ).err
-    assert f"note: 1 groups of {tmp_path}/trie lost a rollout when it was built" in notes
-    assert "note: 1 rollouts of unknown groups were skipped" in notes
+    assert f"note: groups that lost a rollout when {tmp_path}/trie was built: 1; their baselines" in notes
+    assert f"note: rollouts of unknown groups that were skipped when {tmp_path}/trie was built: 1;" in notes
 
 
 def test_an_input_without_a_usable_rollout_is_refused_with_its_reasons(treepack: Run, tmp_path: Path) -> None:
