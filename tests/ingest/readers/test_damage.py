@@ -238,7 +238,7 @@ def test_aliases_that_expand_to_much_are_refused_and_a_few_are_read() -> None:
     }
 
 
-# What a file is instead
+# Files of other kinds
 
 
 @pytest.mark.parametrize(
