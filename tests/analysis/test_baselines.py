@@ -94,6 +94,18 @@ def test_append_only_sequences_are_not_used_if_they_are_not_known(fault: str) ->
     assert {"stale": "samples were removed", "absent": "for 1 of 3 conversations"}[fault] in note
 
 
+def test_notes_mention_equal_baselines_and_equal_expansions() -> None:
+    chats, _ = turns_of_chats()
+    trie = build_trie(chats)
+    totals, work = trie_totals(trie), flat_work(trie)
+    read = replace(conversations_of(trie, work), num_turns=6)
+    same_sequences = "each sample is the append-only sequence of its conversation, so both baselines are the same"
+    assert baseline_notes(read, totals) == [same_sequences]
+    split = conversations_of(trie, replace(work, tokens=20))
+    assert baseline_notes(split, totals) == ["--expand trajectory and --expand turns give the same samples"]
+    assert "token ids or plain text" in baseline_notes(None, totals)[0]
+
+
 def test_the_report_follows_from_the_lines() -> None:
     flat, packed = FlopCount(1000, 9000, 100), FlopCount(200, 3000, 90)
     result = report([Line("turns", 64, flat, packed, 2, TURNS)], SHAPE, DEVICE, ["a note"])

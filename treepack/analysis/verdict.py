@@ -132,7 +132,8 @@ def baseline_notes(conversations: Conversations | None, totals: Mapping[str, Any
     notes = []
     sums = conversations.append_only
     if conversations.num_turns == conversations.num_parts:
-        notes.append("--expand trajectory and --expand turns --per-path give the same samples")
+        turns = "--expand turns --per-path" if conversations.num_trees else "--expand turns"
+        notes.append(f"--expand trajectory and {turns} give the same samples")
     if sums.tokens == conversations.tokens_flat and sums.num_sequences == conversations.num_samples:
         notes.append("each sample is the append-only sequence of its conversation, so both baselines are the same")
     if absent:
