@@ -133,7 +133,7 @@ def step_progress(
 
 
 class _Bars:
-    """A bar for each stage, for a terminal; a stage that counts nothing has a line until the next one starts."""
+    """Bars on a terminal, one for each stage; a stage that counts nothing has a line until the next one starts."""
 
     def __init__(self) -> None:
         self._bars: dict[str, Any] = {}
@@ -180,7 +180,7 @@ class _Bars:
 
 
 class _Lines:
-    """A line every `interval` seconds, for a file or a pipe.
+    """Lines in a file or a pipe, one every `interval` seconds.
 
     A thread writes them: a stage may compute for minutes between two reports, and must not look as if it hangs.
     """
@@ -220,7 +220,7 @@ class _Lines:
         self._start, self._was_shown = time.monotonic(), False
 
     def _write(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # stderr was closed; the command itself goes on
+        with suppress(OSError, ValueError):  # stderr was closed; the command itself continues
             click.echo(line, err=True)
 
 

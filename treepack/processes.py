@@ -237,8 +237,8 @@ class Progress:
         done: units so far.
         total: units in total, None if it is unknown.
         unit: name of a unit in the plural; empty for a stage that counts nothing.
-        share: share of the stage that is done, if something other than `done` and `total` tells it: bytes of the
-            input, or time of a time limit.
+        share: share of the stage that is done, if it follows from something other than `done` and `total`: bytes of
+            the input, or the sizes of trees.
     """
 
     stage: str

@@ -12,9 +12,9 @@ A run that is killed leaves no `out`, or the old one, and a hidden sibling that 
     .trie.partial-1f2e3d4c-a1b2c3d4     the output of an unfinished run
     .trie.old-1f2e3d4c-5e6f7a8b         an output that a run with `overwrite` has just moved away
 
-The first number is that of this machine since its last start, the second is random. Whoever has the lock of `out` knows
-that nobody else on this machine writes it, in any container. Locks between machines depend on the file system, so what
-another machine left is removed a day after its last change.
+The first number is that of this machine since its last start, the second is random. While a process has the lock of
+`out`, no other process on this machine writes it, in any container. Locks between machines depend on the file system,
+so the remains of another machine are removed a day after their last change.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def finished_file(out: Path, *, overwrite: bool, option: str = "--out") -> Itera
 
 @contextmanager
 def _temporary(out: Path, option: str) -> Iterator[tuple[Path, Path]]:
-    """Yield `out` without links and a new name beside it, under the lock; what has that name at the end is removed."""
+    """Yield `out` without links and a new name beside it, under the lock; a file of that name is removed at the end."""
     with lock(out, option=option) as is_locked:
         out = out.resolve()
         temporary = _hidden(out, "partial")
@@ -213,7 +213,7 @@ def _remove_stale(out: Path, *, is_locked: bool) -> None:
         return
     for path in siblings:
         match = pattern.fullmatch(path.name)
-        # The lock proves that no process of this machine is writing; for other machines only the time tells.
+        # The lock proves that no process of this machine is writing. For other machines only the age is known.
         if match is None or not ((is_locked and match[2] == here) or _age(path) > _STALE_SECONDS):
             continue
         if match[1] == "old" and not out.exists():

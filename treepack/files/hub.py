@@ -1,10 +1,10 @@
 """Names of models and tokenizers: a folder on this machine, or a model of the Hugging Face hub.
 
-    name --is_offline--> load only what is cached
-    name, exception of transformers --load_fault--> one sentence: which of the two was meant, and what is wrong
+    name --is_offline--> True if only a cached copy can be loaded
+    name, exception of transformers --load_fault--> one sentence: the fault of the folder, or of the hub
 
-The hub's client asks an unreachable hub six times in half a minute, for every file, before it looks into its cache.
-Here it is asked once.
+The hub's client tries an unreachable hub six times in half a minute for every file, and then reads its cache. Here one
+request decides.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def is_offline(name: str) -> bool:
     """Return True if `name` is not on this machine and the hub does not answer, so only a cached copy can be loaded."""
     if Path(name).exists() or _is_path(name):
         return False
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)

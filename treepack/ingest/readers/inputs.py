@@ -1,4 +1,4 @@
-"""Input files: the files that paths, folders and globs name, and one hash of their content.
+"""Input files: the files that paths, folders and globs name, one hash of their content, and the bytes read of them.
 
     paths, folders, globs, "-" --list_inputs--> files, in a fixed order
 
