@@ -109,3 +109,27 @@ def test_strict_accepts_a_folder_with_other_files(treepack: Run, tmp_path: Path)
     write(tmp_path / "in.jsonl", [rollout(0, "a")])
     (tmp_path / "notes.md").write_text("not read")
     assert "file extension .md not read" in treepack("stats", str(tmp_path), "--strict").out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--strict", "--skip-bad"], "strict refuses what skip_bad skips; give one of them"),
+        (["--max-record-size", "1K"], "max_record_size is 1024; expected at least 1048576 bytes"),
+        (["--max-record-size", "big"], "'big' is not a number of bytes such as 500M or 2G"),
+        (["--control-tokens", "drop"], "is not one of 'keep', 'text', 'skip'"),
+    ],
+)
+def test_reading_options_that_make_no_sense_are_wrong_usage(
+    treepack: Run, rollouts: str, options: list[str], sentence: str
+) -> None:
+    result = treepack("stats", rollouts, *options)
+    assert result.status == 2
+    assert sentence in result.err
+
+
+def test_a_record_size_has_suffixes(treepack: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", [rollout(0, "a") | {"pad": "x" * (3 << 20)}])
+    for size in ("2M", "2MB", str(2 << 20)):
+        assert "the line has more than 2 MB" in treepack("stats", path, "--max-record-size", size).err
+    assert treepack("stats", path, "--max-record-size", "4m").status == 0
