@@ -4,7 +4,8 @@
 
 const MORE = 50; // rows of the list at first, and with each "Show more"
 const MAX_HITS = 8; // samples listed for a search
-const MAX_CELLS = 12; // rollouts that get a cell each in the picture of outcomes; more are drawn as shares
+const MAX_CELLS = 24; // cells in the picture of outcomes; of more rollouts, each cell is the mean of several
+const FEW_CELLS = 12; // with at most as many, there are gaps between them
 const FILTERS = {
   all: () => true,
   mixed: (parts, part) => parts.spread[part] > 0,
@@ -135,10 +136,13 @@ class PartList {
     if (!rewards.length) return make("td", { class: "outcomes" }, text);
     const [low, high] = this.range;
     const share = (reward) => (high > low ? (reward - low) / (high - low) : 0.5);
-    const stops = rewards.map((reward, k) => {
-      const colour = `color-mix(in srgb, var(--pass) ${(100 * share(reward)).toFixed(0)}%, var(--fail))`;
-      const gap = rewards.length <= MAX_CELLS ? 100 / rewards.length / 12 : 0;
-      const [start, end] = [(100 * k) / rewards.length, (100 * (k + 1)) / rewards.length - gap];
+    const cells = Math.min(rewards.length, MAX_CELLS);
+    const gap = cells <= FEW_CELLS ? 100 / cells / 12 : 0;
+    const stops = Array.from({ length: cells }, (_, k) => {
+      // 100 rewards in 24 cells -> cell 1 is the mean of rewards 4 to 7
+      const bounds = [k, k + 1].map((each) => Math.floor((each * rewards.length) / cells));
+      const colour = `color-mix(in srgb, var(--pass) ${(100 * share(mean(rewards.slice(...bounds)))).toFixed(0)}%, var(--fail))`;
+      const [start, end] = [(100 * k) / cells, (100 * (k + 1)) / cells - gap];
       return `${colour} ${start.toFixed(2)}% ${end.toFixed(2)}%, transparent ${end.toFixed(2)}% ${(end + gap).toFixed(2)}%`;
     });
     const label = `${plural(rollouts, "rollout")}: rewards ${short(rewards[0])} to ${short(rewards.at(-1))}`;
