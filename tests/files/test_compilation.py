@@ -87,7 +87,7 @@ def test_without_any_temporary_directory_there_is_no_folder(tmp_path: Path) -> N
 
 
 def test_only_the_compilation_of_a_function_is_reported() -> None:
-    @numba.njit
+    @numba.njit  # type: ignore[untyped-decorator]
     def double(value: int) -> int:
         return 2 * value
 
