@@ -74,8 +74,16 @@ def test_a_turn_on_two_paths_is_one_sample_with_their_weight_and_mean_reward(tok
     assert sums["append_only_sequences"] == 2
 
 
+def test_equal_last_turns_are_independent_samples(tokenizer: Any) -> None:
+    choices = [path_of(f"choice-{i}", ["A"], reward=float(i)) for i in range(3)]
+    assert [sample.reward for sample in turns_of(choices, tokenizer)] == [0.0, 1.0, 2.0]
+    longer = [*choices[:2], path_of("longer", ["A", "B"], reward=5.0)]
+    merged, rest = turns_of(longer, tokenizer)
+    assert (merged.weight, merged.reward, rest.reward) == (3.0, 2.0, 5.0)
+
+
 def test_turns_of_other_records_groups_or_weights_stay_apart(tokenizer: Any) -> None:
-    path = path_of("a", ["A"])
+    path = path_of("a", ["A", "B"])
     chat = path.content
     assert isinstance(chat, Chat)
     others = [
@@ -83,12 +91,12 @@ def test_turns_of_other_records_groups_or_weights_stay_apart(tokenizer: Any) -> 
         replace(path, group_id="h"),
         replace(path, step=1),
         replace(path, reward=1.0),
-        replace(path, content=replace(chat, message_weights=[0.0, 0.5])),
+        replace(path, content=replace(chat, message_weights=[0.0, 0.5, 0.0, 0.5])),
     ]
     for other in others:
-        assert len(turns_of([path, other], tokenizer)) == 2
-    assert len(turns_of([path, path], tokenizer)) == 1
-    assert len(turns_of([path, path], tokenizer, per_path=True)) == 2
+        assert len(turns_of([path, other], tokenizer)) == 4
+    assert len(turns_of([path, path], tokenizer)) == 3
+    assert len(turns_of([path, path], tokenizer, per_path=True)) == 4
 
 
 @st.composite
@@ -142,14 +150,15 @@ def test_merged_turns_have_the_gradient_of_one_sample_for_each_path(tokenizer: A
     for key, value in other.items():
         assert one[key] == pytest.approx(value, rel=1e-12, abs=1e-12)
     assert weights_by_prefix(merged) == pytest.approx(weights_by_prefix(apart), rel=1e-12)
-    # By the definition: one sample for each record and each sequence of answers that begins a path.
-    answers = {
-        (path.source, tuple(m["content"] for m in path.content.messages[1 : 2 * k + 2 : 2]))
-        for path in paths
-        if isinstance(path.content, Chat)
-        for k in range((len(path.content.messages)) // 2)
-    }
-    assert len(merged) == len(answers)
+    # By the definition: one sample for each record and each sequence of answers that begins a path, unless all paths
+    # end there; then it has one sample for each.
+    ends: dict[tuple[str, ...], list[bool]] = {}
+    for path in paths:
+        assert isinstance(path.content, Chat)
+        answers = [message["content"] for message in path.content.messages[1::2]]
+        for k in range(1, len(answers) + 1):
+            ends.setdefault((path.source, *answers[:k]), []).append(k == len(answers))
+    assert len(merged) == sum(len(each) if all(each) else 1 for each in ends.values())
     assert sum(sample.metadata.get("num_paths", 1) for sample in merged) == len(apart)
 
 

@@ -3,10 +3,12 @@
     paths of a record     p A B     p A C          p prompt, A B C turns
     one sample per turn   p A (2 paths)     p A B     p A C
 
-Two turns are the same if their record, their tokens and their trained tokens are the same. The sample has the sum of
-the weights of its paths, and the weighted mean of their rewards and of their advantages. So a loss that is linear in
-the advantage has the same gradient as with one sample for each path; a clipped loss clips the mean advantage once,
-instead of each path by itself.
+Two turns are the same if their record, their tokens and their trained tokens are the same, and one of them is not the
+last of its path. Equal last turns are independent samples of one prompt, such as the choices of one request.
+
+The merged sample has the sum of the weights of its paths, and the weighted mean of their rewards and of their
+advantages. So a loss that is linear in the advantage has the same gradient as with one sample for each path; a clipped
+loss clips the mean advantage once, instead of each path by itself.
 """
 
 from __future__ import annotations
@@ -71,9 +73,10 @@ def _merged_turns(paths: list[list[Trajectory]]) -> dict[int, Trajectory | None]
     turns: dict[tuple[object, ...], list[Trajectory]] = {}
     for sample in (sample for samples in paths for sample in samples):
         turns.setdefault(_identity(sample), []).append(sample)
+    last = {id(samples[-1]) for samples in paths}
     changed: dict[int, Trajectory | None] = {}
     for equal in turns.values():
-        if len(equal) > 1:
+        if len(equal) > 1 and any(id(sample) not in last for sample in equal):
             changed |= {id(sample): None for sample in equal}
             changed[id(equal[0])] = _merge(equal)
     return changed
