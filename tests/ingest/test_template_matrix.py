@@ -58,8 +58,9 @@ def test_the_matrix_has_conversations_of_every_source() -> None:
     assert len({one.source for one in real_conversations(1)}) == 3
 
 
-# Families that agents are trained with; a template that skips more than it did is a loss that nobody would see.
-READ_WHOLE = "qwen2_5 qwen3 qwen3_5_think qwen3_6 qwen3_8 deepseekv3 llama3_1 glm4moe".split()
+# Families that agents are trained with; a template that skips more than it did is a loss that nobody would see. Not
+# Llama 3.1: its template prints either the text or the call of a turn, and refuses several calls.
+READ_WHOLE = "qwen2_5 qwen3 qwen3_5_think qwen3_6 qwen3_8 deepseekv3 glm4moe".split()
 
 
 @pytest.mark.parametrize("name", READ_WHOLE)
