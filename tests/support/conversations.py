@@ -49,7 +49,7 @@ def samples_of_formats() -> list[Conversation]:
 
 def real_conversations(limit: int | None = None) -> list[Conversation]:
     """Return the first `limit` conversations of each real source; none if the sources are not there."""
-    conversations = []
+    conversations: list[Conversation] = []
     for source, (file, schemas) in SOURCES.items():
         if (REAL / source).is_dir():
             tools = json.loads((REAL / source / schemas).read_text(encoding="utf-8")) if schemas else None

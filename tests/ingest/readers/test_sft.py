@@ -274,7 +274,8 @@ def test_what_is_not_of_the_form_is_refused_by_its_place() -> None:
         'history[0] is ["Hi"]; expected a query and its response'
     )
     turns = [{"from": "human", "value": "Hi"}, {"from": "narrator", "value": "He waits."}]
-    assert refusal(sharegpt, {"conversations": turns}).startswith("message 2 is from 'narrator'; expected one of system,")
+    sentence = "message 2 is from 'narrator'; expected one of system,"
+    assert refusal(sharegpt, {"conversations": turns}).startswith(sentence)
     turns[1] = {"from": "function_call", "value": "add(2)"}
     assert refusal(sharegpt, {"conversations": turns}) == (
         'message 2 has the call "add(2)"; expected JSON with name and arguments'

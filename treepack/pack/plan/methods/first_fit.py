@@ -17,7 +17,10 @@ Import this module inside functions only, because numba takes about a second to 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from treepack.files.compilation import compiled
 from treepack.trajectory import Int32, Int64
@@ -167,7 +170,7 @@ def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
 
 
 @compiled
-def _double(values: Int64) -> Int64:
+def _double(values: NDArray[Any]) -> NDArray[Any]:
     out = np.empty((2 * len(values), values.shape[1]), values.dtype)
     for i in range(len(values)):  # a slice takes numba 5 s to compile
         for k in range(values.shape[1]):
