@@ -40,7 +40,7 @@ MEASURED_SHARE = 0.78
 PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
 # Operations per second of a training step over the rate of products alone: 0.46 to 0.55 on an H200, tree and flat.
 MFU = 0.5
-# Largest share of conversations without an append-only sequence with which that baseline is still used.
+# Maximum share of conversations without an append-only sequence; above it, the forecast has no such baseline.
 MAX_ABSENT = 0.05
 # Keys of `glossary.BASELINES`.
 APPEND_ONLY, SAMPLES, TRAJECTORIES, TURNS = "append_only", "samples", "trajectories", "turns"
@@ -134,9 +134,9 @@ def once_work(trie: Trie) -> FlopCount:
     """Return the work of a trie of turns one by one; a turn that several paths of a record have counts once."""
     turns = turns_of(trie)
     repeated = np.setdiff1d(turns.owner, turns.distinct(trie).owner)
-    kept = np.delete(np.arange(trie.num_trajectories), repeated)
-    lengths = trie.lengths[kept]
-    return FlopCount(int(lengths.sum()), _pairs(lengths), int(_num_trained(trie)[kept].sum()))
+    members = np.delete(np.arange(trie.num_trajectories), repeated)
+    lengths = trie.lengths[members]
+    return FlopCount(int(lengths.sum()), _pairs(lengths), int(_num_trained(trie)[members].sum()))
 
 
 def turns_work(trie: Trie, turns: Turns) -> FlopCount:
@@ -248,7 +248,7 @@ def row_work(
 ) -> tuple[FlopCount, FlopCount]:
     """Return the work of a packed row, and of its trajectories one by one; the arguments are columns of the row.
 
-    The columns do not contain which trajectories train a token, so all that pass through a trained token count.
+    No column contains the trajectories that train a token, so every trajectory through a trained token counts.
     """
     position, trained = np.asarray(position_ids).astype(np.int64), np.asarray(loss_weight) > 0
     lengths = position[np.asarray(trajectory_ends)] + 1
@@ -278,9 +278,9 @@ class RowCounter:
 
     def lines(self, manifest: Mapping[str, Any]) -> list[Line]:
         """Return the savings of all rows read against each baseline in `manifest`."""
-        own = self.line(manifest["capacity"], manifest["totals"])
+        line = self.line(manifest["capacity"], manifest["totals"])
         conversations = usable_conversations(conversations_of_manifest(manifest), manifest["totals"])
-        return [own] if conversations is None else [own, append_only_line(own, conversations)]
+        return [line] if conversations is None else [line, append_only_line(line, conversations)]
 
 
 def append_only_line(line: Line, conversations: Conversations) -> Line:

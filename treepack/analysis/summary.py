@@ -31,8 +31,8 @@ def summary(conversations: Conversations | None, totals: Mapping[str, Any]) -> s
     samples = quantity(conversations.num_samples, "sample")
     reasons = _reasons(conversations)
     text = f"{', '.join(_sources(conversations))}, {samples}" + (f": {'; '.join(reasons)}" if reasons else "")
-    left = num_samples - conversations.num_samples
-    return text if left == 0 else f"{text}, of which {quantity(num_samples, 'sample')} remain"
+    is_whole = num_samples == conversations.num_samples
+    return text if is_whole else f"{text}, of which {quantity(num_samples, 'sample')} remain"
 
 
 def _sources(conversations: Conversations) -> list[str]:
@@ -49,7 +49,7 @@ def _sources(conversations: Conversations) -> list[str]:
 
 
 def _reasons(conversations: Conversations) -> list[str]:
-    """Return why there are more samples than conversations, and that turns of several paths are one sample."""
+    """Return the reasons for more samples than conversations, and the merging of turns on several paths."""
     reasons = []
     others = conversations.num_rollouts - conversations.num_conversations
     if conversations.num_samples != conversations.num_parts + others:

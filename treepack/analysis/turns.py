@@ -51,15 +51,15 @@ class Turns:
         several = np.flatnonzero((np.bincount(records[one_turn]) > 1)[records])
         nodes = nodes_at(trie, trie.end_node[self.owner[several]], self.ends[several])
         seen: set[tuple[int, ...]] = set()
-        kept = np.ones(len(self.owner), np.bool_)
+        is_new = np.ones(len(self.owner), np.bool_)
         places = (records[several], nodes, self.starts[several], self.ends[several])
         for i, turn in zip(several.tolist(), zip(*(column.tolist() for column in places), strict=True), strict=True):
-            kept[i] = turn not in seen
+            is_new[i] = turn not in seen
             seen.add(turn)
-        return self._select(kept)
+        return self._select(is_new)
 
-    def _select(self, kept: NDArray[np.bool_]) -> Turns:
-        return Turns(self.owner[kept], self.starts[kept], self.ends[kept])
+    def _select(self, mask: NDArray[np.bool_]) -> Turns:
+        return Turns(self.owner[mask], self.starts[mask], self.ends[mask])
 
 
 def turns_of(trie: Trie) -> Turns:

@@ -26,7 +26,7 @@ from treepack.analysis.glossary import BASELINES
 from treepack.analysis.model_cost import ModelShape, operations
 from treepack.ingest.conversations import Conversations
 
-# Share of saved operations below which the verdict is that plain sequence packing is as good.
+# Share of saved operations below which the verdict is that tree training does not pay.
 MIN_SAVED = 0.1
 
 Entry = dict[str, Any]

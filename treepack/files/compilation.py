@@ -60,7 +60,7 @@ def private_folder(temporary_directory: Callable[[], str]) -> Path | None:
 
 @contextmanager
 def compilation_reported(report: Callable[[], None]) -> Iterator[None]:
-    """Call `report` whenever the compilation of a function begins inside the block; loading from the cache is none."""
+    """Call `report` whenever the compilation of a function begins inside the block, but not if its code is cached."""
 
     class Listener(event.Listener):  # type: ignore[misc]  # numba has no types
         def on_start(self, event: Any) -> None:

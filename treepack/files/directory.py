@@ -1,4 +1,4 @@
-"""Outputs that are whole or absent, and never replace anything by surprise.
+"""Write outputs that are complete or absent, and that replace nothing unless the caller allows it.
 
     with finished_directory(out) as temporary:    a hidden sibling of `out`, and the lock of `out`
         ...                                       write everything there, the manifest last
@@ -95,12 +95,12 @@ def _temporary(out: Path, option: str) -> Iterator[tuple[Path, Path]]:
 
 
 def is_hidden_output(name: str) -> bool:
-    """Return whether `name` is that of a lock file or of an unfinished output, which is no input of any command."""
+    """Return True if `name` is the name of a lock file or of an unfinished output, which no command reads as input."""
     return _HIDDEN.fullmatch(name) is not None
 
 
 def is_own_directory(path: Path) -> bool:
-    """Return whether treepack wrote the directory `path`: a manifest, a training run or a predictor."""
+    """Return True if treepack wrote the directory `path`: it has a manifest, a training run or a predictor."""
     for name in (MANIFEST, RUN, "train.json", "values.json"):
         try:
             content = json.loads((path / name).read_text(encoding="utf-8"))
@@ -124,8 +124,8 @@ def refuse_existing(
     Args:
         out: the directory to write, or the file if `is_own_file` is given.
         overwrite: accept an existing `out` that treepack wrote.
-        inputs: what the command reads; None entries are ignored.
-        is_own_file: whether a file was written by this command, and may be replaced by it.
+        inputs: paths that the command reads; None entries are ignored.
+        is_own_file: returns True for a file that this command wrote, and may replace.
         option: name of the option for `out`, which the message contains.
 
     Raises:

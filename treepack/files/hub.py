@@ -26,7 +26,7 @@ def is_offline(name: str) -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
-    except Exception:  # of the HTTP library, which differs between versions, or because offline mode is set
+    except Exception:  # its type depends on the version of the HTTP library, and on offline mode
         return True
     return False
 
@@ -34,7 +34,7 @@ def is_offline(name: str) -> bool:
 def load_fault(name: str, error: Exception, *, kind: str, files: tuple[str, ...]) -> TreepackError:
     """Return the error for a `kind` ("model", "tokenizer") that could not be loaded from `name`.
 
-    `files` are names of which a folder of this kind contains at least one.
+    A folder of this kind contains at least one of `files`.
     """
     path = Path(name)
     reason = shorten(str(error), _MAX_REASON, placeholder=" ...") or type(error).__name__
@@ -56,5 +56,5 @@ def load_fault(name: str, error: Exception, *, kind: str, files: tuple[str, ...]
 
 
 def _is_path(name: str) -> bool:
-    """Return True if no model of the hub can have this name: those are NAME or OWNER/NAME."""
+    """Return True if no model of the hub can have this name: names on the hub are NAME or OWNER/NAME."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or name.endswith((".json", "/"))

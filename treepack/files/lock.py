@@ -4,9 +4,9 @@
         ...             a second `lock(out)` anywhere raises TreepackError at once
 
 The lock is `flock` on the hidden file `.NAME.lock` beside the output. The kernel releases it when its process ends, by
-`kill -9` too, so no process id is ever asked: ids mean nothing in another container or on another machine. Containers
-and machines with one shared disk exclude each other if the file system supports flock (NFS, CephFS and GPFS do; Lustre
-with the mount option flock).
+`kill -9` too. So no process ids are compared, which have no meaning in another container or on another machine.
+Containers and machines with one shared disk exclude each other if the file system supports flock (NFS, CephFS and GPFS
+do; Lustre with the mount option flock).
 
 The file is removed at the end. A process may have opened it just before:
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 
-# A file system without flock answers with one of these; EBADF is NFS for the lock of a directory.
+# Errors of file systems without flock; NFS raises EBADF for the lock of a directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -61,7 +61,7 @@ def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
     if file in _OWNED.get():
         yield True
         return
-    made = [folder for folder in out.parents if not folder.exists()]  # the deepest first
+    new_folders = [folder for folder in out.parents if not folder.exists()]  # the deepest first
     descriptor: int | None = None
     try:
         try:
@@ -77,7 +77,7 @@ def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
         if descriptor is not None:
             _OWNED.set(_OWNED.get() - {file})
             _release(descriptor, file)
-        for folder in made:
+        for folder in new_folders:
             with suppress(OSError):  # not empty, which is the usual case
                 folder.rmdir()
 
@@ -126,7 +126,7 @@ def _acquire(file: Path, out: Path, option: str) -> int | None:
 
 def _open(file: Path, out: Path) -> int:
     """Open the lock file, or the directory `out` itself if the folder around it cannot be written."""
-    with suppress(FileExistsError):  # opening names the fault better: a parent that is a file
+    with suppress(FileExistsError):  # a parent is a file; the error of opening below is clearer
         out.parent.mkdir(parents=True, exist_ok=True)
     try:
         # No link is followed: in a folder like /tmp somebody else may have made one to a file of ours.

@@ -24,12 +24,13 @@ from typing import Any
 from treepack.ingest.chat_template import RenderedTurn
 from treepack.trajectory import Chat
 
-# Sums in the log of reading: over the append-only sequences of all rollouts, the rollouts whose template allows none
-# (their longest sample counts instead). Over conversations: their trained turns, the parts into which the template
-# splits them because it rewrites earlier turns, and the conversations with several parts.
+# Keys of sums in the log of reading. The first four are sums over the append-only sequences of all rollouts. ABSENT
+# counts the rollouts whose template allows no such sequence; their longest sample counts instead.
 SEQUENCES, TOKENS, PAIRS, TARGETS, ABSENT = (
     f"append_only_{name}" for name in ("sequences", "tokens", "pairs", "targets", "absent")
 )
+# The trained turns of all conversations, the parts into which templates that rewrite earlier turns split them, and the
+# conversations with several parts.
 TURNS, PARTS, SPLIT = "turns", "parts", "split"
 REPLY = "treepack-reply"  # content of the assistant message before the new ones; no log contains it
 SAME_END = 24  # characters by which the ends of two texts are compared: longer than any end token
@@ -71,7 +72,7 @@ def append_only_text(
         special: special tokens of the tokenizer, one of which may end a turn.
 
     Returns:
-        Text and spans, or None if the template prints the new messages of a turn in no way that can be separated.
+        Text and spans, or None if the new messages of a turn cannot be separated from the rest of their rendering.
     """
     text = turns[0].text
     spans: Spans = [(start, end, turns[0].weight) for start, end in turns[0].spans]
@@ -143,7 +144,7 @@ def _size_of_end(body: str, tail: str) -> int:
 
 
 def _before_body(between: str, turn: RenderedTurn, generation_prompt: Callable[[], str]) -> str | None:
-    """Return `between`, which ends with the generation prompt, so that the body of `turn` follows; None if unclear."""
+    """Change the end of `between`, a generation prompt, so that the body of `turn` can follow; None if that fails."""
     start = turn.spans[0][0]
     prompt, body = turn.text[:start], turn.text[start:]
     if prompt.endswith(between[-SAME_END:]):
@@ -153,5 +154,5 @@ def _before_body(between: str, turn: RenderedTurn, generation_prompt: Callable[[
         return between.removesuffix(generation)
     # Text of the turn that is not trained, such as an empty think block: generation prompt "<|assistant|><think>" and
     # prompt "...<|assistant|><think></think>" -> "</think>"
-    _, printed, opening = prompt.rpartition(generation or " ")
-    return between + opening if generation and printed and len(opening) <= MAX_OPENING else None
+    _, separator, opening = prompt.rpartition(generation or " ")
+    return between + opening if generation and separator and len(opening) <= MAX_OPENING else None

@@ -5,9 +5,9 @@
                                                                                                ~~~~~~~~~~~~ trained
 
 Each turn is rendered as its sampler saw it, without the messages after it, because templates rewrite earlier turns (for
-example, they drop old reasoning). `template.answers` finds what the model wrote after P; if a template has
-`{% generation %}` marks, the marks decide instead. A conversation that the template cannot render faithfully is
-`UnfaithfulError`, a template that cannot be used at all is refused. `tokenization` turns the text into ids.
+example, they drop old reasoning). `template.answers` finds the text that the model wrote after P; if a template has
+`{% generation %}` marks, the marks decide instead. A conversation that the template cannot render faithfully raises
+`UnfaithfulError`; a template that no conversation can use is refused. `tokenization` turns the text into ids.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ChatTemplate:
         added = tokenizer.added_tokens_decoder.values()
         self._special = tuple({token.content for token in added if token.special} | set(tokenizer.all_special_tokens))
         self._end = str(tokenizer.eos_token or "")
-        self._forms: dict[tuple[str, bool], Forms] = {}  # (template, with tools or not) -> forms, found out once
+        self._forms: dict[tuple[str, bool], Forms] = {}  # (template, with tools or not) -> forms, probed once
 
     def turns(self, chat: Chat, *, tools: Tools, source: str) -> RenderedChat:
         """Render each assistant turn of `chat` that has a non-zero weight and generated text, as the last message.
@@ -81,7 +81,7 @@ class ChatTemplate:
 
         Raises:
             UnfaithfulError: the template refuses the messages, does not continue its own generation prompt, or leaves
-                out what the model wrote.
+                out text that the model wrote.
         """
         setting, forms = self._setting(chat, tools, source)
         forms.check(chat.messages, source)
@@ -98,7 +98,7 @@ class ChatTemplate:
             try:
                 answer = answers.answer(messages[:k], message, f"{source}: turn {index + 1} (message {k + 1})")
             except UnfaithfulError as error:
-                # A greeting that a program put before the first question: no model was asked for it.
+                # A greeting that a program put before the first question: no model generated it.
                 if any(each["role"] == "user" for each in chat.messages[:k]) or k == len(messages) - 1:
                     raise
                 refusal = error

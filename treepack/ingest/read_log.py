@@ -22,7 +22,7 @@ from treepack.trajectory import Chat, Skipped, Trajectory
 T = TypeVar("T")
 
 MAX_NAMED = 100  # skipped rollouts and groups that a log names; all of them are counted
-PREFIX = "skipped: "  # of the reasons among the counts
+PREFIX = "skipped: "  # begins the reasons for skipping among the counts
 LARGE_SHARE = 0.05  # above this share of skipped rollouts, a summary begins with it
 
 

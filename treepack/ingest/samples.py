@@ -66,11 +66,11 @@ def pieces_of(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) 
     """Cut `text` at the ends of `spans` of its characters. Return the ids and the weight of each piece."""
     # Spans (2, 4, w) and (6, 7, w) -> pieces [0:2] 0, [2:4] w, [4:6] 0, [6:7] w, [7:] 0.
     pieces: list[tuple[Int32, float]] = []
-    done = 0
+    position = 0
     for start, end, weight in spans:
-        pieces += [(encoder.encode(text[done:start]), 0.0), (encoder.encode(text[start:end]), weight)]
-        done = end
-    return [*pieces, (encoder.encode(text[done:]), 0.0)]
+        pieces += [(encoder.encode(text[position:start]), 0.0), (encoder.encode(text[start:end]), weight)]
+        position = end
+    return [*pieces, (encoder.encode(text[position:]), 0.0)]
 
 
 def sample_of(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory | Skipped:

@@ -23,7 +23,7 @@ from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 # Sums in the log of reading: records that are search trees, their paths, the turns that several paths have, counted
 # once for each path, and the samples that these turns became.
 TREES, PATHS, TURNS_ON_PATHS, MERGED_TURNS = "trees", "paths", "turns_on_paths", "merged_turns"
-NUM_PATHS = "num_paths"  # metadata of a sample: how many paths have its turn
+NUM_PATHS = "num_paths"  # metadata of a sample: the number of paths that contain its turn
 
 Item = Trajectory | Skipped
 
@@ -39,7 +39,7 @@ def samples_of_record(
 ) -> list[tuple[Item, list[Item]]]:
     """Return each item of a record with its samples; `merge` makes one sample of a turn that several paths have.
 
-    The sample of such a turn is that of its first path. A path whose turns all belong to earlier paths has no sample.
+    The first path of such a turn has its sample. A path whose turns all belong to earlier paths has no sample.
     """
     pairs = [(item, list(tokenise(item))) for item in record]
     paths = [

@@ -129,7 +129,7 @@ def _agree(complaint: TreepackError | None, groups: list[Any], device: torch.dev
     """Raise the complaint on every rank of `groups` if any rank has one.
 
     Raises:
-        TreepackError: the own complaint, or one that refers to that of another rank.
+        TreepackError: the complaint of this rank, or a sentence that refers to the complaint of another rank.
     """
     refused = torch.tensor(int(complaint is not None), device=device)
     # One group after the other: in a mesh of 2 x 2 ranks, rank 3 has no group with rank 0, but both have one with 1.

@@ -6,8 +6,8 @@
     check_attention     every layer called tree attention exactly once
     check_logits        the logits are the output layer of these states and nothing else
 
-The two checks compare no numbers of different computations, so they hold at any precision and also if weights are
-sharded. `probe` compares numbers and needs the whole weights.
+The two checks need no second forward pass, so they work at any precision, and also if weights are sharded. `probe`
+compares two forward passes, and needs the whole weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AttentionRecord:
 
 @dataclass
 class Observation:
-    """What the modules of a model computed in one forward pass."""
+    """Outputs of the modules of a model in one forward pass, and its calls of attention."""
 
     outputs: list[Tensor] = field(default_factory=list)
     heads: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # input and output, each for the last token
@@ -117,7 +117,7 @@ def check_logits(seen: Observation, logits: Tensor, head: Any, tolerance: float,
 
     Args:
         seen: the forward pass.
-        logits: [B, n, V], of the last n tokens; those of the last one are compared.
+        logits: [B, n, V], of the last n tokens; only the last token is compared.
         head: the output layer; its weights are read only if the forward pass did not call it as a module.
         tolerance: maximum relative difference of logits that are computed again in that case.
         source: the model's name in error messages.

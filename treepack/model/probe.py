@@ -59,7 +59,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
 
     Three checks: every layer calls tree attention once; the logits are the output layer applied to the hidden states;
     the hidden states of every branch equal the hidden states of the branch alone under transformers' eager attention.
-    Weights, gradients, random state, modes of modules and attention implementation stay what they are.
+    Weights, gradients, random state, modes of modules and attention implementation do not change.
 
     Args:
         model: a causal language model of transformers, registered for tree attention.

@@ -12,7 +12,7 @@ objectives over terms, the log-probabilities come from the trajectories run alon
 In float64 a pass leaves no doubt (tolerance 1e-9); float32 is for compiled kernels, which have no float64 (1e-4).
 
 With a `MemoryPlan` that recomputes, the plain model too recomputes its layers, and its output layer is applied to a
-chunk of positions at a time. `verify_rows` selects what fits into memory.
+chunk of positions at a time. `verify_rows` selects the rows, or parts of rows, that fit into memory.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _fused_attention() -> Iterator[None]:
 
 @contextmanager
 def _recomputed_layers(model: Any) -> Iterator[None]:
-    """Recompute the layers that are found in the backward pass; afterwards the model is as before."""
+    """Recompute the layers of `model`, as `find_layers` returns them, in the backward pass; restore them at the end."""
     # Not by the switch of transformers, which has an effect in training mode only.
     layers = find_layers(model)
     forwards = [layer.__dict__.get("forward") for layer in layers]
@@ -207,11 +207,11 @@ def _recomputed_layers(model: Any) -> Iterator[None]:
 def _keep_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return `forward` under `_KeepFloat64`, which torch leaves for the whole backward pass."""
 
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         with _KeepFloat64():
             return forward(*args, **kwargs)
 
-    return kept
+    return wrapper
 
 
 @dataclass(frozen=True)

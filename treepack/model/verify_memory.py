@@ -83,7 +83,7 @@ class MemoryPlan:
 def plan_memory(
     sizes: ModelSizes, free: float, longest_row: int, *, longest_path: int = 0, max_operations: float | None = None
 ) -> MemoryPlan:
-    """Return what fits into `free` bytes beside the weights.
+    """Return the largest comparison that fits into `free` bytes beside the weights.
 
     Args:
         sizes: the model.

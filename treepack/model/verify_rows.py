@@ -1,4 +1,4 @@
-"""Compare the gradients of rows with those of their trajectories, in the memory and the time that there is.
+"""Compare the gradients of rows with the gradients of their trajectories, within the available memory and time.
 
 rows, free memory --plan_memory--> limits --choose_part, restrict_row--> rows that fit --verify_gradients--> report
                                       ^                                                  |
@@ -53,7 +53,7 @@ def verify_rows(
         batches: rows on the CPU.
         objective: the objective of the training.
         factors: factors of each row's trajectories; None for sft.
-        free: free bytes beside the weights; by default those of the model's device.
+        free: free bytes beside the weights; by default the free memory of the model's device.
 
     Raises:
         TreepackError: as `verify_gradients`, and if memory runs out for the smallest part.

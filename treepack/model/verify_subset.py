@@ -38,8 +38,8 @@ class RowPart:
 def choose_part(batch: Batch, *, max_tokens: int, max_flat: int, max_depth: int) -> RowPart:
     """Choose the neighbouring trajectories of a row that share most and stay within three limits.
 
-    Among runs of neighbours of equal number, the one with the fewest tokens is chosen; a run with more trajectories is
-    better than one with fewer. If no two trajectories fit whole, all are cut to a window of depths around the place at
+    A run with more trajectories is better than a run with fewer; of runs with equally many, the run with the smallest
+    number of tokens is chosen. If no two trajectories fit whole, all are cut to a window of depths around the place at
     which most of them branch. A row with terms keeps at least one trained token, even beyond the limits.
 
     Args:

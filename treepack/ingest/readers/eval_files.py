@@ -4,7 +4,7 @@
     samples/s1_epoch_1.json  {"id": "s1", "epoch": 1, ..}    -->   {"version": 2, "eval": {..}, "samples": [sample]}
 
 Samples come one by one, each with the header, in the order of the archive. Entries are compressed with deflate or, by
-Inspect since 2025, with zstd, which zipfile of Python 3.11 does not know.
+Inspect since 2025, with zstd, which zipfile of Python 3.11 does not support.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow as pa
 from treepack.errors import TreepackError
 
 ZSTD = 93  # the number of zstd in the zip format
-LOCAL_HEADER = struct.Struct("<26x2H")  # before the bytes of an entry; at its end the sizes of the name and the extra
+LOCAL_HEADER = struct.Struct("<26x2H")  # before the bytes of an entry; it ends with the sizes of name and extra field
 START, HEADER, SAMPLES = "_journal/start.json", "header.json", "samples/"
 
 
@@ -42,7 +42,7 @@ def read_eval_file(data: bytes, path: str, *, max_size: int) -> Iterator[dict[st
     """
     archive = zipfile.ZipFile(io.BytesIO(data))
     names = archive.namelist()
-    # A log that is still written, or was interrupted, has no header yet, but its start.
+    # A log that is not finished, or was interrupted, has no header yet, only its start.
     header = _document(archive, data, HEADER if HEADER in names else START, path, max_size)
     if not isinstance(header, dict):
         raise TreepackError(f"{path}: the header is not an object; restore the file")
@@ -60,13 +60,13 @@ def _document(archive: zipfile.ZipFile, data: bytes, name: str, path: str, max_s
     if entry.file_size > max_size:
         raise TreepackError(f"{where} has {entry.file_size:,} bytes; raise --max-record-size, or remove the sample")
     try:
-        return orjson.loads(_unpacked(archive, data, entry))
+        return orjson.loads(_unpack(archive, data, entry))
     except Exception as error:  # a damaged archive may make zipfile raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise TreepackError(f"{where} is damaged ({reason}); restore the file") from error
 
 
-def _unpacked(archive: zipfile.ZipFile, data: bytes, entry: zipfile.ZipInfo) -> bytes:
+def _unpack(archive: zipfile.ZipFile, data: bytes, entry: zipfile.ZipInfo) -> bytes:
     if entry.compress_type != ZSTD:
         return archive.read(entry)
     name_size, extra_size = LOCAL_HEADER.unpack_from(data, entry.header_offset)

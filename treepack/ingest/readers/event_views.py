@@ -4,7 +4,7 @@
     prompts  of A: system user    of B: system user A result    of C: system user S B result
 
 A condensation takes events out of the view and puts a summary in their place, as an agent does before a prompt becomes
-too long. Every event has a place in the view, also if its message is part of another one, because condensations name
+too long. Every event has a place in the view, even if its message is part of another one, because condensations name
 events by id and count them.
 """
 
@@ -47,7 +47,7 @@ class EventView:
         self._events.append(_Event(event if isinstance(event, str | int) else None, message))
 
     def answer(self, event: Any, response: Message, *, name: str | None, history: Message | None = None) -> None:
-        """Add a response of the model as a call; later prompts contain `history` in its place, if given.
+        """Add a response of the model as a call; later prompts contain `history` instead of it, unless that is None.
 
         Several events may come from one response, which has a `name`: the first one adds it.
         """

@@ -92,11 +92,11 @@ def _response(event: Event) -> Message | None:
     """Return the message of the model that the action `event` came from, or None if it is not in the file."""
     response = _object(_object(event.get("tool_call_metadata")).get("model_response"))
     choices = response.get("choices")
-    said = choices[0].get("message") if is_messages(choices) and choices else None
-    if not isinstance(said, dict):
+    message = choices[0].get("message") if is_messages(choices) and choices else None
+    if not isinstance(message, dict):
         return None
-    kept = {name: said[name] for name in ("tool_calls", "reasoning_content") if said.get(name)}
-    return {"role": "assistant", "content": said.get("content") or ""} | kept
+    fields = {name: message[name] for name in ("tool_calls", "reasoning_content") if message.get(name)}
+    return {"role": "assistant", "content": message.get("content") or ""} | fields
 
 
 def _response_id(event: Event) -> str | None:

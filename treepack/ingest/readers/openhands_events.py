@@ -80,17 +80,17 @@ def _reasoning(event: Event) -> dict[str, Any]:
     thoughts = (
         [block.get("thinking") for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
     )
-    kept = [thought for thought in thoughts if isinstance(thought, str) and thought]
-    return {"reasoning_content": "\n\n".join(kept)} if kept else {"redacted_thinking": True} if thoughts else {}
+    texts = [thought for thought in thoughts if isinstance(thought, str) and thought]
+    return {"reasoning_content": "\n\n".join(texts)} if texts else {"redacted_thinking": True} if thoughts else {}
 
 
 def _add_message(view: EventView, event: Event) -> None:
-    said = event.get("llm_message")
-    said = said if isinstance(said, dict) else {}
-    content = text_of([*parts_of(said.get("content")), *parts_of(event.get("extended_content"))])
-    message = {"role": said.get("role"), "content": content}
-    if said.get("role") == "assistant":
-        view.answer(event.get("id"), message | _reasoning(said), name=None)
+    recorded = event.get("llm_message")
+    recorded = recorded if isinstance(recorded, dict) else {}
+    content = text_of([*parts_of(recorded.get("content")), *parts_of(event.get("extended_content"))])
+    message = {"role": recorded.get("role"), "content": content}
+    if recorded.get("role") == "assistant":
+        view.answer(event.get("id"), message | _reasoning(recorded), name=None)
     else:
         view.add(event.get("id"), message)
 

@@ -2,9 +2,9 @@
 
     files --records--> Record --Format.trajectories--> Trajectory | Skipped
 
-The format of a file is detected from its first record: the first format of `FORMATS` that matches, unless the caller
-names a format. The order matters. Formats with particular fields come first, and `tokens` and `chat` come last, because
-records of other formats contain token ids and messages too.
+The format of a file is detected from its first record (`recognition`): the first format of `FORMATS` that matches,
+unless the caller names a format. The order matters. Formats with particular fields come first, and `tokens` and `chat`
+come last, because records of other formats contain token ids and messages too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ from treepack.ingest.readers.formats import (
     verl_dump,
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
-from treepack.ingest.readers.messages import is_messages
-from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record, pieces_of_list
+from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise
+from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
 from treepack.processes import batched
 from treepack.trajectory import Skipped, Trajectory
@@ -152,7 +152,6 @@ FORMATS: tuple[Format, ...] = (
 )
 FORMAT_OF_NAME: dict[str, Format] = {each.name: each for each in FORMATS}
 KNOWN_FIELDS = tuple(sorted({name for each in FORMATS for name in each.required_fields()}))
-MAX_PIECES = 16  # of a file whose first records are damaged, in which a record of a known format is searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +228,12 @@ def read_parts(
     for path in files:
         pieces = read_pieces(path, input_hash=input_hash, max_size=options.max_record_size, skip_bad=options.skip_bad)
         try:
-            recognised = recognise(pieces, format, skip_bad=options.skip_bad)
+            recognised = recognise(
+                pieces,
+                partial(_format_of, format=format),
+                expected=FORMAT_OF_NAME.get(format),
+                skip_bad=options.skip_bad,
+            )
         # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
         except (UnknownFormatError, NoObjectError, NotPlainError) as error:
             is_extra = path in searched and format == "auto"
@@ -242,7 +246,7 @@ def read_parts(
         if recognised.skipped:
             yield Done(recognised.skipped)
         if recognised.format is not None:
-            yield from _parts_of_file(recognised.format, recognised.pieces, options)
+            yield from _parts_of_file(recognised.format.name, recognised.pieces, options)
     # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
     if unknown and len(unknown) == len(files):
         raise unknown[0]
@@ -257,7 +261,7 @@ def _parts_of_file(name: str, pieces: Iterator[Piece], options: ReadOptions) -> 
 
 
 def _read_pieces(pieces: Iterable[Piece], name: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-    """Read the records of `pieces`; with `skip_bad`, what is damaged is yielded after what is read of a piece."""
+    """Read the records of `pieces`; with `skip_bad`, yield the damaged records of a piece after its trajectories."""
     damaged: list[Skipped] | None = [] if options.skip_bad else None
     records = (record for piece in pieces for record in piece.records(damaged))
     for item in FORMAT_OF_NAME[name].trajectories(records, options):
@@ -268,86 +272,17 @@ def _read_pieces(pieces: Iterable[Piece], name: str, options: ReadOptions) -> It
     yield from damaged or ()
 
 
-@dataclass(frozen=True, slots=True)
-class Recognised:
-    """The format of a file and its pieces, and what is skipped of it; no format if all of it is damaged."""
-
-    format: str | None
-    pieces: Iterator[Piece]
-    skipped: list[Skipped]
-
-
-def recognise(pieces: Iterator[Piece], format: str, *, skip_bad: bool) -> Recognised:  # noqa: A002
-    """Recognise the format of a file by its first record, or with `skip_bad` by the first one that has a known format.
-
-    A document with one list of records is read as this list.
-
-    Raises:
-        TreepackError: the first record is damaged or of no known format.
-    """
-    damaged: list[Skipped] | None = [] if skip_bad else None
-    refusal: UnknownFormatError | None = None
-    read: list[Piece] = []  # taken to recognise the format, and put back before the others
-    for piece in islice(pieces, MAX_PIECES if skip_bad else 1):
-        read.append(piece)
-        for record in piece.records(damaged):
-            try:
-                return Recognised(_format_of(record, format), chain(read, pieces), [])
-            except UnknownFormatError as error:
-                refusal = refusal or error
-            if not skip_bad:
-                break
-    if refusal is None:
-        return Recognised(None, iter(()), damaged or [])
-    # The next piece is taken only if it matters: reading a file to its end adds it to the hash of the inputs.
-    inner = _list_in_document(read[0], format) if len(read) == 1 else None
-    following = [] if inner is None else list(islice(pieces, 1))
-    if inner is not None and not following:
-        return inner
-    if format == "auto":
-        raise refusal
-    return Recognised(format, chain(read, following, pieces), [])
-
-
-def _format_of(record: Record, format: str) -> str:  # noqa: A002
-    """Return `format`, or the format of `record` if that is "auto".
+def _format_of(record: Record, format: str) -> Format:  # noqa: A002
+    """Return the format with the name `format`, or the first one that matches `record` if the name is "auto".
 
     Raises:
         UnknownFormatError: `record` has another format, or none that is known.
     """
     if format == "auto":
-        return detect_format(record)
+        return FORMAT_OF_NAME[detect_format(record)]
     if not FORMAT_OF_NAME[format].matches(record.value):
         raise UnknownFormatError(f"{record.source}: is not of the format {format}")
-    return format
-
-
-def _list_in_document(piece: Piece, format: str) -> Recognised | None:  # noqa: A002
-    """Return the records of the only list of objects in the only record of `piece`, or None if they are none."""
-    # {"data": [{"messages": [..]}, {"messages": [..]}], "version": 2} -> the two elements of `data`
-    records = list(islice(piece.records([]), 2))
-    if len(records) != 1:
-        return None
-    record = records[0]
-    names = _lists_of_objects(record.value)
-    if len(names) != 1:
-        return None
-    values = record.value[names[0]]
-    try:
-        name = _format_of(Record(record.source, record.path, values[0]), format)
-    except TreepackError:
-        return None
-    # A list of messages or spans is one rollout, or several that need each other.
-    if FORMAT_OF_NAME[name].read is None:
-        return None
-    others = [other for other, value in record.value.items() if other != names[0] and value is not None]
-    skipped = [Skipped(record.source, f"fields beside the list '{names[0]}' of a document", is_rollout=False)]
-    return Recognised(name, pieces_of_list(values, record.path, names[0]), skipped if others else [])
-
-
-def _lists_of_objects(value: dict[str, Any]) -> list[str]:
-    """Return the names of the fields that are lists of at least one object, and of nothing else."""
-    return [name for name, field in value.items() if isinstance(field, list) and field and is_messages(field)]
+    return FORMAT_OF_NAME[format]
 
 
 def check_format(name: str) -> None:
@@ -358,10 +293,6 @@ def check_format(name: str) -> None:
     """
     if name != "auto" and name not in FORMAT_OF_NAME:
         raise TreepackError(f"format '{name}' is not known; expected auto or a name that 'treepack formats' lists")
-
-
-class UnknownFormatError(TreepackError):
-    """No format matches a record."""
 
 
 def detect_format(record: Record) -> str:
@@ -390,7 +321,7 @@ def _remedy(value: dict[str, Any]) -> str:
     if similar := close_names(value, KNOWN_FIELDS):
         (name,) = difflib.get_close_matches(similar[0], KNOWN_FIELDS, 1, SIMILAR)
         return f"rename '{similar[0]}' if it is '{name}'; 'treepack formats' lists the formats and their fields"
-    if names := _lists_of_objects(value):
+    if names := lists_of_objects(value):
         return (
             f"write each element of {' or '.join(names)} as one record, if these are the rollouts; 'treepack formats' "
             "lists the formats and their fields"

@@ -1,4 +1,4 @@
-r"""The text of one turn: its prompt as rendered, what the model wrote, and which characters of it are trained.
+r"""The text of one turn: its rendered prompt, the answer of the model, and the trained characters of the answer.
 
     P   rendering of the messages before the turn, with the generation prompt
     F   rendering of the messages with the turn
@@ -80,7 +80,7 @@ class Answers:
         """Return the answer `turn` to the messages `before`, which have the form that the template prints.
 
         Raises:
-            UnfaithfulError: the template refuses the messages, or leaves out what the model wrote.
+            UnfaithfulError: the template refuses the messages, or leaves out text that the model wrote.
         """
         setting = self._setting.at(source)
         answer = self._answer(before, turn, setting)

@@ -26,7 +26,7 @@ THOUGHT_NOTE = "reasoning left out, because the chat template does not print it"
 
 
 def check_answer(message: Message, answer: str, *, end: str, source: str) -> tuple[str, ...]:
-    """Check that `answer`, the trained text of a turn, has what `message` contains; return notes.
+    """Check that `answer`, the trained text of a turn, contains the text and the calls of `message`; return notes.
 
     Args:
         message: the turn as the reader returned it, with content of text.

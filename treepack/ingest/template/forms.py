@@ -1,4 +1,4 @@
-"""Find out by probes which form of messages a chat template prints, and convert messages to this form.
+"""Determine by probes the form of messages that a chat template prints, and convert messages to this form.
 
     content                text, or [{"type": "text", "text": ...}] for templates of vision models
     empty content          "" or None, beside tool calls
@@ -53,7 +53,7 @@ class CallForm:
 
 
 class Forms:
-    """The forms that one template prints, with tools or without; each is found out when it is first needed."""
+    """The forms that one template prints, with tools or without; each is probed when it is first needed."""
 
     def __init__(self, setting: Setting) -> None:
         """Take from `setting` the template, the variables of every conversation, and whether there are tools."""
@@ -212,7 +212,7 @@ def _with_parts(message: Message) -> Message:
 def _is_printed(texts: Iterable[str | None], *marks: str) -> bool:
     """Return True if one of `texts`, the renderings of probes, has all `marks`, or if the template refused all probes.
 
-    A template that refuses all probes refuses the conversation too, and its own words are the better reason.
+    A template that refuses all probes refuses the conversation too, and then the error of the template is clearer.
     """
     rendered = [text for text in texts if text is not None]
     return not rendered or any(all(mark in text for mark in marks) for text in rendered)

@@ -1,9 +1,9 @@
-"""Run a chat template in the sandbox of transformers, and the two kinds of errors that come out of it.
+"""Run a chat template in the sandbox of transformers, and turn everything that it raises into two kinds of errors.
 
     bad syntax of the template          TreepackError, refused at once
     messages that it cannot render      UnfaithfulError, so that this conversation is skipped and counted
 
-A template is foreign code. Whatever it raises becomes one of the two.
+A template is foreign code, which can raise anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnfaithfulError(TreepackError):
     """
 
     def __init__(self, sentence: str, reason: str) -> None:
-        """Keep both."""
+        """Keep the sentence and its category."""
         super().__init__(sentence)
         self.reason = reason
 

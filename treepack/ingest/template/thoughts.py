@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# Tags of models. <thought> and the like are text of prompts that ask for them, as in MINT.
+# Tags that models emit by themselves. <thought> and similar tags are ordinary text, which a prompt asks for (MINT).
 TAGS = {
     "<think>": "</think>",
     "<seed:think>": "</seed:think>",
@@ -41,7 +41,7 @@ def open_thought(prompt: str) -> str:
 
 
 def closes_thought(prompt: str) -> bool:
-    """Return True if `prompt` ends with an empty thought, so that the model is not to write one."""
+    """Return True if `prompt` ends with an empty thought, so that the model writes none."""
     return _EMPTY_AT_END.search(prompt) is not None
 
 

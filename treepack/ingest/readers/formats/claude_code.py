@@ -6,14 +6,14 @@
     {"type": "user", "uuid": "u4", "parentUuid": "u3", "message": {"content": [{"type": "tool_result", ..}]}}
 
 Entries form a tree by `parentUuid`. A message of the model has one line for each of its content blocks, all with the
-same `message.id`. Results of parallel calls hang at their own block, so the tree forks inside of a turn:
+same `message.id`. The result of a parallel call is a child of its own block, so the tree branches inside a turn:
 
     u1 - m1 text - m1 call A - m1 call B - result B          the prompt of m2 contains both calls and both results,
                             `- result A - m2 text            although its path has only A
 
 The prompt of a message is its path from the root, with whole messages and all their results, or from the summary of the
 last compaction and the messages that the compaction kept. A branch starts a new trajectory. The file contains neither
-the system prompt nor the tools, and of the reminders that Claude Code adds only some; a note counts this. Messages that
+the system prompt nor the tools, and only some of the reminders that Claude Code adds; a note counts this. Messages that
 Claude Code wrote in the name of the model, and interrupted ones, are context but not trained. A call after an image is
 left out. `content_blocks` splits the blocks.
 """
@@ -44,7 +44,10 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A line of the tree, the `place`-th. `key` is the message of the model that it is a block of, or else None."""
+    """A line of the tree, number `place` in the file.
+
+    `key` is the id of the model's message that contains this block, and None for other lines.
+    """
 
     place: int
     uuid: str
@@ -125,15 +128,15 @@ def _add_kept(session: _Session, entry: _Entry) -> None:
     if not isinstance(segment, dict):
         return
     # The segment head - x - tail is walked from its end, and ends with the head or the root: tail, x, head.
-    kept: list[str] = []
+    uuids: list[str] = []
     uuid = segment.get("tailUuid")
-    while isinstance(uuid, str) and uuid in session.entries and uuid not in kept:
-        kept.append(uuid)
+    while isinstance(uuid, str) and uuid in session.entries and uuid not in uuids:
+        uuids.append(uuid)
         uuid = None if uuid == segment.get("headUuid") else session.entries[uuid].parent
     # A forked session has written the kept entries again after the summary.
     anchor = str(segment.get("anchorUuid"))
-    if kept and session.entries[kept[-1]].parent != anchor:
-        session.kept[anchor] = kept[::-1]
+    if uuids and session.entries[uuids[-1]].parent != anchor:
+        session.kept[anchor] = uuids[::-1]
 
 
 def _ids(message: Message, kind: str, name: str) -> set[str]:
@@ -226,8 +229,8 @@ def _answer(blocks: list[_Entry]) -> list[Message]:
     """Return the message of the model whose lines are `blocks`: a list of one, or of none if it is empty."""
     content: list[Any] = []
     for block in blocks:
-        said = block.message.get("content")
-        parts = said if isinstance(said, list) else [{"type": "text", "text": said}] if said else []
+        value = block.message.get("content")
+        parts = value if isinstance(value, list) else [{"type": "text", "text": value}] if value else []
         content += [part for part in parts if part not in content]
     return split_blocks([{"role": "assistant", "content": content}]) if content else []
 
@@ -261,7 +264,7 @@ FORMAT = Format(
         message.model message.content.tool_use_id compactMetadata.preservedSegment attachment.prompt isApiErrorMessage
     """.split(),
     dropped=(
-        "attachments but queued commands (reminders)",
+        "attachments except queued commands (reminders)",
         "message.usage, message.stop_reason, toolUseResult",
         "lines that are not in the tree: summary, file-history-snapshot, queue-operation, last-prompt, mode",
     ),

@@ -11,10 +11,10 @@ grows, until a compaction replaces it, or the user takes back turns; then a new 
 
     items        u a u b | compacted to s | u c          trajectories   u A u B      s u C
 
-The base instructions and the developer messages after them are the system prompt. The file contains no tools, and Codex
-leaves parts of the base instructions out that are about tools that it does not offer. Reasoning is in the file only if
-the server sends it in plain text; other reasoning is encrypted. Notes count both. A summary that Codex had the model
-write for a compaction is left out, because its prompt is not in the file. `response_items` reads the items.
+The base instructions and the developer messages after them are the system prompt. The file contains no tools, and the
+prompt that Codex sends lacks the parts of the base instructions about tools that it does not offer. Reasoning is in the
+file only if the server sends it in plain text; other reasoning is encrypted. Notes count both. A summary that the model
+wrote for a compaction is left out, because its prompt is not in the file. `response_items` reads the items.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def read_file(records: Iterator[Record], options: ReadOptions) -> Iterator[Traje
     system = _system(meta)
     calls: list[ChatCall] = []
     for stretch in stretches:
-        done = messages_of_items(stretch.items, source=first.path)
-        notes |= dict.fromkeys(done.notes)
-        calls += _calls(system, done, stretch.items[: stretch.num_before], notes)
+        chat = messages_of_items(stretch.items, source=first.path)
+        notes |= dict.fromkeys(chat.notes)
+        calls += _calls(system, chat, stretch.items[: stretch.num_before], notes)
     contexts = [row.value.get("payload") for row in rows if row.value.get("type") == "turn_context"]
     models = [context.get("model") for context in contexts if isinstance(context, dict)]
     value = {
@@ -114,8 +114,8 @@ def _compacted(payload: dict[str, Any], items: list[Item], source: str) -> list[
     """Return the history after a compaction. Without one in the file: messages of the user, and the summary."""
     if payload.get("replacement_history") is not None:
         return as_objects(payload["replacement_history"], source=source, name="replacement_history")
-    kept = [item for item in items if item.get("type") == "message" and item.get("role") != "assistant"]
-    return [*kept, {"type": "message", "role": "user", "content": str(payload.get("message") or "")}]
+    messages = [item for item in items if item.get("type") == "message" and item.get("role") != "assistant"]
+    return [*messages, {"type": "message", "role": "user", "content": str(payload.get("message") or "")}]
 
 
 def _rolled_back(items: list[Item], num_turns: Any) -> list[Item]:
@@ -135,16 +135,16 @@ def _is_turn(item: Item) -> bool:
 
 
 def _calls(
-    system: list[Message], done: ItemMessages, earlier: Sequence[Item], notes: dict[str, None]
+    system: list[Message], chat: ItemMessages, earlier: Sequence[Item], notes: dict[str, None]
 ) -> Iterator[ChatCall]:
     """Yield a call for each message of the model that does not consist of `earlier` items."""
-    known = {id(item) for item in earlier}
-    history = _joined([*system, *done.messages])
-    shift = len(history) - len(done.messages)
+    earlier_ids = {id(item) for item in earlier}
+    history = _joined([*system, *chat.messages])
+    shift = len(history) - len(chat.messages)
     reason = None
-    for number, (message, items) in enumerate(zip(done.messages, done.items, strict=True)):
+    for number, (message, items) in enumerate(zip(chat.messages, chat.items, strict=True)):
         reason = reason or skip_reason([message])
-        if message["role"] != "assistant" or any(id(item) in known for item in items):
+        if message["role"] != "assistant" or any(id(item) in earlier_ids for item in items):
             continue
         if reason is None:
             yield ChatCall(history[: number + shift], [message])
@@ -176,8 +176,8 @@ FORMAT = Format(
         payload.replacement_history payload.num_turns metadata.compaction_output
     """.split(),
     dropped=(
-        "event_msg (repeats the items for the user), but thread_rolled_back",
-        "turn_context but the model, world_state, token_usage_record",
+        "event_msg (repeats the items for the user), except thread_rolled_back",
+        "turn_context except the model, world_state, token_usage_record",
         "payload.encrypted_content and payload.summary of reasoning",
     ),
     keeps={MASKS},

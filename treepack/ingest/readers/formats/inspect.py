@@ -7,10 +7,11 @@
 
 A file `.eval` is read as one such log for each of its samples (`eval_files`). A model event is a call with the messages
 that the model saw, so an agent that shortens its history gives several trajectories. Long texts are stored once, under
-`attachments`, and messages in a pool, `input_refs` being ranges of it. Calls of scorers, and of models with a role of
-their own such as a grader, are left out. A log without events is read from `messages`, with a note: what an agent
-changed later is then not as sampled. C or true is the reward 1, P is 0.5, and I, N or false is 0. If there are several
-scores, `--reward-key` selects one. A sample that ended in an error is skipped.
+`attachments`; messages are stored once, in a pool, and `input_refs` are ranges of the pool. Calls of scorers, and of
+models with a role of their own such as a grader, are left out. A log without events is read from `messages`, with a
+note, because messages that an agent changed later differ from the sampled ones. C or true is the reward 1, P is 0.5,
+and I, N or false is 0. If there are several scores, `--reward-key` selects one. A sample that ended in an error is
+skipped.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def _read_sample(record: Record, sample: Sample, options: ReadOptions) -> Iterat
         "model": record.value["eval"].get("model"),
     }
     one = replace(record, value=value)
-    calls, unread = _calls(sample, record.source)
+    calls, call_notes = _calls(sample, record.source)
     if calls:
-        yield from with_notes(read_chats(one, calls, options), (*unread, *notes))
+        yield from with_notes(read_chats(one, calls, options), (*call_notes, *notes))
         return
     messages = [_message(each) for each in as_objects(sample.get("messages"), source=record.source, name="messages")]
-    reason = next(iter(unread), None) or skip_reason(messages)
+    reason = next(iter(call_notes), None) or skip_reason(messages)
     if reason is not None or not any(message["role"] == "assistant" for message in messages):
         yield Skipped(record.source, reason or NO_CALL, group_id=group)
         return
@@ -100,8 +101,8 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
     events = as_objects(sample.get("events"), source=source, name="events")
     pool = as_objects(_object(sample.get("events_data")).get("messages"), source=source, name="events_data.messages")
     scoring = _scoring_spans(events)
-    shown = [_message(each) for each in pool]
-    reasons = [skip_reason([each]) for each in shown]
+    messages = [_message(each) for each in pool]
+    reasons = [skip_reason([each]) for each in messages]
     calls: list[ChatCall] = []
     notes: dict[str, None] = {}
     for event in events:
@@ -112,7 +113,7 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
         for choice in choices if is_messages(choices) else []:
             places = _places(event.get("input_refs"), len(pool))
             inputs = as_objects(event.get("input"), source=source, name="input of a model event")
-            prompt = [_message(each) for each in inputs] or [shown[place] for place in places]
+            prompt = [_message(each) for each in inputs] or [messages[place] for place in places]
             response = _message(_object(choice.get("message")) | {"role": "assistant"})
             reason = skip_reason([*(prompt if inputs else []), response])
             reason = reason or next((reasons[place] for place in places if reasons[place]), None)
@@ -146,26 +147,26 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
     thoughts = [part for part in parts if part.get("type") == "reasoning"]
-    kept = [part for part in parts if part.get("type") != "reasoning"]
-    said: dict[str, Any] = {"role": message.get("role"), "content": kept if isinstance(content, list) else content}
+    others = [part for part in parts if part.get("type") != "reasoning"]
+    chat: dict[str, Any] = {"role": message.get("role"), "content": others if isinstance(content, list) else content}
     texts = [
         part["reasoning"] for part in thoughts if isinstance(part.get("reasoning"), str) and not part.get("redacted")
     ]
     if text := "\n\n".join(filter(None, texts)):
-        said["reasoning_content"] = text
+        chat["reasoning_content"] = text
     if len(texts) < len(thoughts):
-        said["redacted_thinking"] = True
+        chat["redacted_thinking"] = True
     if is_messages(message.get("tool_calls")) and message["tool_calls"]:
-        said["tool_calls"] = [
+        chat["tool_calls"] = [
             {"id": call.get("id"), "name": call.get("function"), "arguments": call.get("arguments")}
             for call in message["tool_calls"]
         ]
     if message.get("role") == "tool":
-        said |= {"tool_call_id": message.get("tool_call_id"), "name": message.get("function")}
+        chat |= {"tool_call_id": message.get("tool_call_id"), "name": message.get("function")}
         # Inspect sends the error in place of the content.
         if error := _object(message.get("error")).get("message"):
-            said["content"] = f"Error: {error}"
-    return said
+            chat["content"] = f"Error: {error}"
+    return chat
 
 
 def _reward(sample: Sample, reward_key: str | None) -> tuple[float | None, tuple[str, ...]]:

@@ -127,7 +127,7 @@ def _description(record: Record) -> dict[str, Any]:
 
 
 def _reward(value: dict[str, Any]) -> float | None:
-    """Return 1 or 0 if an evaluation says whether the task is resolved, or the share of points; None without one."""
+    """Return 1 or 0 if an evaluation contains `resolved`, else the share of points; None without an evaluation."""
     result = _object(value.get("test_result"))
     for report in (value, value.get("report"), result, result.get("report")):
         if isinstance(resolved := _object(report).get("resolved"), bool):
