@@ -27,8 +27,8 @@ def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrit
     """Read rollouts and write their prefix tries.
 
     INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many
-    conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens if
-    every sample stands alone), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
+    conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens of all
+    samples), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
     from treepack.trie.directory import build_trie_directory
 

@@ -26,9 +26,9 @@ def show_figures(figures: Mapping[str, Any], *, verbose: bool) -> None:
     """
     from treepack.analysis.glossary import GLOSSARY, INTERNAL, RATIOS
 
-    shown = [name for name in GLOSSARY if name in figures and (verbose or name not in INTERNAL)]
-    values = [percent(figures[name]) if name in RATIOS else text(figures[name]) for name in shown]
-    rows = [(name, value, GLOSSARY[name]) for name, value in zip(shown, values, strict=True)]
+    names = [name for name in GLOSSARY if name in figures and (verbose or name not in INTERNAL)]
+    values = [percent(figures[name]) if name in RATIOS else text(figures[name]) for name in names]
+    rows = [(name, value, GLOSSARY[name]) for name, value in zip(names, values, strict=True)]
     _print_grid(rows, justify=("left", "right", "left"))
 
 

@@ -1,4 +1,4 @@
-"""Progress of long commands on stderr: a bar on a terminal, a line every ten seconds off it, neither with --quiet.
+"""Progress of long commands on stderr: a bar on a terminal, else a line every ten seconds; nothing with --quiet.
 
     with progress_bars() as report:                        library functions call report(Progress(...))
     for row in progress(rows, description="scoring"):      a loop of the command itself
@@ -7,7 +7,7 @@
     reading: 45 %, 12.3M tokens, 1.2M tokens/s, 2 min 10 s left
     training: step 12 of 100, loss 1.2345, 3 min 20 s left
 
-Commands that take less than ten seconds write nothing off a terminal.
+Without a terminal, commands that take less than ten seconds write nothing.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def step_progress(
     """Yield a function that shows the steps done and some values: `report(12, {"loss": "1.2345"})`.
 
     Args:
-        stage: what the steps do, such as "training".
+        stage: name of the work, such as "training".
         total: number of steps.
         first: steps that were done before, in a run that is resumed.
         interval: minimum seconds between two lines; 0 for a line for each step.
@@ -126,8 +126,8 @@ def step_progress(
             if now - last >= interval:
                 last = now
                 parts = [f"step {done} of {total}", *(f"{name} {value}" for name, value in values.items())]
-                left = _time_left((done - first) / max(1, total - first), now - start)
-                click.echo(f"{stage}: {', '.join(parts + left)}", err=True)
+                parts += _time_left((done - first) / max(1, total - first), now - start)
+                click.echo(f"{stage}: {', '.join(parts)}", err=True)
 
         yield write
 

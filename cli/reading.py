@@ -46,7 +46,7 @@ reading_options = option_group(
         click.option(
             "--chat-template",
             type=click.Path(exists=True, dir_okay=False),
-            help="File with a chat template in Jinja, which replaces that of the tokenizer.",
+            help="File with a chat template in Jinja, which replaces the template of the tokenizer.",
         ),
         click.option(
             "--tools",
@@ -63,7 +63,7 @@ reading_options = option_group(
         click.option(
             "--per-path",
             is_flag=True,
-            help="With --expand turns: make a sample of a turn for each path of a search tree that has it, not one.",
+            help="With --expand turns: a turn on several paths of a search tree becomes one sample for each path.",
         ),
         click.option(
             "--share",

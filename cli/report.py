@@ -71,7 +71,7 @@ def report(
     build: BuildOptions,
     overwrite: bool,
 ) -> None:
-    """Write a page on what rollouts share and why sharing is lost: charts, and an explorer of their trees.
+    """Write a page about the sharing of rollouts and the causes of lost sharing: charts, and an explorer of the trees.
 
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie. The page is one file that needs no
     network. Texts are decoded by the tokenizer that the trie was built with, or --tokenizer; without one, token ids are

@@ -1,4 +1,4 @@
-"""Print rollouts by name: those that were skipped, with a first line if they are many, and those to be looked at."""
+"""Print the names of skipped rollouts, after a first line if they are many, and of rollouts with control tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 5  # rollouts that a summary names
 
 
 def print_many_skipped(skipped: Mapping[str, Any] | None) -> None:
-    """Print one line if so many rollouts were skipped that this matters more than any other figure."""
+    """Print one line if more than `LARGE_SHARE` of the rollouts were skipped."""
     from treepack.ingest.read_log import LARGE_SHARE
 
     if not skipped:

@@ -87,10 +87,10 @@ def stats(
 
     PATH is a trie directory, a packed directory, or raw rollouts as for build-trie.
 
-    The first line says what was read and what training on the tree gains against one append-only sequence per
-    conversation, as most trainers make it. The forecast compares floating-point operations on the tree with those of
-    flat packing: of such sequences, of each sample alone, and of one sample per turn. Without --capacity it plans
-    quickly for 16384 and 65536 (each only if the longest trajectory fits), else for the next power of two.
+    The first line has the numbers of conversations and samples, and the gain of training on the tree over one
+    append-only sequence per conversation, as most trainers make it. The forecast compares floating-point operations on
+    the tree with flat packing of such sequences, of each sample alone, and of one sample per turn. Without --capacity
+    it plans quickly for 16384 and 65536 (each only if the longest trajectory fits), else for the next power of two.
     """
     import json
 

@@ -26,7 +26,7 @@ REASONS = {
 
 
 def print_report(report: dict[str, Any], *, verbose: bool) -> None:
-    """Print a report as tables, with what was read and the verdict first; `verbose` adds figures about packing."""
+    """Print a report: one sentence with the samples and the verdict, then tables; `verbose` adds figures of packing."""
     print_many_skipped(report.get("skipped"))
     say(headline(report["summary"], report["forecast"]["verdict"]))
     show_figures(report | report.get("options", {}), verbose=verbose)
@@ -73,7 +73,7 @@ def print_report(report: dict[str, Any], *, verbose: bool) -> None:
 
 
 def headline(summary: str, verdict: str) -> str:
-    """Return what was read and what the tree gains as one sentence."""
+    """Return the summary of the input and the verdict as one sentence."""
     # "614 conversations, 614 samples: tree ..." and "614 conversations, 6,321 samples: the template ...; tree ..."
     return f"{summary}{';' if ':' in summary else ':'} {verdict}"
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
-    help="Optimiser steps; overrides --epochs. With --resume a larger number trains on.",
+    help="Optimiser steps; overrides --epochs. With --resume and a larger number, training continues.",
 )
 @optimiser_options(epochs=1, lr=1e-5)
 @click.option(
@@ -183,5 +183,5 @@ def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> No
 
 
 def _part(count: int, total: int) -> str:
-    # 7 of 16 -> "7 of 16, as many as fit into memory"; 16 of 16 -> "16"
+    # 7 of 16 -> "7 of 16, as many as memory and some minutes allow"; 16 of 16 -> "16"
     return f"{count:,}" if count == total else f"{count:,} of {total:,}, as many as memory and some minutes allow"

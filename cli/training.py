@@ -91,7 +91,7 @@ _START = "treepack.start"  # time of the first line of the command, in its conte
 
 
 class _StageHandler(logging.Handler):
-    """Write what the library logs to stderr, with the seconds since the command started."""
+    """Write the log of the library to stderr, with the seconds since the command started."""
 
     def emit(self, record: logging.LogRecord) -> None:
         start = click.get_current_context().meta.setdefault(_START, time.monotonic())
@@ -181,7 +181,7 @@ def train_model(
 
 
 def _is_finished(packed: str, model: str, options: TrainOptions, out: Path, ranks: Ranks) -> bool:
-    """Return true if the run in `out` needs no step, and say so; the model is not loaded for this."""
+    """Return True if the run in `out` needs no step, and print a note; the model is not loaded for this."""
     from treepack.train.directory import is_finished, is_same_finished_run
     from treepack.train.loop import already_finished
     from treepack.train.ranks import find_device

@@ -4,7 +4,8 @@
     one sample per turn   p A (2 paths)     p A B     p A C
 
 Two turns are the same if their record, their tokens and their trained tokens are the same, and one of them is not the
-last of its path. Equal last turns are independent samples of one prompt, such as the choices of one request.
+last of its path. Equal last turns are independent samples of one prompt, such as the choices of one request. A path
+with a reward or an advantage is never merged with a path without it.
 
 The merged sample has the sum of the weights of its paths, and the weighted mean of their rewards and of their
 advantages. So a loss that is linear in the advantage has the same gradient as with one sample for each path; a clipped

@@ -107,7 +107,7 @@ def num_finished(out: Path) -> int | None:
 
 
 def is_same_finished_run(out: Path, packed: str, model: str, options: TrainOptions, num_steps: int) -> bool:
-    """Return true if the model in `out` is complete and certainly that of these arguments.
+    """Return True if the model in `out` is complete, and certainly the result of these arguments.
 
     The weights of `model` are not read: another path to the same model gives false, and the caller opens the run.
     """

@@ -1,7 +1,7 @@
 """Options of a training run: all options of `treepack train` except its paths, checked once.
 
 The options in `CHANGEABLE_ON_RESUME` change the speed, memory or safety of a run and may differ when it is resumed.
-Those in `LENGTH_OPTIONS` may extend it. All other options change the result, and a resumed run must have the same.
+The options in `LENGTH_OPTIONS` may extend it. All other options change the result and must stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ CHANGEABLE_ON_RESUME = frozenset(
     "gradient_checkpointing compile attention loss_chunk device gather_dtype cpu_offload "
     "checkpoint_every keep max_skipped".split()
 )
-# Options that define the number of steps. A resumed run may have more of them, or fewer if they are not yet done.
+# Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
+# are done.
 LENGTH_OPTIONS = frozenset({"steps", "epochs"})
 _MINIMUM = {
     "steps": 1,

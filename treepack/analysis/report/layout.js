@@ -1,4 +1,4 @@
-// Lines and places of the nodes of a tree, what of it is visible, and the stripes of a block.
+// Lines and places of the nodes of a tree, its visible part, and the stripes of a block.
 //
 //   arrange(root, forest): x, right and wide of each node in tokens; lines, before and after of each
 //   openSome(root, pixels)      itemsOf(root, scale) -> [item]      stripesOf(forest, node, width) -> [{x, width, kind}]

@@ -71,11 +71,11 @@ def learn_headers(tokenizer: Any, template: str | None = None) -> list[Header]:
     headers: dict[str, Header] = {}
     # Roles in this order, because some templates print tool results as messages of the user.
     for (role, _, after), texts in sorted(variants.items(), key=lambda item: _PREFERRED.index(item[0][0])):
-        # <|im_start|>assistant\n and <|im_start|>assistant\n<think>\n\n</think>\n\n -> what both begin with
+        # <|im_start|>assistant\n and <|im_start|>assistant\n<think>\n\n</think>\n\n -> <|im_start|>assistant\n
         text = _common_start(texts)
         headers.setdefault(text.rstrip(), Header(role, text, after))
-    known = {header.role for header in headers.values()}
-    if not {"user", "assistant"} <= known:
+    roles = {header.role for header in headers.values()}
+    if not {"user", "assistant"} <= roles:
         return []
     return sorted(headers.values(), key=lambda header: (-len(header.text), header.text))
 
@@ -100,7 +100,7 @@ def _conversations() -> Iterator[tuple[list[Message], Tools]]:
         "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": PROBE}}},
     }
     # Templates differ in the form of arguments, and some refuse a text beside a call.
-    for as_text, said in product((False, True), ("", _mark(2))):
+    for as_text, content in product((False, True), ("", _mark(2))):
         arguments: Any = {"key": "call2z"}
         call = {"name": PROBE, "arguments": '{"key": "call2z"}' if as_text else arguments}
         yield (
@@ -109,7 +109,7 @@ def _conversations() -> Iterator[tuple[list[Message], Tools]]:
                 {"role": "user", "content": _mark(1)},
                 {
                     "role": "assistant",
-                    "content": said,
+                    "content": content,
                     "tool_calls": [{"id": "probe0000", "type": "function", "function": call}],
                 },
                 {"role": "tool", "tool_call_id": "probe0000", "name": PROBE, "content": _mark(3)},
@@ -215,7 +215,7 @@ def mark_roles(trie: Trie, headers: Sequence[Header], vocabulary: dict[str, int]
     changes = _changes(trie, headers, vocabulary, decode)
     places = np.array(sorted(changes), np.int64)
     kinds = np.array([ROLES.index(changes[place]) for place in places.tolist()], np.uint8)
-    # The role at the end of each node: that of its last change, else of its parent. Parents come before children.
+    # The role at the end of each node: the role of its last change, else of its parent. Parents come before children.
     last = np.searchsorted(places, trie.node_start[1:], side="left") - 1
     own = (last >= 0) & (places[last] >= trie.node_start[:-1]) if len(places) else np.zeros(trie.num_nodes, np.bool_)
     at_end = np.where(own, kinds[last] if len(places) else 0, 0).tolist()
@@ -291,7 +291,7 @@ def _first_tokens(trie: Trie, header: Header, node: int, at: int, below: Sequenc
 
 
 def _longer(trie: Trie, ids: tuple[int, ...], child: int) -> tuple[tuple[int, ...], int, int]:
-    """Return the tokens `ids` with those of a child of their node; a message would start with the child."""
+    """Return `ids` and the tokens of a child of their node after them; a message would start with the child."""
     start, end = int(trie.node_start[child]), int(trie.node_start[child + 1])
     return ids + tuple(trie.tokens[start : min(end, start + WINDOW - len(ids))].tolist()), child, start
 

@@ -50,7 +50,7 @@ function readable(runs) {
       const [mark] = marks;
       if (mark && mark.start <= at) {
         at = Math.min(end, mark.start + mark.text.length);
-        if (at < mark.start + mark.text.length) break; // the mark goes on in the next run
+        if (at < mark.start + mark.text.length) break; // the mark continues in the next run
         quiet = mark.text === THINK || (quiet && mark.text !== END_THINK);
         marks.shift();
         continue;

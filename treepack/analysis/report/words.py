@@ -48,7 +48,7 @@ def lost_sentence(sharing: Sharing, tokens_tree: int) -> str:
             f"another sample of the group, at {quantity(places, 'place')}."
         )
         if behind := sharing.reasons["behind"]:
-            text += f" Behind these places are {behind:,} tokens more, which could not be shared either."
+            text += f" After these places are {behind:,} more tokens, which could not be shared either."
     else:
         text = "Nothing is lost: samples of a group share their whole prompts, and calls continue each other."
     if sharing.num_alone:

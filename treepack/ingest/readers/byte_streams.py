@@ -27,7 +27,7 @@ FILE_CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """How files are read: the maximum size of a record in bytes, and if damaged records and files are skipped."""
+    """Options of reading files: the maximum size of a record in bytes; True to skip damaged records and files."""
 
     max_size: int = MAX_RECORD_SIZE
     skip_bad: bool = False
@@ -93,7 +93,7 @@ def as_buffer(rest: Any, data: bytes = b"") -> io.BufferedReader:
 
 
 def read_line(stream: Any, start: bytes, max_size: int) -> bytes:
-    """Return the rest of a line of which `start` was read, so much that the line has at most `max_size` + 1 bytes."""
+    """Return the rest of a line that begins with `start`, cut so that the line has at most `max_size` + 1 bytes."""
     line: bytes = stream.readline(max(1, max_size + 1 - len(start)))
     return line
 

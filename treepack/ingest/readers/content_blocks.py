@@ -7,7 +7,7 @@ Blocks keep their order: text before a result becomes a user message before the 
 blocks stays as it is. Encrypted reasoning becomes the field `redacted_thinking`, and the mark of a failed call becomes
 `is_error`: `normalise_messages` does not read these fields, so it counts them. The text of the error is in the result.
 
-A block that is not text, such as an image, stays in the content, also if it was in a result. `skip_reason` finds it.
+A block that is not text, such as an image, stays in the content, even if it was in a result. `skip_reason` finds it.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def read_pieces(
 
 
 def _whole_file(path: str, input_hash: InputHash | None, how: Handling) -> Iterator[Piece]:
-    """Yield the pieces of one file and hash it; what libraries raise becomes a sentence."""
+    """Yield the pieces of one file and hash it; turn errors of libraries into sentences."""
     num_pieces = 0
     shown = displayed(path)
     try:
@@ -133,7 +133,7 @@ def _hash_rest(raw: HashingReader, shown: str, input_hash: InputHash | None) -> 
 
 
 def _pieces_of(raw: HashingReader, path: str, how: Handling) -> Iterator[Piece]:
-    # peek(n) returns at least one byte and does not consume it, also on a pipe.
+    # peek(n) returns at least one byte and does not consume it, even on a pipe.
     stream, shown = as_buffer(raw), displayed(path)
     compression = COMPRESSION.get(stream.peek(2)[:2])
     if compression is not None:

@@ -123,7 +123,7 @@ class _DamagedArray:
 
 @dataclass(frozen=True, slots=True)
 class _DamagedLines:
-    """JSONL whose first line is damaged; `rest` are the bytes after it that were read to find that out."""
+    """JSONL whose first line is damaged; `rest` are the bytes after this line that have been read."""
 
     rest: bytes
 

@@ -1,4 +1,4 @@
-"""JSON text to values where the fast parser fails: what it refuses but is usable, or the place and cause of a fault.
+"""JSON text that the fast parser refuses: its value if it is usable, else the place and the cause of the fault.
 
     bytes --parse_leniently--> value with NaN and long integers, or a TreepackError with line and column
     bytes --array_elements-->  the elements of an array that can be read, and a sentence for each damaged one

@@ -1,4 +1,4 @@
-"""A trie directory to one with advantages: `treepack advantages` as a function.
+"""Add advantages to a trie directory: `treepack advantages` as a function.
 
     trie/ --read_trie--> Trie --estimate_advantages, with_advantages--> Trie --write_trie--> out/
 
@@ -29,7 +29,7 @@ class AdvantagesSummary:
         manifest: its manifest.
         estimates: the advantages, and the groups that were rejected.
         num_trajectories: trajectories of the trie that was read.
-        replaced: whether that trie had advantages already.
+        replaced: True if that trie had advantages already.
     """
 
     path: Path
