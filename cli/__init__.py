@@ -1,8 +1,8 @@
 """The `treepack` command: click commands over the library, one file each.
 
-A command's file is imported when the command runs, and it imports what it needs in its body, so `treepack --help`
-starts quickly. Results go to stdout, progress and notes to stderr. The exit status is 0, 1 for an error in the input,
-and 2 for wrong usage.
+A command's file is imported when the command runs, and its functions import slow modules in their bodies, so
+`treepack --help` starts quickly. Results go to stdout, progress and notes to stderr. The exit status is 0, 1 for an
+error in the input, and 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SUMMARIES = {
     "logprobs": "Write a model's log-probabilities into packed rows.",
     "pack": "Pack a trie into rows of a given capacity.",
     "prepare": "Read and pack rollouts in one command.",
-    "report": "Write a page or pictures of what rollouts share.",
+    "report": "Write a page or pictures of the sharing of rollouts.",
     "select": "Choose queries by their estimated pass rate.",
     "show": "Show a tree, a rollout or a packed row.",
     "simulate": "Simulate rollouts to compare ways to spend them.",
-    "stats": "Show what rollouts share, and forecast the speed-up.",
+    "stats": "Measure the sharing of rollouts, and forecast the speed-up.",
     "train": "Train a Hugging Face model on packed rows.",
     "values": "Fit and run a predictor of success for prefixes.",
 }

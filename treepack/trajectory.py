@@ -108,8 +108,8 @@ class Skipped:
     """Input that cannot be used for training, and the reason; it is counted and reported, never silent.
 
     `reason` is short and the same for the same cause, so that it can be counted. `detail` is the sentence about this
-    rollout, as an error says it. `group_id` is its group if it is known. `is_rollout` is False for a file or record
-    that is not a rollout by itself, such as a file that is read together with another one.
+    rollout, in the words of an error. `group_id` is its group if it is known. `is_rollout` is False for a file or
+    record that is not a rollout by itself, such as a file that is read together with another one.
     """
 
     source: str

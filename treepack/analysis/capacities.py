@@ -124,7 +124,7 @@ def forecast_lines(
         Line(name, each.plan.capacity, work_alone(each.trie), work, each.num_too_long, baseline)
         for each, work in zip(planned, works, strict=True)
     ]
-    # The other baselines know only the sums over all samples.
+    # The other baselines have only the sums over all samples.
     whole = [line for line in lines if line.num_left_out == 0]
     known = usable_conversations(conversations, trie_totals(trie))
     if known is not None:

@@ -53,5 +53,5 @@ def check_trie_totals(trie: Trie, manifest: Manifest | None) -> dict[str, Any]:
 
 
 def checked_totals(manifest: Manifest, *, against_trie: bool) -> dict[str, Any]:
-    """Return the counts of checked rows; `against_trie` tells whether their trie was compared too."""
+    """Return the counts of checked rows; `against_trie` is True if their trie was compared too."""
     return {name: manifest["totals"][name] for name in CHECKED_TOTALS} | {"against_trie": against_trie}

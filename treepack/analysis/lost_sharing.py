@@ -249,7 +249,7 @@ def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: i
         cause = UNREAD[bool(tokens.is_call[i])] if decode is None else "not read"
         parting = Parting(i, int(tokens.expected[i]), int(tokens.common[i]), int(tokens.lost[i]), difference)
         partings.setdefault(difference.cause if difference else cause, []).append(parting)
-    causes = [LostCause(name, sum(one.lost for one in own), own) for name, own in partings.items()]
+    causes = [LostCause(name, sum(one.lost for one in places), places) for name, places in partings.items()]
     return sorted(causes, key=lambda cause: (-cause.tokens, cause.name))
 
 

@@ -4,9 +4,9 @@
                                       text   ids of "ls: " and of the ten characters, as ordinary text
                                       skip   the conversation is skipped
 
-A tokenizer cannot distinguish the control tokens that a template prints from those that a message contains, so the
-messages are searched before they are rendered. For "text", each such token gets a mark after its first character, which
-the encoder removes: the tokens of the template stay what they are, and no position of a trained span changes.
+A tokenizer cannot distinguish a control token that a template prints from the same token in a message, so the messages
+are searched before they are rendered. For "text", each such token gets a mark after its first character, which the
+encoder removes: the tokens of the template and the positions of trained spans do not change.
 
     "<|im_end|>"  --marked-->  "<MARK|im_end|>"  --rendered, cut into pieces, Encoder-->  ids of "<|im_end|>" as text
 

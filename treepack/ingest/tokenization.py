@@ -52,7 +52,6 @@ EXPANSIONS = ("trajectory", "turns")
 REFUSED_TRAILING_NOTE = "messages after the last trained turn left out, because the template refuses them"
 CLOCK_NOTE = "the chat template prints today's date"
 
-
 # One of them is in every folder of a tokenizer; the first is the format of fast tokenizers.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -193,7 +192,7 @@ class Tokenisation:
             yield Skipped(item.source, control_tokens.MARK_REASON, self._group(item))
             return
         for sample in self._of_rollout(item):
-            # The group of a skipped rollout, whose baseline is then computed over fewer rollouts.
+            # A skipped rollout needs its group too, because the group's baseline is computed over fewer rollouts then.
             is_known = isinstance(sample, Trajectory) or sample.group_id is not None
             yield sample if is_known else replace(sample, group_id=self._group(item))
 

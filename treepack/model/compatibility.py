@@ -171,7 +171,7 @@ def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:  # code of a model may raise anything
         if is_memory_error(error):
-            raise  # no fault of the model; the caller knows the remedy
+            raise  # no fault of the model; the caller adds the remedy
         remedy = REQUIREMENT if one_line(error) == NO_INTERFACE else remedy
         raise TreepackError(f"{complaint} ({one_line(error)}); {remedy}") from error
 

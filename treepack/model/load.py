@@ -154,7 +154,7 @@ def _config_of(source: str) -> Any:
     """Return the configuration of a folder or a model of the hub.
 
     Raises:
-        TreepackError: there is none; the message says if the folder or the hub is at fault.
+        TreepackError: there is none; the message names the fault of the folder or of the hub.
     """
     from transformers import AutoConfig
 

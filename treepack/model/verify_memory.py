@@ -23,8 +23,8 @@ from treepack.attention.reference import QUERIES
 
 # Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
 _USABLE = 0.8
-# Floating-point operations of the trajectories one by one on a GPU: two to three minutes with those of the row, in
-# float32 at 5 (attention of the row) to 40 TFLOP/s (products with weights) of an H200.
+# Maximum floating-point operations of the trajectories one by one on a GPU. Together with the packed row that takes two
+# to three minutes on an H200, in float32 at 5 (attention of the row) to 40 TFLOP/s (products with weights).
 MAX_OPERATIONS = 2e15
 # Targets whose logits are in memory at one time; smaller than in training, which has no weights in float64.
 LOGITS_CHUNK = 512

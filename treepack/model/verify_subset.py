@@ -6,7 +6,7 @@
             |-- 4 - 5            has 1 and 2, from depth 1 to depth 4:        1 - 4 - 5
             `-- 6 - 7 - 8                                                     `-- 6 - 7
 
-The result is a row like any other: its positions start at 0, and its weights are those of the chosen trajectories.
+The result is a row like any other: its positions start at 0, and its weights belong to the chosen trajectories.
 `choose_part` selects neighbouring trajectories, because neighbours share most, and keeps places at which they branch.
 """
 

@@ -1,4 +1,4 @@
-"""The capacity that a trie suggests, and what becomes of trajectories that are longer than the capacity."""
+"""Default capacities for a trie, and the treatment of trajectories that are longer than a capacity."""
 
 from __future__ import annotations
 

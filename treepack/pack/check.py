@@ -121,8 +121,8 @@ def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> 
     """Yield each of `rows` after checking it; at the end, check that none is missing.
 
     The rows must give back each trajectory of `trie` exactly once, with its tokens, weights and terms; trajectories
-    that are too long must already be cut or left out of `trie`. The totals and `max_token_id` of `manifest` must be
-    those of the rows, and row_id the place of each row.
+    that are too long must already be cut or left out of `trie`. The totals and `max_token_id` of `manifest` must match
+    the rows, and each `row_id` must be the place of its row.
 
     Raises:
         TreepackError: naming the row, trajectory or total.

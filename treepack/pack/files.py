@@ -26,7 +26,7 @@ from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 
 # Tokens per row group, which is the unit that a reader decodes: some megabytes of columns.
 GROUP_TOKENS = 1 << 18
-# Columns that have a value, and in a list only values, in each row. In the others, null stands for a missing value.
+# Columns that have a value, and in a list only values, in each row. In the others, null means a missing value.
 WITHOUT_NULLS = frozenset(field.name for field in (*schema.ROWS, *schema.TERMS) if not field.nullable)
 
 
@@ -76,7 +76,7 @@ def packed_manifest(
     provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
     entries: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Return the manifest of rows whose summed `row_counts` are `counted`; `entries` are those of their files."""
+    """Return the manifest of rows whose summed `row_counts` are `counted`; `entries` describe their files."""
     usual = PackOptions()
     defaults = {"semantics": usual.semantics, "normalize": usual.normalize}
     provenance = replace(

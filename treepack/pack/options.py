@@ -26,8 +26,8 @@ class PackOptions:
     """Options of packing a trie into rows: the options of `treepack pack`.
 
     Attributes:
-        capacity: maximum number of tokens in a row. None takes that of a plan file, or else 16,384 or 65,536 if every
-            trajectory fits, or the next power of two that they fit.
+        capacity: maximum number of tokens in a row. None takes the capacity of a plan file; without one, 16,384 or
+            65,536 if every trajectory fits, else the next power of two that they fit.
         pairs_budget: maximum number of attention score pairs in a row, None for no limit.
         terms_budget: maximum number of loss terms in a row, None for no limit.
         method: how trajectories are assigned to rows; docs/packing.md describes the methods.

@@ -1,4 +1,4 @@
-"""Everything of a page that is read from the texts of a trie: segments with roles, texts, and lost sharing.
+"""The parts of a page that are read from the texts of a trie: segments with roles, texts, and lost sharing.
 
     Trie, tokenizer --read_contents--> Contents
 
@@ -25,10 +25,10 @@ class Contents:
 
     Attributes:
         segments: runs of tokens of one role, all trained or all not.
-        sharing: why tokens are stored, and why sharing is lost.
+        sharing: the reasons why tokens are stored, and the causes of lost sharing.
         headers: headers of messages, the longest first; empty if roles are unknown.
         texts: texts of the nodes, or None.
-        decoded: whether they are text, not token ids.
+        decoded: True if they are text, False if they are token ids.
         special: special tokens, which are paler than the text around them.
     """
 

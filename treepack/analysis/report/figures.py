@@ -70,14 +70,14 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Totals, parts, their outcomes, and one list of records per chart; those on rewards are empty without rewards.
+    """Totals, parts, their outcomes, and one list of records per chart; lists about rewards are empty without rewards.
 
     Records: `depths` start, end, tokens_flat, tokens_tree, por and, if packed, err; `lengths`, `group_overlap`,
     `group_sizes` and `fill` start, end, count; `capacities` capacity, err, fill, num_rows, num_too_long, measured;
     `rewards` depth_start, depth_end, reward_start, reward_end, nodes, tokens; `reward_counts` start, end, count, where
     start and end are equal if each reward has a bar; `pass_rates` start, end, rate, name, see `group_rates`.
 
-    `summary` is a sentence on what was read, and `forecast` the report of `treepack stats` on the gain of the tree.
+    `summary` is a sentence about the input, and `forecast` the report of `treepack stats` on the gain of the tree.
     """
 
     totals: Record
@@ -102,12 +102,12 @@ class Figures:
 
     @property
     def opened_group(self) -> int:
-        """The group with the most mixed outcomes, which the page opens and the picture of a tree shows."""
+        """The group with the largest spread of rewards, which the page opens and the picture of a tree shows."""
         return self.group_outcomes.most_mixed(self.groups.overlap)
 
     @property
     def is_pass_or_fail(self) -> bool:
-        """Whether there are at most two different rewards of rollouts, so that a mean is a pass rate."""
+        """True if every known reward of a rollout is 0 or 1, so that a mean is a pass rate."""
         known = self.rollouts.reward[~np.isnan(self.rollouts.reward)]
         return set(known.tolist()) <= {0.0, 1.0}
 

@@ -3,8 +3,8 @@
 //   arrange(root, forest): x, right and wide of each node in tokens; lines, before and after of each
 //   openSome(root, pixels)      itemsOf(root, scale) -> [item]      stripesOf(forest, node, width) -> [{x, width, kind}]
 //
-// A rollout is one line. Its last sample decides where it continues; branches of its earlier samples that nothing
-// continues are put into the line, where they belong in time. Templates that drop reasoning make such branches:
+// A rollout is one line along its last sample. Branches of its earlier samples that nothing continues are put into the
+// line, at their place in time. Templates that drop reasoning make such branches:
 //
 //   prompt --- history 1 --- history 2 --- answer 3          prompt | answer 1 | history 1 | answer 2 | history 2 | answer 3
 //           \            \                             ->

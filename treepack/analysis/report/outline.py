@@ -3,8 +3,8 @@
     Trie, trajectories, Rollouts --outline--> Block, Block, ...
 
 A chain of nodes of the trie is one block if none of these trajectories branches or ends inside it. A rollout is one
-line, as on the page (layout.js): its last trajectory decides where it continues. Branches of earlier ones that nothing
-continues are put into the line, before the block that follows them in time, so that no token is drawn twice.
+line along its last trajectory, as on the page (layout.js). Branches of its earlier trajectories that nothing continues
+are put into the line, before the block that follows them in time, so that no token is drawn twice.
 
     prompt --- history --- answer 2          prompt | answer 1 | history | answer 2
            \\

@@ -120,7 +120,7 @@ def _file(name: str) -> str:
 
 
 def _baselines(figures: Figures) -> list[dict[str, Any]]:
-    """Return the bars beside the headline: the tokens of each baseline, and last those of the tree."""
+    """Return the bars beside the headline: the tokens of each baseline, and then the tokens of the tree."""
     entries = figures.forecast["baselines"]
     decisive = figures.forecast["gain"]["baseline"]
     computed = next(entry["tokens_computed"] for entry in entries if entry["baseline"] == decisive)

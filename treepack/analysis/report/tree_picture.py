@@ -39,7 +39,7 @@ ROLE_COLOURS = {
 }
 TEXT, MUTED, HATCH = "#1b2127", "#5b6672", "#c99a4b"
 WIDE_PROMPT, FOLDED = 0.2, 0.12  # shares of the width: a longer common prompt is folded to the second one
-INSET = 0.18  # of its height, for a branch in a line
+INSET = 0.18  # share of the height of a branch in a line that is left free above and below it
 GAP = 0.04  # rows between lines
 LETTERS = 132  # monospaced letters of 5 points in the width of the picture
 MAX_LINES = 60  # rollouts drawn; more would be thinner than a pixel of print
@@ -49,14 +49,14 @@ MAX_NAME = 22  # letters of a rollout's name
 
 
 def draw_tree(axes: Axes, subject: Subject, figures: Figures, contents: Contents) -> None:
-    """Draw the tree of the group with the most mixed outcomes."""
+    """Draw the tree of the group with the largest spread of rewards."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Patch
 
     part, rollouts = figures.opened_group, figures.rollouts
     members = np.flatnonzero(figures.groups.of == part)
-    shown = np.unique(rollouts.of[members])[:MAX_LINES]
-    blocks = outline(subject.trie, members[np.isin(rollouts.of[members], shown)], rollouts)
+    lines = np.unique(rollouts.of[members])[:MAX_LINES]
+    blocks = outline(subject.trie, members[np.isin(rollouts.of[members], lines)], rollouts)
     place, width = _scale(blocks)
     stripes, trained = defaultdict(list), []
     for block in blocks:
@@ -84,7 +84,7 @@ def draw_tree(axes: Axes, subject: Subject, figures: Figures, contents: Contents
     place_below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "ncol": len(legend)}
     place_below |= {"frameon": False, "fontsize": 7, "handlelength": 1.2}
     axes.legend(handles=legend, **place_below)
-    axes.set_title(_title(figures, part, len(shown)), loc="left", fontsize=9, color=TEXT, parse_math=False)
+    axes.set_title(_title(figures, part, len(lines)), loc="left", fontsize=9, color=TEXT, parse_math=False)
 
 
 def _title(figures: Figures, part: int, num_shown: int) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from treepack.analysis.report.causes import Sharing
 from treepack.analysis.report.figures import Figures, Subject
+from treepack.analysis.summary import quantity
 from treepack.trajectory import Int64
 
 REASONS = {
@@ -40,7 +41,7 @@ CAUSES = {
 
 
 def lost_sentence(sharing: Sharing, tokens_tree: int) -> str:
-    """Return how many stored tokens should have been shared, and with how many samples nothing was compared."""
+    """Return the number of stored tokens that should have been shared, and of samples that were not compared."""
     lost, places = sharing.reasons["lost"], sum(cause.num_places for cause in sharing.causes)
     if lost:
         text = (
@@ -181,8 +182,3 @@ def percent(value: float) -> str:
 def number(value: float) -> str:
     """Return a number with three significant digits, and whole numbers in full."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
-
-
-def quantity(count: int, noun: str) -> str:
-    """Return `1 row`, `2 rows`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

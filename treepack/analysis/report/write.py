@@ -43,8 +43,8 @@ class ReportSummary:
     Attributes:
         page: the HTML page, or None.
         pictures: the directory of the pictures, or None.
-        decoded: whether the page shows text; else it shows token ids, because there is no tokenizer.
-        has_text: whether the page has the text or the ids of the rollouts at all.
+        decoded: True if the page shows text; else it shows token ids, because there is no tokenizer.
+        has_text: True if the page has the text or the ids of the rollouts.
         tokens_left_out: tokens beyond the text limit.
     """
 
@@ -65,7 +65,7 @@ def report(
     progress: ReportProgress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> ReportSummary:
-    """Write a page that shows what rollouts share, or pictures of its charts, or both.
+    """Write a page about the sharing of rollouts, or pictures of its charts, or both.
 
     Args:
         paths: one trie directory, one packed directory, or raw rollouts as for `build_trie_directory`.
@@ -88,7 +88,7 @@ def report(
         files += [(pictures / name, "--png") for name in PICTURES]
     for file, option in files:
         refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option=option)
-    # Refuse now what is not installed, rather than after minutes of planning.
+    # Refuse missing packages now, rather than after minutes of planning.
     if page is not None:
         vega()
     if pictures is not None:

@@ -208,7 +208,7 @@ class Format:
             yield replace(item, group_id=group_of(record)) if is_lost else item
 
     def _of_damaged_file(self, records: list[Record], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
-        """Read the records of a file that belong together, without those that are damaged.
+        """Read the records of a file that belong together, without damaged ones.
 
         An error names the record at its beginning. This record is removed and the file is read again, at most
         `MAX_REMOVED` times; an error that names no record, or one more, skips the file.

@@ -171,7 +171,7 @@ def _files_below(folder: str) -> Iterator[Path]:
         ) from error
 
     for root, folders, names in os.walk(folder, onerror=refuse):
-        # A command that writes its output into this folder is at work, or was killed.
+        # Hidden outputs belong to a command that writes into this folder now, or that was killed.
         folders[:] = [name for name in folders if not is_hidden_output(name)]
         yield from (Path(root, name) for name in names if not is_hidden_output(name))
         yield from (path for name in folders if (path := Path(root, name)).is_symlink())

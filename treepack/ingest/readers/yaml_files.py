@@ -2,7 +2,7 @@
 
     bytes --events--> size and depth are checked --load--> value --> keys of objects become text, as in JSON
 
-A few bytes of YAML can stand for gigabytes, because an alias repeats a part of the document by its name, and deep
+A few bytes of YAML can expand to gigabytes, because an alias repeats a part of the document by its name, and deep
 nesting overflows the stack of the parser. Both are refused before any value is made.
 """
 
