@@ -120,7 +120,7 @@ def test_checkpoints_in_a_folder_of_rollouts_are_counted_and_passed_over(tmp_pat
 
 def test_without_torch_its_files_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(TreepackError, match="is a file of PyTorch, which is not installed; install"):
+    with pytest.raises(TreepackError, match="is a file of PyTorch, which is not installed; run pip install"):
         read_torch(b"PK\x03\x04", "r.pt")
 
 

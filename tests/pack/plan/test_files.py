@@ -152,7 +152,7 @@ def test_budgets_and_ranks_are_kept_and_recorded(treepack: Run, trie: Path, tmp_
     options = ("--capacity", 100, "--pairs-budget", 42, "--terms-budget", 12, "--balance", 3)
     status, out, _ = treepack("pack", trie, *options, "--out", tmp_path / "p")
     assert status == 0
-    assert "longest of each group" in out
+    assert "group_pairs_max_over_mean" in out
     report = report_of(treepack, tmp_path / "p", "--check")
     chosen = {"pairs_budget": 42, "terms_budget": 12, "balance": 3}
     assert isinstance(report["options"], dict)

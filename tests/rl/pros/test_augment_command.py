@@ -79,7 +79,7 @@ def test_rollouts_of_augmented_queries_come_back_without_a_gradient_on_reused_to
     assert {query["parent_trajectory"] for query in queries} == {"r1", "r2", "r3", "r5", "r6", "r7"}
     second = write_lines(tmp_path / "second.jsonl", list(continuations(queries)))
     printed = run("build-trie", first, second, "--out", tmp_path / "both")
-    assert "reused tokens not trained  6" in printed
+    assert "reused tokens not trained: 6" in printed
     run("pack", tmp_path / "both", "--capacity", 4096, "--out", tmp_path / "again")
 
     trie, (row,) = read_trie(tmp_path / "both"), list(read_rows(tmp_path / "again"))
