@@ -1,10 +1,10 @@
-"""Which chat templates keep a conversation append-only, which rewrite it, and which cannot render it faithfully.
+"""Count the conversations that each chat template keeps append-only, rewrites, or cannot render faithfully.
 
     python benchmarks/templates.py [--limit N] [--out docs/templates.md] [--workers 2]
 
-Every template of trl, with every conversation of tests/rollouts and of the real rollouts beside the checkout, their
-texts replaced by markers (`support.template_oracle`). Writes the page of the documentation, and stops if a trained
-token belongs to another message.
+Every template of trl, with every conversation of tests/rollouts and, if they are there, of public real rollouts
+(`support.paths.REAL`), their texts replaced by markers (`support.template_oracle`). Writes a page in Markdown, and
+stops if a trained token belongs to another message.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ INTRODUCTION = """# Chat templates
 
 A template renders a conversation again at every turn. If it only appends, a conversation becomes one sample. If it
 rewrites what it printed before, for example drops the reasoning of earlier turns, a new sample starts there: each turn
-is trained as its sampler saw it. If it cannot print what the model wrote, the conversation is skipped and counted.
+is trained as its sampler saw it. If it leaves out text that the model wrote, the conversation is skipped and counted.
 
 {conversations}, with each template of trl {trl}, whose names the table has. Use a template
 with `--chat-template FILE`; trl's `*_training` templates keep conversations append-only that the original rewrites.
-In all of them, trained tokens are the text of the assistant with its reasoning where the template prints it, its calls
-and the end of the turn, and belong to no other message (`tests/ingest/test_template_matrix.py`). The table is written
-by `python benchmarks/templates.py`.
+In all of them, trained tokens are the text of the assistant with its reasoning if the template prints it, its calls and
+the end of the turn, and belong to no other message (`tests/ingest/test_template_matrix.py`).
+`python benchmarks/templates.py` writes the table.
 """
 
 

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write OUT/trie and so on to.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory to write the trie and the packed rows into.",
+)
 @click.option(
     "--advantages",
     "estimator",

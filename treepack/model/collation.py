@@ -197,7 +197,7 @@ def _find_causal_model(model: nn.Module) -> Any:
     """Return the model of transformers inside the wrappers of a trainer.
 
     Raises:
-        TreepackError: if there is none, or its attention is not that of treepack.
+        TreepackError: if there is none, or it does not use treepack's attention.
     """
     from transformers import PreTrainedModel
 

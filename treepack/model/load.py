@@ -209,7 +209,7 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) 
 def _cast_routers(model: Any, dtype: torch.dtype) -> Any:
     """Cast the weights that transformers keeps in float32 to float64 if `dtype` is float64.
 
-    Routers of ernie4_5_moe and hunyuan_v1_moe are float32 in every dtype. Beside float64 they fail.
+    Routers of ernie4_5_moe and hunyuan_v1_moe are float32 in every dtype, and fail beside float64 weights.
     """
     return model.to(dtype) if dtype == torch.float64 else model
 

@@ -111,7 +111,7 @@ class Objective:
 
     `clip_low` and `clip_high` are distances from 1. `kl` and `entropy` are coefficients. `importance_cap` and
     `dual_clip` are off if None. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `preset`
-    is the name that `choose_objective` was asked for, for messages only.
+    is the name that `choose_objective` got, for messages only.
     """
 
     loss: str = "sft"
@@ -147,7 +147,7 @@ class Objective:
 
     @property
     def name(self) -> str:
-        """The name of the loss in messages: that of the preset, if it is one."""
+        """The name of the loss in messages: the preset if there is one, else `loss`."""
         return self.preset or self.loss
 
     @property

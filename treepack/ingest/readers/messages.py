@@ -5,9 +5,9 @@
 
 Readers call `content_blocks.split_blocks` before, because it changes the number of messages.
 
-Tool-call arguments stay a string or an object, as they are in the log; `chat_template` finds out which of the two a
-template prints. A call without an id gets an id of nine letters and digits, because Mistral's templates accept no other
-form. Errors count messages from 1.
+Tool-call arguments stay a string or an object, as they are in the log; `template.forms` converts them to the form that
+a template prints. A call without an id gets an id of nine letters and digits, because Mistral's templates accept no
+other form. Errors count messages from 1.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Raw records, and the pieces of files that contain them: values that are cheap to send to another process.
 
-    file --files.read_pieces--> Lines | Values | TableRows --records()--> Record(source, path, value: dict)
+    file --files.read_pieces--> Lines | Values | TableRows | Damaged --records()--> Record(source, path, value: dict)
 
     JSONL            one record per line, split at b"\\n" only       source "rollouts.jsonl:17"      Lines, unparsed
     JSON array       one record per element                         source "rollouts.json[3]"      Values
     JSON document    one record, compact or pretty-printed          source "task.traj"             Values
     Parquet, Arrow   one record per row                             source "part.parquet[3]"       TableRows, columns
     torch.save       one record, or one per element of a list       source "rollouts.pt"           Values
+    Inspect .eval    one record per sample                          source "log.eval[3]"           Values
 
 A piece needs no other piece, so another process can make its records. A damaged record is an error, or, if the caller
 passes a list `damaged`, a `Skipped` in this list. The readers give the records their meaning.

@@ -108,7 +108,7 @@ FORMAT = Format(
     """.split(),
     dropped=(
         "images, videos, audios (records that have some are skipped)",
-        "content parts but text, tool_use, tool_result and thinking (records that have some are skipped)",
+        "content parts except text, tool_use, tool_result and thinking (records that have some are skipped)",
     ),
     keeps={MASKS, REWARDS, LINEAGE},
     read=read,
