@@ -8,7 +8,7 @@ A tokenizer cannot distinguish a control token that a template prints from the s
 are searched before they are rendered. For "text", each such token gets a mark after its first character, which the
 encoder removes: the tokens of the template and the positions of trained spans do not change.
 
-    "<|im_end|>"  --marked-->  "<MARK|im_end|>"  --rendered, cut into pieces, Encoder-->  ids of "<|im_end|>" as text
+    "<|im_end|>"  --mark-->  "<MARK|im_end|>"  --rendered, cut into pieces, Encoder-->  ids of "<|im_end|>" as text
 
 A control token is a special token of the tokenizer, or another added token that the chat template prints. Tags such as
 `<think>` and `<tool_call>` are none, because logs of raw output and system prompts contain them on purpose.
@@ -53,7 +53,7 @@ class ControlTokens:
         longest_first = sorted(tokens, key=lambda token: (-len(token), token))
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def spelled(self, chat: Chat) -> list[SpelledToken]:
+    def find(self, chat: Chat) -> list[SpelledToken]:
         """Return each control token that a message spells out, once for each message; O(characters)."""
         if self._pattern is None:
             return []
@@ -63,15 +63,15 @@ class ControlTokens:
             for token in dict.fromkeys(token for text in _texts(message) for token in self._pattern.findall(text))
         ]
 
-    def marked(self, chat: Chat) -> Chat:
+    def mark(self, chat: Chat) -> Chat:
         """Return `chat` with a mark in each control token that a message spells out, for `Encoder.encode`."""
         assert self._pattern is not None
         pattern = self._pattern
 
-        def mark(text: str) -> str:
+        def with_marks(text: str) -> str:
             return pattern.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
-        return replace(chat, messages=[_mapped(message, mark) for message in chat.messages])
+        return replace(chat, messages=[_change_texts(message, with_marks) for message in chat.messages])
 
 
 def control_tokens(tokenizer: Any, templates: tuple[str, ...]) -> frozenset[str]:
@@ -130,10 +130,10 @@ def _texts(value: Any, field: str = "") -> Iterator[str]:
             yield from _texts(part)
 
 
-def _mapped(value: Any, change: Callable[[str], str], field: str = "") -> Any:
+def _change_texts(value: Any, change: Callable[[str], str], field: str = "") -> Any:
     """Return `value` with `change` applied to all texts that `_texts` yields."""
     if isinstance(value, str):
         return value if field in FIXED_FIELDS else change(value)
     if isinstance(value, dict):
-        return {change(key): _mapped(part, change, key) for key, part in value.items()}
-    return [_mapped(part, change) for part in value] if isinstance(value, list) else value
+        return {change(key): _change_texts(part, change, key) for key, part in value.items()}
+    return [_change_texts(part, change) for part in value] if isinstance(value, list) else value

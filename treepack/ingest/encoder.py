@@ -52,11 +52,13 @@ class Encoder:
         # The group in the pattern keeps the separators: "Hi<|end|>Yo" -> ["Hi", "<|end|>", "Yo"].
         stretches = [text] if self._pattern is None else self._pattern.split(text)
         ids = [
-            self._spelled(each) if self._has_marks and MARK in each else self._ids(each) for each in stretches if each
+            self._ids_as_text(each) if self._has_marks and MARK in each else self._ids(each)
+            for each in stretches
+            if each
         ]
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
 
-    def _spelled(self, stretch: str) -> Int32:
+    def _ids_as_text(self, stretch: str) -> Int32:
         """Return the ids of a stretch of text in which marks break special tokens."""
         # "a <M|end|>" -> "a <|end|>", tokenised with the special tokens as text. Other added tokens stay broken.
         whole = stretch

@@ -253,12 +253,12 @@ class Tokenisation:
             self._control = ControlTokens(control_tokens.control_tokens(encoder.tokenizer, self._template.texts))
         tools = chat.tools or self._job.tools
         item = replace(item, group_id=self._group(item))
-        if spelled := self._control.spelled(chat):
+        if spelled := self._control.find(chat):
             if self._job.control_tokens == "skip":
                 yield Skipped(item.source, control_tokens.REASON, detail=skip_sentence(spelled[0], item.source))
                 return
             item = replace(item, notes=item.notes + control_tokens.notes_of(spelled, self._job.control_tokens))
-            chat = self._control.marked(chat) if self._job.control_tokens == "text" else chat
+            chat = self._control.mark(chat) if self._job.control_tokens == "text" else chat
         if self._template.reads_clock(tools):
             item = replace(item, notes=(*item.notes, CLOCK_NOTE))
         try:

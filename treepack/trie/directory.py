@@ -108,8 +108,7 @@ def read_to_trie(
 ) -> tuple[Trie, ReadLog]:
     """Read rollouts into a trie without writing a directory; return it and the log of reading.
 
-    `tokenizer` is the tokenizer of `options`, if the caller has loaded it already. A large trie is mapped from temporary
-    files.
+    `tokenizer` is the tokenizer of `options` if the caller has loaded it. A large trie is mapped from temporary files.
 
     Raises:
         TreepackError: bad input, no trajectory at all, or text without a tokenizer.
