@@ -26,7 +26,7 @@ def show_figures(figures: Mapping[str, Any], *, verbose: bool) -> None:
     """
     from treepack.analysis.glossary import GLOSSARY, INTERNAL, RATIOS
 
-    names = [name for name in GLOSSARY if name in figures and (verbose or name not in INTERNAL)]
+    names = [name for name in GLOSSARY if figures.get(name) is not None and (verbose or name not in INTERNAL)]
     values = [percent(figures[name]) if name in RATIOS else text(figures[name]) for name in names]
     rows = [(name, value, GLOSSARY[name]) for name, value in zip(names, values, strict=True)]
     _print_grid(rows, justify=("left", "right", "left"))

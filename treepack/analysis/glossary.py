@@ -21,6 +21,8 @@ GLOSSARY = {
     "num_trees": "prefix trees",
     "num_nodes": "nodes of the trees",
     "capacity": "maximum tokens of a row",
+    "pairs_budget": "maximum attention score pairs of a row",
+    "terms_budget": "maximum loss terms of a row",
     "num_rows": "rows",
     "tokens_trained": "trained tokens of all samples",
     "tokens_flat": "N_flat: tokens of all samples",
