@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from .output import say, show_figures, show_notes
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars, quiet_option
+from .skipped import print_control_tokens, print_many_skipped
 
 if TYPE_CHECKING:
     from treepack.pack.directory import PackSummary
@@ -45,13 +46,17 @@ def pack(
     ERR, the effective reuse ratio 1 - N_pack / N_flat, the gap to a lower bound that holds for every packing, and the
     maximum number of score pairs of a row over the mean; with --verbose also the tiles of 128 x 128 pairs in attention.
     """
+    from treepack.files.manifest import read_manifest
     from treepack.pack.directory import pack_trie
 
     if plan is not None:
         _refuse_replaced()
     with progress_bars() as progress:
         summary = pack_trie(trie, out, options, plan=plan, save_plan=save_plan, overwrite=overwrite, progress=progress)
+    source = read_manifest(trie)
+    print_many_skipped(source.get("skipped"))
     show_packing(summary, verbose=verbose)
+    print_control_tokens(source.get("control_tokens"))
 
 
 def _refuse_replaced() -> None:

@@ -72,15 +72,17 @@ def prepare(
     with progress_bars() as progress:
         built = build_trie_directory(inputs, trie, build, overwrite=overwrite, progress=progress)
     show_build(built)
+    complete, step = trie, "advantages" if estimator else "pack"
     try:
         if estimator:
             click.echo()
             advantage_options = AdvantageOptions(estimator)
             summary = write_advantages(trie, source, advantage_options, overwrite=overwrite)
             show_advantages(trie, summary, advantage_options)
+            complete, step = source, "pack"
         click.echo()
         with progress_bars() as progress:
             options = replace(options, workers=build.workers)
             show_packing(pack_trie(source, packed, options, overwrite=overwrite, progress=progress))
     except TreepackError as error:
-        raise TreepackError(f"{error}; {trie} is complete, so treepack pack can continue from it") from error
+        raise TreepackError(f"{error}; {complete} is complete, so treepack {step} can continue from it") from error

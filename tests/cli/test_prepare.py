@@ -55,3 +55,10 @@ def test_a_step_that_fails_names_the_trie_that_is_complete(tmp_path: Path, treep
     assert "d/trie is complete, so treepack pack can continue from it" in failed.err
     assert not (tmp_path / "d" / "packed").exists()
     assert treepack("pack", tmp_path / "d" / "trie", "--out", tmp_path / "d" / "packed").status == 0
+
+
+def test_a_step_that_fails_names_the_step_to_continue_with(tmp_path: Path, treepack: Run) -> None:
+    options = ("--advantages", "grpo", "--capacity", 3, "--out", tmp_path / "d")
+    failed = treepack("prepare", *TOKENS, *options)
+    assert (failed.status, failed.err.count("\n")) == (1, 1)
+    assert failed.err.endswith("d/advantages is complete, so treepack pack can continue from it\n")

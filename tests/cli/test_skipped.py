@@ -47,6 +47,14 @@ def test_many_skipped_rollouts_are_the_first_line_and_the_first_are_named(
     ]
 
 
+def test_the_summary_of_packed_rows_opens_with_many_skipped_rollouts_too(
+    treepack: Run, tmp_path: Path, rollouts: str
+) -> None:
+    built = treepack("build-trie", rollouts, "--out", str(tmp_path / "trie")).out.splitlines()
+    packed = treepack("pack", str(tmp_path / "trie"), "--out", str(tmp_path / "packed")).out.splitlines()
+    assert packed[0] == built[0]
+
+
 def test_few_skipped_rollouts_are_not_the_first_line(treepack: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [rollout(i, "a", trained=i > 0) for i in range(20)])
     lines = treepack("build-trie", path, "--out", str(tmp_path / "trie")).out.splitlines()
