@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -92,7 +93,8 @@ def main() -> None:
     text = f"{samples} conversations of the samples of all formats" + "".join(f", {part}" for part in real)
     table = "\n".join([COLUMNS, *(line(*row) for row in rows)])
     page = INTRODUCTION.format(conversations=text, trl=version("trl"))
-    arguments.out.write_text(f"{page}\n{table}\n", encoding="utf-8")
+    paragraphs = [paragraph if paragraph.startswith("#") else fill(paragraph, 120) for paragraph in page.split("\n\n")]
+    arguments.out.write_text("\n\n".join([*paragraphs, table]) + "\n", encoding="utf-8")
     print(f"{arguments.out}: {len(rows)} templates, {sum(sources.values())} conversations")
 
 

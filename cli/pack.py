@@ -46,17 +46,13 @@ def pack(
     ERR, the effective reuse ratio 1 - N_pack / N_flat, the gap to a lower bound that holds for every packing, and the
     maximum number of score pairs of a row over the mean; with --verbose also the tiles of 128 x 128 pairs in attention.
     """
-    from treepack.files.manifest import read_manifest
     from treepack.pack.directory import pack_trie
 
     if plan is not None:
         _refuse_replaced()
     with progress_bars() as progress:
         summary = pack_trie(trie, out, options, plan=plan, save_plan=save_plan, overwrite=overwrite, progress=progress)
-    source = read_manifest(trie)
-    print_many_skipped(source.get("skipped"))
     show_packing(summary, verbose=verbose)
-    print_control_tokens(source.get("control_tokens"))
 
 
 def _refuse_replaced() -> None:
@@ -76,7 +72,9 @@ def show_packing(summary: PackSummary, *, verbose: bool = False) -> None:
     from treepack.analysis.summary import summary_of_manifest
 
     manifest, totals = summary.manifest, summary.totals
+    print_many_skipped(manifest.get("skipped"))
     say(summary_of_manifest(manifest))
     size = sum(entry["bytes"] for entry in manifest["files"]) / totals["tokens_packed"]
     show_figures(totals | {"bytes_per_token": size}, verbose=verbose)
     show_notes(summary.counts)
+    print_control_tokens(manifest.get("control_tokens"))

@@ -71,18 +71,22 @@ def prepare(
         refuse_existing(each, overwrite=overwrite, inputs=list(inputs))
     with progress_bars() as progress:
         built = build_trie_directory(inputs, trie, build, overwrite=overwrite, progress=progress)
-    show_build(built)
-    complete, step = trie, "advantages" if estimator else "pack"
+    # Everything is written before anything is printed: a reader such as `head` that closes stdout ends the command.
+    summary, complete, step = None, trie, "advantages" if estimator else "pack"
     try:
         if estimator:
-            click.echo()
             advantage_options = AdvantageOptions(estimator)
             summary = write_advantages(trie, source, advantage_options, overwrite=overwrite)
-            show_advantages(trie, summary, advantage_options)
             complete, step = source, "pack"
-        click.echo()
         with progress_bars() as progress:
             options = replace(options, workers=build.workers)
-            show_packing(pack_trie(source, packed, options, overwrite=overwrite, progress=progress))
+            rows = pack_trie(source, packed, options, overwrite=overwrite, progress=progress)
     except TreepackError as error:
+        show_build(built)
         raise TreepackError(f"{error}; {complete} is complete, so treepack {step} can continue from it") from error
+    show_build(built)
+    click.echo()
+    if summary is not None:
+        show_advantages(trie, summary, advantage_options)
+        click.echo()
+    show_packing(rows)

@@ -7,25 +7,17 @@ from typing import Any
 
 import click
 
-from .output import percent, printable
+from .output import printable
 
 SHOWN = 5  # rollouts that a summary names
 
 
 def print_many_skipped(skipped: Mapping[str, Any] | None) -> None:
-    """Print one line if more than `LARGE_SHARE` of the rollouts were skipped."""
-    from treepack.ingest.read_log import LARGE_SHARE
+    """Print one line if so many rollouts were skipped that this matters more than any figure."""
+    from treepack.analysis.summary import skipped_sentence
 
-    if not skipped:
-        return
-    num_skipped, num_rollouts = skipped["num_skipped"], skipped["num_rollouts"]
-    share = num_skipped / (num_skipped + num_rollouts)
-    if share > LARGE_SHARE:
-        reason, count = skipped["main_reason"], skipped["num_main_reason"]
-        click.echo(
-            f"{num_skipped:,} of {num_skipped + num_rollouts:,} rollouts ({percent(share)}) were skipped, "
-            f"{count:,} of them for this reason: {printable(reason)}"
-        )
+    if sentence := skipped_sentence(skipped):
+        click.echo(printable(sentence))
 
 
 def print_skipped(skipped: Mapping[str, Any] | None) -> None:

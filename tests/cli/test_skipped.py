@@ -53,6 +53,21 @@ def test_the_summary_of_packed_rows_opens_with_many_skipped_rollouts_too(
     built = treepack("build-trie", rollouts, "--out", str(tmp_path / "trie")).out.splitlines()
     packed = treepack("pack", str(tmp_path / "trie"), "--out", str(tmp_path / "packed")).out.splitlines()
     assert packed[0] == built[0]
+    # The rows remember it, in text and in JSON.
+    skipped = read_manifest(tmp_path / "trie")["skipped"]
+    assert treepack("stats", str(tmp_path / "packed")).out.splitlines()[0] == built[0]
+    assert treepack("stats", str(tmp_path / "packed"), "--json").json["skipped"] == skipped
+
+
+@pytest.mark.parametrize("step", ["rollouts", "trie", "packed"])
+def test_the_page_of_a_report_opens_with_many_skipped_rollouts(
+    treepack: Run, tmp_path: Path, rollouts: str, step: str
+) -> None:
+    assert treepack("prepare", rollouts, "--out", tmp_path).status == 0
+    path = {"rollouts": rollouts, "trie": tmp_path / "trie", "packed": tmp_path / "packed"}[step]
+    assert treepack("report", path, "--out", tmp_path / "page.html").status == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<strong>3 of 30 rollouts (10.0 %) were skipped" in page
 
 
 def test_few_skipped_rollouts_are_not_the_first_line(treepack: Run, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _packed_stats(
     rows = counter.over(with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"]))
     trie = read_packed_origin(directory, manifest, options.trie) if options.check else None
     distributions = describe_rows(checked_rows(rows, manifest, trie) if options.check else rows)
-    report = {
+    report: Report = {
         "kind": "packed",
         **totals,
         "options": manifest["options"],
@@ -118,6 +118,8 @@ def _packed_stats(
         **distributions,
         **conversation_entries(conversations_of_manifest(manifest), totals),
     }
+    entries = {"skipped": manifest.get("skipped"), "control_tokens": manifest.get("control_tokens")}
+    report |= {name: entry for name, entry in entries.items() if entry}
     if options.check:
         report["checked"] = checked_totals(manifest, against_trie=trie is not None)
     return report, counter.lines(manifest)

@@ -1,4 +1,4 @@
-"""One sentence on the conversations that were read and their samples: the first line of every summary.
+"""The first lines of every summary: a sentence on many skipped rollouts, and one on the conversations and samples.
 
 614 conversations, 6,321 samples: the template rewrites earlier turns
 10 search trees with 111 paths, 812 samples: one sample per turn
@@ -10,12 +10,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from treepack.ingest.conversations import MANIFEST_KEY, Conversations, conversations_of_manifest
+from treepack.ingest.read_log import LARGE_SHARE
 
 
 def conversation_entries(conversations: Conversations | None, totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a report on a trie or rows with `totals`: "conversations", if known, and "summary"."""
     entry = {MANIFEST_KEY: conversations.as_record()} if conversations is not None else {}
     return entry | {"summary": summary(conversations, totals)}
+
+
+def skipped_sentence(skipped: Mapping[str, Any] | None) -> str | None:
+    """Return a sentence if more than `LARGE_SHARE` of the rollouts were skipped; `skipped` is that of a manifest."""
+    if not skipped:
+        return None
+    num_skipped, reason = skipped["num_skipped"], skipped["main_reason"]
+    num_rollouts = num_skipped + skipped["num_rollouts"]
+    if num_skipped <= LARGE_SHARE * num_rollouts:
+        return None
+    return (
+        f"{num_skipped:,} of {num_rollouts:,} rollouts ({100 * num_skipped / num_rollouts:.1f} %) were skipped, "
+        f"{skipped['num_main_reason']:,} of them for this reason: {reason}"
+    )
 
 
 def summary_of_manifest(manifest: Mapping[str, Any]) -> str:

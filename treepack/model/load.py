@@ -210,7 +210,7 @@ def _cast_routers(model: Any, dtype: torch.dtype) -> Any:
     """Cast the weights that transformers keeps in float32 to float64 if `dtype` is float64.
 
     Routers of ernie4_5_moe and hunyuan_v1_moe are float32 in every dtype, and fail beside float64 weights. Buffers stay
-    as they are: some versions of transformers multiply the float32 frequencies of rotary positions by float32 positions.
+    as they are: some versions of transformers multiply the frequencies of rotary positions by float32 positions.
     """
     if dtype == torch.float64:
         for parameter in model.parameters():

@@ -98,6 +98,8 @@ def pack_trie(
             counts=packing.counts,
             totals=packing.totals,
             tokenizer=source.get("tokenizer"),
+            skipped=source.get("skipped"),
+            control_tokens=source.get("control_tokens"),
             conversations=source.get("conversations"),
             trie=entry,
         )

@@ -66,6 +66,7 @@ class Subject:
     rebuilt: bool = False
     counts: dict[str, int] | None = None
     conversations: Conversations | None = None
+    skipped: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from treepack.analysis.report.figures import Figures, Subject
 from treepack.analysis.report.payload import payload
 from treepack.analysis.report.roles import ROLES
 from treepack.analysis.report.words import CAUSES, REASONS, captions, gain, headline, lost_sentence, percent, summary
+from treepack.analysis.summary import skipped_sentence
 from treepack.errors import TreepackError, install_hint
 
 SCRIPTS = ("data.js", "colours.js", "layout.js", "tree.js", "text.js", "list.js", "page.js")
@@ -56,6 +57,7 @@ def render(subject: Subject, figures: Figures, contents: Contents) -> str:
         css=_file("page.css"),
         js="\n".join(_file(name) for name in SCRIPTS),
         sources=figures.summary,
+        skipped=skipped_sentence(subject.skipped),
         headline=headline(figures),
         gain=gain(figures),
         gain_note=_gain_note(figures),

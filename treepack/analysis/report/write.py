@@ -31,7 +31,7 @@ from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search
 from treepack.pack.row import Row
 from treepack.processes import ReportProgress, with_progress
-from treepack.trie.directory import read_to_trie
+from treepack.trie.directory import read_to_trie, skipped_record
 from treepack.trie.files import read_trie
 from treepack.trie.totals import trie_totals
 
@@ -132,13 +132,15 @@ def _read(
         tokenizer = load_tokenizer(name) if name else None
         trie, log = read_to_trie(paths, options.build, tokenizer=tokenizer, progress=progress)
         title = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
-        known = conversations_of_log(log, trie_totals(trie))
-        return Subject(title, trie, counts=dict(sorted(log.counts.items())), conversations=known), tokenizer
+        known, skipped = conversations_of_log(log, trie_totals(trie)), skipped_record(log, trie)
+        counts = dict(sorted(log.counts.items()))
+        return Subject(title, trie, counts=counts, conversations=known, skipped=skipped), tokenizer
     tokenizer = _tokenizer_of(directory, manifest, name, note)
     title = directory.resolve().name
     if manifest["format"] == schema.TRIE_FORMAT:
-        known = conversations_of_manifest(manifest)
-        return Subject(title, read_trie(directory), counts=manifest["counts"], conversations=known), tokenizer
+        known, counts = conversations_of_manifest(manifest), manifest["counts"]
+        skipped = manifest.get("skipped")
+        return Subject(title, read_trie(directory), counts=counts, conversations=known, skipped=skipped), tokenizer
     return _packed(title, directory, manifest, options.trie, progress), tokenizer
 
 
@@ -177,5 +179,5 @@ def _packed(
     packed = Packed(manifest["capacity"], np.array(sizes), manifest["totals"], err_by_depth, counter.lines(manifest))
     path = origin_of(directory, manifest, trie_path)
     trie = trie_of_rows(rows("rebuilding")) if path is None else read_origin(path, manifest)
-    known = conversations_of_manifest(manifest)
-    return Subject(title, trie, packed, rebuilt=path is None, counts=manifest["counts"], conversations=known)
+    known, skipped = conversations_of_manifest(manifest), manifest.get("skipped")
+    return Subject(title, trie, packed, path is None, manifest["counts"], known, skipped)
