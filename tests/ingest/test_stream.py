@@ -189,8 +189,9 @@ def test_an_interrupted_build_leaves_no_output_and_its_repetition_the_same_files
         time.sleep(0.05)
     assert not any(cmdline(pid) for pid in workers)
     assert not (tmp_path / "out" / "trie").exists()
-    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert left == []
+    # A process that is killed leaves the file of its lock, which the system has released; the next run removes it.
+    names = [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert names in ([], [".trie.lock"])
     subprocess.run([*command, tmp_path / "r.jsonl"], check=True, stdout=subprocess.DEVNULL)
     assert os.listdir(tmp_path / "out") == ["trie"]  # noqa: PTH208
     whole = tmp_path / "whole"

@@ -213,6 +213,7 @@ def test_experts_in_bfloat16_pass(kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_is_checked_without_being_compiled_for_the_probe() -> None:
+    register()
     refused = tiny_family("gpt_neox_japanese", attention="treepack_auto")
     with pytest.raises(TreepackError, match="does not use transformers' attention interface"):
         batch_loss(torch.compile(refused), inputs())

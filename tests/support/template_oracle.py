@@ -39,7 +39,7 @@ class DecodedSample:
         return [self.text[start:end] for start, end in self.spans]
 
 
-def marked(chat: Chat, *, limit: int = 16) -> Chat:
+def marked(chat: Chat, *, limit: int = 12) -> Chat:
     """Return the first `limit` messages of `chat`, with every text replaced by a marker of its message.
 
     The letter of a marker is its kind: c content, r reasoning, a argument of a call, x a text that is no assistant's.
