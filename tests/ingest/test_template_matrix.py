@@ -22,6 +22,7 @@ from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Skipped, Trajectory
 
 REAL_CONVERSATIONS = 3  # of each source
+PROMPT_MESSAGES = 6
 
 
 @cache
@@ -39,9 +40,11 @@ def samples(tokenizer: Any, one: Conversation, expand: str) -> list[Trajectory |
 def wrong(tokenizer: Any, one: Conversation) -> Iterator[str]:
     whole = samples(tokenizer, one, "trajectory")
     yield from faults(tokenizer, one.chat, whole, one.schemas)
-    for turn in samples(tokenizer, one, "turns"):
+    # The prompts of the first turns are enough, and rendering every turn of a long conversation takes most of the time.
+    short = replace(one, item=replace(one.item, content=marked(one.chat, limit=PROMPT_MESSAGES)))
+    for turn in samples(tokenizer, short, "turns"):
         if isinstance(turn, Trajectory):
-            yield from faults_of_prompt(tokenizer, one.chat, turn, one.schemas)
+            yield from faults_of_prompt(tokenizer, short.chat, turn, one.schemas)
 
 
 @pytest.mark.parametrize("name", real_templates.names())
