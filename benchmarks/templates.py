@@ -33,7 +33,7 @@ COLUMNS = "| template | append-only | rewritten | skipped | because |\n|---|---|
 INTRODUCTION = """# Chat templates
 
 A template renders a conversation again at every turn. If it only appends, a conversation becomes one sample. If it
-rewrites what it printed before, for example drops the reasoning of earlier turns, a new sample starts there: each turn
+rewrites its earlier text, for example drops the reasoning of earlier turns, a new sample starts there: each turn
 is trained as its sampler saw it. If it leaves out text that the model wrote, the conversation is skipped and counted.
 
 {conversations}, with each template of trl {trl}, whose names the table has. Use a template

@@ -214,7 +214,7 @@ def test_an_output_that_a_killed_swap_moved_away_is_not_overwritten_unasked(tmp_
 
 
 def leave_partial(folder: Path, machine: str, age: float) -> Path:
-    """What a killed run leaves, last changed `age` seconds ago."""
+    """Make the remains of a killed run, last changed `age` seconds ago."""
     left = folder / f".trie.partial-{machine}-00000000"
     left.mkdir()
     (left / "nodes-00000.parquet").write_bytes(b"half")

@@ -1,4 +1,4 @@
-"""Chat templates: tool calls in the text, the trained part of the text, what is refused and what is skipped."""
+"""Chat templates: tool calls in the text, the trained part of the text, refusals and skips."""
 
 from __future__ import annotations
 

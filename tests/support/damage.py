@@ -197,7 +197,7 @@ def _changed(value: Any, rng: random.Random) -> str:
 def write_samples(files: dict[str, bytes], name: str, folder: Path) -> Path:
     """Write the sample `name` into `folder`, with the other files of its format if it has a folder; return its path.
 
-    Names and places stay what they are, because a reader may look at them.
+    Names and folders of files do not change, because a reader may use them.
     """
     parts = Path(name).parts[:2]
     for other, data in files.items():

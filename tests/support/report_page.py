@@ -1,4 +1,4 @@
-"""Pages of reports for tests, and what a reader does with them in a browser."""
+"""Pages of reports for tests, and the actions of a reader in a browser."""
 
 from __future__ import annotations
 
