@@ -7,22 +7,12 @@ from typing import Any
 
 import click
 
-from treepack.analysis.glossary import BASELINES
+from treepack.analysis.glossary import BASELINES, REASONS
 
 from .output import percent, say, show_figures, show_notes, show_table
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 SPREADS = ("lengths", "group_sizes", "branching", "row_tokens", "row_pairs", "row_trajectories")
-
-REASONS = {
-    "first": "first of their group",
-    "sampling": "other tokens sampled",
-    "environment": "other observation",
-    "next call": "next call of a rollout",
-    "longer prompt": "longer prompt",
-    "behind": "after a lost prefix",
-    "lost": "lost",
-}
 
 
 def print_report(report: dict[str, Any], *, verbose: bool) -> None:

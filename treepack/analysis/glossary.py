@@ -13,6 +13,17 @@ BASELINES = {
     "turns": "one sample per turn",
 }
 
+# Reasons why a token is stored, by their key in `sharing` of `stats --json`.
+REASONS = {
+    "first": "first of their group",
+    "sampling": "other tokens sampled",
+    "environment": "other observation",
+    "next call": "next call of a rollout",
+    "longer prompt": "longer prompt",
+    "behind": "after a lost prefix",
+    "lost": "lost",
+}
+
 # Labels of figures; each fits beside a name and a number on a terminal of 80 columns.
 GLOSSARY = {
     "num_files": "files read",

@@ -17,13 +17,14 @@ from importlib import resources
 from typing import Any
 
 from treepack import __version__
+from treepack.analysis.glossary import REASONS
 from treepack.analysis.report.causes import Sharing
 from treepack.analysis.report.charts import Chart, charts
 from treepack.analysis.report.contents import Contents
 from treepack.analysis.report.figures import Figures, Subject
 from treepack.analysis.report.payload import payload
 from treepack.analysis.report.roles import ROLES
-from treepack.analysis.report.words import CAUSES, REASONS, captions, gain, headline, lost_sentence, percent, summary
+from treepack.analysis.report.words import CAUSES, captions, gain, headline, lost_sentence, percent, summary
 from treepack.analysis.summary import skipped_sentence
 from treepack.errors import TreepackError, install_hint
 

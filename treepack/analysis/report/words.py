@@ -14,17 +14,6 @@ from treepack.analysis.report.figures import Figures, Subject
 from treepack.analysis.summary import quantity
 from treepack.trajectory import Int64
 
-REASONS = {
-    "first": "first of their group",
-    "sampling": "other tokens sampled",
-    "environment": "other observation",
-    "next call": "next call of a rollout",
-    "longer prompt": "longer prompt",
-    "behind": "after a lost prefix",
-    "lost": "lost",
-}
-
-
 CAUSES = {
     "retokenisation": "The texts are equal, but their tokens are not: text was tokenised again. Record token ids.",
     "whitespace": "Only blanks or line breaks differ. Write prompts with the same code everywhere.",
