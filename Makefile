@@ -16,7 +16,7 @@ export CHECKOUT_PTH
 
 .PHONY: demo test test-slow lint types imports schemas docs clean
 
-$(VENV)/run.stamp: pyproject.toml
+$(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,report]'

@@ -1,4 +1,4 @@
-"""Drop states of a node that another state dominates, compiled.
+"""Drop states of a node that another state dominates.
 
 `traversals.py` explains states and traversals. State a dominates state b if a costs no more than b, and each traversal
 of a has a partner: a different traversal of b with at most as much room.
@@ -9,8 +9,6 @@ In a plan with b, replace each partner by its traversal of a, and remove the oth
 longer and no row is added, no ancestor is repeated in more rows, and all leaves below the node are still in rows. It is
 enough to try the traversals of b with the smallest rooms, in order. So with missing traversals of infinite room, a
 dominates b if a >= b in every place. States of only the first children of a node are compared in the same way.
-
-Import this module inside functions only, because numba takes about a second to load.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.files.compilation import compiled
+from treepack.native.library import BOOL, INT, INT64, in_c
 from treepack.pack.plan.methods.completion import IMPOSSIBLE, State
 from treepack.trajectory import Int64
 
@@ -39,18 +37,19 @@ def drop_dominated(states: list[State]) -> list[State]:
     for i, (_, rooms) in enumerate(states):
         padded[i, : len(rooms)] = rooms
     compared = min(MAX_COMPARED, MAX_COMPARISONS // len(states))
-    return [states[i] for i in np.flatnonzero(_best_of(padded, compared)).tolist()]
+    best = np.zeros(len(states), np.bool_)
+    best_of(padded, compared, np.zeros(len(states), np.int64), best)
+    return [states[i] for i in np.flatnonzero(best).tolist()]
 
 
-@compiled
-def _best_of(rooms: Int64, compared: int) -> NDArray[np.bool_]:
-    """Return the rows that are not <= an earlier one in every place, bool [states].
+@in_c(INT64, INT, INT64, BOOL)
+def best_of(rooms: Int64, compared: int, candidates: Int64, best: NDArray[np.bool_]) -> None:
+    """Set `best` bool [states] where a row of `rooms` int64 [states, width] is not <= an earlier one in every place.
 
-    Rows that rule out others move forward in the list, so that they are compared sooner.
+    Rows that rule out others move forward in the list, so that they are compared sooner. At most `compared` are.
+    `candidates` int64 [states] is scratch.
     """
     num, width = rooms.shape
-    best = np.zeros(num, np.bool_)
-    candidates = np.zeros(num, np.int64)
     num_candidates = 0
     for i in range(num):
         dominated = False
@@ -67,4 +66,3 @@ def _best_of(rooms: Int64, compared: int) -> NDArray[np.bool_]:
             best[i] = True
             candidates[num_candidates] = i
             num_candidates += 1
-    return best
