@@ -9,9 +9,9 @@ are arrays that the caller has made.
 
     void best_of(const int64_t *rooms, int64_t num_rooms, int64_t compared, uint8_t *best, int64_t num_best)
 
-All .c files of this folder are compiled into one shared library, `loops`, when treepack is installed. It uses nothing of
-Python, so one build serves all versions. The library is optional: without a C compiler the installation succeeds, and
-every decorated function runs its twin, which gives the same result up to 100 times slower, after one warning.
+All .c files of this folder are compiled into one shared library, `loops`, when treepack is installed. It uses nothing
+of Python, so one build serves all versions. The library is optional: without a C compiler the installation succeeds,
+and every decorated function runs its twin, which gives the same result up to 100 times slower, after one warning.
 `function.twin` is always the twin; tests compare the two.
 """
 
