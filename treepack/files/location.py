@@ -75,6 +75,10 @@ class Location:
         size: int | None = info.size if info.type == fs.FileType.File else None
         return size
 
+    def open_stream(self, name: str) -> pa.NativeFile:
+        """Open a file to read it once from the start; errors are those of the filesystem."""
+        return self.filesystem.open_input_stream(self._path(name))
+
     def open_parquet(self, name: str) -> pq.ParquetFile:
         """Open a Parquet file; its pages are checked by checksum, and remote ranges are fetched together.
 
