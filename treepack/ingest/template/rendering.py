@@ -1,4 +1,4 @@
-"""Run a chat template in the sandbox of transformers, and turn everything that it raises into two kinds of errors.
+"""Run a chat template in the sandbox, and turn everything that it raises into two kinds of errors.
 
     bad syntax of the template          TreepackError, refused at once
     messages that it cannot render      UnfaithfulError, so that this conversation is skipped and counted
@@ -93,10 +93,11 @@ def check_syntax(template: str, name: str) -> None:
         TreepackError: with the line and the reason.
     """
     from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from treepack.ingest.template.sandbox import compiled
 
     try:
-        render_jinja_template(conversations=[[]], chat_template=template)
+        compiled(template).render([])
     except TemplateSyntaxError as error:
         reason = str(error.message).partition("\n")[0]
         raise TreepackError(
@@ -126,19 +127,16 @@ def render_with_marks(messages: list[Message], setting: Setting) -> tuple[str, l
 
 
 def _render(messages: list[Message], setting: Setting, *, prompt: bool, marks: bool) -> tuple[str, list[Span]]:
-    # Imported here, because importing transformers is slow and token ids need no template.
+    # Imported here, because importing jinja2 takes a while and token ids need no template.
     from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from treepack.ingest.template.sandbox import compiled, plain_message
 
     try:
-        texts, spans = render_jinja_template(
-            conversations=[messages],
-            tools=setting.tools,
-            chat_template=setting.template,
-            return_assistant_tokens_mask=marks,
-            add_generation_prompt=prompt,
-            **setting.variables,
-        )
+        template, plain = compiled(setting.template), [plain_message(message) for message in messages]
+        if marks:
+            return template.render_with_marks(plain, tools=setting.tools, variables=setting.variables)
+        return template.render(plain, tools=setting.tools, prompt=prompt, variables=setting.variables), []
     except Exception as error:  # a template is foreign code, which can raise anything
         message = str(error).strip().partition("\n")[0]
         # raise_exception('no system') of a template -> "no system"; 1 // 0 -> "ZeroDivisionError: integer division ..."
@@ -147,7 +145,6 @@ def _render(messages: list[Message], setting: Setting, *, prompt: bool, marks: b
         raise UnfaithfulError(
             f"{setting.source}: {REFUSED} ({reason}); fix them or use another template (--chat-template FILE)", REFUSED
         ) from error
-    return texts[0], spans[0] if marks else []
 
 
 def spans_of_marks(messages: list[Message], prompt: str, setting: Setting) -> tuple[str, tuple[Span, ...] | None]:
