@@ -1,14 +1,13 @@
-"""Location of a directory: on this machine, or in any filesystem that pyarrow or fsspec supports.
+"""Location of a directory that is read: on this machine, in an object store, or in a filesystem of pyarrow.
 
     "packed" | Path | "file:///data/packed"      local
-    "s3://bucket/packed", "gs://", "hdfs://"     filesystems of pyarrow
-    "hf://", "memory://" and all other schemes   fsspec, through pyarrow
+    "s3://...", "gs://...", "hf://..."           the filesystem of fsspec that `files.object_store` opens
     "packed" in filesystem=...                   that filesystem of pyarrow
 
-    locate(path) -> Location --> bytes of a file, sizes, Parquet files
+    locate(path) -> Location --> bytes of a file, sizes, streams, Parquet files
 
 Each client of a remote filesystem raises its own exceptions; here every exception becomes one sentence. `manifest` and
-`dataset` give the files their meaning.
+`dataset` give the files their meaning; `object_store` writes.
 """
 
 from __future__ import annotations
@@ -22,17 +21,22 @@ from pyarrow import fs
 from pyarrow import parquet as pq
 
 from treepack.errors import TreepackError
+from treepack.files import object_store
+from treepack.files.address import RemotePath, as_path
+from treepack.files.object_store import first_line
 
+_AHEAD_BYTES = 8 << 20  # read at a time from an object that is read from its start to its end
 _REMEDY = "check the address, the credentials and the network"
 
 
 @dataclass(frozen=True)
 class Location:
-    """A directory: `root` inside `filesystem`; messages use `name`."""
+    """A directory: `root` inside `filesystem`; messages use `name`. `remote` is its address in an object store."""
 
     name: str
     root: str
     filesystem: fs.FileSystem
+    remote: RemotePath | None = None
 
     @property
     def is_local(self) -> bool:
@@ -53,6 +57,8 @@ class Location:
         Raises:
             TreepackError: the file exists and cannot be read.
         """
+        if self.remote is not None:
+            return object_store.read(self.remote / name)
         try:
             with self.filesystem.open_input_file(self._path(name)) as file:
                 content: bytes = file.read()
@@ -68,6 +74,9 @@ class Location:
         Raises:
             TreepackError: the filesystem does not answer.
         """
+        if self.remote is not None:
+            found = object_store.info(self.remote / name)
+            return None if found is None else found.size
         try:
             info = self.filesystem.get_file_info(self._path(name))
         except Exception as error:
@@ -77,6 +86,10 @@ class Location:
 
     def open_stream(self, name: str) -> pa.NativeFile:
         """Open a file to read it once from the start; errors are those of the filesystem."""
+        if self.remote is not None:
+            store = object_store.client(self.remote)
+            file = store.open(self._path(name), "rb", block_size=_AHEAD_BYTES, cache_type="readahead")
+            return pa.PythonFile(file, mode="r")
         return self.filesystem.open_input_stream(self._path(name))
 
     def open_parquet(self, name: str) -> pq.ParquetFile:
@@ -101,6 +114,8 @@ class Location:
 
     def fresh(self) -> Location:
         """Return the same directory with a new connection, to be used in a process that was forked."""
+        if self.remote is not None:
+            return Location(self.name, self.root, _arrow(self.remote), self.remote)
         # A forked process shares sockets and locks with its parent; a round trip through pickle opens new ones.
         return self if self.is_local else Location(self.name, self.root, pickle.loads(pickle.dumps(self.filesystem)))
 
@@ -112,12 +127,12 @@ class Location:
         return TreepackError(f"{self.file_name(name)}: cannot be read ({first_line(error)}); {remedy}")
 
 
-def locate(path: str | Path, filesystem: fs.FileSystem | None = None) -> Location:
-    """Return the directory at `path`: a local path or a URI, or a path inside `filesystem`; it need not exist.
+def locate(path: str | Path | RemotePath, filesystem: fs.FileSystem | None = None) -> Location:
+    """Return the directory at `path`: a path or an address, or a path inside `filesystem`; it need not exist.
 
     Raises:
-        TreepackError: the scheme is unknown, its package is not installed, the bucket does not exist, or `filesystem`
-            is not a filesystem of pyarrow.
+        TreepackError: the scheme is not accepted, its package is not installed, or `filesystem` is not a filesystem of
+            pyarrow.
     """
     name = str(path)
     if filesystem is not None:
@@ -127,39 +142,19 @@ def locate(path: str | Path, filesystem: fs.FileSystem | None = None) -> Locatio
                 "PyFileSystem(FSSpecHandler(filesystem)) for a filesystem of fsspec"
             )
         return Location(name, name, filesystem)
-    # A Path is always local: Path("s3://bucket") has lost a slash and means a folder "s3:".
-    if isinstance(path, Path) or "://" not in name:
-        return Location(name, name, fs.LocalFileSystem())
-    try:
-        resolved, root = fs.FileSystem.from_uri(name)
-    except pa.ArrowInvalid:  # a scheme that pyarrow does not support itself
-        resolved, root = _fsspec(name)
-    except Exception as error:
-        raise TreepackError(f"{name}: cannot be opened ({first_line(error)}); {_REMEDY}") from error
+    place = as_path(path)
+    if isinstance(place, RemotePath):
+        return Location(str(place), place.path, _arrow(place), place)
     # "file:///data/packed" is a local path, and messages call it /data/packed.
-    return Location(root if isinstance(resolved, fs.LocalFileSystem) else name, root, resolved)
+    return Location(str(place), str(place), fs.LocalFileSystem())
 
 
-def _fsspec(uri: str) -> tuple[fs.FileSystem, str]:
-    scheme = uri.partition("://")[0]
-    try:
-        from fsspec.core import url_to_fs  # imported here, because most runs need no fsspec
+class _ByRange(fs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
+    """Files that are read by range: without the client's buffer, which would read tens of megabytes for a footer."""
 
-        resolved, root = url_to_fs(uri)
-    except ImportError as error:
-        raise TreepackError(
-            f"{uri}: needs a package that is not installed ({first_line(error)}); install it"
-        ) from error
-    except ValueError as error:
-        raise TreepackError(
-            f"{uri}: neither pyarrow nor fsspec reads {scheme}:// ({first_line(error)}); expected a local path, or a "
-            "scheme such as s3, gs, hdfs, hf or file"
-        ) from error
-    except Exception as error:
-        raise TreepackError(f"{uri}: cannot be opened ({first_line(error)}); {_REMEDY}") from error
-    return fs.PyFileSystem(fs.FSSpecHandler(resolved)), root
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(self.fs.open(path, "rb", cache_type="none"), mode="r")
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message, or the name of its type if the message is empty."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def _arrow(place: RemotePath) -> fs.FileSystem:
+    return fs.PyFileSystem(_ByRange(object_store.client(place)))
