@@ -16,8 +16,8 @@ passes a list `damaged`, a `Skipped` in this list. The readers give the records 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.inputs import COMPRESSED, EXTENSIONS
+from treepack.ingest.readers.integer_lists import LineParser
 from treepack.ingest.readers.json_text import parse_leniently
 from treepack.ingest.readers.tables import row_values
 from treepack.trajectory import Skipped
@@ -36,17 +37,25 @@ VALUES = 16  # elements of an array in a piece: one is a whole rollout, often of
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One raw record. `source` names it in messages, and `path` is its file (`<stdin>` for `-`)."""
+    """One raw record. `source` names it in messages, and `path` is its file (`<stdin>` for `-`).
+
+    `line` is the text of the record if its lists of integers were read as arrays.
+    """
 
     source: str
     path: str
     value: dict[str, Any]
+    line: bytes | None = None
 
     @property
     def label(self) -> str:
         """`source` without the folder: the name of a trajectory without an id."""
         # path "logs/r.jsonl", source "logs/r.jsonl:17" -> "r.jsonl:17"
         return Path(self.path).name + self.source[len(self.path) :]
+
+    def with_lists(self) -> Record:
+        """Return the record with lists in place of the arrays that were read from `line`."""
+        return self if self.line is None else replace(self, value=orjson.loads(self.line), line=None)
 
 
 def folder_and_stem(record: Record) -> tuple[str, str]:
@@ -67,22 +76,26 @@ class Lines:
     number: int
     data: bytes
 
-    def records(self, damaged: list[Skipped] | None = None) -> Iterator[Record]:
+    def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield one record per line that is not blank; a damaged line is put into `damaged` if that is a list.
+
+        Lists of integers in the fields `arrays` are read as int32 arrays if the text is plain enough.
 
         Raises:
             TreepackError: a line is not a JSON object, and `damaged` is None.
         """
+        parser = LineParser(arrays)
         for number, line in enumerate(io.BytesIO(self.data), self.number):
             source = f"{self.path}:{number}"
             try:
                 try:
-                    value = orjson.loads(line)  # strict; several times as fast as json, which takes over below
+                    value, has_arrays = parser.parse(line)  # strict; json, which is slower, takes over below
                 except orjson.JSONDecodeError:
                     if not line.strip():
                         continue
                     value = parse_leniently(line, path=self.path, line=number, remedy="fix or remove the line")
-                record = Record(source, self.path, as_object(value, source))
+                    has_arrays = False
+                record = Record(source, self.path, as_object(value, source), line if has_arrays else None)
             except TreepackError as error:
                 _put_aside(error, source, damaged)
                 continue
@@ -101,7 +114,7 @@ class Values:
     values: list[Any]
     field: str = ""
 
-    def records(self, damaged: list[Skipped] | None = None) -> Iterator[Record]:
+    def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield one record per value; a value that is no object is put into `damaged` if that is a list.
 
         Raises:
@@ -126,7 +139,7 @@ class TableRows:
     start: int
     batch: pa.RecordBatch
 
-    def records(self, damaged: list[Skipped] | None = None) -> Iterator[Record]:
+    def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield one record per row; lists of numbers are numpy arrays. Damaged rows are put into `damaged`, a list.
 
         Raises:
@@ -152,7 +165,7 @@ class Damaged:
 
     skipped: Skipped
 
-    def records(self, damaged: list[Skipped] | None = None) -> Iterator[Record]:
+    def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield nothing, and put the fault into `damaged`.
 
         Raises:

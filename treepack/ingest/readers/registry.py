@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ from treepack.ingest.readers.formats import (
     verl_dump,
 )
 from treepack.ingest.readers.inputs import InputHash, displayed, list_inputs
+from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.recognition import UnknownFormatError, lists_of_objects, recognise
 from treepack.ingest.readers.records import DAMAGED_FILE, NoObjectError, Piece, Record
 from treepack.ingest.readers.torch_files import NotPlainError
@@ -158,9 +159,20 @@ KNOWN_FIELDS = tuple(sorted({name for each in FORMATS for name in each.required_
 class Unread:
     """A piece of a file that is not read yet, here or in another process, and the name of its format."""
 
-    piece: Piece
+    piece: Piece | Range
     format: str
     options: ReadOptions
+
+    def parts(self) -> Iterator[Unread]:
+        """Yield the part itself, or if it is a range of a file, the parts of a bounded size that the file contains.
+
+        Raises:
+            TreepackError: the file cannot be read any more.
+        """
+        if isinstance(self.piece, Range):
+            yield from (replace(self, piece=piece) for piece in self.piece.pieces())
+        else:
+            yield self
 
     def trajectories(self) -> Iterator[Trajectory | Skipped]:
         """Read the records of the piece."""
@@ -172,6 +184,10 @@ class Done:
     """Trajectories that have been read, and skipped records."""
 
     items: Sequence[Trajectory | Skipped]
+
+    def parts(self) -> Iterator[Done]:
+        """Yield the part itself."""
+        yield self
 
     def trajectories(self) -> Iterator[Trajectory | Skipped]:
         """Yield the items."""
@@ -209,10 +225,12 @@ def read_parts(
     *,
     format: str = "auto",  # noqa: A002
     input_hash: InputHash | None = None,
+    as_ranges: bool = False,
 ) -> Iterator[Unread | Done]:
     """Split the work of `read_trajectories` into parts that workers can read, in order.
 
-    If the records of a format belong together, this process reads them, and the part is `Done`.
+    If the records of a format belong together, this process reads them, and the part is `Done`. With `as_ranges`, parts
+    of files that can be split contain no data, and the worker opens the file.
 
     Raises:
         TreepackError: as `read_trajectories`, except errors inside an `Unread` part, which reading the part raises.
@@ -226,7 +244,13 @@ def read_parts(
         yield Done(list(skipped))
     unknown: list[TreepackError] = []
     for path in files:
-        pieces = read_pieces(path, input_hash=input_hash, max_size=options.max_record_size, skip_bad=options.skip_bad)
+        pieces = read_pieces(
+            path,
+            input_hash=input_hash,
+            max_size=options.max_record_size,
+            skip_bad=options.skip_bad,
+            as_ranges=as_ranges,
+        )
         try:
             recognised = recognise(
                 pieces,
@@ -252,7 +276,7 @@ def read_parts(
         raise unknown[0]
 
 
-def _parts_of_file(name: str, pieces: Iterator[Piece], options: ReadOptions) -> Iterator[Unread | Done]:
+def _parts_of_file(name: str, pieces: Iterator[Piece | Range], options: ReadOptions) -> Iterator[Unread | Done]:
     if FORMAT_OF_NAME[name].read_file is None:
         yield from (Unread(piece, name, options) for piece in pieces)
         return
@@ -260,10 +284,11 @@ def _parts_of_file(name: str, pieces: Iterator[Piece], options: ReadOptions) -> 
     yield from map(Done, batched(_read_pieces(pieces, name, options)))
 
 
-def _read_pieces(pieces: Iterable[Piece], name: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_pieces(pieces: Iterable[Piece | Range], name: str, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     """Read the records of `pieces`; with `skip_bad`, yield the damaged records of a piece after its trajectories."""
     damaged: list[Skipped] | None = [] if options.skip_bad else None
-    records = (record for piece in pieces for record in piece.records(damaged))
+    arrays = FORMAT_OF_NAME[name].arrays
+    records = (record for piece in pieces for record in piece.records(damaged, arrays))
     for item in FORMAT_OF_NAME[name].trajectories(records, options):
         yield item
         if damaged:

@@ -83,5 +83,6 @@ FORMAT = Format(
         "mm_token_type_ids",
     ),
     keeps={TOKEN_IDS, MASKS},
+    arrays=("input_ids", "target_ids", "loss_mask", "position_ids"),
     read=read,
 )

@@ -23,6 +23,7 @@ from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields, Format, has_fields
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
+from treepack.ingest.readers.token_fields import INTEGER_LISTS
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -58,6 +59,8 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     elif not has_fields(value, [COLUMNS]):
         yield from _read_row(record, options)
         return
+    else:
+        value = record.with_lists().value  # a row of a column is a plain number
     for number, row in enumerate(rows_of(value, first="prompts", source=record.source)):
         yield from _read_row(replace(record, source=f"{record.source}[{number}]", value=row), options)
 
@@ -114,5 +117,6 @@ FORMAT = Format(
         "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
     ),
     keeps=EVERYTHING,
+    arrays=INTEGER_LISTS,
     read=read,
 )
