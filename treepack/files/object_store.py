@@ -38,6 +38,7 @@ _CONFLICTS = {"PreconditionFailed", "412"}
 _COLLISIONS = {"ConditionalRequestConflict", "409"}  # another conditional write of the object runs at this moment
 _COLLISION_ATTEMPTS = 5
 _DENIED = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "ExpiredToken", "InvalidToken", "403", "401"}
+_BUSY = {"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "500", "502", "503", "504"}
 _NETWORK = (
     "Connect",
     "Timeout",
@@ -52,6 +53,10 @@ _NETWORK = (
 
 class ExistsError(TreepackError):
     """The object of a conditional write exists, or has changed since it was looked at."""
+
+
+class UnavailableError(TreepackError):
+    """The store does not answer at the moment; the same request may succeed later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +271,9 @@ def _sentence(path: RemotePath, error: Exception, verb: str) -> Exception:
         )
     if "Credential" in name or "Token" in name or isinstance(error, PermissionError) or code in _DENIED:
         return TreepackError(f"{path}: cannot be {verb}, access denied ({reason}); {_login(path.scheme)}")
-    if isinstance(error, TimeoutError | ConnectionError) or any(part in name for part in _NETWORK):
-        return TreepackError(
+    is_network = isinstance(error, TimeoutError | ConnectionError) or any(part in name for part in _NETWORK)
+    if is_network or code in _BUSY:
+        return UnavailableError(
             f"{path}: cannot be {verb}, the store does not answer ({reason}); check the network and the endpoint, and "
             "run the command again"
         )
