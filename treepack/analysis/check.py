@@ -7,6 +7,8 @@ from typing import Any
 
 from treepack.analysis.origin import read_packed_origin
 from treepack.files import schema
+from treepack.files.address import as_path
+from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.manifest import Manifest, read_manifest
 from treepack.files.parts import refuse_links
 from treepack.pack.check import check_max_token_id, check_packed, check_totals
@@ -20,6 +22,7 @@ from treepack.trie.trie import Trie
 CHECKED_TOTALS = ("num_rows", "tokens_packed", "num_trajectories", "tokens_flat")
 
 
+@naming_addresses()
 def check(
     directory: str | Path, *, trie: str | Path | None = None, progress: ReportProgress | None = None
 ) -> dict[str, Any]:
@@ -31,12 +34,12 @@ def check(
     Raises:
         TreepackError: the first fault, naming the file, node, row or trajectory.
     """
-    directory = Path(directory)
+    directory = local_copy(as_path(directory))
     manifest = read_manifest(directory)
     refuse_links(directory, manifest)
     if manifest["format"] == schema.TRIE_FORMAT:
         return check_trie_totals(read_trie(directory), manifest)
-    origin = read_packed_origin(directory, manifest, None if trie is None else Path(trie))
+    origin = read_packed_origin(directory, manifest, None if trie is None else as_path(trie))
     total = manifest["totals"]["num_rows"]
     rows = with_progress(read_rows(directory), progress, "reading", unit="rows", total=total)
     check_packed(rows, manifest, origin)

@@ -6,8 +6,8 @@ This file imports no numerical library, so that the command line can take its de
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from treepack.files.address import AnyPath
 from treepack.ingest.options import BuildOptions
 from treepack.pack.options import PackOptions
 
@@ -35,9 +35,9 @@ class StatsOptions:
     model: str = "qwen3-8b"
     device: str = "h200"
     check: bool = False
-    trie: Path | None = None
+    trie: AnyPath | None = None
     effective_ratio: bool = False
-    predictions: Path | None = None
+    predictions: AnyPath | None = None
     segment: str = "turn"
 
 
@@ -59,6 +59,6 @@ class ReportOptions:
     capacities: tuple[int, ...] = ()
     pack: PackOptions = field(default_factory=lambda: PackOptions(effort="low"))
     model: str = "qwen3-8b"
-    trie: Path | None = None
+    trie: AnyPath | None = None
     text: bool = True
     text_limit: int = 8_000_000

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.address import AnyPath, RemotePath, as_path, is_address
+from treepack.files.cache import local_copy
 from treepack.files.directory import MANIFEST
+from treepack.files.location import locate
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.plan.planning import packed_trie
 from treepack.pack.plan.problem import Limits
 from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie
+
+
+def local_paths(paths: Sequence[str | Path]) -> Sequence[str | Path]:
+    """Return `paths`, with a local copy in the place of the address of a trie or packed directory.
+
+    Raises:
+        TreepackError: the store cannot be reached, or a part is missing or damaged.
+    """
+    if len(paths) == 1 and is_address(str(paths[0])):
+        path = as_path(paths[0])
+        if isinstance(path, RemotePath) and locate(path).read(MANIFEST) is not None:
+            return [local_copy(path)]
+    return paths
 
 
 def manifest_of(paths: Sequence[str | Path]) -> Manifest | None:
@@ -29,7 +46,7 @@ def manifest_of(paths: Sequence[str | Path]) -> Manifest | None:
     return read_manifest(Path(paths[0])) if is_built else None
 
 
-def origin_of(directory: Path, manifest: Manifest, trie: Path | None) -> Path | None:
+def origin_of(directory: Path, manifest: Manifest, trie: AnyPath | None) -> Path | None:
     """Return the trie directory that `directory` was packed from: `trie` if given; None if it cannot be found.
 
     Raises:
@@ -37,14 +54,22 @@ def origin_of(directory: Path, manifest: Manifest, trie: Path | None) -> Path | 
     """
     entry = manifest.get("trie")
     # The stored path is relative to the directory where `treepack pack` ran, which may be the parent of its output.
-    candidates = [Path(entry["path"]), directory.parent / entry["path"]] if entry else []
-    chosen = trie or next((path for path in candidates if (path / MANIFEST).is_file()), None)
+    candidates = [_copy_of_origin(entry["path"]), directory.parent / entry["path"]] if entry else []
+    chosen = local_copy(trie) if trie else next((path for path in candidates if (path / MANIFEST).is_file()), None)
     if chosen is None:
         return None
     read_manifest(chosen, schema.TRIE_FORMAT)
     if entry is None or file_sha256(chosen / MANIFEST) != entry["sha256"]:
         raise TreepackError(f"{chosen}: is not the trie that {directory} was packed from; give that one with --trie")
     return chosen
+
+
+def _copy_of_origin(recorded: str) -> Path:
+    """Return the path that a manifest records, or a copy if it is an address; there may be nothing at it."""
+    if is_address(recorded):
+        with suppress(TreepackError):  # another account, or no network: like a folder that is not there
+            return local_copy(as_path(recorded))
+    return Path(recorded)
 
 
 def read_origin(path: Path, manifest: Manifest) -> Trie:
@@ -56,7 +81,7 @@ def read_origin(path: Path, manifest: Manifest) -> Trie:
     return fitted
 
 
-def read_packed_origin(directory: Path, manifest: Manifest, trie: Path | None) -> Trie | None:
+def read_packed_origin(directory: Path, manifest: Manifest, trie: AnyPath | None) -> Trie | None:
     """Read the trie whose nodes the rows of `directory` contain, or return None if it cannot be found.
 
     Raises:

@@ -19,12 +19,13 @@ from treepack.analysis.forecast import Line, RowCounter, read_device
 from treepack.analysis.lost_sharing import explain
 from treepack.analysis.model_cost import read_shape
 from treepack.analysis.options import StatsOptions
-from treepack.analysis.origin import manifest_of, read_packed_origin
+from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
 from treepack.analysis.summary import conversation_entries
 from treepack.analysis.verdict import baseline_notes
 from treepack.analysis.verdict import report as forecast
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.cache import naming_addresses
 from treepack.files.manifest import Manifest
 from treepack.files.parts import refuse_links
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
@@ -44,6 +45,7 @@ from treepack.trie.trie import Trie
 QUICK = "contiguous"  # the method for capacities that the user did not ask for: one pass over the leaves
 
 
+@naming_addresses()
 def stats(
     paths: Sequence[str | Path],
     options: StatsOptions = StatsOptions(),  # noqa: B008 (immutable)
@@ -61,6 +63,7 @@ def stats(
         TreepackError: bad input, an option that does not suit it, or a fault that the check found.
     """
     shape, device = read_shape(options.model), read_device(options.device)
+    paths = local_paths(paths)
     directory, manifest = Path(paths[0]), manifest_of(paths)
     if manifest and options.check:
         refuse_links(directory, manifest)

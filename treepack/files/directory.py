@@ -15,6 +15,9 @@ A run that is killed leaves no `out`, or the old one, and a hidden sibling that 
 The first number is that of this machine since its last start, the second is random. While a process has the lock of
 `out`, no other process on this machine writes it, in any container. Locks between machines depend on the file system,
 so the remains of another machine are removed a day after their last change.
+
+An output may also be an address in an object store, see `files.remote_output`: `temporary` is then in TMPDIR, and is
+uploaded at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +34,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from treepack.errors import TreepackError
-from treepack.files.lock import lock, refuse_url
+from treepack.files.address import AnyPath, RemotePath, as_output, as_path
+from treepack.files.cache import borrowed_copy
+from treepack.files.lock import lock
+from treepack.files.object_store import ExistsError
+from treepack.files.remote_output import is_own_prefix, observe, observed, remote_directory, remote_file
 
 MANIFEST = "manifest.json"
 RUN = "run.json"  # written first by a training run; its train.json comes last
@@ -42,12 +49,22 @@ _STALE_SECONDS = 24 * 3600.0
 
 
 @contextmanager
-def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def finished_directory(out: AnyPath, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty directory beside `out` that becomes `out` if the block ends without an exception.
 
+    If `out` is an address, the directory must contain one of `remote_output.RECORDS` at the end.
+
     Raises:
-        TreepackError: `out` exists and must not be overwritten, another process writes it, or the disk fails.
+        TreepackError: `out` exists and must not be overwritten, another process writes it, or the disk or the store
+            fails.
     """
+    out = as_output(out)
+    if isinstance(out, RemotePath):
+        with observed(out):
+            refuse_existing(out, overwrite=overwrite)
+            with remote_directory(out) as temporary:
+                yield temporary
+        return
     with _temporary(out, "--out") as (out, temporary):
         refuse_existing(out, overwrite=overwrite)  # after the lock, because that may restore an old output
         temporary.mkdir()
@@ -57,7 +74,7 @@ def finished_directory(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def finished_file(out: Path, *, overwrite: bool, option: str = "--out") -> Iterator[Path]:
+def finished_file(out: AnyPath, *, overwrite: bool, option: str = "--out") -> Iterator[Path]:
     """Yield a path beside `out` that is renamed to `out` if the block ends without an exception.
 
     Args:
@@ -66,9 +83,21 @@ def finished_file(out: Path, *, overwrite: bool, option: str = "--out") -> Itera
         option: name of the option for `out`, for messages.
 
     Raises:
-        TreepackError: `out` exists at the end and must not be overwritten, another process writes it, or the disk
-            fails.
+        TreepackError: `out` exists at the end and must not be overwritten, another process writes it, or the disk or
+            the store fails.
     """
+    out = as_output(out, option=option)
+    if isinstance(out, RemotePath):
+        try:
+            with remote_file(out, overwrite=overwrite) as temporary:
+                yield temporary
+        except ExistsError as error:
+            if overwrite:
+                raise TreepackError(
+                    f"{out}: was written by another process meanwhile; run the command again"
+                ) from error
+            raise _exists(out, option) from error
+        return
     with _temporary(out, option) as (out, temporary):
         yield temporary
         if overwrite:
@@ -112,10 +141,10 @@ def is_own_directory(path: Path) -> bool:
 
 
 def refuse_existing(
-    out: Path,
+    out: AnyPath,
     *,
     overwrite: bool,
-    inputs: Iterable[str | Path | None] = (),
+    inputs: Iterable[str | AnyPath | None] = (),
     is_own_file: Callable[[Path], bool] | None = None,
     option: str = "--out",
 ) -> None:
@@ -131,30 +160,64 @@ def refuse_existing(
     Raises:
         TreepackError: naming `out` and the remedy.
     """
-    refuse_url(out, option=option)
-    paths = [Path(path) for path in inputs if path is not None]
+    out = as_output(out, option=option)
+    # Inputs and the output are compared if both are on this machine or both are in a store.
+    given = [as_path(path) for path in inputs if path is not None]
+    paths = [path for path in given if isinstance(path, Path) == isinstance(out, Path)]
     for path in paths:
-        inside = out.resolve().is_relative_to(path.resolve())
+        inside = is_inside(out, path)
         if is_own_file is not None and inside:
             raise TreepackError(f"{out} is or lies inside the input {path}; choose another {option}")
         # A new directory inside a folder of rollouts is fine; one inside a trie would go when the trie is replaced.
-        if inside and is_own_directory(path) and out.resolve() != path.resolve():
+        if inside and not is_inside(path, out) and _is_own(path):
             raise TreepackError(f"{out} lies inside the input {path}; choose another {option}")
-    if not out.exists() or (is_own_file is None and out.is_dir() and not any(out.iterdir())):
+    exists, is_own = _state(out, is_own_file, option)
+    if not exists:
         return
-    if is_own_file is not None and out.is_dir():
-        raise TreepackError(f"{out} is a directory; choose another {option}")
     if not overwrite:
         raise _exists(out, option)
-    if not (is_own_file or is_own_directory)(out):
+    if not is_own():
         raise TreepackError(
             f"{out} exists and was not written by treepack; remove it yourself or choose another {option}"
         )
     for path in paths:
-        if path.resolve().is_relative_to(out.resolve()):
+        if is_inside(path, out):
             raise TreepackError(
                 f"{out} holds the input {path}, which --overwrite would remove; choose another {option}"
             )
+
+
+def _state(out: AnyPath, is_own_file: Callable[[Path], bool] | None, option: str) -> tuple[bool, Callable[[], bool]]:
+    """Return True if an output exists, and a function that returns True if treepack wrote it.
+
+    Raises:
+        TreepackError: `out` is a directory in the place of a file.
+    """
+    if isinstance(out, RemotePath):
+        state = observe(out)
+        if is_own_file is None:
+            return bool(state.file or state.records or state.foreign), lambda: is_own_prefix(out, state)
+        return state.file is not None, lambda: _is_own_object(out, is_own_file)
+    if is_own_file is not None and out.is_dir():
+        raise TreepackError(f"{out} is a directory; choose another {option}")
+    exists = out.exists() and not (is_own_file is None and out.is_dir() and not any(out.iterdir()))
+    return exists, lambda: (is_own_file or is_own_directory)(out)
+
+
+def _is_own_object(out: RemotePath, is_own_file: Callable[[Path], bool]) -> bool:
+    with borrowed_copy(out) as local:
+        return is_own_file(local)
+
+
+def _is_own(path: AnyPath) -> bool:
+    return is_own_prefix(path, observe(path)) if isinstance(path, RemotePath) else is_own_directory(path)
+
+
+def is_inside(path: AnyPath, folder: AnyPath) -> bool:
+    """Return True if `path` is `folder` or lies in it; both are on this machine, or both are addresses."""
+    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
+        return isinstance(path, RemotePath) and isinstance(folder, RemotePath) and path.is_relative_to(folder)
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _swap(temporary: Path, out: Path) -> None:
@@ -187,7 +250,7 @@ def _rename_to_new(temporary: Path, out: Path, option: str) -> None:
         temporary.rename(out)
 
 
-def _exists(out: Path, option: str) -> TreepackError:
+def _exists(out: AnyPath, option: str) -> TreepackError:
     return TreepackError(f"{out} exists; choose another {option} or give --overwrite")
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,20 +26,22 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from treepack.errors import TreepackError
+from treepack.files.address import AnyPath, RemotePath, as_output
+from treepack.files.remote_output import observed
 
 # Errors of file systems without flock; NFS raises EBADF for the lock of a directory.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF}
 _NOT_WRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS}
-
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 
 # Lock files of the blocks that run now, so that a command can lock its output and then call a function that does so.
 _OWNED: ContextVar[frozenset[Path]] = ContextVar("owned", default=frozenset())
 
 
 @contextmanager
-def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
+def lock(out: AnyPath, *, option: str = "--out") -> Iterator[bool]:
     """Hold the lock of the output `out`, which may be a file, a directory, or not exist yet.
+
+    A store has no locks. There the state of `out` is observed instead, and the last write of the block depends on it.
 
     Missing parents of `out` are made, and removed again if they are empty at the end. A block inside a block of the
     same output and thread shares its lock.
@@ -53,9 +54,13 @@ def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
         False if the file system has no locks. Then nothing keeps others away.
 
     Raises:
-        TreepackError: another process holds the lock, `out` is a URL, or its folder cannot be written.
+        TreepackError: another process holds the lock, its folder cannot be written, or its store cannot be reached.
     """
-    refuse_url(out, option=option)
+    out = as_output(out, option=option)
+    if isinstance(out, RemotePath):
+        with observed(out):
+            yield False
+        return
     out = out.resolve()
     file = out.parent / f".{out.name}.lock"
     if file in _OWNED.get():
@@ -80,21 +85,6 @@ def lock(out: Path, *, option: str = "--out") -> Iterator[bool]:
         for folder in new_folders:
             with suppress(OSError):  # not empty, which is the usual case
                 folder.rmdir()
-
-
-def refuse_url(out: Path, *, option: str = "--out") -> None:
-    """Refuse a URL as an output.
-
-    Raises:
-        TreepackError: with the remedy.
-    """
-    # Path("s3://bucket/rows") has lost a slash: its parts are "s3:", "bucket", "rows".
-    scheme, *rest = out.parts or ("",)
-    if rest and _SCHEME.fullmatch(scheme):
-        raise TreepackError(
-            f"{scheme}//{'/'.join(rest)}: is a URL, and outputs are written to this machine only; choose a local "
-            f"{option} and copy it there afterwards"
-        )
 
 
 def _acquire(file: Path, out: Path, option: str) -> int | None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
 from treepack.files.manifest import FileEntry, Manifest, check_part, file_sha256
+from treepack.files.remote_output import publish
 from treepack.trajectory import Int64
 
 # Tokens per part: large enough that a big data set has hundreds of files rather than millions, small enough that a
@@ -47,6 +48,7 @@ class PartWriter:
         self.writer: pq.ParquetWriter | None = None
         self.tokens = 0
         self.rows: list[int] = []
+        self._entries: list[FileEntry] = []
 
     def write(self, table: pa.Table, *, tokens: int) -> None:
         if self.writer is None or self.tokens >= PART_TOKENS:
@@ -66,11 +68,15 @@ class PartWriter:
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+            path = self.directory / self._name(len(self._entries))
+            entry = _entry(path, self.rows[-1])
+            entry["name"] = publish(path, entry["sha256"])
+            self._entries.append(entry)
 
     def entries(self) -> list[FileEntry]:
         """Close the last file and return the manifest's entry of each."""
         self.close()
-        return [_entry(self.directory / self._name(i), rows) for i, rows in enumerate(self.rows)]
+        return self._entries
 
 
 def _encoding(columns: pa.Schema) -> dict[str, Any]:

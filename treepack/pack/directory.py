@@ -14,7 +14,9 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.directory import finished_directory, finished_file, refuse_existing
+from treepack.files.address import AnyPath, as_output, as_path
+from treepack.files.cache import local_copy, naming_addresses
+from treepack.files.directory import finished_directory, finished_file, is_inside, refuse_existing
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
 from treepack.ingest.readers.inputs import displayed
 from treepack.pack.files import write_packed
@@ -30,7 +32,7 @@ from treepack.trie.files import read_trie
 class PackSummary:
     """A packed directory that was written: its path and its manifest."""
 
-    path: Path
+    path: AnyPath
     manifest: Manifest
 
     @property
@@ -44,21 +46,22 @@ class PackSummary:
         return self.manifest["counts"]
 
 
+@naming_addresses()
 def pack_trie(
-    trie: str | Path,
-    out: str | Path,
+    trie: str | AnyPath,
+    out: str | AnyPath,
     options: PackOptions = PackOptions(),  # noqa: B008 (immutable)
     *,
-    plan: str | Path | None = None,
-    save_plan: str | Path | None = None,
+    plan: str | AnyPath | None = None,
+    save_plan: str | AnyPath | None = None,
     overwrite: bool = False,
     progress: ReportProgress | None = None,
 ) -> PackSummary:
     """Pack a trie directory into rows and write them to the directory `out`, which appears when it is complete.
 
     Args:
-        trie: a trie directory.
-        out: the directory to write.
+        trie: a trie directory, or the address of one.
+        out: the directory to write, or an address.
         options: limits, planning and loss weights; without `capacity`, see `PackOptions`.
         plan: take the rows and their limits from this file instead of planning; docs/format.md describes it.
         save_plan: also write the plan to this file, as `plan` reads it.
@@ -68,21 +71,22 @@ def pack_trie(
     Raises:
         TreepackError: a trajectory that is too long, a plan that does not suit, or an output that cannot be written.
     """
-    trie, out = Path(trie), Path(out)
-    plan_path, save_path = (None if path is None else Path(path) for path in (plan, save_plan))
-    inputs = [trie] if plan_path is None else [trie, plan_path]
+    trie, out = as_path(trie), as_output(out)
+    save_path = None if save_plan is None else as_output(save_plan, option="--save-plan")
+    inputs = [trie, plan]
     refuse_existing(out, overwrite=overwrite, inputs=inputs)
     if save_path is not None:
-        if save_path.resolve().is_relative_to(out.resolve()):
+        if is_inside(save_path, out):
             raise TreepackError(f"{save_path} is or lies inside the output {out}; choose another --save-plan")
         refuse_existing(save_path, overwrite=overwrite, inputs=inputs, is_own_file=_is_plan, option="--save-plan")
-    plan_file = None if plan_path is None else read_plan_file(plan_path)
+    plan_file = None if plan is None else read_plan_file(as_path(plan))
     if plan_file is not None:
         options.check_method(plan_file.method)  # before the trie is read
+    trie = local_copy(trie)
     source = read_manifest(trie, schema.TRIE_FORMAT)
     entry = trie_entry(trie, displayed(str(trie)))
     if plan_file and plan_file.trie not in (None, entry["sha256"]):
-        raise TreepackError(f"{plan_path}: was made for another trie than {trie}; pass that trie, or leave out --plan")
+        raise TreepackError(f"{plan}: was made for another trie than {trie}; pass that trie, or leave out --plan")
     with ExitStack() as stack:
         saved = None
         if save_path is not None:

@@ -19,6 +19,8 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.address import AnyPath, as_path
+from treepack.files.cache import local_copy
 from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PartWriter, open_part
 from treepack.pack.options import PackOptions
@@ -117,13 +119,13 @@ def _row_column(rows: list[Row], field: pa.Field) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, flat)
 
 
-def read_rows(directory: Path | str) -> Iterator[Row]:
-    """Yield the rows of a packed directory, in order.
+def read_rows(directory: str | AnyPath) -> Iterator[Row]:
+    """Yield the rows of a packed directory, on this machine or in an object store, in order.
 
     Raises:
         TreepackError: see `read_manifest` and `check_part`.
     """
-    directory = Path(directory)
+    directory = local_copy(as_path(directory))
     for entry in read_manifest(directory, schema.PACKED_FORMAT)["files"]:
         part = open_part(directory, entry)
         for group in range(part.num_row_groups):

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from treepack.columns import Sequences
+from treepack.files.address import AnyPath, as_output
+from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.conversations import conversations_of_log
@@ -33,7 +35,7 @@ from treepack.trie.trie import Trie
 class TrieSummary:
     """A trie directory that was written: its path and manifest, the seconds that it took, and the log of reading."""
 
-    path: Path
+    path: AnyPath
     manifest: Manifest
     seconds: float
     log: ReadLog
@@ -54,9 +56,10 @@ class TrieSummary:
         return self.manifest["input"]["num_files"]
 
 
+@naming_addresses()
 def build_trie_directory(
     inputs: Sequence[str | Path],
-    out: str | Path,
+    out: str | AnyPath,
     options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
     *,
     overwrite: bool = False,
@@ -65,8 +68,8 @@ def build_trie_directory(
     """Read rollouts and write their prefix tries to the directory `out`, which appears when it is complete.
 
     Args:
-        inputs: files, folders, globs, or "-" for standard input.
-        out: the directory to write.
+        inputs: files, folders, globs, or "-" for standard input; addresses too.
+        out: the directory to write, or an address.
         options: how to read, tokenise and share.
         overwrite: replace `out` if treepack wrote it.
         progress: called after each batch with the tokens read so far.
@@ -74,7 +77,7 @@ def build_trie_directory(
     Raises:
         TreepackError: bad input, no trajectory at all, text without a tokenizer, or `out` cannot be written.
     """
-    out, names = Path(out), [str(path) for path in inputs]
+    out, names = as_output(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
     log, digest, start = ReadLog(), InputHash(), time.perf_counter()
     with finished_directory(out, overwrite=overwrite) as temporary:
@@ -99,6 +102,7 @@ def build_trie_directory(
     return TrieSummary(out, manifest, time.perf_counter() - start, log)
 
 
+@naming_addresses()
 def read_to_trie(
     inputs: Sequence[str | Path],
     options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)

@@ -15,6 +15,8 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.address import AnyPath, as_path
+from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, PartWriter, read_parts, token_slices
 from treepack.trajectory import Int32
@@ -67,13 +69,14 @@ def write_trie(
     return write_manifest(directory, complete_manifest(schema.TRIE_FORMAT, provenance, entries))
 
 
-def read_trie(directory: Path | str) -> Trie:
-    """Read a trie directory.
+@naming_addresses()
+def read_trie(directory: str | AnyPath) -> Trie:
+    """Read a trie directory, on this machine or in an object store.
 
     Raises:
         TreepackError: see `read_manifest` and `check_part`.
     """
-    directory = Path(directory)
+    directory = local_copy(as_path(directory))
     manifest = read_manifest(directory, schema.TRIE_FORMAT)
     nodes = read_parts(directory, manifest, "nodes", schema.NODES)
     trajectories = read_parts(directory, manifest, "trajectories", schema.TRAJECTORIES)

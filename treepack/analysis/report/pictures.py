@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +20,7 @@ from treepack.analysis.report.figures import Figures, Record, Subject
 from treepack.analysis.report.tree_picture import draw_tree
 from treepack.analysis.report.words import number, percent
 from treepack.errors import TreepackError, install_hint
+from treepack.files.address import AnyPath
 from treepack.files.directory import finished_file
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ Draw = Callable[["Axes", Subject, Figures], None]
 
 
 def write_pictures(
-    subject: Subject, figures: Figures, contents: Contents, directory: Path, *, overwrite: bool = False
-) -> list[Path]:
+    subject: Subject, figures: Figures, contents: Contents, directory: AnyPath, *, overwrite: bool = False
+) -> list[AnyPath]:
     """Write a PNG file for each chart with data, and return their paths.
 
     Raises:
@@ -49,7 +49,7 @@ def write_pictures(
     """
     from matplotlib import rc_context
 
-    written = []
+    written: list[AnyPath] = []
     pictures = _PICTURES | {_TREE: partial(draw_tree, contents=contents)}
     for name, draw in pictures.items():
         if name in _OF_REWARDS and not figures.rewards:

@@ -14,7 +14,7 @@ from treepack.analysis.describe import describe_rows
 from treepack.analysis.forecast import RowCounter
 from treepack.analysis.model_cost import read_shape
 from treepack.analysis.options import ReportOptions
-from treepack.analysis.origin import manifest_of, origin_of, read_origin
+from treepack.analysis.origin import local_paths, manifest_of, origin_of, read_origin
 from treepack.analysis.report.contents import read_contents
 from treepack.analysis.report.figures import Packed, Subject, measure
 from treepack.analysis.report.page import MARK, render, vega
@@ -22,8 +22,10 @@ from treepack.analysis.report.pictures import PICTURES, figure_class, write_pict
 from treepack.analysis.report.rebuilt import trie_of_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.address import AnyPath, as_output
+from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_file, refuse_existing
-from treepack.files.lock import lock, refuse_url
+from treepack.files.lock import lock
 from treepack.files.manifest import Manifest
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
 from treepack.ingest.tokenization import fingerprint, load_tokenizer
@@ -46,20 +48,23 @@ class ReportSummary:
         decoded: True if the page shows text; else it shows token ids, because there is no tokenizer.
         has_text: True if the page has the text or the ids of the rollouts.
         tokens_left_out: tokens beyond the text limit.
+        page_bytes: size of the page, 0 without one.
     """
 
-    page: Path | None
-    pictures: Path | None
+    page: AnyPath | None
+    pictures: AnyPath | None
     decoded: bool
     has_text: bool
     tokens_left_out: int
+    page_bytes: int = 0
 
 
+@naming_addresses()
 def report(
     paths: Sequence[str | Path],
     *,
-    page: str | Path | None = None,
-    pictures: str | Path | None = None,
+    page: str | AnyPath | None = None,
+    pictures: str | AnyPath | None = None,
     options: ReportOptions = ReportOptions(),  # noqa: B008 (immutable)
     overwrite: bool = False,
     progress: ReportProgress | None = None,
@@ -79,13 +84,14 @@ def report(
     Raises:
         TreepackError: bad input, an output that exists, another tokenizer, or a package that is not installed.
     """
-    page, pictures = (None if path is None else Path(path) for path in (page, pictures))
+    page = None if page is None else as_output(page)
+    pictures = None if pictures is None else as_output(pictures, option="--png")
     if page is None and pictures is None:
         raise TreepackError("there is neither a page nor a folder of pictures to write; give one of them")
-    files = [] if page is None else [(page, "--out")]
+    files: list[tuple[AnyPath, str]] = [] if page is None else [(page, "--out")]
     if pictures is not None:
-        refuse_url(pictures, option="--png")  # before the names of its files, which would be in the message
         files += [(pictures / name, "--png") for name in PICTURES]
+    paths = local_paths(paths)
     for file, option in files:
         refuse_existing(file, overwrite=overwrite, inputs=paths, is_own_file=_is_report, option=option)
     # Refuse missing packages now, rather than after minutes of planning.
@@ -105,15 +111,16 @@ def report(
         figures = measure(subject, shape, capacities=capacities, method=method, search=search, progress=progress)
         template, limit = options.build.template_file(), options.text_limit if options.text else None
         contents = read_contents(subject.trie, tokenizer, limit=limit, template=template.text if template else None)
+        size = 0
         if page is not None:
             html = render(subject, figures, contents)
             with finished_file(page, overwrite=overwrite) as temporary:
-                temporary.write_text(html, encoding="utf-8")
+                size = temporary.write_bytes(html.encode())
         if pictures is not None:
             write_pictures(subject, figures, contents, pictures, overwrite=overwrite)
         texts = contents.texts
         left_out = 0 if texts is None else texts.tokens_left_out
-        return ReportSummary(page, pictures, contents.decoded, texts is not None, left_out)
+        return ReportSummary(page, pictures, contents.decoded, texts is not None, left_out, size)
 
 
 def _is_report(path: Path) -> bool:
@@ -163,7 +170,7 @@ def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None, note: C
 
 
 def _packed(
-    title: str, directory: Path, manifest: Manifest, trie_path: Path | None, progress: ReportProgress | None
+    title: str, directory: Path, manifest: Manifest, trie_path: AnyPath | None, progress: ReportProgress | None
 ) -> Subject:
     def rows(stage: str) -> Iterator[Row]:
         total = manifest["totals"]["num_rows"]

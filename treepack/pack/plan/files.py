@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.address import AnyPath
+from treepack.files.cache import local_copy
 from treepack.pack.options import MAX_BUDGET, MAX_CAPACITY
 from treepack.pack.plan.problem import Limits
 from treepack.trajectory import Int64
@@ -60,12 +62,13 @@ def plan_lines(header: dict[str, Any], row_of: Int64, trajectory_ids: list[str])
         yield json.dumps({"trajectory_ids": ids}, ensure_ascii=False)
 
 
-def read_plan_file(path: Path) -> PlanFile:
+def read_plan_file(path: AnyPath) -> PlanFile:
     """Read a plan file. `rows_of` and `check_plan` check that it fits a trie.
 
     Raises:
         TreepackError: the file cannot be read, or a line is malformed; the message names the file and the line.
     """
+    path = local_copy(path)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: ids may contain U+2028
     except OSError as error:

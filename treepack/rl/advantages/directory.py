@@ -8,9 +8,10 @@ The directory appears when it is complete.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from treepack.files import schema
+from treepack.files.address import AnyPath, as_output, as_path
+from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_entry
@@ -32,30 +33,32 @@ class AdvantagesSummary:
         replaced: True if that trie had advantages already.
     """
 
-    path: Path
+    path: AnyPath
     manifest: Manifest
     estimates: Estimates
     num_trajectories: int
     replaced: bool
 
 
+@naming_addresses()
 def write_advantages(
-    trie: str | Path, out: str | Path, options: AdvantageOptions, *, overwrite: bool = False
+    trie: str | AnyPath, out: str | AnyPath, options: AdvantageOptions, *, overwrite: bool = False
 ) -> AdvantagesSummary:
     """Compute advantages from the rewards of a trie directory, and write them with the trie to the directory `out`.
 
     Args:
-        trie: a trie directory.
-        out: the directory to write; it appears when it is complete.
+        trie: a trie directory, or the address of one.
+        out: the directory to write, or an address; it appears when it is complete.
         options: the estimator and its variants.
         overwrite: replace `out` if treepack wrote it.
 
     Raises:
         TreepackError: no group is left, rewards or segments that do not suit, or `out` cannot be written.
     """
-    trie, out = Path(trie), Path(out)
+    trie, out = as_path(trie), as_output(out)
     refuse_existing(out, overwrite=overwrite, inputs=[trie])
     with lock(out):
+        trie = local_copy(trie)
         manifest = read_manifest(trie, schema.TRIE_FORMAT)
         read = read_trie(trie)
         columns = [read.trajectories[name] for name in ("advantage", "advantages")]

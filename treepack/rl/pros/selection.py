@@ -27,6 +27,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.files.address import AnyPath
+from treepack.files.cache import local_copy
 from treepack.files.directory import finished_file
 from treepack.files.schema import QUERIES, SELECTION_FORMAT, SELECTION_VERSION
 from treepack.trajectory import Float64, Int64
@@ -173,7 +175,7 @@ def nearest(log_odds: Float64, k: int, *, seed: int = 0) -> Int64:
     return order
 
 
-def write_state(state: State, path: Path) -> None:
+def write_state(state: State, path: AnyPath) -> None:
     """Write `state` over an old one; equal states give equal bytes, and a failed write leaves the old file.
 
     Whoever reads a state and writes it again needs its lock, or counts of another process are lost.
@@ -188,12 +190,13 @@ def write_state(state: State, path: Path) -> None:
         pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
 
 
-def read_state(path: Path) -> State:
+def read_state(path: AnyPath) -> State:
     """Read a file that `write_state` wrote.
 
     Raises:
         TreepackError: no such file, another format or version, or damaged content.
     """
+    path = local_copy(path)
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             about = json.loads((file.schema_arrow.metadata or {}).get(b"treepack", b"{}"))

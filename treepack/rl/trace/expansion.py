@@ -12,7 +12,6 @@ E.5.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treepack.errors import TreepackError
+from treepack.files.address import AnyPath
 from treepack.files.directory import finished_file
 from treepack.rl.trace.allocation import MAX_BUDGET, allocate_prefixes, allocate_roots, prefix_utility, root_utility
 from treepack.rl.trace.predictions import Predictions, group_ids, prefix_values
@@ -111,7 +111,7 @@ PREFIX_COLUMNS: Mapping[str, pa.DataType] = {
 }
 
 
-def refuse_name(out: Path) -> None:
+def refuse_name(out: AnyPath) -> None:
     """Check that the name of `out` selects a table format.
 
     Raises:
@@ -121,7 +121,7 @@ def refuse_name(out: Path) -> None:
         raise TreepackError(f"{out}: its name must end in {' or '.join(SUFFIXES)}, which selects the format")
 
 
-def write_table(table: pa.Table, out: Path, *, overwrite: bool = False) -> None:
+def write_table(table: pa.Table, out: AnyPath, *, overwrite: bool = False) -> None:
     """Write `table` as JSON lines or Parquet, depending on the name of `out`. A failed write leaves no file.
 
     With `overwrite` an existing file is replaced.

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.files.address import AnyPath
 from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.records import Record
 from treepack.rl.trace.targets import Anchors, Correlation, recursive_targets, spearman
@@ -41,7 +42,7 @@ class Predictions:
     prefix_group: dict[tuple[str, int], str]
 
 
-def read_predictions(path: str | Path) -> Predictions:
+def read_predictions(path: str | AnyPath) -> Predictions:
     """Read a file of predictions, JSON lines or Parquet, also compressed.
 
     Raises:
@@ -51,7 +52,7 @@ def read_predictions(path: str | Path) -> Predictions:
     roots: dict[str, tuple[float, int]] = {}
     prefixes: dict[tuple[str, int], float] = {}
     groups: dict[tuple[str, int], str] = {}
-    if Path(path).is_dir():
+    if Path(str(path)).is_dir():
         raise TreepackError(
             f"{path}: is a directory; give a file of predictions, JSON lines or Parquet, such as treepack values "
             "predict writes"
