@@ -45,9 +45,9 @@ def in_c(*parameters: Parameter, returns: type[int] | type[float] | None = None)
     """
 
     def decorate(twin: F) -> F:
-        library = _library()
-        function = twin if library is None else _bind(library[twin.__name__], parameters, returns)
-        function = functools.wraps(twin)(_warn_once(twin) if library is None else function)
+        symbol = getattr(_library(), twin.__name__, None)  # a library of another version may lack it
+        function = _warn_once(twin) if symbol is None else _bind(symbol, parameters, returns)
+        function = functools.wraps(twin)(function)
         function.twin = twin  # type: ignore[attr-defined]
         return cast(F, function)
 
@@ -101,8 +101,8 @@ def _warn_once(twin: F) -> F:
 @functools.cache
 def _warn() -> None:
     warnings.warn(
-        "treepack's loops in C are missing, so packing takes up to 100 times longer; install a C compiler, then "
-        "install treepack again",
+        "treepack's loops in C are missing or of another version, so packing takes up to 100 times longer; install a C "
+        "compiler, then install treepack again",
         stacklevel=3,
     )
 

@@ -133,7 +133,6 @@ def test_counting_from_the_truth_below_stays_below_the_truth(problem: Problem) -
     # The true bounds of subtrees of up to 3 nodes, and none (0 tokens, 1 row) for larger ones.
     inner = tree.end - np.arange(tree.num_nodes) > 3
     at_most = count(
-        tree.parent,
         tree.end,
         tree.size,
         tree.depth + tree.size,

@@ -15,9 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from treepack.pack.plan.bounds.counting import passes
 from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
 from treepack.pack.plan.methods import online
+from treepack.pack.plan.methods.anneal import anneal
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
+from treepack.pack.plan.methods.exact import exact
+from treepack.pack.plan.methods.subsets import MAX_LEAVES, subsets
 from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
 from treepack.trajectory import Int64
 
@@ -97,12 +101,8 @@ def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     # The bound is met in tokens, and no fewer rows can contain so many tokens: nothing can be better.
     if _cost(tree, rows) == (bound, -(-bound // limits.capacity)):
         return Solution(rows, bound)
-    from treepack.pack.plan.methods.subsets import MAX_LEAVES, subsets
-
     if tree.num_leaves <= MAX_LEAVES:
         return subsets(tree, limits, search)
-    from treepack.pack.plan.methods.anneal import anneal
-
     if tree.num_leaves <= MAX_LEAVES_OF_FIRST_FIT:
         rows = min([rows, *_first_fit_plans(tree, limits)], key=lambda plan: _cost(tree, plan))
     work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
@@ -125,8 +125,6 @@ def _first_fit_plans(tree: PlanTree, limits: Limits) -> list[Int64]:
 
 def _exact(tree: PlanTree, limits: Limits, rows: Int64, bound: int) -> Solution:
     """Return the better of `rows` and the plan of the multi-path program with little work."""
-    from treepack.pack.plan.methods.exact import exact
-
     solution = exact(tree, limits, Search("low"))
     best = min(rows, solution.row_of_leaf, key=lambda plan: _cost(tree, plan))
     return Solution(best, max(bound, solution.lower_bound))
@@ -134,7 +132,5 @@ def _exact(tree: PlanTree, limits: Limits, rows: Int64, bound: int) -> Solution:
 
 def _cost(tree: PlanTree, rows: Int64) -> tuple[int, int]:
     """Return the tokens and the rows of a plan, in the order in which plans are compared."""
-    from treepack.pack.plan.bounds.counting import passes
-
     used = passes(tree.parent, tree.leaf, rows)
     return int(np.dot(tree.size, used)), int(used[0])

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
+from treepack.rl.trace.greedy import fill_prefixes, fill_roots
 from treepack.trajectory import Float64, Int64
 
 MAX_BUDGET = 10**9  # rollouts; the loop spends them one by one, which takes minutes at this size
@@ -85,10 +86,6 @@ def allocate_roots(value: Float64, budget: int, *, maximum: Int64 | None = None)
         raise TreepackError(f"a budget of {budget} is too small for one group; give at least 2 rollouts")
     if len(value) == 0:
         raise TreepackError("there is no prompt to give rollouts to; predict at least one")
-    # Imported here because numba takes a second to load.
-    from treepack.rl.trace.greedy import fill_roots
-
-    count: Int64
     # value [0.5, 0.9, 0.4]: a budget of 4 -> [3, 0, 0] and 1 left, which becomes [2, 0, 2]; a budget of 5 -> [3, 0, 2].
     count, left = fill_roots(value, limit.astype(np.int64), budget)
     if left == 1 and ((count == 0) & (limit >= 2)).any():
@@ -164,13 +161,10 @@ def allocate_prefixes(value: Float64, reward: Float64, group: Int64, budget: Int
     if not ((reward == 0) | (reward == 1)).all():
         raise TreepackError("TRACE needs rewards of 0 or 1; give binary ones")
     assert (np.diff(group) >= 0).all()
-    from treepack.rl.trace.greedy import fill_prefixes
-
     # Prefixes of group g are start[g] .. start[g + 1] - 1: group [0, 0, 2] of 3 -> start [0, 2, 2, 3].
     start = np.searchsorted(group, np.arange(len(budget) + 1)).astype(np.int64)
     spent = np.where(np.diff(start) > 0, budget, 0).astype(np.int64)
-    count: Int64 = fill_prefixes(flip_chance(value, reward), start, spent)
-    return count
+    return fill_prefixes(flip_chance(value, reward), start, spent)
 
 
 def _check_values(value: Float64) -> None:

@@ -1,11 +1,11 @@
-"""Greedy allocation, each unit to the place of highest worth: compiled loops with a heap.
+"""Greedy allocation, each unit to the place of highest worth: loops with a heap.
 
     fill_roots       rollouts of prompts, the first three of a prompt as one block
     fill_prefixes    continuations of prefixes, a separate budget for each group
 
 If two units have the same worth, the lower index gets it. The worth of later units comes from running products.
-Rounding never makes such a product grow, so the heap yields the units of an anchor in order. Import this module inside
-the function that calls it, because numba takes a second to load.
+Rounding never makes such a product grow, so the heap yields the units of an anchor in order. The loops run in C, see
+`treepack/native/greedy.c`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import heapq
 
 import numpy as np
 
-from treepack.files.compilation import compiled
+from treepack.native.library import FLOAT64, INT, INT64, in_c
 from treepack.trajectory import Float64, Int64
 
 BLOCK = 3  # first rollouts of a prompt, all of the same worth, see allocation.allocate_roots
 
 
-@compiled
 def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]:
     """Return the rollouts of each prompt, int64 [num_prompts], and the rest of `budget`.
 
@@ -29,13 +28,23 @@ def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]
     """
     # value [0.5, 0.9, 0.4], budget 4: worth of a first unit [0.25, 0.09, 0.24] -> counts [3, 0, 0] and 1 left.
     count = np.zeros(len(value), np.int64)
-    # v^(m-2) and (1 - v)^(m-2) of the next unit of each prompt, [num_prompts].
-    first, second = value.copy(), 1.0 - value
-    heap = [(0.0, -1) for _ in range(0)]  # empty, but numba infers the types of its entries
+    powers, worth = np.stack([value, 1.0 - value]), np.empty_like(value)
+    left = spend_on_roots(value, maximum, budget, powers, worth, np.empty_like(count), count)
+    return count, left
+
+
+@in_c(FLOAT64, INT64, INT, FLOAT64, FLOAT64, INT64, INT64, returns=INT)
+def spend_on_roots(
+    value: Float64, maximum: Int64, budget: int, powers: Float64, worth: Float64, places: Int64, count: Int64
+) -> int:
+    """Add the rollouts of each prompt to `count`, and return the rest of `budget`.
+
+    `powers` float64 [2, num_prompts] are v^(m-2) and (1 - v)^(m-2) of the next unit m of each prompt; they begin as v
+    and 1 - v. `worth` and `places` [num_prompts] are the scratch of a heap in C.
+    """
+    first, second = powers
     # heapq yields the smallest entry, so worth is negative; the index decides ties.
-    for i in range(len(value)):
-        if maximum[i] >= 2:
-            heap.append((-value[i] * (1.0 - value[i]), i))
+    heap = [(-value[i] * (1.0 - value[i]), i) for i in range(len(value)) if maximum[i] >= 2]
     heapq.heapify(heap)
     left = budget
     while left > 0 and len(heap) > 0:
@@ -51,12 +60,11 @@ def fill_roots(value: Float64, maximum: Int64, budget: int) -> tuple[Int64, int]
             first[i] *= value[i]
             second[i] *= 1.0 - value[i]
             # The worth of unit m is v (1 - v) (v^(m-2) + (1 - v)^(m-2)); in exact arithmetic the sum is at most 1.
-            worth = value[i] * (1.0 - value[i]) * min(1.0, first[i] + second[i])
-            heapq.heapreplace(heap, (-worth, i))
-    return count, left
+            highest = value[i] * (1.0 - value[i]) * min(1.0, first[i] + second[i])
+            heapq.heapreplace(heap, (-highest, i))
+    return left
 
 
-@compiled
 def fill_prefixes(flip: Float64, start: Int64, budget: Int64) -> Int64:
     """Return the continuations of each prefix, int64 [num_prefixes].
 
@@ -65,11 +73,17 @@ def fill_prefixes(flip: Float64, start: Int64, budget: Int64) -> Int64:
     """
     # flip [0.5, 0.1, 0.3], one group with budget 4: worth 0.5, 0.3, 0.25, 0.21 -> counts [2, 0, 2]
     count = np.zeros(len(flip), np.int64)
+    spend_on_prefixes(flip, start, budget, flip.copy(), np.empty_like(count), count)
+    return count
+
+
+@in_c(FLOAT64, INT64, INT64, FLOAT64, INT64, INT64)
+def spend_on_prefixes(flip: Float64, start: Int64, budget: Int64, worth: Float64, places: Int64, count: Int64) -> None:
+    """Add the continuations of each prefix to `count`; `worth` begins as `flip`, `places` is scratch."""
     for g in range(len(budget)):
         heap = [(-flip[i], i) for i in range(start[g], start[g + 1])]
         heapq.heapify(heap)
         for _ in range(budget[g]):
-            worth, i = heap[0]
+            highest, i = heap[0]
             count[i] += 1
-            heapq.heapreplace(heap, (worth * (1.0 - flip[i]), i))
-    return count
+            heapq.heapreplace(heap, (highest * (1.0 - flip[i]), i))

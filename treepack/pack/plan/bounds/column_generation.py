@@ -15,8 +15,6 @@ far allow (a few Newton steps from the last centre), and then adds the rows with
 ends when no row has a profit. The centre needs far fewer rounds than the corner that a simplex method returns. While
 prices move, rooms are counted in coarse units and prices are rounded. The final bound is computed in whole tokens and
 integers, so rounding cannot make it wrong.
-
-Import this module inside functions only, because numba takes about a second to load.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.files.compilation import compiled
+from treepack.native.library import FLOAT64, INT, INT64, in_c
 from treepack.pack.plan.bounds.knapsack import best_profits, best_row, fill_table
 from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Float64, Int32, Int64
@@ -120,7 +118,7 @@ class _Generator:
         self.costs: list[float] = []
         self.known: set[bytes] = set()
         for row in range(int(program.rows.max()) + 1):
-            self._add(_union(tree.parent, tree.leaf[program.rows == row]))
+            self._add(_union(tree, tree.leaf[program.rows == row]))
         start = self._first_prices()
         self.best_prices = start
         # Newton steps need prices strictly inside: below every cost and above 0.
@@ -214,30 +212,28 @@ class _Generator:
 
             weight * (price @ demand) + sum over rows of log(cost - earnings) + sum of log(price)
         """
-        sizes = np.array([len(row) for row in self.rows])
-        starts, index = np.concatenate([[0], np.cumsum(sizes)]), np.concatenate(self.rows)
-        amounts = np.concatenate(self.amounts)
+        rows = _SparseRows.of(self.rows, self.amounts)
         costs, demand, prices = np.array(self.costs), self.demand, self.prices
         # New rows may earn more than they cost: scale the prices until they are strictly allowed again.
-        highest = float((_sums(starts, index, amounts, prices) / costs).max())
+        highest = float((rows.times(prices) / costs).max())
         if highest >= 1:
             prices = prices / (1.01 * highest)
         weight = (len(costs) + len(prices)) / (self.gap * self.program.upper)
         steps = 0
         while steps < MAX_NEWTON_STEPS:
             steps += 1
-            slack = costs - _sums(starts, index, amounts, prices)
-            gradient = weight * demand - _spread(starts, index, amounts, 1 / slack, len(prices)) + 1 / prices
-            hessian = _outer(starts, index, amounts, 1 / slack**2, 1 / prices**2)
+            slack = costs - rows.times(prices)
+            gradient = weight * demand - rows.transposed_times(1 / slack, len(prices)) + 1 / prices
+            hessian = rows.newton_matrix(1 / slack**2, 1 / prices**2)
             step = np.linalg.solve(hessian, gradient)
-            prices = prices + _longest_step(_sums(starts, index, amounts, step), slack, step, prices) * step
+            prices = prices + _longest_step(rows.times(step), slack, step, prices) * step
             if gradient @ step < 0.25:  # the squared Newton decrement, which is small near the centre
                 break
         self.prices = prices
         # At the centre, shares 1 / (weight * slack) of the rows nearly meet all demands. Scaled up until they do, they
         # are a solution of the linear program with the rows so far.
-        share = 1 / (weight * (costs - _sums(starts, index, amounts, prices)))
-        met = _spread(starts, index, amounts, share, len(prices))
+        share = 1 / (weight * (costs - rows.times(prices)))
+        met = rows.transposed_times(share, len(prices))
         self.value = min(self.value, float(costs @ share * (demand / met).max()))
         return steps
 
@@ -338,51 +334,58 @@ def _bound(program: PricingProgram, earned: float, profits: Int32 | Int64, *, un
     return max(by_rows, Fraction(earned) / (scale + Fraction(ratio) / unit))
 
 
-@compiled
-def _union(parent: Int64, leaves: Int64) -> NDArray[np.bool_]:
-    """Return the nodes on the paths to `leaves`, bool [nodes]."""
-    taken = np.zeros(len(parent), np.bool_)
-    for leaf in leaves:
-        node = leaf
-        while node >= 0 and not taken[node]:
-            taken[node] = True
-            node = parent[node]
-    return taken
+def _union(tree: PlanTree, leaves: Int64) -> NDArray[np.bool_]:
+    """Return the nodes on the paths to the nodes `leaves`, bool [nodes]."""
+    # A node is on a path if its subtree contains a leaf of the row: leaves [2], end [4, 3, 3, 4] -> sums
+    # [0, 0, 0, 1, 1] -> [1 > 0, 1 > 0, 1 > 0, 1 > 1]
+    sums = np.concatenate([[0], np.cumsum(np.bincount(leaves, minlength=tree.num_nodes))])
+    return np.asarray(sums[tree.end] > sums[:-1])
 
 
-@compiled
-def _sums(starts: Int64, index: Int64, amounts: Float64, values: Float64) -> Float64:
-    """Return the sum of `values` over the columns of each row, times the amounts; the sparse product A @ values."""
-    # Row r has the columns index[starts[r]:starts[r + 1]] and the amounts at the same places.
-    out = np.zeros(len(starts) - 1)
-    for row in range(len(out)):
-        for i in range(starts[row], starts[row + 1]):
-            out[row] += amounts[i] * values[index[i]]
-    return out
+@dataclass(frozen=True, slots=True)
+class _SparseRows:
+    """A sparse matrix: row r has the columns `index[starts[r]:starts[r + 1]]` and the `amounts` at the same places."""
+
+    starts: Int64
+    index: Int64
+    amounts: Float64
+    row_of: Int64
+
+    @staticmethod
+    def of(rows: list[Int64], amounts: list[Float64]) -> _SparseRows:
+        sizes = np.array([len(row) for row in rows])
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        return _SparseRows(
+            starts, np.concatenate(rows), np.concatenate(amounts), np.repeat(np.arange(len(rows)), sizes)
+        )
+
+    def times(self, values: Float64) -> Float64:
+        """Return the sum of `values` over the columns of each row, times the amounts: A @ values."""
+        products = self.amounts * values[self.index]
+        return np.asarray(np.bincount(self.row_of, products, len(self.starts) - 1), np.float64)
+
+    def transposed_times(self, values: Float64, num_columns: int) -> Float64:
+        """Return the sum of `values` over the rows of each column, times the amounts: A.T @ values."""
+        products = self.amounts * values[self.row_of]
+        return np.asarray(np.bincount(self.index, products, num_columns), np.float64)
+
+    def newton_matrix(self, weights: Float64, diagonal: Float64) -> Float64:
+        """Return the sum over rows of weight times (row outer row), plus a diagonal."""
+        matrix = np.zeros((len(diagonal), len(diagonal)))
+        add_outer_products(self.starts, self.index, self.amounts, weights, matrix, len(diagonal))
+        matrix[np.diag_indices_from(matrix)] += diagonal
+        return matrix
 
 
-@compiled
-def _spread(starts: Int64, index: Int64, amounts: Float64, values: Float64, size: int) -> Float64:
-    """Return the sum of `values` over the rows of each column, times the amounts: A.T @ values."""
-    out = np.zeros(size)
-    for row in range(len(values)):
-        for i in range(starts[row], starts[row + 1]):
-            out[index[i]] += amounts[i] * values[row]
-    return out
-
-
-@compiled
-def _outer(starts: Int64, index: Int64, amounts: Float64, weights: Float64, diagonal: Float64) -> Float64:
-    """Return the Newton matrix: the sum over rows of weight times (row outer row), plus a diagonal."""
-    size = len(diagonal)
-    out = np.zeros((size, size))
+@in_c(INT64, INT64, FLOAT64, FLOAT64, FLOAT64, INT)
+def add_outer_products(
+    starts: Int64, index: Int64, amounts: Float64, weights: Float64, matrix: Float64, size: int
+) -> None:
+    """Add weight times (row outer row) of each sparse row to `matrix` float64 [size, size]."""
     for row in range(len(weights)):
         for i in range(starts[row], starts[row + 1]):
             for j in range(starts[row], starts[row + 1]):
-                out[index[i], index[j]] += weights[row] * amounts[i] * amounts[j]
-    for i in range(size):
-        out[i, i] += diagonal[i]
-    return out
+                matrix[index[i], index[j]] += weights[row] * amounts[i] * amounts[j]
 
 
 def _longest_step(change: Float64, slack: Float64, step: Float64, prices: Float64) -> float:

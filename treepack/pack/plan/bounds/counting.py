@@ -1,23 +1,20 @@
-"""Counting along a tree, compiled: lower bounds carried from the leaves to the root, and rows through each node.
+"""Counting along a tree: lower bounds carried from the leaves to the root, and rows through each node.
 
-`lower_bound.py` is the main user. Import this module inside functions only, because numba takes about a second to load.
+`lower_bound.py` is the main user. The loops run in C, see `treepack/native/counting.c`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from treepack.files.compilation import compiled
+from treepack.native.library import INT, INT64, in_c
 from treepack.trajectory import Int64
 
 MAX_ITEMS_PER_BIN = 16  # items over 1/2, 1/3, ... 1/17 of the room are counted: at most 1, 2, ... 16 of them fit a bin
 MAX_THRESHOLDS = 32  # tried for the bound L2, evenly spread over the sizes; each costs O(items)
 
 
-@compiled
-def count(
-    parent: Int64, end: Int64, size: Int64, stop: Int64, capacity: int, tokens: Int64, times: Int64
-) -> tuple[Int64, Int64]:
+def count(end: Int64, size: Int64, stop: Int64, capacity: int, tokens: Int64, times: Int64) -> tuple[Int64, Int64]:
     """Return lower bounds on the tokens of each subtree and on the rows through each node, from the leaves to the root.
 
     `tokens` and `times` int64 [nodes] are bounds that are already proven, `stop` the tokens from the root to the end of
@@ -26,36 +23,43 @@ def count(
     rows through u, of size `left`. The items are the rows through each child; an item is as large as the shortest path
     down from this child.
     """
-    # The worked tree of docs/packing.md, capacity 12: below d (stop 8) are 5 tokens, 12 - 8 = 4 left -> 2 rows, and
-    # 2 * 4 + 5 = 13 tokens. Below the prompt (stop 4): 2 + 7 + 13 = 22, 8 left -> 3 rows -> 3 * 4 + 22 = 34 tokens.
+    assert stop.max() <= capacity, "a path exceeds the capacity"
     tokens, times = tokens.copy(), times.copy()
-    shortest = size.copy()  # tokens of the shortest path down from the beginning of each node
-    for node in range(len(parent) - 1, -1, -1):
-        if end[node] > node + 1:
-            below, children, child, shortest_below = 0, 0, node + 1, capacity
-            while child < end[node]:
-                below += tokens[child]
-                times[node] = max(times[node], times[child])
-                shortest_below = min(shortest_below, shortest[child])
-                children += 1
-                child = end[child]  # the next child begins where the subtree of this one ends
-            left = capacity - stop[node]
-            if below:
-                times[node] = max(times[node], -(-below // left))
-            shortest[node] += shortest_below
-            sizes, copies = np.zeros(children, np.int64), np.zeros(children, np.int64)
-            child = node + 1
-            for i in range(children):
-                sizes[i], copies[i] = shortest[child], times[child]
-                child = end[child]
-            times[node] = max(times[node], _min_bins(sizes, copies, left))
-        tokens[node] = max(tokens[node], size[node] * times[node])
-        if end[node] > node + 1:
-            tokens[node] = max(tokens[node], below + size[node] * times[node])
+    count_up(end, size, stop, capacity, tokens, times, size.copy(), np.empty(2 * len(size), np.int64))
     return tokens, times
 
 
-@compiled
+@in_c(INT64, INT64, INT64, INT, INT64, INT64, INT64, INT64)
+def count_up(
+    end: Int64, size: Int64, stop: Int64, capacity: int, tokens: Int64, times: Int64, shortest: Int64, items: Int64
+) -> None:
+    """Raise `tokens` and `times` in place to the bounds of `count`.
+
+    `shortest` int64 [nodes] begins as the size of each node. Then it is the tokens of the shortest path down from the
+    beginning of the node. `items` int64 [2 * nodes] is scratch.
+    """
+    # The worked tree of docs/packing.md, capacity 12: below d (stop 8) are 5 tokens, 12 - 8 = 4 left -> 2 rows, and
+    # 2 * 4 + 5 = 13 tokens. Below the prompt (stop 4): 2 + 7 + 13 = 22, 8 left -> 3 rows -> 3 * 4 + 22 = 34 tokens.
+    nodes = len(size)
+    sizes, copies = items[:nodes], items[nodes:]
+    for node in range(nodes - 1, -1, -1):
+        below, children, child, shortest_below = 0, 0, node + 1, capacity
+        while child < end[node]:
+            below += tokens[child]
+            times[node] = max(times[node], times[child])
+            shortest_below = min(shortest_below, shortest[child])
+            sizes[children], copies[children] = shortest[child], times[child]
+            children += 1
+            child = end[child]  # the next child begins where the subtree of this one ends
+        if children:
+            left = capacity - stop[node]
+            if below and left:
+                times[node] = max(times[node], -(-below // left))
+            shortest[node] += shortest_below
+            times[node] = max(times[node], _min_bins(sizes[:children], copies[:children], left))
+        tokens[node] = max(tokens[node], below + size[node] * times[node])
+
+
 def _min_bins(sizes: Int64, copies: Int64, room: int) -> int:
     """Return a lower bound on the bins of size `room` for `copies[i]` items of `sizes[i]` each.
 
@@ -88,17 +92,21 @@ def _min_bins(sizes: Int64, copies: Int64, room: int) -> int:
     return bound
 
 
-@compiled
 def passes(parent: Int64, leaf: Int64, rows: Int64) -> Int64:
     """Return the number of rows that pass through each node, int64 [nodes], from the row of each leaf."""
+    used = np.zeros(len(parent), np.int64)
+    count_rows(parent, leaf, rows, np.argsort(rows, kind="stable"), np.full(len(parent), -1), used)
+    return used
+
+
+@in_c(INT64, INT64, INT64, INT64, INT64, INT64)
+def count_rows(parent: Int64, leaf: Int64, rows: Int64, order: Int64, last: Int64, used: Int64) -> None:
+    """Add the rows that pass through each node to `used`; `order` sorts the leaves by row, `last` begins as -1."""
     # Leaves row by row, so `last[u]` is enough to count a row once: nodes [1, 3, 4, 6, 7] of the worked tree in rows
     # [0, 1, 1, 0, 2] -> [3, 1, 1, 1, 1, 2, 1, 1]; the root (node 0) is in 3 rows, d (node 5) in 2.
-    used = np.zeros(len(parent), np.int64)
-    last = np.full(len(parent), -1)
-    for k in np.argsort(rows, kind="mergesort"):
+    for k in order:
         node = leaf[k]
         while node >= 0 and last[node] != rows[k]:
             last[node] = rows[k]
             used[node] += 1
             node = parent[node]
-    return used

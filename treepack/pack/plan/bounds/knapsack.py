@@ -1,48 +1,53 @@
-"""The most profitable row of a tree, compiled: a knapsack in which a node can only be taken with its parent.
+"""The most profitable row of a tree: a knapsack in which a node can only be taken with its parent.
 
 Nodes are in depth-first order. `best[i][room]` is the maximum profit of nodes from i on, when the parent of i is taken:
 
     best[i][room] = max(best[end[i]][room],                         leave out i and its subtree
                         profit[i] + best[i + 1][room - size[i]])    take i, then continue with the next node
 
-`column_generation.py` is the only user. Import this module inside functions only, because numba takes about a second
-to load.
+`column_generation.py` is the only user.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.files.compilation import compiled
+from treepack.native.library import BOOL, INT32, INT64, in_c
 from treepack.pack.plan.problem import PlanTree
 from treepack.trajectory import Int32, Int64
 
 
-@compiled
+@in_c(INT64, INT32, INT64, INT32)
 def fill_table(sizes: Int64, profits: Int32, end: Int64, table: Int32) -> None:
     """Write all of `best` into `table` int32 [nodes + 1, room + 1]. O(nodes * room)."""
     nodes = len(sizes)
     # The line after the last node: nothing is left to take. It is `best[end[i]]` of all nodes on the last path.
     table[nodes, :] = 0
     for i in range(nodes - 1, -1, -1):
-        _take_or_leave(sizes[i], profits[i], table[i + 1], table[end[i]], table[i])
+        table[i] = _take_or_leave(int(sizes[i]), profits[i], table[i + 1], table[end[i]])
 
 
-@compiled
 def best_row(sizes: Int64, end: Int64, table: Int32) -> NDArray[np.bool_]:
     """Return the nodes that a best row takes, read from a full table; bool [nodes]."""
-    nodes = len(sizes)
-    taken = np.zeros(nodes, np.bool_)
+    taken = np.zeros(len(sizes), np.bool_)
+    mark_best_row(sizes, end, table, taken)
+    return taken
+
+
+@in_c(INT64, INT64, INT32, BOOL)
+def mark_best_row(sizes: Int64, end: Int64, table: Int32, taken: NDArray[np.bool_]) -> None:
+    """Set `taken` bool [nodes] at the nodes that a best row takes."""
     i, room = 0, table.shape[1] - 1
-    while i < nodes:
+    while i < len(sizes):
         if room >= sizes[i] and table[i, room] != table[end[i], room]:
             taken[i] = True
             room -= sizes[i]
             i += 1
         else:
             i = end[i]
-    return taken
 
 
 def best_profits(tree: PlanTree, profit: Int64, capacity: int) -> Int64:
@@ -52,7 +57,17 @@ def best_profits(tree: PlanTree, profit: Int64, capacity: int) -> Int64:
     largest subtree last, few lines are needed at a time, because a node and its last child have the same `end`.
     """
     order, end = _largest_last(tree)
-    return np.asarray(_first_line(tree.size[order], profit[order], end, capacity))
+    sizes, profits = tree.size[order].tolist(), profit[order].tolist()
+    # Line i is read by node i - 1 and by every node whose subtree ends at i; after the last of them it is removed.
+    readers = np.bincount(np.concatenate([end, np.arange(1, tree.num_nodes + 1)]))
+    lines = {tree.num_nodes: np.zeros(capacity + 1, np.int64)}
+    for i in range(tree.num_nodes - 1, -1, -1):
+        lines[i] = _take_or_leave(sizes[i], profits[i], lines[i + 1], lines[end[i]])
+        for read in (i + 1, end[i]):
+            readers[read] -= 1
+            if readers[read] == 0:
+                del lines[read]
+    return lines[0]
 
 
 def _largest_last(tree: PlanTree) -> tuple[Int64, Int64]:
@@ -74,38 +89,9 @@ def _largest_last(tree: PlanTree) -> tuple[Int64, Int64]:
     return order, np.arange(tree.num_nodes) + count[order]
 
 
-@compiled
-def _first_line(sizes: Int64, profits: Int64, end: Int64, capacity: int) -> Int64:
-    nodes = len(sizes)
-    # Line i is read by node i - 1 and by every node whose subtree ends at i; after the last of them it is free again.
-    readers = np.zeros(nodes + 1, np.int64)
-    for i in range(nodes):
-        readers[end[i]] += 1
-        readers[i + 1] += 1
-    lines = [np.zeros(capacity + 1, np.int64)]
-    free = [0]  # numba needs an element to infer the type of a list
-    free.pop()
-    line_of = np.zeros(nodes + 1, np.int64)
-    for i in range(nodes - 1, -1, -1):
-        if len(free) == 0:
-            lines.append(np.zeros(capacity + 1, np.int64))
-            free.append(len(lines) - 1)
-        line_of[i] = free.pop()
-        _take_or_leave(sizes[i], profits[i], lines[line_of[i + 1]], lines[line_of[end[i]]], lines[line_of[i]])
-        for read in (i + 1, end[i]):
-            readers[read] -= 1
-            if readers[read] == 0:
-                free.append(line_of[read])
-    first: Int64 = lines[line_of[0]]
-    return first
-
-
-@compiled
-def _take_or_leave(size: int, profit: int, taking: Int64, leaving: Int64, out: Int64) -> None:
-    """Write the line of one node: `taking` is the line of the next node, `leaving` that of the end of its subtree."""
+def _take_or_leave(size: int, profit: int, taking: NDArray[Any], leaving: NDArray[Any]) -> NDArray[Any]:
+    """Return the line of one node: `taking` is the line of the next node, `leaving` that of the end of its subtree."""
     # out[:size] = leaving[:size]; out[size + r] = max(taking[r] + profit, leaving[size + r])
-    size = min(size, len(out))
-    out[:size] = leaving[:size]
-    rest, without, value = out[size:], leaving[size:], taking[: len(out) - size]
-    for room in range(len(rest)):
-        rest[room] = max(value[room] + profit, without[room])
+    out = leaving.copy()
+    np.maximum(taking[: max(0, len(out) - size)] + profit, leaving[size:], out=out[size:])
+    return out

@@ -5,21 +5,22 @@
 
 The rows of a plan are also rows of each subtree, with less capacity, because the path to the subtree takes its tokens
 first. So a bound on the tokens of a subtree, or on the rows that must pass through its root, is true in the whole tree,
-and counting continues from there. `counting.py`, `column_generation.py` and `knapsack.py` are the compiled parts.
+and counting continues from there. `counting.py`, `column_generation.py` and `knapsack.py` are its parts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from treepack.pack.plan.bounds import column_generation
+from treepack.pack.plan.bounds.column_generation import Allowance, PricingProgram
+from treepack.pack.plan.bounds.counting import count, passes
+from treepack.pack.plan.methods.exact import exact
+from treepack.pack.plan.methods.subsets import fewest
 from treepack.pack.plan.problem import Limits, PlanTree, Search
 from treepack.trajectory import Int64
-
-if TYPE_CHECKING:
-    from treepack.pack.plan.bounds.column_generation import Allowance
 
 MIN_GAIN_DIVISOR = 2000  # rows through a node get a program if they may add at least 1 / 2000 of the tokens
 MAX_ROW_PROGRAMS = 24  # of these programs for each larger subtree, at the nodes whose repeats may cost most tokens
@@ -61,10 +62,8 @@ class _NodeBounds:
 
 def _count(tree: PlanTree, capacity: int, known: _NodeBounds) -> _NodeBounds:
     """Return `known` improved by counting from the leaves to the root."""
-    from treepack.pack.plan.bounds.counting import count
-
     stop = tree.depth + tree.size
-    return _NodeBounds(*count(tree.parent, tree.end, tree.size, stop, capacity, known.tokens, known.times))
+    return _NodeBounds(*count(tree.end, tree.size, stop, capacity, known.tokens, known.times))
 
 
 def lower_bound(tree: PlanTree, capacity: int, rows: Int64, proof: ProofEffort) -> int:
@@ -73,9 +72,6 @@ def lower_bound(tree: PlanTree, capacity: int, rows: Int64, proof: ProofEffort) 
     `rows` int64 [leaves] is a good plan. If it needs more tokens in a subtree than the bound of this subtree, the bound
     may be loose, and programs are run there. They start from the rows of the plan.
     """
-    from treepack.pack.plan.bounds.counting import passes
-    from treepack.pack.plan.methods.exact import exact
-
     known = _count(tree, capacity, _small_subtrees(tree, capacity, most_leaves=proof.sets))
     used = passes(tree.parent, tree.leaf, rows)
     # paid[u]: tokens of the plan `rows` in the subtree of u, over all rows. If the bound of u is equal, it is tight.
@@ -125,8 +121,6 @@ def subtree(tree: PlanTree, node: int) -> PlanTree:
 
 def _small_subtrees(tree: PlanTree, capacity: int, *, most_leaves: int) -> _NodeBounds:
     """Return exact minimum tokens and rows of all nodes with at most `most_leaves` leaves; 0 and 1 for other nodes."""
-    from treepack.pack.plan.methods.subsets import fewest
-
     known = _NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
     leaves = _subtree_sums(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
     for node in _maximal_nodes(tree, leaves, most_leaves).tolist():
@@ -149,9 +143,6 @@ def _by_programs(
 
     Rows are bounded at the nodes whose rows may add the largest number of tokens.
     """
-    from treepack.pack.plan.bounds.column_generation import Allowance, PricingProgram, lower_bound
-    from treepack.pack.plan.bounds.counting import passes
-
     part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
     room = capacity - int(tree.depth[node])
     first, stop = np.searchsorted(tree.leaf, [inside.start, inside.stop])
@@ -176,7 +167,8 @@ def _by_programs(
     base = int(counted.tokens[0])
     max_rows = _max_rows(part, room, upper, counted)
     program = PricingProgram(part, room, part.size, counted.times, counted.tokens, plan, upper, max_rows)
-    counted.tokens[0] = lower_bound(program, Allowance(proof.entries * 2 / 3 + max(0.0, for_rows.left)), known=base)
+    allowance = Allowance(proof.entries * 2 / 3 + max(0.0, for_rows.left))
+    counted.tokens[0] = column_generation.lower_bound(program, allowance, known=base)
     return counted
 
 
@@ -196,8 +188,6 @@ def _max_rows(tree: PlanTree, capacity: int, upper: int, known: _NodeBounds) -> 
 
 def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: _NodeBounds, allowance: Allowance) -> int:
     """Return a lower bound on the rows that pass through `node`, by column generation in its subtree."""
-    from treepack.pack.plan.bounds.column_generation import PricingProgram, lower_bound
-
     part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
     first = int(np.searchsorted(tree.leaf, node))
     part_plan = np.unique(plan[first : first + part.num_leaves], return_inverse=True)[1].astype(np.int64)
@@ -206,4 +196,4 @@ def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: _Nod
     cost[0] = 1
     upper, room = int(part_plan.max()) + 1, capacity - int(tree.depth[node])
     program = PricingProgram(part, room, cost, known.times[inside], known.tokens[inside], part_plan, upper, upper)
-    return lower_bound(program, allowance, known=int(known.times[node]))
+    return column_generation.lower_bound(program, allowance, known=int(known.times[node]))

@@ -1,4 +1,4 @@
-"""Improve a plan by removing neighbouring leaves and inserting them again, compiled: ruin and recreate.
+"""Improve a plan by removing neighbouring leaves and inserting them again: ruin and recreate.
 
     rows of a tree --> tear strings of neighbouring leaves out of one to four rows
                    --> put each leaf back into the row that grows least
@@ -10,19 +10,20 @@ to the rows that share the maximum with it, and of these rows to the fullest one
 in windows of neighbouring rows, so the time is linear. The work is counted in steps, so the plan is the same on any
 machine.
 
-Import this module inside functions only, because numba takes about a second to load.
+The loops run in C, see `treepack/native/anneal.c`. The file ends with their slow twins.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 import numpy as np
 
-from treepack.files.compilation import compiled
+from treepack.native.library import FLOAT, INT, INT32, INT64, in_c
 from treepack.pack.plan.problem import Limits, PlanTree, path_pairs
 from treepack.pack.plan.unions import range_minima
-from treepack.trajectory import Int64
+from treepack.trajectory import Int32, Int64
 
 WINDOW_ROWS = 48  # rows that are improved together; with more, steps get slower and plans hardly better
 SPARE_ROWS = 4  # empty rows of a window, so that a step can open rows
@@ -36,8 +37,8 @@ NO_LIMIT = 2**62
 class AnnealShape(NamedTuple):
     """A tree, as arrays by node and by leaf.
 
-    By node: the parent, an ancestor to `jump` to, and the tokens and score pairs from the root to its end. By leaf: its
-    node, its loss terms, and the tokens that it shares with the leaf before it.
+    `by_node` [4, nodes]: the parent, an ancestor to `jump` to, and the tokens and score pairs from the root to its end.
+    `by_leaf` [3, leaves]: its node, its loss terms, and the tokens that it shares with the leaf before it.
     """
 
     parent: Int64
@@ -54,11 +55,12 @@ class AnnealedRows(NamedTuple):
 
     `row_of` [leaves] is the row of each leaf, -1 if it is torn out. `through` int32 [nodes, rows] counts the children
     of the node that the row passes through, and its leaves that end at the node: 0 if the row does not pass through the
-    node. `passing` [nodes] counts the rows that pass through each node. The others, [rows], are the sums of each row.
+    node. `passing` [nodes] counts the rows that pass through each node. The others, `by_row` [4, rows], are the sums of
+    each row.
     """
 
     row_of: Int64
-    through: Any
+    through: Int32
     passing: Int64
     tokens: Int64
     pairs: Int64
@@ -125,20 +127,106 @@ def _fill(lengths: Int64, shared: Int64, rows: Int64) -> Int64:
     return np.bincount(rows[by_row], weights=lengths[by_row] - repeated).astype(np.int64)
 
 
-@compiled
-def _nodes(lengths: Int64, shared: Int64) -> tuple[Int64, Int64, Int64]:
-    """Return the parent of each node, the tokens from the root to its end, and the node of each leaf.
+def _shape(lengths: Int64, shared: Int64, terms: Int64) -> tuple[Int64, Int64]:
+    """Return the arrays `by_node` and `by_leaf` of a tree."""
+    num = len(lengths)
+    parent, stop = np.full(2 * num, -1), np.zeros(2 * num, np.int64)
+    leaf, path = np.zeros(num, np.int64), np.zeros(num + 1, np.int64)
+    made = split_paths(lengths, shared, parent, stop, leaf, path)
+    parent, stop = parent[:made], stop[:made]
+    jump, depth = np.full(made, -1), np.zeros(made, np.int64)
+    set_jumps(np.argsort(stop, kind="stable"), parent, jump, depth)
+    return np.stack([parent, jump, stop, path_pairs(stop)]), np.stack([leaf, terms, shared])
 
-    Nodes are in no particular order. The path to the last leaf is a stack. If the next leaf leaves it inside a node,
-    this node is split in two.
+
+def _anneal(shape: tuple[Int64, Int64], caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
+    """Return the best rows of the leaves, int64 [leaves], of `steps` steps from `row_of`; at most `num_rows` rows."""
+    nodes = shape[0].shape[1]
+    through, passing = np.zeros((nodes, num_rows), np.int32), np.zeros(nodes, np.int64)
+    by_row, best_rows = np.zeros((4, num_rows), np.int64), np.empty_like(row_of)
+    # The temperature falls from FIRST_TEMPERATURE to LAST_TEMPERATURE times the mean tokens per node.
+    factor = (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** (1 / steps)
+    anneal_rows(*shape, caps, through, passing, by_row, row_of.copy(), best_rows, steps, factor, seed)
+    return best_rows
+
+
+@in_c(INT64, INT64, INT64, INT32, INT64, INT64, INT64, INT64, INT, FLOAT, INT)
+def anneal_rows(
+    by_node: Int64,
+    by_leaf: Int64,
+    caps: Int64,
+    through: Int32,
+    passing: Int64,
+    by_row: Int64,
+    row_of: Int64,
+    best_rows: Int64,
+    steps: int,
+    factor: float,
+    seed: int,
+) -> None:
+    """Make `steps` steps from `row_of`, and write the best rows of the leaves into `best_rows`.
+
+    The arrays are those of `AnnealShape` and `AnnealedRows`. `through`, `passing` and `by_row` begin as 0. Each step
+    multiplies the temperature by `factor`.
+    """
+    shape, rows = AnnealShape(*by_node, *by_leaf), AnnealedRows(row_of, through, passing, *by_row)
+    num, state = len(row_of), RandomState(88172645463325252 + 2654435761 * (seed + 1))
+    for k in range(num):
+        _put(shape, rows, k, row_of[k])
+    best_rows[:] = row_of
+    removed, was_in = np.zeros(num, np.int64), np.zeros(num, np.int64)
+    scale = num + 1  # tokens first, rows second
+    cost = rows.tokens.sum() * scale + (rows.leaves > 0).sum()
+    best = cost
+    heat = FIRST_TEMPERATURE * scale * rows.tokens.sum() / len(passing)
+    for _ in range(steps):
+        heat *= factor
+        count = _tear(shape, rows, removed, was_in, state)
+        is_complete = _put_back(shape, rows, caps, removed[:count], state)
+        new = rows.tokens.sum() * scale + (rows.leaves > 0).sum()
+        # Accept an increase d of the cost with the probability exp(-d / heat).
+        if is_complete and new < cost - heat * math.log(1 - state.next()):
+            cost = new
+            if cost < best:
+                best = cost
+                best_rows[:] = row_of
+        else:
+            # Undo the step: out of the new rows, then back into the old ones.
+            for i in range(count):
+                if row_of[removed[i]] >= 0:
+                    _take(shape, rows, removed[i])
+            for i in range(count):
+                _put(shape, rows, removed[i], was_in[i])
+
+
+class RandomState:
+    """The generator xorshift64*; its state is an integer of 64 bits, not 0."""
+
+    def __init__(self, state: int) -> None:
+        self.state = state
+
+    def next(self) -> float:
+        """Return the next number in [0, 1)."""
+        x = self.state
+        x ^= x >> 12
+        x ^= x << 25 & 0xFFFFFFFFFFFFFFFF
+        x ^= x >> 27
+        self.state = x
+        # The high 53 bits, over 2**53.
+        return float((x * 2685821657736338717 & 0xFFFFFFFFFFFFFFFF) >> 11) / 9007199254740992.0
+
+
+@in_c(INT64, INT64, INT64, INT64, INT64, INT64, returns=INT)
+def split_paths(lengths: Int64, shared: Int64, parent: Int64, stop: Int64, leaf: Int64, path: Int64) -> int:
+    """Write the parent of each node, the tokens from the root to its end, and the node of each leaf.
+
+    Returns the number of nodes, at most 2 * leaves; they are in no particular order. The path to the last leaf is a
+    stack. If the next leaf leaves it inside a node, this node is split in two. `path` [leaves + 1] is scratch.
     """
     # lengths [6, 9, 7], shared [0, 4, 5] -> nodes 0 (leaf 0), 1 (split at 4), 2 (leaf 1), 3 (split at 5), 4 (leaf 2):
     # parent [1, -1, 3, 1, 3], stop [6, 4, 9, 5, 7], leaf [0, 2, 4].
-    num = len(lengths)
-    parent, stop, leaf = np.full(2 * num, -1), np.zeros(2 * num, np.int64), np.zeros(num, np.int64)
-    path = np.zeros(num + 1, np.int64)
     depth, made = 0, 0
-    for k in range(num):
+    for k in range(len(lengths)):
         # Leave the path down to the last node that ends within the shared tokens; `last` is the child that was left.
         last = -1
         while depth and stop[path[depth - 1]] > shared[k]:
@@ -153,24 +241,19 @@ def _nodes(lengths: Int64, shared: Int64) -> tuple[Int64, Int64, Int64]:
         parent[made], stop[made] = above, lengths[k]
         leaf[k] = path[depth] = made
         depth, made = depth + 1, made + 1
-    return parent[:made], stop[:made], leaf
+    return made
 
 
-def _shape(lengths: Int64, shared: Int64, terms: Int64) -> AnnealShape:
-    parent, stop, leaf = _nodes(lengths, shared)
-    return AnnealShape(parent, _jumps(parent, stop), stop, path_pairs(stop), leaf, terms, shared)
+@in_c(INT64, INT64, INT64, INT64)
+def set_jumps(order: Int64, parent: Int64, jump: Int64, depth: Int64) -> None:
+    """Set an ancestor of each node, so that any ancestor is reached in O(log depth) jumps and steps to parents.
 
-
-@compiled
-def _jumps(parent: Int64, stop: Int64) -> Int64:
-    """Return an ancestor of each node, so that any ancestor is reached in O(log depth) jumps and steps to parents.
-
+    `order` has parents before their children. `jump` [nodes] begins as -1, and the scratch `depth` [nodes] as 0.
     Myers (1983), An applicative random-access stack: if two jumps in a row have the same length, the jump of the next
     node covers both of them and one step more.
     """
     # A chain of 9 nodes, parents [-1, 0, 1, ..., 7] -> jumps [-1, 0, 1, 0, 3, 4, 3, 0, 7].
-    jump, depth = np.full(len(parent), -1), np.zeros(len(parent), np.int64)
-    for node in np.argsort(stop, kind="mergesort"):  # parents before their children
+    for node in order:
         up = parent[node]
         if up >= 0:
             depth[node] = depth[up] + 1
@@ -178,22 +261,8 @@ def _jumps(parent: Int64, stop: Int64) -> Int64:
             jump[node] = up
             if far >= 0 and jump[far] >= 0 and depth[up] - depth[far] == depth[far] - depth[jump[far]]:
                 jump[node] = jump[far]
-    return jump
 
 
-@compiled
-def _random(state: Any) -> float:
-    """Return the next number in [0, 1) of xorshift64*; `state` is uint64 [1], not 0."""
-    x = state[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    state[0] = x
-    # The high 53 bits, over 2**53.
-    return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
-
-
-@compiled
 def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
     """Add leaf k to a row."""
     end = shape.leaf[k]
@@ -211,7 +280,6 @@ def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:
     rows.row_of[k] = row
 
 
-@compiled
 def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
     """Remove leaf k from its row."""
     row, end = rows.row_of[k], shape.leaf[k]
@@ -229,8 +297,7 @@ def _take(shape: AnnealShape, rows: AnnealedRows, k: int) -> None:
     rows.row_of[k] = -1
 
 
-@compiled
-def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64, state: Any) -> int:
+def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64, state: RandomState) -> int:
     """Take strings of neighbouring leaves out of a few rows, and return the number of leaves.
 
     The leaves are written to `removed`, and their rows to `was_in`.
@@ -238,18 +305,18 @@ def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64,
     # Leaves low .. high - 1 have been visited: a start leaf, then neighbours on either side. Each new row on the way
     # loses a string of its own leaves that contains the visited leaf, until enough rows are torn.
     num = len(shape.leaf)
-    low = int(_random(state) * num)
+    low = int(state.next() * num)
     high, at, count = low + 1, low, 0
-    longest = 1 + int(_random(state) * MAX_STRING_LEAVES)
+    longest = 1 + int(state.next() * MAX_STRING_LEAVES)
     is_torn = np.zeros(len(rows.tokens), np.bool_)
-    target, num_torn = 1 + int(_random(state) * MAX_ROWS_TORN), 0
+    target, num_torn = 1 + int(state.next() * MAX_ROWS_TORN), 0
     while True:
         row = rows.row_of[at]
         if row >= 0 and not is_torn[row]:
             is_torn[row] = True
             num_torn += 1
-            size = min(rows.leaves[row], 1 + int(_random(state) * longest))
-            left = int(_random(state) * size)
+            size = min(rows.leaves[row], 1 + int(state.next() * longest))
+            left = int(state.next() * size)
             # Back by `left` leaves of the row to the begin of the string, then forward to take `size` of them.
             begin, num_leaves, j = at, 0, at
             while j >= 0 and num_leaves <= left:
@@ -274,8 +341,7 @@ def _tear(shape: AnnealShape, rows: AnnealedRows, removed: Int64, was_in: Int64,
             high += 1
 
 
-@compiled
-def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state: Any) -> int:
+def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state: RandomState) -> int:
     """Return the row to which leaf k adds the minimum of tokens, and of these rows the fullest.
 
     If no row of the tree has room, return an empty row, and -1 if there is none.
@@ -296,7 +362,7 @@ def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state
         for row in range(len(rows.tokens)):
             if rows.through[node, row] and rows.tokens[row] > best_tokens and rows.tokens[row] + tokens <= caps[0]:
                 fits = rows.pairs[row] + pairs <= caps[1] and rows.terms[row] + shape.terms[k] <= caps[2]
-                if fits and _random(state) >= SKIP_PROBABILITY:
+                if fits and state.next() >= SKIP_PROBABILITY:
                     best, best_tokens = row, rows.tokens[row]
                 elif fits:
                     seen = -1  # a skipped row gets another chance at the node above
@@ -309,66 +375,25 @@ def _best_row(shape: AnnealShape, rows: AnnealedRows, caps: Int64, k: int, state
     return -1
 
 
-@compiled
-def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int64, state: Any) -> bool:
+def _put_back(shape: AnnealShape, rows: AnnealedRows, caps: Int64, removed: Int64, state: RandomState) -> bool:
     """Put all leaves of `removed` into rows, and return False if a leaf finds no row.
 
     The order is one of four: random, longest first, or along the tree from either side.
     """
     num = len(removed)
     keys = np.zeros(num)
-    order = int(_random(state) * 4)
+    order = int(state.next() * 4)
     for i in range(num):
         k = removed[i]
         if order == 0:
-            keys[i] = _random(state)
+            keys[i] = state.next()
         elif order == 1:
             keys[i] = -shape.stop[shape.leaf[k]]
         else:
             keys[i] = k if order == 2 else -k
-    for i in np.argsort(keys):
+    for i in np.argsort(keys, kind="stable"):
         row = _best_row(shape, rows, caps, removed[i], state)
         if row < 0:
             return False
         _put(shape, rows, removed[i], row)
     return True
-
-
-@compiled
-def _anneal(shape: AnnealShape, caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
-    """Return the best rows of the leaves, int64 [leaves], of `steps` steps from `row_of`; at most `num_rows` rows."""
-    num, nodes = len(row_of), len(shape.parent)
-    state = np.array([88172645463325252 + 2654435761 * (seed + 1)], np.uint64)
-    empty = np.zeros(num_rows, np.int64)
-    through = np.zeros((nodes, num_rows), np.int32)
-    passing = np.zeros(nodes, np.int64)
-    rows = AnnealedRows(row_of.copy(), through, passing, empty.copy(), empty.copy(), empty.copy(), empty)
-    for k in range(num):
-        _put(shape, rows, k, row_of[k])
-    removed, was_in = np.zeros(num, np.int64), np.zeros(num, np.int64)
-    best_rows = row_of.copy()
-    scale = num + 1  # tokens first, rows second
-    cost = rows.tokens.sum() * scale + (rows.leaves > 0).sum()
-    best = cost
-    # The temperature falls from FIRST_TEMPERATURE to LAST_TEMPERATURE times the mean tokens per node.
-    heat = FIRST_TEMPERATURE * scale * rows.tokens.sum() / nodes
-    factor = (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** (1 / steps)
-    for _ in range(steps):
-        heat *= factor
-        count = _tear(shape, rows, removed, was_in, state)
-        is_complete = _put_back(shape, rows, caps, removed[:count], state)
-        new = rows.tokens.sum() * scale + (rows.leaves > 0).sum()
-        # Accept an increase d of the cost with the probability exp(-d / heat).
-        if is_complete and new < cost - heat * np.log(1 - _random(state)):
-            cost = new
-            if cost < best:
-                best = cost
-                best_rows[:] = rows.row_of
-        else:
-            # Undo the step: out of the new rows, then back into the old ones.
-            for i in range(count):
-                if rows.row_of[removed[i]] >= 0:
-                    _take(shape, rows, removed[i])
-            for i in range(count):
-                _put(shape, rows, removed[i], was_in[i])
-    return best_rows

@@ -1,4 +1,4 @@
-"""First fit over all rows of a forest, compiled: each trajectory in turn goes to the first row that still has room.
+"""First fit over all rows of a forest: each trajectory in turn goes to the first row that still has room.
 
 A trajectory adds to a row the tokens that it does not share with the paths of the row. There are two ways to find a row
 with room, and the row with the lower number wins:
@@ -12,23 +12,20 @@ Loads only grow, so the minimum load of a block when it was last read is a lower
 unread. A row is removed from the blocks of a node when it has no room for the shortest path from the node to a leaf.
 O(log rows + depth in nodes + blocks) for each trajectory.
 
-Import this module inside functions only, because numba takes about a second to load.
+The loop runs in C, see `treepack/native/first_fit.c`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-from treepack.files.compilation import compiled
+from treepack.native.library import INT32, INT64, in_c
 from treepack.trajectory import Int32, Int64
 
+FIRST_BLOCKS = 1024  # before they are doubled
 BLOCK = 16  # rows per block: few enough to read at once, many enough that most blocks are skipped by one comparison
 
 
-@compiled
 def first_fit(
     order: Int64, leaf: Int64, parent: Int64, path: Int64, min_below: Int64, limit: Int64, head: Int64
 ) -> Int64:
@@ -44,19 +41,49 @@ def first_fit(
     """
     # A segment tree of `size` rows per limit: row r is load[:, size + r], and entry i is the minimum of entries 2 i
     # and 2 i + 1. It has more rows than leaves, so that an empty row always exists: 3 leaves -> 4 rows, 5 -> 8.
-    size = 1
-    while size <= len(order):
-        size *= 2
-    load = np.zeros((len(limit), 2 * size), np.int64)
-    rows = np.empty((16, BLOCK), np.int32)
-    block = np.empty((16, 3), np.int64)  # number of rows, a lower bound on their tokens, the next block of the node
-    num_blocks = 0
-    # seen[row] is the last turn in which a row was met, seen_at[row] the deepest node that it shares with this leaf:
-    # the walk goes up, so the first node at which a row is met is the deepest.
-    seen, seen_at = np.full(len(order) + 1, -1, np.int64), np.empty(len(order) + 1, np.int64)
-    row_of = np.empty(len(order), np.int64)
-    for turn in range(len(order)):
+    load = np.zeros((len(limit), 2 << len(order).bit_length()), np.int64)
+    rows, blocks = np.empty((FIRST_BLOCKS, BLOCK), np.int32), np.empty((FIRST_BLOCKS, 3), np.int64)
+    seen, row_of = np.full((2, len(order) + 1), -1), np.empty(len(order), np.int64)
+    progress = np.zeros(2, np.int64)
+    while True:
+        place_leaves(order, leaf, parent, path, min_below, limit, head, load, rows, blocks, seen, row_of, progress)
+        if progress[0] == len(order):
+            return row_of
+        rows, blocks = (np.concatenate([some, np.empty_like(some)]) for some in (rows, blocks))
+
+
+@in_c(INT64, INT64, INT64, INT64, INT64, INT64, INT64, INT64, INT32, INT64, INT64, INT64, INT64)
+def place_leaves(
+    order: Int64,
+    leaf: Int64,
+    parent: Int64,
+    path: Int64,
+    min_below: Int64,
+    limit: Int64,
+    head: Int64,
+    load: Int64,
+    rows: Int32,
+    blocks: Int64,
+    seen: Int64,
+    row_of: Int64,
+    progress: Int64,
+) -> None:
+    """Continue first fit at leaf `progress[0]` of `order`, until all leaves have a row or the blocks may not suffice.
+
+    - `load` [limits, 2 * size]: the segment trees, and `row_of` [len(order)]: the result
+    - `rows` int32 [blocks, BLOCK]: the rows of each block; `blocks` [blocks, 3]: their number, a lower bound on their
+      tokens, and the next block of the node
+    - `seen` [2, rows]: the last turn in which each row was met, -1 at the beginning, and the deepest node that the row
+      shares with the leaf of this turn; the walk goes up, so the first node at which a row is met is the deepest
+    - `progress` [2]: leaves that have a row, and blocks in use
+    """
+    size = load.shape[1] // 2
+    seen, seen_at = seen
+    for turn in range(progress[0], len(order)):
         node = leaf[order[turn]]
+        # Before the walk, so that a call with more blocks can repeat the turn: each node of the path may need a block.
+        if progress[1] + _num_above(parent, node) > len(blocks):
+            return
         row = _first_with_room(load, size, limit - path[:, node])
         up = parent[node]
         while up >= 0:
@@ -64,20 +91,20 @@ def first_fit(
             room = limit[0] - path[0, node] + path[0, up]
             before, at = -1, head[up]
             while at >= 0:
-                after = block[at, 2]
-                if block[at, 1] <= room:
-                    _refresh(rows[at], block[at], load[0, size:], limit[0] - min_below[up])
-                    for i in range(block[at, 0]):
+                after = blocks[at, 2]
+                if blocks[at, 1] <= room:
+                    _refresh(rows[at], blocks[at], load[0, size:], limit[0] - min_below[up])
+                    for i in range(blocks[at, 0]):
                         candidate = rows[at, i]
                         if seen[candidate] != turn:
                             seen[candidate], seen_at[candidate] = turn, up
                             if candidate < row and _has_room(load, size + candidate, limit, path, node, up):
                                 row = candidate
                 # An empty block is taken out of the list of its node.
-                if block[at, 0] > 0:
+                if blocks[at, 0] > 0:
                     before = at
                 elif before >= 0:
-                    block[before, 2] = after
+                    blocks[before, 2] = after
                 else:
                     head[up] = after
                 at = after
@@ -89,21 +116,24 @@ def first_fit(
         up = parent[node]
         while up != common:
             at = head[up]
-            if at < 0 or block[at, 0] == BLOCK:
-                if num_blocks == len(block):
-                    rows, block = _double(rows), _double(block)
-                at = num_blocks
-                num_blocks += 1
-                block[at, 0], block[at, 1], block[at, 2] = 0, load[0, size + row], head[up]
-                head[up] = at
-            rows[at, block[at, 0]] = row
-            block[at, 0] += 1
-            block[at, 1] = min(block[at, 1], load[0, size + row])
+            if at < 0 or blocks[at, 0] == BLOCK:
+                blocks[progress[1]] = 0, load[0, size + row], at
+                at = head[up] = progress[1]
+                progress[1] += 1
+            rows[at, blocks[at, 0]] = row
+            blocks[at, 0] += 1
+            blocks[at, 1] = min(blocks[at, 1], load[0, size + row])
             up = parent[up]
-    return row_of
+        progress[0] = turn + 1
 
 
-@compiled
+def _num_above(parent: Int64, node: int) -> int:
+    num = 0
+    while parent[node] >= 0:
+        num, node = num + 1, parent[node]
+    return num
+
+
 def _refresh(rows: Int32, block: Int64, load: Int64, most: int) -> None:
     """Drop the rows of a block whose load exceeds `most`, and set the bound to the minimum load of the others."""
     # loads [7, 3, 9], most 7: rows [5, 6, 8] -> [5, 6], bound 3
@@ -118,7 +148,6 @@ def _refresh(rows: Int32, block: Int64, load: Int64, most: int) -> None:
     block[0] = count
 
 
-@compiled
 def _first_with_room(load: Int64, size: int, most: Int64) -> int:
     """Return the first row whose loads are all at most `most` int64 [limits]; there is always an empty row."""
     # Each limit moves the row forward, until no limit moves it any more.
@@ -132,7 +161,6 @@ def _first_with_room(load: Int64, size: int, most: Int64) -> int:
     return row
 
 
-@compiled
 def _first_at_most(minima: Int64, size: int, most: int, start: int) -> int:
     """Return the first row from `start` on whose load is at most `most`, in a segment tree of `size` rows."""
     # Up: a right child (odd) has nothing more below its parent, so climb until a left child and step to its sibling.
@@ -149,7 +177,6 @@ def _first_at_most(minima: Int64, size: int, most: int, start: int) -> int:
     return int(at - size)
 
 
-@compiled
 def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common: int) -> bool:
     """Return whether the row at entry `at` has room for the part of the path to `node` that is below `common`."""
     fits = True
@@ -158,7 +185,6 @@ def _has_room(load: Int64, at: int, limit: Int64, path: Int64, node: int, common
     return fits
 
 
-@compiled
 def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
     """Add the path to `node` below `common` (-1: the whole path) to the row at entry `at`, and update the minima."""
     for kind in range(len(load)):
@@ -167,12 +193,3 @@ def _add(load: Int64, at: int, path: Int64, node: int, common: int) -> None:
         while place > 1:
             place //= 2
             minima[place] = min(minima[2 * place], minima[2 * place + 1])
-
-
-@compiled
-def _double(values: NDArray[Any]) -> NDArray[Any]:
-    out = np.empty((2 * len(values), values.shape[1]), values.dtype)
-    for i in range(len(values)):  # a slice takes numba 5 s to compile
-        for k in range(values.shape[1]):
-            out[i, k] = values[i, k]
-    return out

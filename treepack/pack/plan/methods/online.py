@@ -4,7 +4,7 @@
     sequence        each trajectory alone, longest first, to the first row that has room for all of it
 
 Both plan all trees at once, so no rows are left to merge. In their forests every trajectory is a leaf of its own
-(`forest_of(trie, split_ends=True)`). `first_fit.py` is the compiled loop.
+(`forest_of(trie, split_ends=True)`). `first_fit.py` is the loop.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 
+from treepack.pack.plan.methods.first_fit import first_fit
 from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, path_pairs
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
@@ -49,8 +50,6 @@ def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: 
 
     `pairs` int64 [nodes] is the number of score pairs of the path from the root to the end of each node.
     """
-    from treepack.pack.plan.methods.first_fit import first_fit
-
     path = tree.depth + tree.size
     # Terms are at the leaves only: whatever a leaf shares with a row, it adds all of its terms.
     terms = np.zeros_like(path)
@@ -59,6 +58,9 @@ def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: 
     loads = np.stack([load for load, limit in loads_and_limits if limit is not None])  # [limits, nodes]
     maxima = np.array([limit for _, limit in loads_and_limits if limit is not None])
     assert (loads[:, tree.leaf] <= maxima[:, None]).all(), "a trajectory exceeds a limit alone"
+    # The blocks of a node are those of one step.
+    tree_of = np.searchsorted(np.flatnonzero(tree.parent < 0), tree.leaf, side="right")
+    assert (np.diff(steps)[np.diff(tree_of) == 0] == 0).all(), "a tree contains several steps"
     head = np.full(tree.num_nodes, -1)
     min_below = _min_below(tree)
     row_of, num_rows = np.empty(len(order), np.int64), 0

@@ -1,11 +1,10 @@
-"""The best rows of a tree with few leaves, by a dynamic program over sets of leaves, compiled.
+"""The best rows of a tree with few leaves, by a dynamic program over sets of leaves.
 
     best[S] = min over rows T in S that contain the lowest leaf of S of  tokens(T) + best[S - T]
 
 Sets are bit masks. The sums over the union of the paths of T (tokens, score pairs, terms) are computed for all sets
 first: in depth-first order, the highest leaf of T adds the tokens that it does not share with the next lower leaf of T.
-O(3^leaves) time, O(2^leaves) memory. Import this module inside functions only, because numba takes about a second to
-load.
+O(3^leaves) time, O(2^leaves) memory.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.files.compilation import compiled
+from treepack.native.library import BOOL, INT64, in_c
 from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, path_pairs
 from treepack.trajectory import Int64
 
@@ -95,11 +94,16 @@ def _sum_of_sets(alone: Int64, common: Int64) -> Int64:
     return sums
 
 
-@compiled
 def _best_of_sets(cost: Int64, fits: NDArray[np.bool_]) -> tuple[Int64, Int64]:
     """Return the minimum cost of rows for every set, and the row of its lowest leaf; int64 [2^leaves] each."""
-    best = np.zeros(len(cost), np.int64)
-    first_row = np.zeros(len(cost), np.int64)
+    best, first_row = np.zeros_like(cost), np.zeros_like(cost)
+    best_of_sets(cost, fits, best, first_row)
+    return best, first_row
+
+
+@in_c(INT64, BOOL, INT64, INT64)
+def best_of_sets(cost: Int64, fits: NDArray[np.bool_], best: Int64, first_row: Int64) -> None:
+    """Write the results of `_best_of_sets`; the arrays begin as 0."""
     for whole in range(1, len(cost)):
         lowest = whole & -whole
         others = whole ^ lowest
@@ -115,4 +119,3 @@ def _best_of_sets(cost: Int64, fits: NDArray[np.bool_]) -> tuple[Int64, Int64]:
                 break
             rest = (rest - 1) & others
         best[whole] = minimum
-    return best, first_row
