@@ -29,7 +29,7 @@ from treepack.files.cache import naming_addresses
 from treepack.files.manifest import Manifest
 from treepack.files.parts import refuse_links
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
-from treepack.ingest.tokenization import load_tokenizer
+from treepack.ingest.tokenization import read_tokenizer
 from treepack.pack.capacity import usual_capacities
 from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
@@ -134,8 +134,8 @@ def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> di
     name: str = tokenizer or (entry["name"] if entry else "")
 
     def decode(windows: list[list[int]]) -> list[str]:
-        loaded = load_tokenizer(name, download=bool(tokenizer))
-        texts: list[str] = loaded.batch_decode(windows, clean_up_tokenization_spaces=False)
+        loaded = read_tokenizer(name, download=bool(tokenizer))
+        texts: list[str] = loaded.backend_tokenizer.decode_batch(windows, skip_special_tokens=False)
         return texts
 
     if name:

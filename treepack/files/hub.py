@@ -1,6 +1,7 @@
 """Names of models and tokenizers: a folder on this machine, or a model of the Hugging Face hub.
 
     name --is_offline--> True if only a cached copy can be loaded
+    name --snapshot--> the folder with its files: itself, or a folder of the hub's cache
     name, exception of transformers --load_fault--> one sentence: the fault of the folder, or of the hub
 
 The hub's client tries an unreachable hub six times in half a minute for every file, and then reads its cache. Here one
@@ -9,6 +10,8 @@ request decides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from textwrap import shorten
 
@@ -22,13 +25,53 @@ def is_offline(name: str) -> bool:
     """Return True if `name` is not on this machine and the hub does not answer, so only a cached copy can be loaded."""
     if Path(name).exists() or _is_path(name):
         return False
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:  # asked first, because importing the library for HTTP takes 0.3 s
+        return True
+    from huggingface_hub import get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_TIMEOUT)
     except Exception:  # its type depends on the version of the HTTP library, and on offline mode
         return True
     return False
+
+
+def snapshot(name: str, files: Sequence[str], *, download: bool = True) -> Path | None:
+    """Return the folder with the `files` (patterns) of `name` that exist, or None if `name` is no folder nor model.
+
+    The files of a model on the hub are brought up to date, unless the hub cannot be reached or `download` is False.
+
+    Raises:
+        Exception: of the hub's client; a model of this name does not exist, or needs a login.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or _is_path(name):
+        return None
+    if not download or is_offline(name):
+        return _cached_snapshot(name)
+    from huggingface_hub import HfApi, hf_hub_download
+
+    wanted = [path for path in HfApi().list_repo_files(name) if any(fnmatch(path, pattern) for pattern in files)]
+    folders = {Path(hf_hub_download(name, path)).parents[path.count("/")] for path in wanted}
+    return folders.pop() if len(folders) == 1 else None  # two if the model changed between two files
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    """Return the folder of the newest revision of `name` in the hub's cache, or None.
+
+    The client has functions for this too, but importing them takes longer than reading a tokenizer.
+    """
+    from huggingface_hub import constants
+
+    # models--Qwen--Qwen3-8B/refs/main contains the name of a folder of models--Qwen--Qwen3-8B/snapshots
+    folder = Path(constants.HF_HUB_CACHE, "--".join(["models", *name.split("/")]))
+    try:
+        return folder / "snapshots" / (folder / "refs" / "main").read_text()
+    except OSError:
+        return None
 
 
 def load_fault(name: str, error: Exception, *, kind: str, files: tuple[str, ...]) -> TreepackError:

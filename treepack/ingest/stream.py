@@ -20,7 +20,7 @@ from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
 from treepack.ingest.search_turns import records_of
-from treepack.ingest.tokenization import Job, Tokenisation, load_tokenizer
+from treepack.ingest.tokenization import Job, Tokenisation, read_tokenizer
 from treepack.processes import in_order
 from treepack.trajectory import Skipped, Trajectory
 
@@ -68,7 +68,7 @@ def _parts_and_job(
     inputs: Sequence[str], options: BuildOptions, tokenizer: Any, input_hash: InputHash | None
 ) -> tuple[Iterator[Part], Job]:
     if tokenizer is None and options.tokenizer:
-        tokenizer = load_tokenizer(options.tokenizer)
+        tokenizer = read_tokenizer(options.tokenizer)
     how = ReadOptions(
         reward_key=options.reward_key,
         vocab_size=None if tokenizer is None else len(tokenizer),

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.files.hub import is_offline, load_fault
+from treepack.files.hub import is_offline, load_fault, snapshot
 from treepack.files.manifest import TokenizerEntry
 from treepack.ingest import append_only, control_tokens
 from treepack.ingest.append_only import Message, append_only_text, sequence_totals, turn_totals
 from treepack.ingest.chat_template import ChatTemplate, RenderedTurn, TemplateFile, Tools, UnfaithfulError
 from treepack.ingest.control_tokens import ControlTokens, skip_sentence
 from treepack.ingest.encoder import Encoder
-from treepack.ingest.samples import pieces_of, sample_of, samples_of_pieces, samples_of_turns, spans_of
+from treepack.ingest.samples import pieces_of, sample_of, samples_of_prompts, samples_of_turns
 from treepack.ingest.search_turns import Item, records_of, samples_of_record
 from treepack.ingest.stable_ids import with_stable_ids
 from treepack.processes import batched, in_order
@@ -74,6 +74,24 @@ def load_tokenizer(name: str, *, download: bool = True) -> Any:
             f"{name}: has only a slow tokenizer; save it as tokenizer.json, the format of fast tokenizers"
         )
     return tokenizer
+
+
+def read_tokenizer(name: str, *, download: bool = True) -> Any:
+    """Return a tokenizer that tokenises and names itself as that of `load_tokenizer` does, but cannot be saved.
+
+    It is a `FileTokenizer` if that one is known to be equal, because transformers takes seconds to import.
+
+    Raises:
+        TreepackError: as `load_tokenizer`.
+    """
+    from treepack.ingest.file_tokenizer import FILES, read_folder
+
+    try:
+        folder = snapshot(name, FILES, download=download)
+        tokenizer = read_folder(folder, name) if folder else None
+    except Exception:  # of damaged files or of the hub: transformers meets it again and says what it is
+        tokenizer = None
+    return tokenizer or load_tokenizer(name, download=download)
 
 
 def fingerprint(tokenizer: Any) -> TokenizerEntry:
@@ -225,7 +243,7 @@ class Tokenisation:
             tokenizer = self._job.tokenizer
             if tokenizer is None:
                 raise TreepackError(f"{source}: contains text, not token ids; give --tokenizer NAME")
-            loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+            loaded = read_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
             self._encoder = Encoder(loaded, has_marks=self._job.control_tokens == "text")
         return self._encoder
 
@@ -271,9 +289,7 @@ class Tokenisation:
             yield Skipped(item.source, "no trained token")
             return
         if self._job.expand == "turns":
-            names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
-            pieces = [pieces_of(encoder, turn.text, spans_of(turn)) for turn in turns]
-            samples = list(samples_of_pieces(item, names, pieces))
+            samples = list(samples_of_prompts(item, encoder, turns))
         else:
             whole = ""
             # Messages after the last trained turn are not trained, but they belong to the trajectory.

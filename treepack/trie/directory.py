@@ -23,7 +23,7 @@ from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.stream import read_columns
-from treepack.ingest.tokenization import fingerprint, load_tokenizer
+from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.processes import ReportProgress, with_progress
 from treepack.trie.files import write_trie
 from treepack.trie.out_of_core import build_large_trie
@@ -82,7 +82,7 @@ def build_trie_directory(
     log, digest, start = ReadLog(), InputHash(), time.perf_counter()
     with finished_directory(out, overwrite=overwrite) as temporary:
         recorded = options.as_record()  # reads the file of tool schemas, so a bad one is refused before the rollouts
-        tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+        tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
         batches = read_columns(names, options, log, tokenizer=tokenizer, input_hash=digest)
         built = build_large_trie(_reading(batches, log, digest, progress), share=options.share, folder=temporary)
         totals = trie_totals(built.trie)

@@ -28,7 +28,7 @@ from treepack.files.directory import finished_file, refuse_existing
 from treepack.files.lock import lock
 from treepack.files.manifest import Manifest
 from treepack.ingest.conversations import conversations_of_log, conversations_of_manifest
-from treepack.ingest.tokenization import fingerprint, load_tokenizer
+from treepack.ingest.tokenization import fingerprint, read_tokenizer
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search
 from treepack.pack.row import Row
@@ -136,7 +136,7 @@ def _read(
     """Return the subject, and its tokenizer or None."""
     directory, manifest, name = Path(paths[0]), manifest_of(paths), options.build.tokenizer
     if manifest is None:
-        tokenizer = load_tokenizer(name) if name else None
+        tokenizer = read_tokenizer(name) if name else None
         trie, log = read_to_trie(paths, options.build, tokenizer=tokenizer, progress=progress)
         title = ", ".join("standard input" if str(path) == "-" else Path(path).name for path in paths)
         known, skipped = conversations_of_log(log, trie_totals(trie)), skipped_record(log, trie)
@@ -158,7 +158,7 @@ def _tokenizer_of(directory: Path, manifest: Manifest, name: str | None, note: C
     if not chosen:
         return None
     try:
-        tokenizer = load_tokenizer(chosen)
+        tokenizer = read_tokenizer(chosen)
     except TreepackError:
         if name:
             raise
