@@ -32,8 +32,9 @@ from treepack.ingest.readers.byte_streams import (
     read_whole,
 )
 from treepack.ingest.readers.eval_files import is_eval_file, read_eval_file
-from treepack.ingest.readers.inputs import STDIN, InputHash, displayed
+from treepack.ingest.readers.inputs import STDIN, InputHash, displayed, unreadable
 from treepack.ingest.readers.json_files import json_pieces
+from treepack.ingest.readers.ranges import Range, plan_ranges
 from treepack.ingest.readers.records import (
     DAMAGED_FILE,
     Damaged,
@@ -75,11 +76,12 @@ def read_pieces(
     input_hash: InputHash | None = None,
     max_size: int = MAX_RECORD_SIZE,
     skip_bad: bool = False,
-) -> Iterator[Piece]:
+    as_ranges: bool = False,
+) -> Iterator[Piece | Range]:
     """Yield the pieces of one file (`<stdin>`: of standard input), in order; the first piece has a record.
 
     With `skip_bad`, a piece may also be `Damaged`, and the first may have no record. `max_size` is the maximum size of
-    a record in bytes.
+    a record in bytes. With `as_ranges`, pieces are ranges of the file if it can be split.
 
     Raises:
         TreepackError: the file is unreadable, truncated, empty or of an unknown kind. Errors inside of a piece are
@@ -87,7 +89,7 @@ def read_pieces(
     """
     shown = displayed(path)
     try:
-        yield from _whole_file(path, input_hash, Handling(max_size, skip_bad))
+        yield from _whole_file(path, input_hash, Handling(max_size, skip_bad), as_ranges=as_ranges)
     except NotPlainError:
         raise  # a file of torch that is no rollout, such as a checkpoint, is not damaged
     except TreepackError as error:
@@ -96,26 +98,17 @@ def read_pieces(
         yield Damaged(Skipped(shown, DAMAGED_FILE, detail=str(error)))
 
 
-def _whole_file(path: str, input_hash: InputHash | None, how: Handling) -> Iterator[Piece]:
+def _whole_file(path: str, input_hash: InputHash | None, how: Handling, *, as_ranges: bool) -> Iterator[Piece | Range]:
     """Yield the pieces of one file and hash it; turn errors of libraries into sentences."""
     num_pieces = 0
     shown = displayed(path)
     try:
-        with HashingReader(path, None if input_hash is None else input_hash.bytes_read) as raw:
-            try:
-                for piece in _pieces_of(raw, path, how):
-                    num_pieces += 1
-                    yield piece
-            except (TreepackError, OSError, EOFError):
-                if how.skip_bad:
-                    _hash_rest(raw, shown, input_hash)
-                raise
-            _hash_rest(raw, shown, input_hash)
+        ranges = plan_ranges(path, how, input_hash) if as_ranges else None
+        for piece in _stream(path, input_hash, how) if ranges is None else ranges:
+            num_pieces += 1
+            yield piece
     except (OSError, EOFError) as error:
-        # OSError: "No such file or directory" without the number and the path. EOFError comes from truncated gzip.
-        message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        reason = message.strip().partition("\n")[0]
-        raise TreepackError(f"{shown}: cannot be read ({reason}); restore the file or its permissions") from error
+        raise unreadable(shown, error) from error
     except MemoryError as error:
         raise TreepackError(
             f"{shown}: does not fit into memory; write its rollouts as JSONL, or give a smaller --max-record-size "
@@ -123,6 +116,19 @@ def _whole_file(path: str, input_hash: InputHash | None, how: Handling) -> Itera
         ) from error
     if num_pieces == 0:
         raise TreepackError(f"{shown}: contains no record; remove it from the inputs")
+
+
+def _stream(path: str, input_hash: InputHash | None, how: Handling) -> Iterator[Piece]:
+    """Yield the pieces of a file that is read in order, and hash it on the way."""
+    shown = displayed(path)
+    with HashingReader(path, None if input_hash is None else input_hash.bytes_read) as raw:
+        try:
+            yield from _pieces_of(raw, path, how)
+        except (TreepackError, OSError, EOFError):
+            if how.skip_bad:
+                _hash_rest(raw, shown, input_hash)
+            raise
+        _hash_rest(raw, shown, input_hash)
 
 
 def _hash_rest(raw: HashingReader, shown: str, input_hash: InputHash | None) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from threading import Condition, Thread
 
 from treepack.errors import TreepackError
 from treepack.files.directory import is_hidden_output
@@ -20,6 +22,8 @@ from treepack.trajectory import Skipped
 # .pt is torch.save, .traj is SWE-agent and .root is DARS. A folder may also have YAML, but mostly as settings.
 EXTENSIONS = frozenset({".arrow", ".eval", ".jsonl", ".json", ".ndjson", ".parquet", ".pt", ".root", ".traj"})
 COMPRESSED = frozenset({".gz", ".zst"})
+HASH_CHUNK = 1 << 20  # bytes that are hashed at a time by a thread
+HASH_AHEAD = 1 << 26  # bytes by which such a thread may be ahead of the reading of its file
 STDIN = "<stdin>"  # the path of standard input, as in messages of Python itself
 
 
@@ -60,6 +64,61 @@ class BytesRead:
         return self._most / self._total if self._total and 0 < self._most < self._total else None
 
 
+class FileHash:
+    """The sha256 of a file, computed by a thread that stays close to `end`, the end of the parts read elsewhere.
+
+    So a file is read from the disk once, and then from the page cache.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Start the thread."""
+        self.end = 0
+        self._path, self._sha256, self._position = path, hashlib.sha256(), 0
+        self._error: OSError | None = None
+        self._is_stopped = False
+        self._changed = Condition()  # guards `end` and `_is_stopped`
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def follow(self, end: int) -> None:
+        """Allow the thread to read to `HASH_AHEAD` bytes after `end`."""
+        with self._changed:
+            self.end = end
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread without a result."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+
+    def hexdigest(self) -> str:
+        """Wait for the hash of the whole file.
+
+        Raises:
+            TreepackError: the file cannot be read.
+        """
+        self.follow(sys.maxsize - HASH_AHEAD)
+        self._thread.join()
+        if self._error is not None:
+            raise unreadable(displayed(self._path), self._error) from self._error
+        return self._sha256.hexdigest()
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(HASH_CHUNK))
+        try:
+            with Path(self._path).open("rb", buffering=0) as file:
+                while size := file.readinto(buffer):
+                    self._sha256.update(buffer[:size])
+                    self._position += size
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._is_stopped or self._position < self.end + HASH_AHEAD)
+                        if self._is_stopped:
+                            return
+        except OSError as error:
+            self._error = error
+
+
 class InputHash:
     """The sha256 of every input file, and one hash of all of them; `bytes_read` follows the reading.
 
@@ -69,23 +128,42 @@ class InputHash:
 
     def __init__(self) -> None:
         """Start with no file."""
-        self.files: list[tuple[str, str]] = []
+        self._files: list[tuple[str, str | FileHash]] = []
         self.bytes_read = BytesRead()
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """Path and sha256 of the files that have been read to their end; waits for threads that hash them.
+
+        Raises:
+            TreepackError: a file that is hashed by a thread cannot be read.
+        """
+        return [(path, sha256 if isinstance(sha256, str) else sha256.hexdigest()) for path, sha256 in self._files]
 
     @property
     def num_files(self) -> int:
         """Number of files that have been read to their end."""
-        return len(self.files)
+        return len(self._files)
 
-    def add(self, path: str, sha256: str) -> None:
+    def add(self, path: str, sha256: str | FileHash) -> None:
         """Add one file, by the sha256 of its bytes as stored (the compressed bytes of a compressed file)."""
-        self.files.append((path, sha256))
+        if isinstance(sha256, FileHash):
+            sha256.follow(sys.maxsize - HASH_AHEAD)
+        self._files.append((path, sha256))
 
     def hexdigest(self) -> str:
         """Return one hash of all files so far."""
         return hashlib.sha256(
-            "".join(f"{sha256}\n" for sha256 in sorted(sha256 for _, sha256 in self.files)).encode()
+            "".join(f"{sha256}\n" for sha256 in sorted(each for _, each in self.files)).encode()
         ).hexdigest()
+
+
+def unreadable(path: str, error: OSError | EOFError) -> TreepackError:
+    """Return the error about a file that cannot be read, with the reason that the system gives."""
+    # OSError: "No such file or directory" without the number and the path. EOFError comes from truncated gzip.
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    reason = message.strip().partition("\n")[0]
+    return TreepackError(f"{path}: cannot be read ({reason}); restore the file or its permissions")
 
 
 def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped], frozenset[str]]:

@@ -65,7 +65,7 @@ def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
     while line := read_line(stream, b"", max_size):
         number += 1
         if len(line) > max_size:
-            raise _too_long(path, number, max_size)
+            raise too_long(path, number, max_size)
         first = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if first.strip():
             return number, first
@@ -86,7 +86,7 @@ def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handlin
                 if before:
                     yield Lines(path, number, before)
                 number += before.count(b"\n")
-                error = _too_long(path, number, how.max_size)
+                error = too_long(path, number, how.max_size)
                 if not how.skip_bad:
                     raise error
                 yield Damaged(Skipped(f"{path}:{number}", DAMAGED_RECORD, detail=str(error)))
@@ -101,7 +101,7 @@ def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handlin
         size = min(2 * size, LINES)
 
 
-def _too_long(path: str, number: int, max_size: int) -> TooLargeError:
+def too_long(path: str, number: int, max_size: int) -> TooLargeError:
     return TooLargeError(
         f"{path}:{number}: the line has more than {shown_size(max_size)}; raise --max-record-size, or remove the line"
     )

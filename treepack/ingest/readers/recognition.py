@@ -15,6 +15,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.format import Format
 from treepack.ingest.readers.messages import is_messages
+from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.records import Piece, Record, pieces_of_list
 from treepack.trajectory import Skipped
 
@@ -33,12 +34,12 @@ class Recognised:
     """The format of a file, its pieces and its skipped records; no format if all records are damaged."""
 
     format: Format | None
-    pieces: Iterator[Piece]
+    pieces: Iterator[Piece | Range]
     skipped: list[Skipped]
 
 
 def recognise(
-    pieces: Iterator[Piece], format_of: FormatOf, *, expected: Format | None = None, skip_bad: bool
+    pieces: Iterator[Piece | Range], format_of: FormatOf, *, expected: Format | None = None, skip_bad: bool
 ) -> Recognised:
     """Recognise the format of a file by its first record, or with `skip_bad` by the first one that has a known format.
 
@@ -50,7 +51,7 @@ def recognise(
     """
     damaged: list[Skipped] | None = [] if skip_bad else None
     refusal: UnknownFormatError | None = None
-    first: list[Piece] = []  # taken to recognise the format, and put back before the others
+    first: list[Piece | Range] = []  # taken to recognise the format, and put back before the others
     for piece in islice(pieces, MAX_PIECES if skip_bad else 1):
         first.append(piece)
         for record in piece.records(damaged):
@@ -72,7 +73,7 @@ def recognise(
     return Recognised(expected, chain(first, following, pieces), [])
 
 
-def _list_in_document(piece: Piece, format_of: FormatOf) -> Recognised | None:
+def _list_in_document(piece: Piece | Range, format_of: FormatOf) -> Recognised | None:
     """Return the records of the only list of objects in the only record of `piece`, or None if they are none."""
     # {"data": [{"messages": [..]}, {"messages": [..]}], "version": 2} -> the two elements of `data`
     records = list(islice(piece.records([]), 2))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -23,17 +24,39 @@ CHUNK = 1 << 20  # bytes of one read
 ROWS, ROW_BYTES = 1024, 1 << 18
 
 
-def parquet_batches(source: Any, path: str) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a Parquet file, given as a path or a buffer.
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A row group of a Parquet file: its rows, and its bytes as stored."""
+
+    num_rows: int
+    num_bytes: int
+
+
+def parquet_groups(source: Any, path: str) -> list[RowGroup]:
+    """Return the row groups of a Parquet file, given as a path or a buffer.
+
+    Raises:
+        TreepackError: the file is damaged; `path` names it.
+    """
+    with _readable(path), pq.ParquetFile(source) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        return [
+            RowGroup(group.num_rows, sum(group.column(i).total_compressed_size for i in range(group.num_columns)))
+            for group in groups
+        ]
+
+
+def parquet_batches(source: Any, path: str, groups: Sequence[int] | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a Parquet file, given as a path or a buffer, or of some of its row groups.
 
     Raises:
         TreepackError: the file is damaged; `path` names it.
     """
     # Without these two arguments, pyarrow reads a row group at once, which may be the whole file.
     with _readable(path), pq.ParquetFile(source, buffer_size=CHUNK, pre_buffer=False) as file:
-        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        largest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=0)
-        yield from file.iter_batches(batch_size=_num_rows(largest))
+        sizes = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        largest = max((group.total_byte_size / max(1, group.num_rows) for group in sizes), default=0)
+        yield from file.iter_batches(batch_size=_num_rows(largest), row_groups=groups)
 
 
 def arrow_batches(source: Any, path: str) -> Iterator[pa.RecordBatch]:
