@@ -126,12 +126,12 @@ def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArra
 
     Python looks only at the rows whose names collide; all others are handled by Arrow.
     """
-    repeated = _is_repeated(ids)
+    repeated = is_repeated(ids)
     if not repeated.any():
         return ids
     # ids a b a of sources f:1 f:2 g:1 -> a@f:1 b a@g:1. Two records of one source -> a@f:1 a@f:1 -> a@f:1 a@f:1#2.
     names = pc.if_else(pa.array(repeated), pc.binary_join_element_wise(ids, sources, "@"), ids)
-    rows = np.flatnonzero(_is_repeated(names))
+    rows = np.flatnonzero(is_repeated(names))
     while len(rows):
         numbered = pa.array(_with_numbers(names.take(pa.array(rows)).to_pylist()), names.type)
         is_row = np.zeros(len(names), np.bool_)
@@ -145,7 +145,7 @@ def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArra
     return names
 
 
-def _is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
+def is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Return True for each of `names` that occurs more than once."""
     # a b a -> indices 0 1 0 -> counts 2 1 -> True False True.
     indices = names.combine_chunks().dictionary_encode().indices.to_numpy()

@@ -2,6 +2,7 @@
 
     pieces --unordered--> worker, worker, ... --> (number of the piece, result), as soon as each piece is finished
     pieces --in_order-->  worker, worker, ... --> result, each one held back until all earlier ones are yielded
+    pieces --Team-->      workers that keep a state between pieces, for several rounds of pieces
 
 A worker is a fresh interpreter (the start method "spawn" is safe with threads and works the same on Linux and macOS).
 A worker ignores Ctrl-C, never imports torch, and ends at once when this process ends, even if this process is killed.
@@ -16,18 +17,19 @@ import pickle
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from treepack.errors import TreepackError
 
 Job = TypeVar("Job")
+State = TypeVar("State")
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
 
@@ -54,24 +56,8 @@ def in_order(
     Raises:
         TreepackError: a worker died.
     """
-    rest = iter(pieces)
-    first, failure = _take(rest, min_pieces if workers > 1 else 0)
-    if workers == 1 or failure is not None:
-        work = prepare(job)
-        for piece in chain(first, rest if failure is None else ()):
-            yield work(piece)
-        _raise_unless_ended(failure)
-        return
-    # Results come as 1, 0, 2 and wait here: {1: b} -> yield 0, 1 -> {} -> yield 2.
-    waiting: dict[int, Any] = {}
-    num_yielded = 0
-    pool = _pool(prepare, job, chain(first, rest), workers, max_queued=MAX_QUEUED, window=WINDOW * workers)
-    with contextlib.closing(pool):
-        for number, result in pool:
-            waiting[number] = result
-            while num_yielded in waiting:
-                yield _value(waiting.pop(num_yielded))
-                num_yielded += 1
+    with Team(prepare, [job] * workers) as team:
+        yield from team.in_order(_call, pieces, min_size=min_pieces)
 
 
 def unordered(
@@ -85,13 +71,12 @@ def unordered(
     Raises:
         TreepackError: a worker died.
     """
-    if workers == 1:
-        yield from enumerate(map(prepare(job), pieces))
-        return
-    # Without `closing`, the workers would run on until the traceback of a raised exception is released.
-    with contextlib.closing(_pool(prepare, job, iter(pieces), workers, max_queued=1, window=None)) as pool:
-        for number, result in pool:
-            yield number, _value(result)
+    with Team(prepare, [job] * workers) as team:
+        yield from team.unordered(_call, pieces)
+
+
+def _call(work: Callable[[Piece], Result], piece: Piece) -> Result:
+    return work(piece)
 
 
 def batched(items: Iterable[Piece], size: int = 16) -> Iterator[list[Piece]]:
@@ -101,12 +86,15 @@ def batched(items: Iterable[Piece], size: int = 16) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _take(pieces: Iterator[Piece], count: int) -> tuple[list[Piece], Exception | None]:
-    """Return at most `count` of `pieces`, and the exception that ended them early (StopIteration at their end)."""
+def _take(
+    pieces: Iterator[Piece], total: int, size: Callable[[Piece], int] = lambda piece: 1
+) -> tuple[list[Piece], Exception | None]:
+    """Return the first of `pieces` whose sizes reach `total`, and the exception that ended them (or StopIteration)."""
     taken: list[Piece] = []
     try:
-        while len(taken) < count:
+        while total > 0:
             taken.append(next(pieces))
+            total -= size(taken[-1])
     except Exception as error:
         return taken, error
     return taken, None
@@ -123,47 +111,146 @@ def _value(result: Any) -> Any:
     return result
 
 
-def _pool(
-    prepare: Any, job: Any, pieces: Iterator[Any], workers: int, *, max_queued: int, window: int | None
-) -> Generator[tuple[int, Any], None, None]:
-    """Yield number and result of each piece as soon as it is finished; the exception that a piece raised is a result.
+class Team(Generic[State]):
+    """Processes with a state each, which they keep from one piece to the next, and between several rounds of pieces.
 
-    A worker has at most `max_queued` pieces at a time. A piece is taken from `pieces` only if a worker can have it and
-    it is less than `window` pieces after the first unfinished one.
+    `jobs` has the argument of `prepare` for each worker, and `prepare` returns the state. Workers start when there is
+    work for them. With one job, and if the first round is small, this process is the only member of the team.
     """
-    queues: dict[Connection, deque[int]] = {}  # numbers of the pieces that each worker has, in the order of its results
-    waiting: deque[tuple[int, Any]] = deque()  # pieces that no worker has yet
-    unfinished: set[int] = set()
-    num_taken = 0
-    failure: Exception | None = None
-    with contextlib.ExitStack() as stack, _death_of_a_worker_is_an_error():
-        while True:
-            # An error from `pieces` is raised at the end, after the results of the pieces before it.
-            if failure is None:
-                room = workers - len(waiting)
-                if window is not None:
-                    # Pieces 3, 5, 6 of 7 unfinished -> 7 - 3 = 4 of the window are in use.
-                    room = min(room, window - (num_taken - min(unfinished, default=num_taken)))
-                taken, failure = _take(pieces, room)
-                waiting.extend(enumerate(taken, num_taken))
-                unfinished.update(range(num_taken, num_taken + len(taken)))
-                num_taken += len(taken)
-            # All workers are started before any result is awaited: a start takes longer than a small piece.
-            while len(queues) < min(workers, len(queues) + len(waiting)):
-                queues[_start_worker(prepare, job, stack)] = deque()
-            while waiting and len(queues[idlest := min(queues, key=lambda worker: len(queues[worker]))]) < max_queued:
-                number, piece = waiting.popleft()
-                idlest.send(piece)
-                queues[idlest].append(number)
-            if not unfinished:
-                break
-            for ready in wait([worker for worker, numbers in queues.items() if numbers]):
-                assert isinstance(ready, Connection)
-                number = queues[ready].popleft()
-                result = ready.recv()
-                unfinished.remove(number)
-                yield number, result
-    _raise_unless_ended(failure)
+
+    def __init__(self, prepare: Callable[[Job], State], jobs: Sequence[Job]) -> None:
+        """Start no process yet."""
+        self._prepare, self._jobs = prepare, jobs
+        self._here: State | None = None  # the state, if this process does the work
+        # For each worker the numbers of the pieces that it has, in the order of its results.
+        self._queues: dict[Connection, deque[int]] = {}
+        self._processes = contextlib.ExitStack()
+
+    def __enter__(self) -> Team[State]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all workers, in the middle of a piece if they have one."""
+        self._processes.close()
+
+    @property
+    def here(self) -> State | None:
+        """The state if this process does the work; None if workers do it, or nothing has been done."""
+        return self._here
+
+    @property
+    def size(self) -> int:
+        """Number of processes that work, at least one."""
+        return max(1, len(self._queues))
+
+    def in_order(
+        self,
+        work: Callable[[State, Piece], Result],
+        pieces: Iterable[Piece],
+        *,
+        min_size: int = 1,
+        size: Callable[[Piece], int] = lambda piece: 1,
+    ) -> Iterator[Result]:
+        """Yield `work(state, piece)` for each of `pieces`, in their order.
+
+        No worker starts if the sizes of all pieces of the first round add up to less than `min_size`. An exception from
+        a piece, or from the iterator `pieces`, is raised after the results of all earlier pieces.
+
+        Raises:
+            TreepackError: a worker died.
+        """
+        rest = iter(pieces)
+        is_open = len(self._jobs) > 1 and self._here is None and not self._queues
+        first, failure = _take(rest, min_size if is_open else 0, size)
+        if len(self._jobs) == 1 or self._here is not None or failure is not None:
+            for piece in chain(first, rest if failure is None else ()):
+                yield work(self._state(), piece)
+            _raise_unless_ended(failure)
+            return
+        # Results come as 1, 0, 2 and wait here: {1: b} -> yield 0, 1 -> {} -> yield 2.
+        waiting: dict[int, Any] = {}
+        num_yielded = 0
+        pieces = chain(first, rest)
+        for number, result in self._results(work, pieces, max_queued=MAX_QUEUED, window=WINDOW * len(self._jobs)):
+            waiting[number] = result
+            while num_yielded in waiting:
+                yield _value(waiting.pop(num_yielded))
+                num_yielded += 1
+
+    def unordered(
+        self, work: Callable[[State, Piece], Result], pieces: Iterable[Piece]
+    ) -> Iterator[tuple[int, Result]]:
+        """Yield the number of each of `pieces` and `work(state, piece)`, in the order in which they are finished.
+
+        Raises:
+            TreepackError: a worker died.
+        """
+        if len(self._jobs) == 1 or self._here is not None:
+            for number, piece in enumerate(pieces):
+                yield number, work(self._state(), piece)
+            return
+        for number, result in self._results(work, iter(pieces), max_queued=1, window=None):
+            yield number, _value(result)
+
+    def each(self, work: Callable[[State, None], Result]) -> list[Result]:
+        """Return `work(state, None)` of every process that has worked before.
+
+        Raises:
+            TreepackError: a worker died.
+        """
+        if self._here is not None:
+            return [work(self._here, None)]
+        with _death_of_a_worker_is_an_error():
+            for worker in self._queues:
+                worker.send((work, None))
+            return [_value(worker.recv()) for worker in self._queues]
+
+    def _state(self) -> State:
+        if self._here is None:
+            self._here = self._prepare(self._jobs[0])
+        return self._here
+
+    def _results(
+        self, work: Any, pieces: Iterator[Any], *, max_queued: int, window: int | None
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield number and result of each piece as soon as it is finished; the exception of a piece is a result.
+
+        A worker has at most `max_queued` pieces at a time. A piece is taken from `pieces` only if a worker can have it
+        and it is less than `window` pieces after the first unfinished one.
+        """
+        queues = self._queues
+        waiting: deque[tuple[int, Any]] = deque()  # pieces that no worker has yet
+        unfinished: set[int] = set()
+        num_taken = 0
+        failure: Exception | None = None
+        with _death_of_a_worker_is_an_error():
+            while True:
+                # An error from `pieces` is raised at the end, after the results of the pieces before it.
+                if failure is None:
+                    room = len(self._jobs) - len(waiting)
+                    if window is not None:
+                        # Pieces 3, 5, 6 of 7 unfinished -> 7 - 3 = 4 of the window are in use.
+                        room = min(room, window - (num_taken - min(unfinished, default=num_taken)))
+                    taken, failure = _take(pieces, room)
+                    waiting.extend(enumerate(taken, num_taken))
+                    unfinished.update(range(num_taken, num_taken + len(taken)))
+                    num_taken += len(taken)
+                # All workers are started before any result is awaited: a start takes longer than a small piece.
+                while len(queues) < len(self._jobs) and len(waiting) > sum(not numbers for numbers in queues.values()):
+                    queues[_start_worker(self._prepare, self._jobs[len(queues)], self._processes)] = deque()
+                while waiting and len(queues[idlest := min(queues, key=lambda each: len(queues[each]))]) < max_queued:
+                    number, piece = waiting.popleft()
+                    idlest.send((work, piece))
+                    queues[idlest].append(number)
+                if not unfinished:
+                    break
+                for ready in wait([worker for worker, numbers in queues.items() if numbers]):
+                    assert isinstance(ready, Connection)
+                    number = queues[ready].popleft()
+                    result = ready.recv()
+                    unfinished.remove(number)
+                    yield number, result
+        _raise_unless_ended(failure)
 
 
 def _start_worker(prepare: Any, job: Any, stack: contextlib.ExitStack) -> Connection:
@@ -208,12 +295,13 @@ def _serve(connection: Connection, prepare: Any, job: Any) -> None:
     # A thread receives, for two reasons. With large pieces and results, each side would otherwise block in `send` until
     # the other side receives. The second reason: the thread notices during a piece that the other side has ended.
     Thread(target=_receive, args=(connection, pieces), daemon=True).start()
-    work = None
+    states: list[Any] = []
     while True:
-        piece = pieces.get()
+        work, piece = pieces.get()
         try:
-            work = work or prepare(job)  # inside `try`: a failing `prepare` is the result of the first piece
-            result: Any = work(piece)
+            if not states:
+                states.append(prepare(job))  # inside `try`: a failing `prepare` is the result of the first piece
+            result: Any = work(states[0], piece)
         except Exception as error:  # the other side raises it
             result = error
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
