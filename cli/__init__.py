@@ -73,7 +73,9 @@ def main() -> None:
     try:
         commands()
     except TreepackError as error:
-        click.echo(f"treepack: {error}", err=True)
+        from treepack.files.cache import addresses_in
+
+        click.echo(f"treepack: {addresses_in(str(error))}", err=True)
         sys.exit(1)
     except MemoryError:
         click.echo("treepack: memory ran out; read fewer inputs at once, or use fewer --workers", err=True)

@@ -5,14 +5,15 @@ The computation is `treepack.rl.advantages.estimate`. This file reads options, w
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .output import percent, show
+from .paths import READ, WRITE
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
     from treepack.rl.advantages.directory import AdvantagesSummary
     from treepack.rl.advantages.estimate import AdvantageOptions
@@ -40,7 +41,7 @@ def _distribution(values: Float64) -> dict[str, float | str]:
     }
 
 
-def _warn_of_skipped(manifest: Manifest, trie: Path) -> None:
+def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     """Print a note if groups lost rollouts when the trie was built: the baseline of such a group may be biased."""
     skipped = manifest.get("skipped")
     if not skipped:
@@ -61,9 +62,9 @@ def _warn_of_skipped(manifest: Manifest, trie: Path) -> None:
 
 
 @click.command()
-@click.argument("trie", type=click.Path(path_type=Path))
+@click.argument("trie", type=READ)
 @click.option("--estimator", type=click.Choice(ESTIMATORS), required=True, help="The last four use the tree.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Trie directory to write.")
+@click.option("--out", type=WRITE, required=True, help="Trie directory to write.")
 @click.option(
     "--segment",
     metavar="auto|recorded|turn|node|N",
@@ -109,9 +110,9 @@ def _warn_of_skipped(manifest: Manifest, trie: Path) -> None:
 @click.option("--epsilon", type=float, default=1e-6, show_default=True, help="Added to standard deviations.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 def advantages(
-    trie: Path,
+    trie: AnyPath,
     estimator: str,
-    out: Path,
+    out: AnyPath,
     segment: str,
     min_depth: int,
     std: str,
@@ -152,7 +153,7 @@ def advantages(
     show_advantages(trie, summary, options)
 
 
-def show_advantages(trie: Path, summary: AdvantagesSummary, options: AdvantageOptions) -> None:
+def show_advantages(trie: AnyPath, summary: AdvantagesSummary, options: AdvantageOptions) -> None:
     """Print the notes on stderr and the summary on stdout."""
     _warn_of_skipped(summary.manifest, trie)
     if summary.replaced:

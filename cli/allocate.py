@@ -5,14 +5,18 @@ The computation is `treepack.rl.trace`. This file reads options, writes the tabl
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from .output import percent, reserve_table, show
+from .paths import READ, WRITE
+
+if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
 
 # Options of both subcommands.
-OUT = click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, .jsonl or .parquet.")
+OUT = click.option("--out", type=WRITE, required=True, help="File to write, .jsonl or .parquet.")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 
 
@@ -25,12 +29,12 @@ def allocate() -> None:
 
 
 @allocate.command(short_help="Write the number of rollouts of each prompt.")
-@click.argument("predictions", type=click.Path(path_type=Path))
+@click.argument("predictions", type=READ)
 @click.option("--budget", type=int, required=True, help="Total rollouts of all prompts.")
 @click.option("--max-rollouts", type=click.IntRange(min=2), help="Maximum rollouts of one prompt.")
 @OUT
 @OVERWRITE
-def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, overwrite: bool) -> None:
+def roots(predictions: AnyPath, budget: int, max_rollouts: int | None, out: AnyPath, overwrite: bool) -> None:
     """Write the number of rollouts of each prompt: none, or at least two.
 
     PREDICTIONS is JSON lines or Parquet with the group_id of each prompt and its value, the chance that a rollout
@@ -60,10 +64,8 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
 
 
 @allocate.command(short_help="Write the prefixes of rollouts to continue, and how often.")
-@click.argument("trie", type=click.Path(path_type=Path))
-@click.option(
-    "--predictions", type=click.Path(path_type=Path), required=True, help="JSON lines or Parquet of prefix values."
-)
+@click.argument("trie", type=READ)
+@click.option("--predictions", type=READ, required=True, help="JSON lines or Parquet of prefix values.")
 @click.option("--expand", type=click.IntRange(min=1), required=True, help="Continuations for each rollout of a group.")
 @click.option(
     "--segment",
@@ -74,7 +76,7 @@ def roots(predictions: Path, budget: int, max_rollouts: int | None, out: Path, o
 )
 @OUT
 @OVERWRITE
-def prefixes(trie: Path, predictions: Path, expand: int, segment: str, out: Path, overwrite: bool) -> None:
+def prefixes(trie: AnyPath, predictions: AnyPath, expand: int, segment: str, out: AnyPath, overwrite: bool) -> None:
     """Write the prefixes of the rollouts in TRIE to continue, and the number of continuations of each.
 
     The predictions contain group_id, trajectory_id, turn and value for every turn of every rollout except the last

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .output import percent, refuse_suffix, reserve_table, show
+from .paths import READ, WRITE
 from .progress import progress, quiet_option
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.files.manifest import Manifest
     from treepack.rl.pros.augmentation import AugmentedQuery
     from treepack.rl.pros.signals import PerToken, Signals
@@ -27,11 +29,11 @@ BOUNDARIES = ("token", "turn")
 
 
 @click.command()
-@click.argument("trie", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSONL file to write, one query per line.")
+@click.argument("trie", type=READ)
+@click.option("--out", type=WRITE, required=True, help="JSONL file to write, one query per line.")
 @click.option(
     "--packed",
-    type=click.Path(path_type=Path),
+    type=READ,
     help="Packed directory of this trie with entropies, an output of treepack logprobs --entropies.",
 )
 @click.option(
@@ -54,9 +56,9 @@ BOUNDARIES = ("token", "turn")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @quiet_option
 def augment(
-    trie: Path,
-    out: Path,
-    packed: Path | None,
+    trie: AnyPath,
+    out: AnyPath,
+    packed: AnyPath | None,
     signals: str | None,
     tokenizer: str | None,
     boundary: str,
@@ -74,6 +76,7 @@ def augment(
 
     from treepack.errors import TreepackError
     from treepack.files import schema
+    from treepack.files.cache import local_copy
     from treepack.files.directory import finished_file
     from treepack.files.manifest import read_manifest
     from treepack.rl.pros import augmentation
@@ -89,9 +92,10 @@ def augment(
             f"{trie}: there are no entropies to cut by; pack the trie, run treepack logprobs --entropies and give its "
             "output with --packed, or give a file of entropies with --signals"
         )
-    manifest, read = read_manifest(trie, schema.TRIE_FORMAT), read_trie(trie)
+    directory, packed = local_copy(trie), None if packed is None else local_copy(packed)
+    manifest, read = read_manifest(directory, schema.TRIE_FORMAT), read_trie(directory)
     recorded = None if signals is None else read_signals(signals, read)
-    entropies, values = _inputs(trie, read, packed, recorded)
+    entropies, values = _inputs(directory, read, packed, recorded)
     result = augmentation.augment(read, entropies, values=values, boundary=boundary, success_above=success_above)
     texts = _texts(result.queries, tokenizer, manifest)
     num_exact = 0

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .output import say, show_figures, show_notes
+from .paths import WRITE
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.trie.directory import TrieSummary
 
 
 @click.command()
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
+@click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @reading_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @quiet_option
-def build_trie(inputs: tuple[str, ...], out: Path, build: BuildOptions, overwrite: bool) -> None:
+def build_trie(inputs: tuple[str, ...], out: AnyPath, build: BuildOptions, overwrite: bool) -> None:
     """Read rollouts and write their prefix tries.
 
     INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from .option_groups import option_group
 from .output import reserve_directory, show
+from .paths import READ, WRITE
 from .progress import progress, quiet_option
 from .training import stage_lines
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.train.logprobs import ScoreOptions
 
 
@@ -66,18 +67,18 @@ _score_options = option_group(
 
 
 @click.command()
-@click.argument("packed", type=click.Path(path_type=Path))
+@click.argument("packed", type=READ)
 @click.option(
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
     help="Causal LM directory, hub name, or config file (random weights).",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Packed directory to write.")
+@click.option("--out", type=WRITE, required=True, help="Packed directory to write.")
 @_score_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @quiet_option
-def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwrite: bool) -> None:
+def logprobs(packed: AnyPath, model: str, out: AnyPath, options: ScoreOptions, overwrite: bool) -> None:
     """Write the log-probability of every trained token under a model into a copy of packed rows.
 
     A row is one forward pass, so every prefix is computed once. treepack train --loss reads the columns: old for the
@@ -92,7 +93,7 @@ def logprobs(packed: Path, model: str, out: Path, options: ScoreOptions, overwri
     refuse_ranks("treepack logprobs")
     reserve_directory(out, [packed, model], overwrite=overwrite)
     with stage_lines():
-        scoring = open_scoring(packed, model, options)
+        scoring = open_scoring(str(packed), model, options)
     for note in scoring.notes:
         click.echo(f"note: {note}", err=True)
     # Lazy: each row is scored when it is written.

@@ -7,9 +7,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
 
 TABLE_WIDTH = 10_000  # wider than any table, so that a cell is never wrapped
 
@@ -114,7 +117,7 @@ def has_columns(columns: set[str]) -> Callable[[Path], bool]:
     return test
 
 
-def reserve_table(out: Path, inputs: list[Any], *, columns: set[str], overwrite: bool) -> None:
+def reserve_table(out: AnyPath, inputs: list[Any], *, columns: set[str], overwrite: bool) -> None:
     """Lock the table `out` until the command ends, and refuse it if it exists or if it is or is inside an input.
 
     With `overwrite` a table that has `columns` may be replaced: this command wrote it, as JSON lines or Parquet.
@@ -128,7 +131,7 @@ def reserve_table(out: Path, inputs: list[Any], *, columns: set[str], overwrite:
     lock_until_end(out)
 
 
-def reserve_directory(out: Path, inputs: list[Any], *, overwrite: bool) -> None:
+def reserve_directory(out: AnyPath, inputs: list[Any], *, overwrite: bool) -> None:
     """Lock the directory `out` until the command ends, and refuse it if it exists or if it is inside an input.
 
     Raises:
@@ -140,7 +143,7 @@ def reserve_directory(out: Path, inputs: list[Any], *, overwrite: bool) -> None:
     lock_until_end(out)
 
 
-def lock_until_end(out: Path) -> None:
+def lock_until_end(out: AnyPath) -> None:
     """Lock an output until the command ends, so that a second command for it is refused before any work.
 
     Raises:
@@ -151,7 +154,7 @@ def lock_until_end(out: Path) -> None:
     click.get_current_context().with_resource(lock(out))
 
 
-def refuse_suffix(out: Path) -> None:
+def refuse_suffix(out: AnyPath) -> None:
     """Refuse a name of a Parquet file for an output that is written as JSON lines.
 
     Raises:

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
 from .output import say, show_figures, show_notes
+from .paths import READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars, quiet_option
 from .skipped import print_control_tokens, print_many_skipped
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.pack.directory import PackSummary
     from treepack.pack.options import PackOptions
 
 
 @click.command()
-@click.argument("trie", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write.")
+@click.argument("trie", type=READ)
+@click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @pack_options
 @click.option(
     "--plan",
-    type=click.Path(path_type=Path),
+    type=READ,
     help="Take the rows from this file instead of planning; docs/format.md describes it.",
 )
-@click.option("--save-plan", type=click.Path(path_type=Path), help="Also write the plan, as --plan reads it.")
+@click.option("--save-plan", type=WRITE, help="Also write the plan, as --plan reads it.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, bytes and the lower bound.")
 @quiet_option
 def pack(
-    trie: Path,
-    out: Path,
+    trie: AnyPath,
+    out: AnyPath,
     options: PackOptions,
-    plan: Path | None,
-    save_plan: Path | None,
+    plan: AnyPath | None,
+    save_plan: AnyPath | None,
     overwrite: bool,
     verbose: bool,
 ) -> None:

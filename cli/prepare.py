@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,11 +10,13 @@ from .advantages import ESTIMATORS, show_advantages
 from .build_trie import show_build
 from .output import lock_until_end
 from .pack import show_packing
+from .paths import WRITE
 from .planning import pack_options_without_workers
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=WRITE,
     required=True,
     help="Directory to write the trie and the packed rows into.",
 )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 @quiet_option
 def prepare(
     inputs: tuple[str, ...],
-    out: Path,
+    out: AnyPath,
     estimator: str | None,
     build: BuildOptions,
     options: PackOptions,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +9,7 @@ import click
 from treepack.analysis.options import ReportOptions
 
 from .output import show
+from .paths import READ, WRITE
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -17,6 +17,7 @@ from .sizes import TokenCounts
 
 if TYPE_CHECKING:
     from treepack.analysis.report.write import ReportSummary
+    from treepack.files.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
 
@@ -25,12 +26,12 @@ USUAL = ReportOptions()
 
 @click.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="HTML page to write.")
-@click.option("--png", type=click.Path(path_type=Path, file_okay=False), help="Directory to write PNG pictures to.")
+@click.option("--out", type=WRITE, help="HTML page to write.")
+@click.option("--png", type=WRITE, help="Directory to write PNG pictures to.")
 @click.option(
     "--trie",
     "trie_path",
-    type=click.Path(path_type=Path),
+    type=READ,
     help="Trie of a packed directory; default: the one it was packed from, or else one built from its rows.",
 )
 @click.option(
@@ -60,9 +61,9 @@ USUAL = ReportOptions()
 @quiet_option
 def report(
     paths: tuple[str, ...],
-    out: Path | None,
-    png: Path | None,
-    trie_path: Path | None,
+    out: AnyPath | None,
+    png: AnyPath | None,
+    trie_path: AnyPath | None,
     capacity: tuple[int, ...] | None,
     model: str,
     no_text: bool,
@@ -101,7 +102,7 @@ def report(
             note=lambda remark: click.echo(f"note: {remark}", err=True),
         )
     if summary.page is not None:
-        show({"page": str(summary.page), "bytes": summary.page.stat().st_size, **_text_rows(summary)})
+        show({"page": str(summary.page), "bytes": summary.page_bytes, **_text_rows(summary)})
     if summary.pictures is not None:
         show({"pictures": str(summary.pictures)})
 

@@ -7,15 +7,16 @@ reads options and files, and prints a summary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .option_groups import option_group
 from .output import lock_until_end, refuse_suffix, reserve_table, show
+from .paths import READ, WRITE
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.rl.pros.pass_rates import Prior, Sampling
     from treepack.rl.pros.selection import State
     from treepack.trie.trie import Trie
@@ -83,13 +84,13 @@ def select() -> None:
 
 
 @select.command()
-@click.argument("state", type=click.Path(path_type=Path))
+@click.argument("state", type=READ)
 @click.option("--k", type=click.IntRange(min=1), required=True, help="Number of queries.")
-@click.option("--out", type=click.Path(path_type=Path), help="JSONL file to write; default: standard output.")
+@click.option("--out", type=WRITE, help="JSONL file to write; default: standard output.")
 @option_group("prior", PRIOR_OPTIONS, _prior)
 @option_group("sampling", SAMPLING_OPTIONS, _sampling)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
-def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampling, overwrite: bool) -> None:
+def nearest(state: AnyPath, k: int, out: AnyPath | None, prior: Prior, sampling: Sampling, overwrite: bool) -> None:
     """Estimate the pass rate of every query and write the K nearest to 0.5, nearest first.
 
     Each line has query_id, parent_id (null for an original query), pass_rate, log_odds, deviation (of the log-odds)
@@ -135,16 +136,16 @@ def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampl
 
 
 @select.command()
-@click.argument("state", type=click.Path(path_type=Path))
+@click.argument("state", type=READ)
 @click.option(
     "--queries",
-    type=click.Path(path_type=Path),
+    type=READ,
     multiple=True,
     help="JSONL or Parquet of queries to add: an output of treepack augment, or a data set with ids. May be repeated.",
 )
 @click.option(
     "--rollouts",
-    type=click.Path(path_type=Path),
+    type=READ,
     help="Trie directory of new rollouts; the query of each is its group.",
 )
 @click.option("--add-groups", is_flag=True, help="Add the groups of --rollouts that are not in the state.")
@@ -159,9 +160,9 @@ def nearest(state: Path, k: int, out: Path | None, prior: Prior, sampling: Sampl
     "--success-above", type=float, default=0.0, show_default=True, help="Rollouts with a higher reward are successful."
 )
 def update(
-    state: Path,
-    queries: tuple[Path, ...],
-    rollouts: Path | None,
+    state: AnyPath,
+    queries: tuple[AnyPath, ...],
+    rollouts: AnyPath | None,
     add_groups: bool,
     forgetting: float,
     success_above: float,
@@ -173,6 +174,7 @@ def update(
     import math
 
     from treepack.errors import TreepackError
+    from treepack.files.directory import exists
     from treepack.rl.pros import selection
     from treepack.trie.files import read_trie
 
@@ -182,7 +184,7 @@ def update(
         raise click.UsageError("nothing to add; give --queries, --rollouts or both")
     lock_until_end(state)  # of two updates at once, one would lose the counts of the other
     # Everything is read and checked before write_state, so a failed update leaves the state as it was.
-    is_new = not state.exists()
+    is_new = not exists(state)
     read = selection.empty_state() if is_new else selection.read_state(state)
     added = [query for path in queries for query in _queries_of(path)]
     trie = None if rollouts is None else read_trie(rollouts)
@@ -214,7 +216,7 @@ def update(
     )
 
 
-def _queries_of(path: Path) -> Iterator[tuple[str, str | None]]:
+def _queries_of(path: AnyPath) -> Iterator[tuple[str, str | None]]:
     """Yield id and parent of each query in a file: `query_id` or the name of a group, and `parent_group`.
 
     Raises:

@@ -84,10 +84,11 @@ class _Chosen:
 
 
 def _find(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *, text: bool) -> _Chosen:
-    from treepack.analysis.origin import manifest_of
+    from treepack.analysis.origin import local_paths, manifest_of
     from treepack.analysis.show import selection
 
-    directory, manifest = Path(paths[0]), manifest_of(paths)
+    local = local_paths(paths)
+    directory, manifest = Path(local[0]), manifest_of(local)
     if manifest and selection.is_packed(manifest):
         if wanted.group is not None:
             raise TreepackError(f"{directory}: is packed; give --row or --trajectory, or --group with its trie")

@@ -5,15 +5,16 @@ The simulation is `treepack.rl.trace.simulation`. This file reads options and pr
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .option_groups import option_group
 from .output import show, show_table
+from .paths import READ
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.rl.trace.simulation import Arm, Experiment
     from treepack.rl.trace.worlds import World
 
@@ -89,7 +90,7 @@ def simulate() -> None:
 
 
 @simulate.command(short_help="Compare uniform and TRACE allocation of one budget.")
-@click.argument("trie", type=click.Path(path_type=Path), required=False)
+@click.argument("trie", type=READ, required=False)
 @option_group("experiment", EXPERIMENT_OPTIONS, _experiment)
 @option_group("world_fields", WORLD_OPTIONS, _world_fields)
 @click.option(
@@ -101,7 +102,7 @@ def simulate() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def allocation(
-    trie: Path | None, experiment: Experiment, world_fields: dict[str, float], segment: str, as_json: bool
+    trie: AnyPath | None, experiment: Experiment, world_fields: dict[str, float], segment: str, as_json: bool
 ) -> None:
     """Compare uniform and TRACE allocation of rollouts and continuations under one budget.
 
@@ -130,7 +131,7 @@ def allocation(
     show_table(HEADER, [_line(arm) for arm in report])
 
 
-def _world(trie: Path | None, segment: str, fields: dict[str, Any]) -> World:
+def _world(trie: AnyPath | None, segment: str, fields: dict[str, Any]) -> World:
     """Build the Markov world, or with a trie the world of its recorded rollouts.
 
     Raises:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from treepack.analysis.options import StatsOptions
 
+from .paths import READ
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
@@ -16,6 +16,7 @@ from .sizes import TokenCounts
 from .stats_table import print_report
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.ingest.options import BuildOptions
     from treepack.pack.options import PackOptions
 
@@ -29,7 +30,7 @@ USUAL = StatsOptions()
 @click.option(
     "--trie",
     "trie_path",
-    type=click.Path(path_type=Path),
+    type=READ,
     help="Trie to check a packed directory against; default: the one it was packed from.",
 )
 @click.option(
@@ -40,7 +41,7 @@ USUAL = StatsOptions()
 @click.option("--effective-ratio", is_flag=True, help="Show how many groups and prefixes have mixed outcomes (TRACE).")
 @click.option(
     "--predictions",
-    type=click.Path(path_type=Path),
+    type=READ,
     help="File of predicted values, as for treepack allocate: show how well they rank groups and prefixes.",
 )
 @click.option(
@@ -72,10 +73,10 @@ def stats(
     paths: tuple[str, ...],
     as_json: bool,
     check: bool,
-    trie_path: Path | None,
+    trie_path: AnyPath | None,
     capacity: tuple[int, ...] | None,
     effective_ratio: bool,
-    predictions: Path | None,
+    predictions: AnyPath | None,
     segment: str,
     model: str,
     device: str,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,10 +11,12 @@ import click
 from .optimiser import OptimiserOptions, optimiser_options
 from .option_groups import option_group
 from .output import reserve_directory, reserve_table, show
+from .paths import READ, WRITE
 from .progress import INTERVAL, quiet_option, step_progress
 from .sizes import TokenCount
 
 if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
     from treepack.train.predictor.fit import FitStep
 
 
@@ -61,14 +62,14 @@ def values() -> None:
 
 
 @values.command()
-@click.argument("trie", type=click.Path(path_type=Path))
+@click.argument("trie", type=READ)
 @click.option(
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
     help="Backbone: causal LM directory, hub name or config file (random weights); an earlier --out is fitted further.",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Directory to write the predictor to.")
+@click.option("--out", type=WRITE, required=True, help="Directory to write the predictor to.")
 @click.option(
     "--prefix-share",
     type=click.FloatRange(0, 1),
@@ -98,9 +99,9 @@ def values() -> None:
 @_overwrite_option
 @quiet_option
 def fit(
-    trie: Path,
+    trie: AnyPath,
     model: str,
-    out: Path,
+    out: AnyPath,
     prefix_share: float,
     segment: str,
     capacity: int,
@@ -115,6 +116,7 @@ def fit(
     A linear head on the hidden state at the end of a prompt or prefix learns the share of successes among the rollouts
     that continue from there, by the mean squared error. Prefixes are packed into rows, so each is encoded once.
     """
+    from treepack.files.cache import local_copy
     from treepack.train.options import TrainOptions
     from treepack.train.predictor.fit import FitOptions, open_fit
     from treepack.train.predictor.fit import fit as fit_steps
@@ -130,7 +132,7 @@ def fit(
         freeze=freeze,
     )
     reserve_directory(out, [trie, model], overwrite=overwrite)
-    run = open_fit(trie, model, options)
+    run = open_fit(local_copy(trie), model, options)
     for note in run.notes:
         click.echo(f"note: {note}", err=True)
     steps = _run_steps(fit_steps(run, out, overwrite=overwrite), total=len(run.schedule))
@@ -164,15 +166,15 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
 
 
 @values.command(short_help="Write the value of every prompt and prefix in TRIE.")
-@click.argument("trie", type=click.Path(path_type=Path))
+@click.argument("trie", type=READ)
 @click.option(
     "--values",
     "predictor",
-    type=click.Path(path_type=Path),
+    type=READ,
     required=True,
     help="Predictor that treepack values fit wrote.",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File to write, .jsonl or .parquet.")
+@click.option("--out", type=WRITE, required=True, help="File to write, .jsonl or .parquet.")
 @click.option(
     "--segment", metavar="turn|recorded|node|N", help="Segment after which a prefix ends; by default that of the fit."
 )
@@ -181,9 +183,9 @@ def _run_steps(steps: Iterator[FitStep], *, total: int) -> list[FitStep]:
 @_overwrite_option
 @quiet_option
 def predict(
-    trie: Path,
-    predictor: Path,
-    out: Path,
+    trie: AnyPath,
+    predictor: AnyPath,
+    out: AnyPath,
     segment: str | None,
     capacity: int | None,
     compute: ComputeOptions,
@@ -193,6 +195,7 @@ def predict(
 
     Rewards are not needed. Prefixes are packed into rows, so each is encoded once.
     """
+    from treepack.files.cache import local_copy
     from treepack.rl.trace.expansion import refuse_name, write_table
     from treepack.train.predictor import model as value_model
     from treepack.train.ranks import refuse_ranks
@@ -201,10 +204,10 @@ def predict(
     refuse_name(out)  # the name selects the format, .jsonl or .parquet
     # --overwrite replaces only a file with these columns, which treepack wrote.
     reserve_table(out, [trie, predictor], columns={"group_id", "value"}, overwrite=overwrite)
-    model = value_model.load_values(predictor, **asdict(compute))
+    model = value_model.load_values(local_copy(predictor), **asdict(compute))
     for note in model.loaded.notes:
         click.echo(f"note: {note}", err=True)
-    predictions = value_model.predict(model, trie, segment=segment, capacity=capacity, dtype=compute.dtype)
+    predictions = value_model.predict(model, local_copy(trie), segment=segment, capacity=capacity, dtype=compute.dtype)
     # Written at the end and at once, because allocate and stats refuse a file that lacks prefixes.
     write_table(predictions.table, out, overwrite=overwrite)
     column = predictions.table["value"].to_numpy()

@@ -24,8 +24,10 @@ import os
 import re
 import secrets
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from treepack.errors import TreepackError
@@ -37,6 +39,7 @@ from treepack.files.object_store import ObjectInfo
 _MANIFEST = "manifest.json"
 _COPY = re.compile(rf"/[0-9a-f]{{16}}/({'|'.join(SCHEMES)})/")
 # recent_copy protects at least this many files from removal, and more while they are small. Each has an open file.
+_THREADS = 8  # downloads side by side
 _RECENT_FILES, _RECENT_BYTES, _MOST_FILES = 16, 4 << 30, 256
 # Sizes and folders of the files of `recent_copy` in this process, the last one at the end.
 _RECENT: deque[tuple[int, Path]] = deque()
@@ -62,10 +65,8 @@ def local_copy(path: AnyPath) -> Path:
     objects = object_store.list_objects(path)
     if not objects:
         raise TreepackError(f"{path}: no such object and no prefix of one; check the address")
-    key = _key(path, json.dumps({name: entry.version for name, entry in objects.items()}))
-    for name, entry in objects.items():
-        _copy(path / name, entry, key)
-    return _path(path, key)
+    copies_below(path, objects)
+    return _path(path, _key_of(path, objects))
 
 
 @contextmanager
@@ -84,6 +85,17 @@ def borrowed_copy(path: AnyPath) -> Iterator[Path]:
         yield local
     finally:
         unpin(_folder(_key(path, entry.version)))
+
+
+def copies_below(prefix: RemotePath, objects: Mapping[str, ObjectInfo]) -> dict[str, Path]:
+    """Return the paths of copies of objects below a prefix, by their names; they are in one folder and stay.
+
+    Raises:
+        TreepackError: see `local_copy`.
+    """
+    key = _key_of(prefix, objects)
+    _copy_all(key, [_Wanted(prefix / name, entry) for name, entry in objects.items()])
+    return {name: _path(prefix / name, key) for name in objects}
 
 
 def recent_copy(path: AnyPath) -> Path:
@@ -146,13 +158,17 @@ def _path(path: RemotePath, key: str) -> Path:
     return _folder(key).joinpath(path.scheme, *(escaped.get(part, part) for part in parts))
 
 
+def _key_of(prefix: RemotePath, objects: Mapping[str, ObjectInfo]) -> str:
+    return _key(prefix, json.dumps({name: entry.version for name, entry in objects.items()}))
+
+
 def _directory_of_manifest(path: RemotePath, content: bytes) -> Path:
     """Copy the manifest with this content and the files that it lists; a damaged manifest is copied alone."""
     key = _key(path, hashlib.sha256(content).hexdigest())
-    local = _copy(path / _MANIFEST, ObjectInfo(len(content), ""), key, content=content).parent
-    for name, size, digest in _files_of(content):
-        _copy(path / name, ObjectInfo(size, ""), key, sha256=digest)
-    return local
+    manifest = _Wanted(path / _MANIFEST, ObjectInfo(len(content), ""), content=content)
+    parts = [_Wanted(path / name, ObjectInfo(size, ""), sha256=digest) for name, size, digest in _files_of(content)]
+    _copy_all(key, [manifest, *parts])
+    return _path(path, key)
 
 
 def _files_of(content: bytes) -> list[tuple[str, int, str]]:
@@ -176,65 +192,87 @@ def _present(path: RemotePath) -> ObjectInfo:
 
 
 def _pinned(path: RemotePath, entry: ObjectInfo) -> Path:
-    return _copy(path, entry, _key(path, entry.version))
+    key = _key(path, entry.version)
+    _copy_all(key, [_Wanted(path, entry, is_checked=True)])
+    return _path(path, key)
 
 
-def _copy(
-    path: RemotePath, entry: ObjectInfo, key: str, *, sha256: str | None = None, content: bytes | None = None
-) -> Path:
-    """Return the copy of an object in the folder of `key`, downloaded if it is not there; `content` if it is known."""
-    folder, local = _folder(key), _path(path, key)
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """An object to copy, of the size of `entry`.
+
+    `content` are its bytes if they are known, `sha256` their hash. With `is_checked` its version must be that of
+    `entry` after the download too.
+    """
+
+    path: RemotePath
+    entry: ObjectInfo
+    sha256: str | None = None
+    content: bytes | None = None
+    is_checked: bool = False
+
+
+def _copy_all(key: str, objects: Sequence[_Wanted]) -> None:
+    """Make copies of objects in the folder of `key`, which is protected from removal from now on.
+
+    Raises:
+        TreepackError: see `local_copy`.
+    """
+    folder = _folder(key)
     try:
         pin(folder)
-        if _has_size(local, entry.size):
-            return local
+        if all(_is_there(each, key) for each in objects):
+            return
         with locked(folder / ".download"):
-            if _has_size(local, entry.size):  # another process has just downloaded it
-                return local
-            with suppress(OSError):
-                for stale in local.parent.glob(".*.partial-*"):  # of a process that was killed
-                    stale.unlink()
-            local.parent.mkdir(parents=True, exist_ok=True)
-            partial = local.with_name(f".{secrets.token_hex(4)}.partial-{os.getpid()}")
-            try:
-                with room(folder, entry.size):
-                    _fetch(path, entry, partial, sha256=sha256, content=content)
-                partial.replace(local)
-            finally:
-                partial.unlink(missing_ok=True)
+            missing = [each for each in objects if not _is_there(each, key)]  # another process may have copied some
+            for stale in folder.rglob(".*.partial"):  # of a process that was killed
+                stale.unlink(missing_ok=True)
+            with room(folder, sum(each.entry.size for each in missing)), ThreadPoolExecutor(_THREADS) as pool:
+                for _ in pool.map(lambda each: _fetch(each, _path(each.path, key)), missing):
+                    pass  # raises the first exception
     except OSError as error:
         raise TreepackError(
-            f"{path}: cannot be copied to {cache_folder()} ({error.strerror or error}); free some space there, or set "
-            "TREEPACK_CACHE to another folder"
+            f"{objects[0].path}: cannot be copied to {cache_folder()} ({error.strerror or error}); free some space "
+            "there, or set TREEPACK_CACHE to another folder"
         ) from error
-    return local
 
 
-def _fetch(path: RemotePath, entry: ObjectInfo, partial: Path, *, sha256: str | None, content: bytes | None) -> None:
-    """Download an object into the file `partial` and check it.
+def _fetch(wanted: _Wanted, local: Path) -> None:
+    """Copy an object to the file `local`, which appears whole.
 
     Raises:
         TreepackError: it was replaced during the download, or its size or sha256 is another than the expected one.
     """
-    if content is not None:
-        partial.write_bytes(content)
-        return
-    if sha256 is not None:
-        present = object_store.info(path)
-        if present is None or present.size != entry.size:
-            size = "is missing" if present is None else f"has {present.size} bytes, its manifest lists {entry.size}"
-            raise TreepackError(f"{path}: {size}; write {path.parent} again")
-    object_store.download(path, partial)
-    if sha256 is not None:
-        with partial.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
-    elif object_store.info(path) != entry or partial.stat().st_size != entry.size:
-        raise TreepackError(f"{path}: was replaced while it was read; run the command again")
-
-
-def _has_size(path: Path, size: int) -> bool:
+    local.parent.mkdir(parents=True, exist_ok=True)
+    partial = local.with_name(f".{secrets.token_hex(8)}.partial")
     try:
-        return path.stat().st_size == size
+        if wanted.content is not None:
+            partial.write_bytes(wanted.content)
+        else:
+            object_store.download(wanted.path, partial)
+            _check(wanted, partial)
+        partial.replace(local)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _check(wanted: _Wanted, partial: Path) -> None:
+    path, size = wanted.path, partial.stat().st_size
+    if wanted.sha256 is None:
+        if size != wanted.entry.size or (wanted.is_checked and object_store.info(path) != wanted.entry):
+            raise TreepackError(f"{path}: was replaced while it was read; run the command again")
+        return
+    if size != wanted.entry.size:
+        raise TreepackError(
+            f"{path}: has {size} bytes, its manifest lists {wanted.entry.size}; write {path.parent} again"
+        )
+    with partial.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != wanted.sha256:
+            raise TreepackError(f"{path}: was altered since it was written (its sha256 differs); write it again")
+
+
+def _is_there(wanted: _Wanted, key: str) -> bool:
+    try:
+        return _path(wanted.path, key).stat().st_size == wanted.entry.size
     except OSError:
         return False

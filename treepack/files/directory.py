@@ -123,6 +123,11 @@ def _temporary(out: Path, option: str) -> Iterator[tuple[Path, Path]]:
             _remove(temporary)
 
 
+def exists(out: AnyPath) -> bool:
+    """Return True if there is a file or directory `out`, or an object of this address."""
+    return observe(out).file is not None if isinstance(out, RemotePath) else out.exists()
+
+
 def is_hidden_output(name: str) -> bool:
     """Return True if `name` is the name of a lock file or of an unfinished output, which no command reads as input."""
     return _HIDDEN.fullmatch(name) is not None

@@ -23,6 +23,8 @@ from typing import Any, NotRequired, TypedDict, cast
 from treepack import __version__
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.address import AnyPath
+from treepack.files.cache import addresses_in
 from treepack.files.directory import MANIFEST
 from treepack.files.location import Location, locate
 
@@ -203,7 +205,7 @@ def _own_hash(content: bytes) -> str:
     return hashlib.sha256(b"\n".join(line for line in lines if not line.startswith(_OWN_LINE))).hexdigest()
 
 
-def read_manifest(directory: Path | str | Location, kind: str | None = None) -> Manifest:
+def read_manifest(directory: str | AnyPath | Location, kind: str | None = None) -> Manifest:
     """Read the manifest of `directory`; if `kind` is given, it must have that format.
 
     Raises:
@@ -299,7 +301,7 @@ def _check_name(name: str, path: str) -> None:
 
 def trie_entry(directory: Path, name: str) -> TrieEntry:
     """Return the entry by which other directories refer to the trie at `directory`, whose path is shown as `name`."""
-    return {"path": name, "sha256": file_sha256(directory / MANIFEST)}
+    return {"path": addresses_in(name), "sha256": file_sha256(directory / MANIFEST)}
 
 
 def file_sha256(path: Path) -> str:

@@ -99,6 +99,16 @@ def list_objects(prefix: RemotePath) -> dict[str, ObjectInfo]:
     return {name.removeprefix(start): _object_info(below[name]) for name in names}
 
 
+def glob(pattern: RemotePath) -> list[tuple[RemotePath, bool]]:
+    """Return the objects and prefixes that match a pattern with *, ** and ?, sorted, and True for each prefix.
+
+    Raises:
+        TreepackError: see `read`.
+    """
+    entries = _found(pattern, lambda store: store.glob(pattern.path, detail=True)) or {}
+    return sorted((RemotePath(pattern.scheme, name.strip("/")), not _is_object(entries[name])) for name in entries)
+
+
 def download(path: RemotePath, local: Path) -> None:
     """Write the bytes of an object to the file `local`, which is not whole if this fails.
 

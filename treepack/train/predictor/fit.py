@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from treepack.data.epochs import epoch_order
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
 from treepack.model.layers import adapt_layers
@@ -184,7 +185,7 @@ def _schedule(num_rows: int, train: TrainOptions) -> list[OptimiserStep]:
     return schedule
 
 
-def fit(run: Fit, out: str | Path, *, overwrite: bool = False) -> Iterator[FitStep]:
+def fit(run: Fit, out: str | AnyPath, *, overwrite: bool = False) -> Iterator[FitStep]:
     """Fit the predictor, and yield after every optimiser step; `out` appears after the last step.
 
     Raises:
@@ -197,7 +198,7 @@ def fit(run: Fit, out: str | Path, *, overwrite: bool = False) -> Iterator[FitSt
         loaded.model.train()  # only for checkpointing, which transformers does in this mode; all dropouts are 0
     optimiser = _optimiser(parameters, run.options.train)
     states_of = _frozen_states(run) if run.options.freeze else lambda row: end_states(loaded, row, dtype=_dtype(run))
-    with finished_directory(Path(out), overwrite=overwrite) as temporary:
+    with finished_directory(as_output(out), overwrite=overwrite) as temporary:
         # The log is closed before the directory gets its name. A fit is short and cannot be resumed.
         with MetricsLog(temporary / METRICS, keep_until=None) as log:
             for number in range(len(run.schedule)):

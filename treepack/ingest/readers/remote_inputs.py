@@ -1,0 +1,93 @@
+"""Raw rollouts in object stores: the files that an address, a prefix or a glob names.
+
+    s3://bucket/a.jsonl        one object      its address; copied when it is read
+    s3://bucket/run-*.jsonl    a glob          the same for each match
+    s3://bucket/rollouts       a prefix        local copies of its small files, and the addresses of its large ones
+
+Some formats read further files of the same folder. These are small, so the copies of a prefix have the same folders.
+Large files are copied one by one when they are read, so that all of them together may be larger than the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from treepack.errors import TreepackError
+from treepack.files import object_store
+from treepack.files.address import RemotePath, as_path, is_address
+from treepack.files.cache import addresses_in, copies_below, recent_copy
+from treepack.files.object_store import ObjectInfo
+from treepack.trajectory import Skipped, Trajectory
+
+LARGE = 1 << 26  # bytes
+_WILDCARDS = frozenset("*?[")
+
+
+def expand_address(name: str, unread: Callable[[str], str | None]) -> tuple[list[str], list[Skipped], list[str]]:
+    """Return the files that an address names, the objects of prefixes that are not read, and the files from prefixes.
+
+    Args:
+        name: an address, which may be a glob.
+        unread: returns why a file of this name is not read, None if it is.
+
+    Raises:
+        TreepackError: nothing is there, the scheme is not accepted, or the store cannot be reached.
+    """
+    path = as_path(name)
+    if isinstance(path, Path):
+        return [str(path)], [], []  # of file://, which no glob follows
+    if object_store.info(path) is not None:
+        return [str(path)], [], []
+    if objects := object_store.list_objects(path):
+        return _search_prefix(path, objects, unread)
+    matches = object_store.glob(path) if _WILDCARDS & set(path.path) else []
+    if not matches:
+        raise TreepackError(f"{name}: no such object or prefix, and no glob that matches one; check the address")
+    files, skipped, searched = list[str](), list[Skipped](), list[str]()
+    for match, is_prefix in matches:
+        if not is_prefix:
+            files.append(str(match))
+            continue
+        below, others, found = _search_prefix(match, object_store.list_objects(match), unread)
+        files += below
+        skipped += others
+        searched += found
+    return files, skipped, searched
+
+
+def _search_prefix(
+    prefix: RemotePath, objects: dict[str, ObjectInfo], unread: Callable[[str], str | None]
+) -> tuple[list[str], list[Skipped], list[str]]:
+    reasons = {name: unread(name) for name in objects}
+    skipped = [
+        Skipped(str(prefix / name), reason, is_rollout=False) for name, reason in reasons.items() if reason is not None
+    ]
+    read = {name: entry for name, entry in objects.items() if reasons[name] is None}
+    if not read:
+        raise TreepackError(f"{prefix}: contains no file to read; check the address and the file extensions")
+    small = {name: entry for name, entry in read.items() if entry.size < LARGE}
+    copies = copies_below(prefix, small)
+    files = [str(copies[name]) if name in copies else str(prefix / name) for name in read]
+    return files, skipped, files
+
+
+def named_by_address(sample: Trajectory | Skipped) -> Trajectory | Skipped:
+    """Return `sample` with the address of its object as the source, if it was read from a copy."""
+    source = addresses_in(sample.source)
+    if isinstance(sample, Skipped) and (detail := addresses_in(sample.detail)) != sample.detail:
+        sample = replace(sample, detail=detail)
+    return sample if source == sample.source else replace(sample, source=source)
+
+
+def opened_path(path: str) -> str:
+    """Return the path by which an input is opened: a copy of an object that is read now; other paths are unchanged.
+
+    Raises:
+        TreepackError: there is no such object, or the store cannot be reached.
+    """
+    if not is_address(path):
+        return path
+    place = as_path(path)
+    return str(place if isinstance(place, Path) else recent_copy(place))
