@@ -7,33 +7,33 @@ The constructor checks every part file against the manifest. It also reads the s
 total weight of an optimiser step is available before the first row of the step is loaded. Token columns are read one
 row group at a time, when a row needs them.
 
-A local part is checked by its sha256. A hash of a remote part would download it, so its size is checked instead, and
-each Parquet page is checked by its own checksum when it is read. The order of an epoch is in `data.epochs`, filesystems
-are in `files.location`.
+A local part is checked by its sha256. For a remote part the constructor checks the size, and reads footers and scalar
+columns by range. `data.part_cache` then downloads the parts whose rows come next, and checks their hashes; rows of
+other parts are read by range. Each Parquet page is checked by its own checksum when it is read. Files are read in
+`data.part_reader`, the order of an epoch is in `data.epochs`, filesystems are in `files.location`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import compute, fs
-from pyarrow import parquet as pq
 from torch.utils.data import Dataset
 
 from treepack.data.batch import Batch, empty_batch, make_batch
 from treepack.data.epochs import epoch_order, file_order, rounds
+from treepack.data.part_cache import PartCache
+from treepack.data.part_reader import PartReader, RowGroup
 from treepack.errors import TreepackError
-from treepack.files.location import first_line, locate
-from treepack.files.manifest import check_part, check_size, read_manifest
+from treepack.files.location import locate
+from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT, ROWS, TERMS
 from treepack.pack.files import row_of_table
 
@@ -43,18 +43,11 @@ CACHED_BYTES = 1 << 28
 # Length of a row of padding: cheap to compute, but more than 1 because torch.compile specialises on a length of 1.
 PADDING_TOKENS = 16
 
+# The next rows whose remote parts are downloaded ahead. A part of 2^24 tokens has 2,048 rows of 8,192 tokens.
+AHEAD_ROWS = 4096
+
 # One number per row: small enough to keep for every row of the directory.
 _SCALARS = ("row_id", "step", "num_tokens", "num_pairs", "total_weight")
-_REMEDY = "the file was truncated or altered, so pack the trie again"
-
-
-@dataclass(frozen=True)
-class _RowGroup:
-    """Row group `number` of the part file `file`; `first` is the index of its first row in the whole directory."""
-
-    file: str
-    number: int
-    first: int
 
 
 class PackedDataset(Dataset[Batch]):
@@ -96,6 +89,8 @@ class PackedDataset(Dataset[Batch]):
         rank: int = 0,
         world: int = 1,
         filesystem: fs.FileSystem | None = None,
+        cache: str | Path | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         """Open a packed directory.
 
@@ -108,6 +103,8 @@ class PackedDataset(Dataset[Batch]):
             rank: index of this process among the `world` processes that iterate together.
             world: number of these processes.
             filesystem: a pyarrow filesystem; by default the one that `path` names.
+            cache: folder for copies of remote parts; by default that of `files.cache`.
+            cache_bytes: maximum size of these copies, by default half of the disk's free space; 0 for no copies.
 
         Raises:
             TreepackError: if the directory cannot be reached, is unfinished, has another format or does not match its
@@ -115,22 +112,21 @@ class PackedDataset(Dataset[Batch]):
         """
         if not 0 <= rank < world:
             raise TreepackError(f"{path}: rank is {rank} and world {world}; expected a rank from 0 to world - 1")
-        self._location = locate(path, filesystem)
-        self.path = Path(self._location.root) if self._location.is_local else self._location.name
+        location = locate(path, filesystem)
+        self.path = Path(location.root) if location.is_local else location.name
         self.multiple, self.terms = multiple, terms
         self.shuffle, self.seed, self.rank, self.world = shuffle, seed, rank, world
         self.epoch, self._position = 0, 0
         self._remaining: Iterator[tuple[int, int]] | None = None  # rounds of this epoch, None until one is needed
-        self.manifest = read_manifest(self._location, PACKED_FORMAT)
-        self._process = os.getpid()
-        self._files: dict[str, pq.ParquetFile] = {}
-        self._cache: OrderedDict[_RowGroup, pa.Table] = OrderedDict()  # ordered by last use, oldest first
+        self.manifest = read_manifest(location, PACKED_FORMAT)
+        self._cache: OrderedDict[RowGroup, pa.Table] = OrderedDict()  # ordered by last use, oldest first
         self._cached_bytes = 0
-        self._groups = self._list_groups()
-        # All parts have the columns of the first one: one command writes the directory.
-        columns = self._open(self._groups[0].file).schema_arrow.names if self._groups else []
-        self.term_columns = tuple(name for name in TERMS.names if name in columns)
-        self._firsts = np.array([group.first for group in self._groups], np.int64)
+        copies = None
+        if not location.is_local and cache_bytes != 0:
+            copies = PartCache(cache, cache_bytes, location, self.manifest["files"])
+        self._reader = PartReader(location, self.manifest, copies)
+        self.term_columns = tuple(name for name in TERMS.names if name in self._reader.columns)
+        self._firsts = np.array([group.first for group in self._reader.groups], np.int64)
         index = self._read_scalars()
         self.row_ids = index["row_id"].to_numpy()
         self.num_tokens = index["num_tokens"].to_numpy().astype(np.int64)
@@ -152,9 +148,14 @@ class PackedDataset(Dataset[Batch]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         # first rows of the groups [0, 5, 9]: index 4 -> group 0, index 5 -> group 1, index 20 -> group 2
-        group = self._groups[int(np.searchsorted(self._firsts, index, side="right")) - 1]
+        group = self._reader.groups[int(np.searchsorted(self._firsts, index, side="right")) - 1]
         table = self._load(group)
         return make_batch(row_of_table(table, index - group.first), multiple=self.multiple)
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """Download the remote parts that these rows need, which come next in this order; return at once."""
+        places = np.searchsorted(self._firsts, np.asarray(rows, np.int64), side="right") - 1
+        self._reader.expect([self._reader.groups[place] for place in dict.fromkeys(places.tolist())])
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the rows of this rank that remain in the epoch."""
@@ -201,9 +202,7 @@ class PackedDataset(Dataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a worker process, without open files: the worker opens them itself."""
-        unopened: dict[str, Any] = {"_process": None, "_remaining": None, "_files": {}}
-        unopened |= {"_cache": OrderedDict(), "_cached_bytes": 0}
-        return {**self.__dict__, **unopened}
+        return {**self.__dict__, "_remaining": None, "_cache": OrderedDict(), "_cached_bytes": 0}
 
     def _next(self) -> Batch:
         # If the row cannot be read, `_remaining` stays None: the next call computes the rounds again from `_position`,
@@ -225,8 +224,13 @@ class PackedDataset(Dataset[Batch]):
         else:
             parts = file_order(self.steps)
         table = rounds(parts, self.world, done=self._position)
+        own, counts = table[:, self.rank], (table >= 0).sum(axis=1)
         # rank 1 of 2, table [[3, 1], [2, -1]] -> (1, 2), (-1, 1): the second round is padding here and counts one row
-        return iter(zip(table[:, self.rank].tolist(), (table >= 0).sum(axis=1).tolist(), strict=True))
+        for place, pair in enumerate(zip(own.tolist(), counts.tolist(), strict=True)):
+            if place % (AHEAD_ROWS // 2) == 0:
+                ahead = own[place : place + AHEAD_ROWS]
+                self.expect(ahead[ahead >= 0].tolist())
+            yield pair
 
     def _fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
@@ -243,61 +247,20 @@ class PackedDataset(Dataset[Batch]):
         Raises:
             TreepackError: if a row group cannot be read or lacks a column.
         """
-        return (self._read(group, [*columns]) for group in self._groups)
-
-    def _list_groups(self) -> list[_RowGroup]:
-        groups, first = [], 0
-        for entry in self.manifest["files"]:
-            # A hash of a remote part would download all of it.
-            if self._location.is_local:
-                check_part(Path(self._location.root), entry)
-            else:
-                check_size(self._location, entry)
-            metadata = self._open(entry["name"]).metadata
-            if metadata.num_rows != entry["rows"]:
-                raise TreepackError(
-                    f"{self._location.file_name(entry['name'])}: contains {metadata.num_rows} rows, but the manifest "
-                    f"lists {entry['rows']}; {_REMEDY}"
-                )
-            for number in range(metadata.num_row_groups):
-                groups.append(_RowGroup(entry["name"], number, first))
-                first += metadata.row_group(number).num_rows
-        return groups
+        return self._reader.tables([*columns])
 
     def _read_scalars(self) -> pa.Table:
         schema = pa.schema([ROWS.field(name) for name in _SCALARS])
         # The empty table gives a directory without rows its columns.
         return pa.concat_tables([schema.empty_table(), *self.tables(_SCALARS)])
 
-    def _load(self, group: _RowGroup) -> pa.Table:
+    def _load(self, group: RowGroup) -> pa.Table:
         if group not in self._cache:
-            self._cache[group] = self._read(group, [*ROWS.names, *(self.term_columns if self.terms else ())])
+            columns = [*ROWS.names, *(self.term_columns if self.terms else ())]
+            self._cache[group] = self._reader.read(group, columns, soon=True)
             self._cached_bytes += self._cache[group].nbytes
             # The newest group stays even if it alone is larger than the limit: the caller is about to read it.
             while self._cached_bytes > CACHED_BYTES and len(self._cache) > 1:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         self._cache.move_to_end(group)
         return self._cache[group]
-
-    def _read(self, group: _RowGroup, columns: list[str]) -> pa.Table:
-        path = self._location.file_name(group.file)
-        file = self._open(group.file)
-        try:
-            table = file.read_row_group(group.number, columns=columns)
-            table.validate(full=True)  # damaged offsets would otherwise surface later as a crash
-        except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
-            raise TreepackError(
-                f"{path}: row group {group.number} cannot be read ({first_line(error)}); {_REMEDY}"
-                f"{'' if self._location.is_local else ', or the network failed'}"
-            ) from error
-        missing = [name for name in columns if name not in table.column_names]
-        if missing:
-            raise TreepackError(f"{path}: has no column {missing[0]}; {_REMEDY}")
-        return table.select(columns)
-
-    def _open(self, file: str) -> pq.ParquetFile:
-        if self._process != os.getpid():  # a forked worker shares neither files nor connections with its parent
-            self._process, self._files, self._location = os.getpid(), {}, self._location.fresh()
-        if file not in self._files:
-            self._files[file] = self._location.open_parquet(file)
-        return self._files[file]

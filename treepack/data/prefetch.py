@@ -7,6 +7,7 @@ The order of the rows is the caller's; the dataset does the reading.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from treepack.data.batch import Batch
-from treepack.data.dataset import PackedDataset
+from treepack.data.dataset import AHEAD_ROWS, PackedDataset
 
 # Decoded rows that may wait. One is enough if all rows take equally long; the second covers for a row that must decode
 # a new row group.
@@ -74,7 +75,7 @@ class Prefetch:
     def _run(self) -> None:
         last: BaseException | None = None  # None marks the end of the rows
         try:
-            for row in self._rows:
+            for row in _announced(self._dataset, self._rows):
                 if self._stop.is_set():
                     return
                 batch = self._dataset.padding() if row is None else self._dataset[row]
@@ -83,3 +84,14 @@ class Prefetch:
             last = error
         if not self._stop.is_set():
             self._queue.put(last)
+
+
+def _announced(dataset: PackedDataset, rows: Iterable[int | None]) -> Iterator[int | None]:
+    """Yield `rows`, after the dataset got to know them and those that follow."""
+    iterator = iter(rows)
+    block = tuple(itertools.islice(iterator, AHEAD_ROWS // 2))
+    while block:
+        following = tuple(itertools.islice(iterator, AHEAD_ROWS // 2))
+        dataset.expect([row for row in block + following if row is not None])
+        yield from block
+        block = following

@@ -1,0 +1,315 @@
+"""Local copies of the parts of a remote packed directory, shared by all processes of a machine.
+
+    FOLDER/SHA256.parquet             a whole part, checked against the manifest while it was downloaded
+    FOLDER/SHA256.partial             a part on its way; the process that downloads it holds its lock
+
+    find(name)  --> path of the copy; waits if a process of this machine is downloading it; None if there is none
+    want(name)  --> a thread downloads the part soon; the reader does not wait and reads by range meanwhile
+    expect(...) --> the same for the parts of the rows that come next
+
+The name of a copy is the hash of its content, so several data sets and runs share a folder. If a copy needs room, the
+copies that were used least recently are removed; a process that has one open can still read it. Parts that together
+fit into the limit are all copied. Otherwise a part is copied when at least half of its row groups were read by range
+or come soon, because rows in random order would download whole parts for single rows. A copy never has to exist: if
+the disk is full or the store does not answer, the reader's own requests decide what happens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.files.cache_room import cache_folder, cache_limit
+from treepack.files.location import Location
+from treepack.files.manifest import FileEntry
+
+_log = logging.getLogger("treepack")
+
+_THREADS = 4  # one stream of an object store carries 50 to 100 MB/s
+_BLOCK = 1 << 20
+_SPARE = 1 << 30  # bytes of the disk that are left free
+_HALF = 0.5
+
+
+class AlteredError(TreepackError):
+    """A part does not have the hash that the manifest lists."""
+
+
+class PartCache:
+    """Copies of the parts of a directory; they can be pickled and used after a fork, in which threads start again."""
+
+    def __init__(
+        self, folder: str | Path | None, limit: int | None, location: Location, entries: Iterable[FileEntry]
+    ) -> None:
+        """Make the folder of the copies.
+
+        Args:
+            folder: a folder for copies; by default `files.cache.cache_folder`.
+            limit: maximum bytes of all copies of parts in it; by default `files.cache.cache_limit`.
+            location: the remote directory.
+            entries: its parts.
+
+        Raises:
+            TreepackError: the folder cannot be written.
+        """
+        self.folder = (cache_folder() if folder is None else Path(folder)).absolute() / "parts"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            used = sum(size for _, size, _ in _sizes(self.folder))
+            with tempfile.TemporaryFile(dir=self.folder):
+                pass
+        except OSError as error:
+            raise TreepackError(
+                f"{self.folder}: cannot be written ({error.strerror or error}), so copies of remote parts have no "
+                "place; choose another --cache"
+            ) from error
+        self.limit, self._location = cache_limit(self.folder, used) if limit is None else limit, location
+        self._entries = {entry["name"]: entry for entry in entries}
+        self._fits = sum(entry["bytes"] for entry in self._entries.values()) <= self.limit
+        self._start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, without threads."""
+        kept = ("folder", "limit", "_location", "_entries", "_fits")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Start without threads."""
+        self.__dict__.update(state)
+        self._start()
+
+    def find(self, name: str) -> Path | None:
+        """Return the path of the copy of a part, None if there is none; wait for a download that has started.
+
+        Raises:
+            AlteredError: a part was altered in the store; any part, because rows of it may have been read by range.
+        """
+        self._own()
+        if self._faults:
+            raise self._faults[0]
+        if self._is_whole(name):
+            return self._use(name)
+        with suppress(FileNotFoundError):
+            os.close(_wait(self._path(name, ".partial")))
+        return self._use(name) if self._is_whole(name) else None
+
+    def want(self, name: str, share: float) -> None:
+        """Download a part soon, of which the `share` (0 to 1) was just read by range, if that is worth it."""
+        self._own()
+        self._rented[name] += share
+        if self._fits or self._rented[name] >= _HALF:
+            with self._changed:
+                if name not in self._queue and name not in self._busy:
+                    self._queue.appendleft(name)
+            self._work()
+
+    def expect(self, shares: Mapping[str, float]) -> None:
+        """Download the parts of the rows that come next, in this order; `shares` (0 to 1) of them are needed."""
+        self._own()
+        room, soon = self.limit // 2, list[str]()
+        for name, share in shares.items():
+            room -= self._entries[name]["bytes"]
+            if room < 0:  # more would displace the parts in use
+                break
+            if self._is_whole(name):
+                self._use(name)  # so that it is not removed before it is read
+            elif self._fits or share >= _HALF:
+                soon.append(name)
+        with self._changed:
+            self._queue.clear()
+            self._queue.extend(name for name in soon if name not in self._busy)
+        self._work()
+
+    def drop(self, name: str) -> None:
+        """Remove a copy that cannot be read."""
+        self._path(name).unlink(missing_ok=True)
+
+    def wait(self) -> None:
+        """Wait until no download is queued or running; for tests."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queue and not self._busy)
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._changed = threading.Condition()
+        self._queue: deque[str] = deque()
+        self._busy: set[str] = set()
+        self._num_threads = 0
+        self._rented: defaultdict[str, float] = defaultdict(float)  # share read by range since it was copied
+        self._faults: list[AlteredError] = []
+
+    def _own(self) -> None:
+        """Forget the threads and connections of the parent after a fork."""
+        if self._process != os.getpid():
+            self._location = self._location.fresh()
+            self._start()
+
+    def _path(self, name: str, suffix: str = ".parquet") -> Path:
+        return self.folder / f"{self._entries[name]['sha256']}{suffix}"
+
+    def _is_whole(self, name: str) -> bool:
+        try:
+            return self._path(name).stat().st_size == self._entries[name]["bytes"]
+        except OSError:
+            return False
+
+    def _use(self, name: str) -> Path:
+        path = self._path(name)
+        with suppress(OSError):  # removed by another process at this moment; opening it fails then
+            os.utime(path)
+        return path
+
+    def _work(self) -> None:
+        """Start another thread if there is more to do than threads."""
+        with self._changed:
+            for _ in range(min(len(self._queue), _THREADS - self._num_threads)):
+                self._num_threads += 1
+                # Daemons, so that a process can end in the middle of a download.
+                threading.Thread(target=self._run, name="treepack-parts", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                name = self._queue.popleft() if self._queue else None
+                if name is None:
+                    self._num_threads -= 1
+                    return
+                self._busy.add(name)
+            try:
+                self._fetch(name)
+            except AlteredError as error:
+                self._faults.append(error)
+            except Exception as error:  # clients raise exceptions of their own; a reader by range meets the same fault
+                _log.info("%s: was not copied to %s (%s)", self._location.file_name(name), self.folder, error)
+            with self._changed:
+                self._busy.discard(name)
+                self._changed.notify_all()
+
+    def _fetch(self, name: str) -> None:
+        """Download a part, unless another process of this machine does.
+
+        Raises:
+            AlteredError: the part was altered.
+            Exception: the store does not answer, or the disk fails.
+        """
+        entry, partial = self._entries[name], self._path(name, ".partial")
+        if self._is_whole(name) or entry["bytes"] > self.limit:
+            return
+        descriptor = _lock(partial)
+        if descriptor is None:
+            return
+        try:
+            # Both may be false after another process had the lock: it renamed the file, or a copy was there before.
+            if not _is_at(descriptor, partial) or self._is_whole(name) or not self._reserve(descriptor, entry):
+                return
+            # Twice, because a connection can break without an error.
+            if not (self._download(name, descriptor) or self._download(name, descriptor)):
+                raise AlteredError(
+                    f"{self._location.file_name(name)}: was altered since it was written (its sha256 differs); "
+                    "pack the trie again"
+                )
+            partial.replace(self._path(name))
+            self._rented[name] = 0
+        finally:
+            with suppress(OSError):
+                if _is_at(descriptor, partial):
+                    partial.unlink()
+            os.close(descriptor)
+
+    def _download(self, name: str, descriptor: int) -> bool:
+        """Write the part to an open file of its size, and return True if it is the one of the manifest."""
+        entry, digest, offset = self._entries[name], hashlib.sha256(), 0
+        with self._location.open_stream(name) as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+                if offset + len(block) > entry["bytes"]:
+                    return False
+                offset += os.pwrite(descriptor, block, offset)
+        return offset == entry["bytes"] and digest.hexdigest() == entry["sha256"]
+
+    def _reserve(self, descriptor: int, entry: FileEntry) -> bool:
+        """Give the open file the size of the part, and remove old copies for it; False if there is no room."""
+        room = os.open(self.folder / ".room", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _flock(room, fcntl.LOCK_EX)
+            files = sorted(_sizes(self.folder), key=lambda file: file[2])
+            used = sum(size for _, size, _ in files)
+            free = shutil.disk_usage(self.folder).free - _SPARE
+            lacking = max(used + entry["bytes"] - self.limit, entry["bytes"] - free)
+            for path, size, _ in files:
+                if lacking <= 0:
+                    break
+                if _remove(path):
+                    lacking -= size
+            if lacking > 0:
+                return False
+            os.ftruncate(descriptor, entry["bytes"])  # from now on it counts as used
+            return True
+        finally:
+            os.close(room)
+
+
+def _sizes(folder: Path) -> Iterable[tuple[Path, int, float]]:
+    """Yield path, bytes and time of last use of every copy and of every part on its way."""
+    for path in folder.iterdir():
+        if path.suffix in (".parquet", ".partial"):
+            with suppress(OSError):  # removed by another process at this moment
+                status = path.stat()
+                yield path, status.st_size, status.st_mtime
+
+
+def _remove(path: Path) -> bool:
+    """Remove a copy, or the remains of a download whose process died; return False for a download that runs."""
+    if path.suffix != ".partial":
+        path.unlink(missing_ok=True)
+        return True
+    descriptor = _lock(path)
+    if descriptor is None:
+        return False
+    path.unlink(missing_ok=True)
+    os.close(descriptor)
+    return True
+
+
+def _lock(path: Path) -> int | None:
+    """Open or make `path` and lock it until it is closed; None if another process or thread holds the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    if _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _wait(path: Path) -> int:
+    """Open `path` and wait for its lock."""
+    descriptor = os.open(path, os.O_RDWR)
+    _flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def _flock(descriptor: int, operation: int) -> bool:
+    try:
+        fcntl.flock(descriptor, operation)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: two processes may download a part twice, and rename it twice
+        return True
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

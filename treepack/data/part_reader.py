@@ -1,0 +1,224 @@
+"""Row groups of the parts of a packed directory, on this machine or in an object store.
+
+    local     every part is checked by its sha256 and stays open
+    remote    footers, and columns of one value per row, by range
+              row groups from a copy of the part (`data.part_cache`), or by range while there is none
+
+If the store does not answer after the directory was opened, reading is repeated for `files.patience.OUTAGE_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from pyarrow import parquet as pq
+
+from treepack.data.part_cache import PartCache
+from treepack.errors import TreepackError
+from treepack.files.location import Location
+from treepack.files.manifest import FileEntry, Manifest, check_part, check_size
+from treepack.files.object_store import first_line
+from treepack.files.patience import OUTAGE_SECONDS, pauses
+
+T = TypeVar("T")
+
+_OPENERS = 16  # remote files that are opened side by side; each costs some round trips
+_ENDED = object()
+_TRIES = 2  # further attempts to read a row group while the store answers
+_REMEDY = "the file was truncated or altered, so pack the trie again"
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Row group `number` of the part `file`, of which it is the `share`; its first row is row `first` of all parts."""
+
+    file: str
+    number: int
+    first: int
+    share: float
+
+
+class PartReader:
+    """Reader of the parts of one directory; it can be pickled and used after a fork."""
+
+    def __init__(self, location: Location, manifest: Manifest, copies: PartCache | None) -> None:
+        """Check every part.
+
+        Args:
+            location: the directory.
+            manifest: its manifest.
+            copies: copies of the parts if they are remote, None for reading by range only.
+
+        Raises:
+            TreepackError: a part is missing, damaged, or has another number of rows.
+        """
+        self.location, self._copies = location, copies
+        self._entries = {entry["name"]: entry for entry in manifest["files"]}
+        self._process = os.getpid()
+        self._files: dict[str, pq.ParquetFile] = {}
+        self._footers: dict[str, pq.FileMetaData] = dict(
+            zip(self._entries, self._map(self._check, [*self._entries.values()]), strict=True)
+        )
+        self.groups = self._list_groups()
+        # All parts have the columns of the first one: one command writes the directory.
+        first = next(iter(self._footers.values()))
+        self.columns: list[str] = first.schema.to_arrow_schema().names
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, without open files."""
+        return {**self.__dict__, "_process": None, "_files": {}}
+
+    def read(self, group: RowGroup, columns: list[str], *, soon: bool = False) -> pa.Table:
+        """Return columns of a row group.
+
+        Args:
+            group: one of `groups`.
+            columns: their names.
+            soon: more of the part will be read, so a remote part is copied to this machine if that is worth it.
+
+        Raises:
+            TreepackError: it cannot be read, or lacks a column.
+        """
+        if self.location.is_local:
+            return self._read_group(self._open(group.file), group, columns)
+        table = self._read_copy(group, columns)
+        if table is None:
+            table = self._read_range(group, columns)
+            if soon and self._copies is not None:
+                self._copies.want(group.file, group.share)
+        return table
+
+    def tables(self, columns: list[str]) -> Iterator[pa.Table]:
+        """Yield columns of all row groups in order.
+
+        Raises:
+            TreepackError: as `read`.
+        """
+        if self.location.is_local:
+            return (self.read(group, columns) for group in self.groups)
+        files: dict[str, list[RowGroup]] = {}
+        for group in self.groups:
+            files.setdefault(group.file, []).append(group)
+        tables = self._map(lambda groups: [self.read(group, columns) for group in groups], [*files.values()])
+        return (table for each in tables for table in each)
+
+    def expect(self, groups: Sequence[RowGroup]) -> None:
+        """Copy the remote parts of `groups`, which will be read in this order; return at once."""
+        if self._copies is not None:
+            # Of a part with 64 row groups, of which 16 are read, the share is 1/4.
+            shares = dict.fromkeys((group.file for group in groups), 0.0)
+            for group in groups:
+                shares[group.file] += group.share
+            self._copies.expect(shares)
+
+    def _map(self, function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        """Return the result for each item, computed side by side if the directory is remote."""
+        with ThreadPoolExecutor(1 if self.location.is_local else _OPENERS) as pool:
+            return [*pool.map(function, items)]
+
+    def _check(self, entry: FileEntry) -> pq.FileMetaData:
+        """Check a part against its entry, and return its footer.
+
+        Raises:
+            TreepackError: they differ.
+        """
+        # A hash of a remote part would download all of it.
+        if self.location.is_local:
+            check_part(Path(self.location.root), entry)
+        else:
+            check_size(self.location, entry)
+        footer = self._open(entry["name"]).metadata
+        if footer.num_rows != entry["rows"]:
+            raise TreepackError(
+                f"{self.location.file_name(entry['name'])}: contains {footer.num_rows} rows, but the manifest "
+                f"lists {entry['rows']}; {_REMEDY}"
+            )
+        return footer
+
+    def _list_groups(self) -> list[RowGroup]:
+        groups, first = [], 0
+        for file, footer in self._footers.items():
+            for number in range(footer.num_row_groups):
+                groups.append(RowGroup(file, number, first, 1 / footer.num_row_groups))
+                first += footer.row_group(number).num_rows
+        return groups
+
+    def _read_copy(self, group: RowGroup, columns: list[str]) -> pa.Table | None:
+        """Return columns of a row group from the copy of its part, or None if there is no copy."""
+        path = self._copies.find(group.file) if self._copies is not None else None
+        if path is None or self._copies is None:
+            return None
+        try:
+            # Closed after each read: a copy that is removed while it is open would still take room.
+            footer = self._footers[group.file]
+            with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
+                return self._read_group(file, group, columns)
+        except (OSError, TreepackError):  # removed or damaged; the store has the same values, and a new copy follows
+            self._copies.drop(group.file)
+            return None
+
+    def _read_range(self, group: RowGroup, columns: list[str]) -> pa.Table:
+        """Return columns of a row group from the store; wait while it does not answer.
+
+        Raises:
+            TreepackError: it has not answered for `files.patience.OUTAGE_SECONDS`, or the part was altered.
+        """
+        num_answers, retries = 0, None
+        while True:
+            try:
+                return self._read_group(self._open(group.file), group, columns)
+            except TreepackError as error:
+                fault = error
+            self._files.pop(group.file, None)
+            if self._answers(group.file):
+                num_answers += 1  # either a connection broke, or the part is damaged
+                if num_answers > _TRIES:
+                    raise fault
+                continue
+            retries = retries or pauses(str(fault))
+            if next(retries, _ENDED) is _ENDED:
+                raise TreepackError(
+                    f"{self.location.file_name(group.file)}: the store has not answered for "
+                    f"{OUTAGE_SECONDS / 60:.0f} minutes; check the network and the credentials, and resume the run"
+                ) from fault
+
+    def _answers(self, file: str) -> bool:
+        """Return True if the store answers.
+
+        Raises:
+            TreepackError: it does, and the part is missing or has another size.
+        """
+        try:
+            self.location.size(file)
+        except TreepackError:
+            return False
+        check_size(self.location, self._entries[file])
+        return True
+
+    def _read_group(self, file: pq.ParquetFile, group: RowGroup, columns: list[str]) -> pa.Table:
+        path = self.location.file_name(group.file)
+        try:
+            table = file.read_row_group(group.number, columns=columns)
+            table.validate(full=True)  # damaged offsets would otherwise surface later as a crash
+        except Exception as error:  # pyarrow raises OSError, ArrowInvalid and others for damaged files
+            raise TreepackError(
+                f"{path}: row group {group.number} cannot be read ({first_line(error)}); {_REMEDY}"
+                f"{'' if self.location.is_local else ', or the network failed'}"
+            ) from error
+        missing = [name for name in columns if name not in table.column_names]
+        if missing:
+            raise TreepackError(f"{path}: has no column {missing[0]}; {_REMEDY}")
+        return table.select(columns)
+
+    def _open(self, file: str) -> pq.ParquetFile:
+        if self._process != os.getpid():  # a forked worker shares neither files nor connections with its parent
+            self._process, self._files, self.location = os.getpid(), {}, self.location.fresh()
+        if file not in self._files:
+            self._files[file] = self.location.open_parquet(file)
+        return self._files[file]
