@@ -14,7 +14,7 @@ pathlib.Path(sysconfig.get_path("purelib"), "treepack-checkout.pth").write_text(
 endef
 export CHECKOUT_PTH
 
-.PHONY: demo test test-slow lint types imports schemas docs clean
+.PHONY: demo test test-slow test-s3 lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ $(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,report,dev]'
+	touch $@
+
+$(VENV)/s3.stamp: $(VENV)/dev.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test-s3]'
 	touch $@
 
 demo: $(VENV)/run.stamp
@@ -41,6 +45,10 @@ test: lint types imports
 
 test-slow: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n auto -m slow
+
+# Against a real S3 server on this machine; without its packages these tests fail.
+test-s3: $(VENV)/s3.stamp
+	$(BIN)/python -m pytest -n auto -m s3
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -13,12 +13,14 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import sys
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 import pytest
 from hypothesis import settings
 
 from support.command_line import Result, Run
+from support.s3 import Store, running_store
 
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=150)
 settings.load_profile("treepack")
@@ -41,3 +43,10 @@ def treepack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         return Result(status, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Start an S3 server with an empty bucket, and a cache of its own; for tests marked s3."""
+    with running_store(monkeypatch, tmp_path_factory.mktemp("cache")) as store:
+        yield store
