@@ -113,9 +113,9 @@ def flat_tokens(trie: Trie, plan: Plan) -> Int64:
 
 
 def warm_up(method: str) -> None:
-    """Load and compile the code of `method`, so that no timing contains it."""
+    """Load the code and the solvers of `method`, so that no timing contains it."""
     family = {family.name: family for family in made.families()}["random turns"]
-    # 12 leaves compile the program over sets, 40 the search and the multi-path program.
+    # 12 leaves need the program over sets, 40 the search and the multi-path program.
     for leaves in (12, 40):
         tree = made.make_tree(family, leaves)
         trie = made.trie_of(made.forest_of_trees([tree]))

@@ -154,7 +154,7 @@ class _Bars:
         from tqdm import tqdm
 
         for stage, bar in list(self._bars.items()):
-            # "planning" stays open while "compiling planners" is shown below it, and comes back.
+            # "planning" stays open while "merging rows" is shown below it, and comes back.
             if not bar.leave or (progress.unit and stage != progress.stage):
                 self._close(stage)
         if progress.stage not in self._bars:

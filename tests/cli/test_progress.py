@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
             "reading: 20 %, 12.3M tokens, 123k tokens/s, 6 min 40 s left",
         ),
         (Progress("reading", 999_600, None, "tokens"), 1000.0, "reading: 1M tokens, 1k tokens/s"),
-        (Progress("compiling planners", 0, None, ""), 3670.0, "compiling planners: 1 h 1 min so far"),
+        (Progress("merging rows", 0, None, ""), 3670.0, "merging rows: 1 h 1 min so far"),
     ],
 )
 def test_a_line_has_what_is_done_the_rate_and_the_time_left(state: Progress, seconds: float, line: str) -> None:
@@ -110,10 +110,10 @@ def test_a_stage_that_counts_nothing_goes_when_the_next_one_starts(monkeypatch: 
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress.progress_bars() as report:
         report(Progress("planning", 1, 2, "trees"))
-        report(Progress("compiling planners", 0, None, ""))
+        report(Progress("merging rows", 0, None, ""))
         report(Progress("planning", 2, 2, "trees"))
         report(Progress("packing", 1, 1, "rows"))
     # tqdm moves the cursor up with ESC [A.
     lines = terminal.getvalue().replace("\x1b[A", "").replace("\r", "\n").splitlines()
-    assert "compiling planners ..." in lines[:-1]
+    assert "merging rows ..." in lines[:-1]
     assert [line.partition("|")[0] for line in lines if "100%" in line] == ["planning: 100%", "packing: 100%"]

@@ -34,7 +34,7 @@ from treepack.ingest.conversations import Conversations
 from treepack.pack.capacity import fit_capacity
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.plan import Plan, PlanTotals
-from treepack.pack.plan.planning import compilation_shown, packed_trie, plan_rows
+from treepack.pack.plan.planning import packed_trie, plan_rows
 from treepack.pack.plan.problem import Search
 from treepack.pack.totals import packed_totals
 from treepack.processes import ReportProgress
@@ -76,10 +76,9 @@ def plan_capacities(
     for capacity in capacities:
         too_many = int((trie.lengths > capacity).sum())
         fitted, _ = fit_capacity(trie, capacity, too_long=too_long)
-        with compilation_shown(progress):
-            plan = plan_rows(
-                fitted, capacity=capacity, method=method, search=search, progress=_named(progress, f"for {capacity:,}")
-            )
+        plan = plan_rows(
+            fitted, capacity=capacity, method=method, search=search, progress=_named(progress, f"for {capacity:,}")
+        )
         packed_nodes = packed_trie(fitted, method)
         yield PlannedCapacity(fitted, packed_nodes, plan, check_plan(packed_nodes, plan), too_many)
 

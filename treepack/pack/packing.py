@@ -15,7 +15,7 @@ from treepack.pack.placement import unordered_tiles
 from treepack.pack.plan.check import check_plan
 from treepack.pack.plan.files import PlanFile
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.planning import compilation_shown, packed_trie, plan_of_file, plan_rows
+from treepack.pack.plan.planning import packed_trie, plan_of_file, plan_rows
 from treepack.pack.plan.problem import Limits, Search
 from treepack.pack.row import Row
 from treepack.pack.rows import pack_rows
@@ -67,8 +67,7 @@ def plan_packing(
     limits = _limits(trie, options, plan_file)
     options.check_method(plan_file.method if plan_file else options.method)
     fitted, counts = fit_capacity(trie, limits.longest, too_long=options.too_long)
-    with compilation_shown(progress):
-        plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options, progress)
+    plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options, progress)
     nodes = packed_trie(fitted, plan.method)
     totals = trie_totals(fitted) | packed_totals(fitted, plan, check_plan(nodes, plan))
     totals["tiles_partial_unordered"] = unordered_tiles(nodes, plan)

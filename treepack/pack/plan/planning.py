@@ -18,7 +18,6 @@ Then rows that are not full are merged, whatever trees they contain. This costs 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -110,19 +109,6 @@ def plan_rows(
             row_of = finish(pieces)
     row_of = _renumber_by_pairs(source, row_of) if multiple_of > 1 else _renumber(row_of)
     return Plan(method, limits, row_of, bound, multiple_of)
-
-
-@contextmanager
-def compilation_shown(progress: ReportProgress | None) -> Iterator[None]:
-    """Report to `progress` when a planner is compiled inside the block: it takes seconds, once per installation."""
-    if progress is None:
-        yield
-        return
-    from treepack.files.compilation import compilation_reported  # loads numba, as all methods do
-
-    stage = Progress("compiling planners (once per installation)", 0, None, "")
-    with compilation_reported(lambda: progress(stage)):
-        yield
 
 
 def _merge(trie: Trie, row_of: Int64, limits: Limits) -> Int64:

@@ -373,7 +373,7 @@ class _SparseRows:
         """Return the sum over rows of weight times (row outer row), plus a diagonal."""
         matrix = np.zeros((len(diagonal), len(diagonal)))
         add_outer_products(self.starts, self.index, self.amounts, weights, matrix, len(diagonal))
-        matrix[np.diag_indices_from(matrix)] += diagonal
+        matrix.reshape(-1)[:: len(diagonal) + 1] += diagonal
         return matrix
 
 
