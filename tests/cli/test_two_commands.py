@@ -111,9 +111,10 @@ def test_every_command_with_an_output_refuses_one_that_is_being_written(treepack
             name,
             result.err,
         )
-        result = treepack(*command, f"s3://bucket/{name}")
-        assert result.status == 1, name
-        assert f"s3://bucket/{name}: is a URL" in result.err.splitlines()[-1], (name, result.err)
+        for scheme, fault in {"http": "http:// is not supported", "hf": "hf:// is read only"}.items():
+            result = treepack(*command, f"{scheme}://bucket/{name}")
+            assert result.status == 1, name
+            assert f"{scheme}://bucket/{name}: {fault}" in result.err.splitlines()[-1], (name, result.err)
     with (tmp_path / ".state.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         result = treepack("select", "update", tmp_path / "state", "--rollouts", trie, "--add-groups")

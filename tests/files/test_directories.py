@@ -25,6 +25,7 @@ from support.manifests import seal
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.files import directory, parts
+from treepack.files.address import as_path
 from treepack.files.directory import finished_directory, finished_file, refuse_existing
 from treepack.files.manifest import Provenance, file_sha256, read_manifest
 from treepack.pack import files as packed_files
@@ -307,11 +308,30 @@ def test_an_empty_directory_is_an_output_that_may_be_used(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["trie"]
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/trie", "hf://datasets/a/b", "http://host/x"])
-def test_a_url_is_no_output(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "fault"),
+    {
+        "hf://datasets/a/b": "hf:// is read only; choose a local --out or one in s3:// or gs://",
+        "http://host/x": "http:// is not supported; expected a local path, file://, s3:// or gs://",
+        "s3://": "names no bucket; write s3://BUCKET/NAME",
+    }.items(),
+)
+def test_an_output_at_another_scheme_is_refused_by_name(
+    url: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TreepackError, match=f"{url}: is a URL, and outputs are written to this machine only"):
-        write_again(Path(url))
+    with (
+        pytest.raises(TreepackError, match=re.escape(f"{url}: {fault}")),
+        finished_directory(as_path(url) if "hf" in url else url),  # type: ignore[arg-type]
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_that_has_lost_a_slash_is_no_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TreepackError, match="s3://bucket/trie: was given as a Path, which drops a slash; pass"):
+        write_again(Path("s3://bucket/trie"))
     assert list(tmp_path.iterdir()) == []
 
 

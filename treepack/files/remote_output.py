@@ -40,7 +40,7 @@ RECORDS = ("manifest.json", "values.json", "train.json", "run.json")
 """The objects that complete an output of treepack; of several, the first one is written last."""
 
 UNFINISHED = ".unfinished"
-_TARGET = ".treepack-target.json"  # in the local folder of an output: its address and the state that was observed
+_TARGET = ".treepack-target.json"  # beside the local folder of an output: its address, and the observed manifest
 _PART = re.compile(r"[a-z]+-\d{5}-[0-9a-f]{16}\.parquet")
 
 
@@ -125,9 +125,10 @@ def remote_directory(out: RemotePath) -> Iterator[Path]:
     with observed(out) as state, _local_folder(out) as folder:
         target = {"scheme": out.scheme, "path": out.path, "observed": state.version(RECORDS[0])}
         (folder / _TARGET).write_text(json.dumps(target), encoding="utf-8")
-        yield folder
-        (folder / _TARGET).unlink()
-        _finish(out, folder, state)
+        output = folder / "output"
+        output.mkdir()
+        yield output
+        _finish(out, output, state)
         state.objects = object_store.list_objects(out)  # a later block inside of the same outer one starts from here
 
 
@@ -161,7 +162,7 @@ def publish(part: Path, sha256: str) -> str:
         TreepackError: the store fails.
     """
     try:
-        target = json.loads((part.parent / _TARGET).read_bytes())
+        target = json.loads(part.parent.with_name(_TARGET).read_bytes())
     except FileNotFoundError:
         return part.name
     seal = hashlib.sha256(f"{sha256} {target['observed'] or ''}".encode()).hexdigest()[:16]
