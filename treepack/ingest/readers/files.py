@@ -44,6 +44,7 @@ from treepack.ingest.readers.records import (
     Values,
     pieces_of_value,
 )
+from treepack.ingest.readers.remote_inputs import opened_path
 from treepack.ingest.readers.tables import (
     ARROW_FILE_MAGIC,
     ARROW_STREAM_MAGIC,
@@ -101,6 +102,7 @@ def read_pieces(
 def _whole_file(path: str, input_hash: InputHash | None, how: Handling, *, as_ranges: bool) -> Iterator[Piece | Range]:
     """Yield the pieces of one file and hash it; turn errors of libraries into sentences."""
     num_pieces = 0
+    path = opened_path(path)
     shown = displayed(path)
     try:
         ranges = plan_ranges(path, how, input_hash) if as_ranges else None

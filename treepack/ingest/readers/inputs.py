@@ -12,11 +12,13 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from threading import Condition, Thread
 
 from treepack.errors import TreepackError
+from treepack.files.address import as_path, is_address
 from treepack.files.directory import is_hidden_output
+from treepack.ingest.readers.remote_inputs import expand_address
 from treepack.trajectory import Skipped
 
 # .pt is torch.save, .traj is SWE-agent and .root is DARS. A folder may also have YAML, but mostly as settings.
@@ -179,6 +181,12 @@ def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped],
     skipped: list[Skipped] = []
     searched: set[str] = set()
     for name in map(str, inputs):
+        if is_address(name) and not name.startswith("file:"):
+            matches, others, below = expand_address(name, _unread)
+            files += matches
+            searched.update(below)
+            skipped += others
+            continue
         for path in _expand_glob(name):
             if path != STDIN and Path(path).is_dir():
                 matches, others = _search_folder(path)
@@ -201,6 +209,8 @@ def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped],
 def _expand_glob(name: str) -> list[str]:
     if name == "-":
         return [STDIN]
+    if is_address(name):
+        name = str(as_path(name))  # of file://
     try:
         if Path(name).exists():
             return [name]
@@ -223,21 +233,29 @@ def _search_folder(folder: str) -> tuple[list[str], list[Skipped]]:
     skipped: list[Skipped] = []
     for path in sorted(_files_below(folder)):
         shown = displayed(str(path))
-        # rollouts.jsonl.gz -> .jsonl
-        extension = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+        reason = _unread(path.name)
         if path.is_dir():  # only links: `os.walk` enters all other folders
             skipped.append(Skipped(shown, "link to a folder not followed", is_rollout=False))
-        elif extension.lower() in EXTENSIONS:
+        elif reason is None:
             files.append(str(path))
         else:
-            kind = f"file extension {displayed(extension)}" if extension else "file without extension"
-            skipped.append(Skipped(shown, f"{kind} not read", is_rollout=False))
+            skipped.append(Skipped(shown, reason, is_rollout=False))
     if not files:
         known = " ".join(sorted(EXTENSIONS))
         raise TreepackError(
             f"{displayed(folder)}: contains no file to read; expected the extensions {known}, plain, .gz or .zst"
         )
     return files, skipped
+
+
+def _unread(name: str) -> str | None:
+    """Return why a file of a folder is not read, by its name; None if it is."""
+    # rollouts.jsonl.gz -> .jsonl
+    path = PurePath(name)
+    extension = path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
+    if extension.lower() in EXTENSIONS:
+        return None
+    return f"file extension {displayed(extension)} not read" if extension else "file without extension not read"
 
 
 def _files_below(folder: str) -> Iterator[Path]:
