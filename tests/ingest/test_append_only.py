@@ -119,7 +119,7 @@ def test_the_text_is_that_of_the_sequence_made_by_hand(
     assert text == "".join(piece for piece, _ in expected)
     assert [text[start:end] for start, end, _ in spans] == [piece for piece, is_trained in expected if is_trained]
     num_parts = turn_totals(turns)["parts"]
-    assert (num_parts == 1) == (text == turns[-1].text)
+    assert (num_parts == 1) == (text == str(turns[-1].text))
 
 
 def test_another_end_token_in_the_middle_of_a_conversation_is_no_obstacle(tokenizers: dict[str, Any]) -> None:

@@ -74,12 +74,12 @@ def append_only_text(
     Returns:
         Text and spans, or None if the new messages of a turn cannot be separated from the rest of their rendering.
     """
-    text = turns[0].text
+    text = str(turns[0].text)
     spans: Spans = [(start, end, turns[0].weight) for start, end in turns[0].spans]
     for before, turn in pairwise(turns):
         start = turn.spans[0][0]
         if continues(before, turn):
-            new: str | None = turn.text[len(before.text) : start]
+            new: str | None = turn.text.slice(len(before.text), start)
         else:
             new = _new_messages(chat.messages, before, turn, render, special)
         if new is None:
@@ -87,7 +87,7 @@ def append_only_text(
         # Body at 40 of its rendering, 100 characters so far, 12 of new messages -> shift 100 + 12 - 40 = 72.
         shift = len(text) + len(new) - start
         spans += [(a + shift, b + shift, turn.weight) for a, b in turn.spans]
-        text += new + turn.text[start:]
+        text += new + turn.text.slice(start)
     return text, spans
 
 
@@ -106,7 +106,7 @@ def _new_messages(
     if after is None:
         return None
     tail, rest = after
-    size = _size_of_end(before.text, tail)
+    size = _size_of_end(before.text.slice(max(0, len(before.text) - SAME_END)), tail)
     if size == 0 and replied.get("tool_calls"):
         return None
     if rest.startswith(tail[:size]):
@@ -146,13 +146,15 @@ def _size_of_end(body: str, tail: str) -> int:
 def _before_body(between: str, turn: RenderedTurn, generation_prompt: Callable[[], str]) -> str | None:
     """Change the end of `between`, a generation prompt, so that the body of `turn` can follow; None if that fails."""
     start = turn.spans[0][0]
-    prompt, body = turn.text[:start], turn.text[start:]
-    if prompt.endswith(between[-SAME_END:]):
+    # The end of the prompt, in which everything that matters is found.
+    end, body = turn.text.slice(max(0, start - SAME_END), start), turn.text.slice(start)
+    if end.endswith(between[-SAME_END:]):
         return between
     generation = generation_prompt()
     if generation and body.startswith(generation):  # the template marks it as generated
         return between.removesuffix(generation)
     # Text of the turn that is not trained, such as an empty think block: generation prompt "<|assistant|><think>" and
     # prompt "...<|assistant|><think></think>" -> "</think>"
-    _, separator, opening = prompt.rpartition(generation or " ")
+    end = turn.text.slice(max(0, start - MAX_OPENING - len(generation)), start)
+    _, separator, opening = end.rpartition(generation or " ")
     return between + opening if generation and separator and len(opening) <= MAX_OPENING else None

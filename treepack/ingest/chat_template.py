@@ -19,6 +19,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.template.answers import Answers
 from treepack.ingest.template.forms import PROBE_TOOL, Forms
+from treepack.ingest.template.history import History
 from treepack.ingest.template.rendering import (
     Setting,
     TemplateFile,
@@ -27,6 +28,7 @@ from treepack.ingest.template.rendering import (
     check_syntax,
     render,
 )
+from treepack.ingest.template.texts import Text
 from treepack.trajectory import Chat
 
 __all__ = ["ChatTemplate", "RenderedChat", "RenderedTurn", "TemplateFile", "Tools", "UnfaithfulError"]
@@ -44,7 +46,7 @@ class RenderedTurn:
 
     index: int
     message: int
-    text: str
+    text: Text
     spans: tuple[tuple[int, int], ...]
     weight: float
 
@@ -77,7 +79,8 @@ class ChatTemplate:
     def turns(self, chat: Chat, *, tools: Tools, source: str) -> RenderedChat:
         """Render each assistant turn of `chat` that has a non-zero weight and generated text, as the last message.
 
-        O(turns * length of the conversation), because each turn is rendered with all messages before it.
+        Each turn is rendered with all messages before it. Renderings share what the template repeats unchanged
+        (`History`), so this is O(length of the conversation) for most templates, and O(turns * length) for the others.
 
         Raises:
             UnfaithfulError: the template refuses the messages, does not continue its own generation prompt, or leaves
@@ -86,7 +89,7 @@ class ChatTemplate:
         setting, forms = self._setting(chat, tools, source)
         forms.check(chat.messages, source)
         messages = [forms.convert(message) for message in chat.messages]
-        answers = Answers(setting, forms, self._special, self._end)
+        answers = Answers(History(messages, setting), setting, forms, self._special, self._end)
         turns: list[RenderedTurn] = []
         notes: dict[str, None] = {}  # an ordered set
         refusal: UnfaithfulError | None = None
@@ -96,7 +99,7 @@ class ChatTemplate:
             if chat.message_weights[k] == 0:
                 continue
             try:
-                answer = answers.answer(messages[:k], message, f"{source}: turn {index + 1} (message {k + 1})")
+                answer = answers.answer(k, message, f"{source}: turn {index + 1} (message {k + 1})")
             except UnfaithfulError as error:
                 # A greeting that a program put before the first question: no model generated it.
                 if any(each["role"] == "user" for each in chat.messages[:k]) or k == len(messages) - 1:
@@ -107,7 +110,7 @@ class ChatTemplate:
             notes |= dict.fromkeys(answer.notes)
             if answer.spans:
                 # The text ends with the last trained character: a newline after <|im_end|> belongs to the next prompt.
-                text = answer.text[: answer.spans[-1][1]]
+                text = answer.text.prefix(answer.spans[-1][1])
                 turns.append(RenderedTurn(index, k, text, answer.spans, chat.message_weights[k]))
         if refusal and not turns:
             raise refusal

@@ -39,6 +39,8 @@ class Encoder:
         self._has_marks = has_marks
         # In an alternation the first match wins: <|end|>x must come before <|end|>.
         longest_first = sorted(self._special, key=lambda token: (-len(token), token))
+        # A cut depends on no more characters after its place than these.
+        self.longest_separator = max(map(len, longest_first), default=1)
         self._pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
         self._cache: OrderedDict[str, Int32] = OrderedDict()
         self._cached = 0
@@ -49,14 +51,18 @@ class Encoder:
 
     def encode(self, text: str) -> Int32:
         """Return the ids of `text`, int32; O(length)."""
-        # The group in the pattern keeps the separators: "Hi<|end|>Yo" -> ["Hi", "<|end|>", "Yo"].
-        stretches = [text] if self._pattern is None else self._pattern.split(text)
-        ids = [
-            self._ids_as_text(each) if self._has_marks and MARK in each else self._ids(each)
-            for each in stretches
-            if each
-        ]
+        ids = [self.encode_stretch(each) for each in self.stretches(text)]
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
+
+    def stretches(self, text: str) -> list[str]:
+        """Cut `text` before and after each special token at which it may be split."""
+        # The group in the pattern keeps the separators: "Hi<|end|>Yo" -> ["Hi", "<|end|>", "Yo"].
+        parts = [text] if self._pattern is None else self._pattern.split(text)
+        return [part for part in parts if part]
+
+    def encode_stretch(self, stretch: str) -> Int32:
+        """Return the ids of one of the `stretches` of a text."""
+        return self._ids_as_text(stretch) if self._has_marks and MARK in stretch else self._ids(stretch)
 
     def _ids_as_text(self, stretch: str) -> Int32:
         """Return the ids of a stretch of text in which marks break special tokens."""

@@ -1,11 +1,15 @@
 """Rendered turns to samples: the text is cut where training starts and stops, and each piece is tokenised alone.
 
-turns A, AB, XC  --samples_of_turns-->  texts AB and XC  --pieces_of-->  ids and weights  --sample_of-->  samples
+turns A, AB, XC  --samples_of_turns-->   texts AB and XC     --pieces_of-->  ids and weights  --sample_of-->  samples
+                 --samples_of_prompts--> texts A, AB and XC
+
+The prompts of successive turns begin alike, so only their new text is tokenised (`Prompts`); their ids are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +17,7 @@ import numpy as np
 from treepack.ingest.append_only import continues
 from treepack.ingest.chat_template import RenderedTurn
 from treepack.ingest.encoder import Encoder
+from treepack.ingest.template.texts import Text, common
 from treepack.trajectory import FIRST_TOKEN_NOTE, Int32, Skipped, Tokens, Trajectory
 
 SPLIT_NOTE = "split where the template rewrites earlier turns"
@@ -27,18 +32,26 @@ def samples_of_turns(
     runs = _runs_of_turns(turns)
     texts = [run[-1].text for run in runs]
     notes: tuple[str, ...] = () if len(runs) == 1 else (SPLIT_NOTE,)
-    if whole.startswith(texts[-1]):
-        texts[-1] = whole
+    if whole and whole.startswith(str(texts[-1])):
+        texts[-1] = texts[-1].plus(whole[len(texts[-1]) :])
     elif whole:
         notes += (TRAILING_NOTE,)
     names = [item.trajectory_id] if len(runs) == 1 else [f"{item.trajectory_id}/part-{i}" for i in range(len(runs))]
     spans = [[span for turn in run for span in spans_of(turn)] for run in runs]
-    pieces = [pieces_of(encoder, text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True)]
+    prompts = Prompts(encoder)
+    pieces = (prompts.pieces(text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True))
     yield from samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces)
 
 
+def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn]) -> Iterator[Trajectory | Skipped]:
+    """Yield one sample for each turn, with its prompt."""
+    names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
+    prompts = Prompts(encoder)
+    yield from samples_of_pieces(item, names, (prompts.pieces(turn.text, spans_of(turn)) for turn in turns))
+
+
 def samples_of_pieces(
-    item: Trajectory, names: list[str], pieces: list[list[tuple[Int32, float]]]
+    item: Trajectory, names: list[str], pieces: Iterable[list[tuple[Int32, float]]]
 ) -> Iterator[Trajectory | Skipped]:
     """Yield one sample per name. Only the first sample carries the notes of the trajectory, so they count once."""
     for number, (name, pieces_of_sample) in enumerate(zip(names, pieces, strict=True)):
@@ -60,6 +73,40 @@ def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
 def spans_of(turn: RenderedTurn) -> list[tuple[int, int, float]]:
     """Return the trained spans of characters of a turn, each with the weight of the turn."""
     return [(start, end, turn.weight) for start, end in turn.spans]
+
+
+class Prompts:
+    """The ids of the last prompt, of which the next one repeats the beginning."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        """Start with no prompt."""
+        self._encoder = encoder
+        self._text = Text("")
+        self._ids: Int32 = np.empty(1 << 12, np.int32)
+        # Characters and ids up to the end of each stretch of the prompt; they start with 0.
+        self._characters, self._counts = [0], [0]
+
+    def pieces(self, text: Text, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:
+        """Return what `pieces_of` returns. The first ids are valid until the next call."""
+        start = spans[0][0]
+        shifted = [(a - start, b - start, weight) for a, b, weight in spans]
+        return [(self._encode(text.prefix(start)), 0.0), *pieces_of(self._encoder, text.slice(start), shifted)]
+
+    def _encode(self, text: Text) -> Int32:
+        # The text is cut in the same places as before, as far as a cut cannot depend on different text.
+        shared = common(self._text, text) - self._encoder.longest_separator
+        known = max(1, bisect_right(self._characters, shared))
+        del self._characters[known:], self._counts[known:]
+        for stretch in self._encoder.stretches(text.slice(self._characters[-1])):
+            ids = self._encoder.encode_stretch(stretch)
+            count = self._counts[-1] + len(ids)
+            if count > len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty(count, np.int32)])
+            self._ids[self._counts[-1] : count] = ids
+            self._characters.append(self._characters[-1] + len(stretch))
+            self._counts.append(count)
+        self._text = text
+        return self._ids[: self._counts[-1]]
 
 
 def pieces_of(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) -> list[tuple[Int32, float]]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from treepack.ingest.template.contents import check_answer
 from treepack.ingest.template.forms import CONTEXTS, OTHER_TEXT, PROBE_TEXT, Forms, calls_of
+from treepack.ingest.template.history import History, Spans
 from treepack.ingest.template.rendering import (
     BAD_MARKS,
     GENERATION_MARK,
@@ -32,8 +33,8 @@ from treepack.ingest.template.rendering import (
     Span,
     UnfaithfulError,
     render,
-    spans_of_marks,
 )
+from treepack.ingest.template.texts import Text
 from treepack.ingest.template.thoughts import (
     closes_thought,
     closing,
@@ -51,47 +52,49 @@ THINKING_REMEDY = (
 CLOSED_NOTE = "thought opened by the generation prompt closed without reasoning, untrained"
 EMPTY_NOTE = "assistant turn without text, reasoning or calls, not trained"
 PROBE_THOUGHT = "probe_thought"
+LONGEST_TAGS = 64  # characters of an opening and a closing tag, without whitespace: more than any of `thoughts`
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The text of a turn with its prompt, the trained spans of its characters (none: not trained), and notes."""
 
-    text: str
+    text: Text
     spans: tuple[Span, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def trained(self) -> str:
         """The trained text."""
-        return "".join(self.text[start:end] for start, end in self.spans)
+        return "".join(self.text.slice(start, end) for start, end in self.spans)
 
 
 class Answers:
     """The answers of turns of one conversation, by one template and one tokenizer."""
 
-    def __init__(self, setting: Setting, forms: Forms, special: tuple[str, ...], end: str) -> None:
+    def __init__(self, history: History, setting: Setting, forms: Forms, special: tuple[str, ...], end: str) -> None:
         """Take the `special` tokens, by which turns end, and the token that is the `end` of a sequence or ""."""
-        self._setting, self._forms, self._special, self._end = setting, forms, special, end
+        self._history, self._setting, self._forms, self._special, self._end = history, setting, forms, special, end
+        self._longest_special = max(map(len, special), default=0)
         self._prompts: dict[int, str] = {}  # number of the context -> its prompt
         self._after_calls: str | None = None
 
-    def answer(self, before: list[Message], turn: Message, source: str) -> Answer:
-        """Return the answer `turn` to the messages `before`, which have the form that the template prints.
+    def answer(self, k: int, turn: Message, source: str) -> Answer:
+        """Return the answer `turn`, which is message `k` of the history as the reader returned it.
 
         Raises:
             UnfaithfulError: the template refuses the messages, or leaves out text that the model wrote.
         """
         setting = self._setting.at(source)
-        answer = self._answer(before, turn, setting)
+        answer = self._answer(k, turn, setting)
         if _repeats_thought(turn, answer.trained):
-            answer = self._answer(before, _split(turn), setting)
+            answer = self._answer(k, _split(turn), setting, is_changed=True)
         try:
             return self._checked(answer, turn, setting)
         except UnfaithfulError:
             # DeepSeek's template leaves out the text of a second turn with calls, and prints it in a first one.
             with suppress(UnfaithfulError):
-                return self._checked(self._rebuilt(render(before, setting, prompt=True), turn, setting), turn, setting)
+                return self._checked(self._rebuilt(self._history.prompt(k, setting), turn, setting), turn, setting)
             raise
 
     def _checked(self, answer: Answer, turn: Message, setting: Setting) -> Answer:
@@ -100,40 +103,68 @@ class Answers:
         notes = check_answer(turn, answer.trained, end=self._end, source=setting.source)
         return replace(answer, notes=answer.notes + notes)
 
-    def _answer(self, before: list[Message], turn: Message, setting: Setting) -> Answer:
-        messages = [*before, self._forms.convert(turn)]
-        prompt = render(before, setting, prompt=True)
+    def _answer(self, k: int, turn: Message, setting: Setting, *, is_changed: bool = False) -> Answer:
+        """Return the answer `turn` in the place of message `k`, from which it may have been changed."""
+        converted = self._forms.convert(turn) if is_changed else None
+        prompt = self._history.prompt(k, setting)
         if GENERATION_MARK.search(setting.template):
-            return self._marked(messages, prompt, turn, setting)
-        text = render(messages, setting)
+            text, spans = self._history.marked(k, setting, converted)
+            return self._marked(prompt, turn, text, self._spans_of_turn(k, prompt, text, spans, setting), setting)
+        text = self._history.text(k, setting, converted)
         if text.startswith(prompt):
             return self._spanned(text, len(prompt), len(prompt))
         return self._rebuilt(prompt, turn, setting)
 
-    def _marked(self, messages: list[Message], prompt: str, turn: Message, setting: Setting) -> Answer:
+    def _spans_of_turn(
+        self, k: int, prompt: Text, text: Text, marks: Spans, setting: Setting
+    ) -> tuple[Span, ...] | None:
+        """Return the spans of the generation marks of turn `k` in `text`; None if they cannot be assigned to turns.
+
+        Raises:
+            UnfaithfulError: the last turn has no mark.
+        """
+        if len(marks) == self._history.num_answers[k + 1]:
+            spans = marks.last(1)
+        else:
+            # Some turns have several marks, or none: the marks of the last turn start after the text of all others.
+            texts = (self._history.before(k, setting) if k else Text(""), prompt)
+            before = next((each for each in texts if text.startswith(each)), None)
+            if before is None:
+                return None
+            spans = marks.since(len(before))
+        if not spans:
+            raise UnfaithfulError(
+                f"{setting.source}: the chat template puts no generation mark on this turn; mark every assistant turn",
+                BAD_MARKS,
+            )
+        return tuple(span for span in spans if span[1] > span[0])
+
+    def _marked(
+        self, prompt: Text, turn: Message, text: Text, spans: tuple[Span, ...] | None, setting: Setting
+    ) -> Answer:
         """Return the answer in the generation marks, or the rebuilt one if the template rewrites earlier turns."""
-        text, spans = spans_of_marks(messages, prompt, setting)
         if spans is None:
             with suppress(UnfaithfulError):
                 return self._rebuilt(prompt, turn, setting)
             sentence = "the chat template has generation marks that cannot be assigned to turns; mark each turn once"
             raise UnfaithfulError(f"{setting.source}: {sentence}", BAD_MARKS)
-        before = text[: spans[0][0]] if spans else prompt
+        before = text.prefix(spans[0][0]) if spans else prompt
         # Marks may begin before the header of the turn, such as <|assistant|>, or after more than the header.
         if before.startswith(prompt) or prompt.startswith(before):
             return Answer(text, spans)
         return self._rebuilt(prompt, turn, setting)
 
-    def _spanned(self, text: str, prompt: int, start: int, notes: tuple[str, ...] = ()) -> Answer:
+    def _spanned(self, text: Text, prompt: int, start: int, notes: tuple[str, ...] = ()) -> Answer:
         """Return the answer in `text` from the character `start` on; `prompt` is the length of the prompt."""
         # "...Hello<|im_end|>\n" -> trained up to <|im_end|>; "...Hello\n" without a special token -> up to the newline.
-        stripped = text.rstrip()
+        first = max(0, prompt - self._longest_special)
+        stripped = text.slice(first).rstrip()
         # If nothing follows the prompt, the special token at the end belongs to the prompt.
-        ends_special = stripped.endswith(self._special) and len(stripped) > prompt
-        end = len(stripped) if ends_special else len(text)
+        ends_special = stripped.endswith(self._special) and first + len(stripped) > prompt
+        end = first + len(stripped) if ends_special else len(text)
         return Answer(text, ((start, end),) if end > start else (), notes)
 
-    def _rebuilt(self, prompt: str, turn: Message, setting: Setting) -> Answer:
+    def _rebuilt(self, prompt: Text, turn: Message, setting: Setting) -> Answer:
         """Return `prompt` and the answer as the template prints it after a conversation of probes."""
         content = str(turn.get("content") or "")
         inner = inner_thought(content)
@@ -141,9 +172,10 @@ class Answers:
         calls = turn.get("tool_calls") or []
         if not (content.strip() or thought.strip() or calls):
             return Answer(prompt, (), (EMPTY_NOTE,))
-        if thought.strip() and closes_thought(prompt):
+        end_of_prompt = prompt.ending(LONGEST_TAGS)
+        if thought.strip() and closes_thought(end_of_prompt):
             raise UnfaithfulError(f"{setting.source}: {NO_THINKING}; {THINKING_REMEDY}", NO_THINKING)
-        opening = open_thought(prompt)
+        opening = open_thought(end_of_prompt)
         split = _split(turn) if opening and inner else turn
         body = self._printed(split, setting)
         before, notes = "", tuple[str, ...]()
@@ -158,7 +190,7 @@ class Answers:
                 before, notes = self._closing(opening, setting), (CLOSED_NOTE,)
         if len(calls) == 1 and (end_of_calls := self._end_of_calls(setting)):
             body = body.rstrip() + end_of_calls
-        return self._spanned(prompt + before + body, len(prompt), len(prompt) + len(before), notes)
+        return self._spanned(prompt.plus(before + body), len(prompt), len(prompt) + len(before), notes)
 
     def _printed(self, turn: Message, setting: Setting) -> str:
         """Return `turn` as the template prints it after a conversation of probes, without the header of the turn.

@@ -145,30 +145,3 @@ def _render(messages: list[Message], setting: Setting, *, prompt: bool, marks: b
         raise UnfaithfulError(
             f"{setting.source}: {REFUSED} ({reason}); fix them or use another template (--chat-template FILE)", REFUSED
         ) from error
-
-
-def spans_of_marks(messages: list[Message], prompt: str, setting: Setting) -> tuple[str, tuple[Span, ...] | None]:
-    """Render `messages`, and return the spans of the generation marks of the last message, the answer to `prompt`.
-
-    Returns:
-        The text and the spans, or None in their place if the marks cannot be assigned to turns.
-
-    Raises:
-        UnfaithfulError: the last turn has no mark.
-    """
-    text, marks = render_with_marks(messages, setting)
-    if len(marks) == sum(message["role"] == "assistant" for message in messages):
-        spans = marks[-1:]
-    else:
-        # Some turns have several marks, or none: the marks of the last turn start after the text of all others.
-        texts = (render(messages[:-1], setting) if len(messages) > 1 else "", prompt)
-        before = next((each for each in texts if text.startswith(each)), None)
-        if before is None:
-            return text, None
-        spans = [mark for mark in marks if mark[0] >= len(before)]
-    if not spans:
-        raise UnfaithfulError(
-            f"{setting.source}: the chat template puts no generation mark on this turn; mark every assistant turn",
-            BAD_MARKS,
-        )
-    return text, tuple(span for span in spans if span[1] > span[0])

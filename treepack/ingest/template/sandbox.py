@@ -21,13 +21,13 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+import jinja2.utils
 import numpy as np
 from jinja2 import TemplateError, nodes, pass_eval_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 Span = tuple[int, int]
 Variables = Mapping[str, Any] | None
@@ -35,6 +35,7 @@ Variables = Mapping[str, Any] | None
 # Fields of a message that may contain its reasoning; templates read the first one, older data has the others.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SCALARS = frozenset({str, int, float, bool, type(None)})
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 @lru_cache(maxsize=128)
@@ -56,7 +57,7 @@ class Template:
         Raises:
             TemplateSyntaxError: of jinja2.
         """
-        self._environment = _environment()
+        self._environment = new_environment()
         self._template = self._environment.from_string(text)
 
     def render(
@@ -69,16 +70,16 @@ class Template:
         Raises:
             Exception: whatever the template raises.
         """
-        inputs = _plain_inputs(tools, variables)
+        inputs = plain_inputs(tools, variables)
         return self._template.render(messages=messages, add_generation_prompt=prompt, **inputs)
 
     def render_with_marks(
         self, messages: list[Any], *, tools: Any = None, prompt: bool = False, variables: Variables = None
     ) -> tuple[str, list[Span]]:
         """Render like `render`; return the text and the spans of characters inside generation marks, in order."""
-        inputs = _plain_inputs(tools, variables)
-        marks = self._environment.extensions[_Marks.identifier]
-        assert isinstance(marks, _Marks)
+        inputs = plain_inputs(tools, variables)
+        marks = self._environment.extensions[Marks.identifier]
+        assert isinstance(marks, Marks)
         marks.blocks, marks.spans = [], []
         try:
             for block in self._template.generate(messages=messages, add_generation_prompt=prompt, **inputs):
@@ -138,7 +139,7 @@ def _is_plain(value: Any) -> bool:
     return kind in (list, tuple) and all(type(part) in _SCALARS or _is_plain(part) for part in value)
 
 
-def _plain_inputs(tools: Any, variables: Variables) -> dict[str, Any]:
+def plain_inputs(tools: Any, variables: Variables) -> dict[str, Any]:
     given: dict[str, Any] = plain(dict(variables or {}))
     if any(not isinstance(tool, dict) for tool in tools or ()):
         raise ValueError(
@@ -150,14 +151,14 @@ def _plain_inputs(tools: Any, variables: Variables) -> dict[str, Any]:
     return {"tools": plain(tools)} | given
 
 
-class _Marks(Extension):
+class Marks(Extension):
     """The statement {% generation %}: while a rendering collects `blocks`, the span of its text goes to `spans`."""
 
     tags = {"generation"}  # noqa: RUF012 (of the base class)
 
     def __init__(self, environment: ImmutableSandboxedEnvironment) -> None:
         super().__init__(environment)
-        self.blocks: list[str] | None = None
+        self.blocks: list[Any] | None = None  # text, or something as long as the text so far
         self.spans: list[Span] | None = None
 
     def parse(self, parser: Parser) -> nodes.Node:
@@ -175,14 +176,25 @@ class _Marks(Extension):
         return text
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Marks, loopcontrols])
+class Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which looks up a key of a dict without asking for an attribute of that name first."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return `obj.attribute`, for a dict usually a value."""
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
+def new_environment() -> Environment:
+    """Return an environment with everything that templates may use."""
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Marks, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
         "dict": _Dict(),
-        "namespace": _Namespace,
+        "namespace": Namespace,
     }
     return environment
 
@@ -212,18 +224,18 @@ class _Dict:
         return dict.fromkeys(*args, **kwargs)
 
 
-class _Namespace(Namespace):
+class Namespace(jinja2.utils.Namespace):
     """Jinja's namespace without names that start with an underscore, through which code could escape."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # so that namespace(self=1) works, as in jinja2
         self, args = args[0], args[1:]
         values = dict(*args, **kwargs)
         for name in values:
-            _Namespace._check(name)
-        Namespace.__init__(self, values)
+            Namespace._check(name)
+        jinja2.utils.Namespace.__init__(self, values)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _Namespace._check(name)
+        Namespace._check(name)
         super().__setitem__(name, value)
 
     @staticmethod

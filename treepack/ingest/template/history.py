@@ -1,0 +1,150 @@
+"""Render one conversation up to each of its turns.
+
+    prompt(k)         messages[:k], with the generation prompt
+    text(k)           messages[:k + 1]
+    marked(k)         the same, with its generation marks
+
+The renderings share what they have in common if the template can be tracked (`tracking`). If it cannot be, or raises,
+each one is rendered by itself, which also decides about errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from treepack.ingest.template.rendering import Message, Setting, Span, render, render_with_marks
+from treepack.ingest.template.texts import Text
+
+if TYPE_CHECKING:
+    from treepack.ingest.template.tracking import Marks, Tracker
+
+MIN_MESSAGES = 8  # of a conversation whose renderings have enough in common
+# Iterations for each message of a conversation, and this many more, after which its template is rendered as usual. The
+# templates of trl need at most 6.
+MAX_ITERATIONS, FREE_ITERATIONS = 24, 1000
+
+
+class Spans:
+    """The generation marks of a rendering, from the last one back."""
+
+    def __init__(self, number: int, reversed_spans: Iterator[Span]) -> None:
+        """Take the `number` of all marks."""
+        self._number, self._spans = number, reversed_spans
+
+    def __len__(self) -> int:
+        """Return the number of marks."""
+        return self._number
+
+    def last(self, number: int) -> list[Span]:
+        """Return the last `number` of them."""
+        return [span for span, _ in zip(self._spans, range(number), strict=False)][::-1]
+
+    def since(self, start: int) -> list[Span]:
+        """Return those that begin at the character `start` or later."""
+        spans = []
+        for span in self._spans:
+            if span[0] < start:
+                break
+            spans.append(span)
+        return spans[::-1]
+
+
+class History:
+    """The messages of a conversation, in the form that the template prints, and its renderings."""
+
+    def __init__(self, messages: list[Message], setting: Setting) -> None:
+        """Render nothing yet. `setting` is that of all renderings, except for its source."""
+        self.messages = messages
+        self.num_answers = [0, *accumulate(message["role"] == "assistant" for message in messages)]
+        self._tracker: Tracker | None = None
+        if len(messages) >= MIN_MESSAGES:
+            self._start_tracking(setting)
+
+    def _start_tracking(self, setting: Setting) -> None:
+        # Imported here, because importing jinja2 takes a while and token ids need no template.
+        from treepack.ingest.template.loops import PREFIX
+        from treepack.ingest.template.sandbox import plain_inputs, plain_message
+        from treepack.ingest.template.tracking import Memories, tracked
+
+        tracker = tracked(setting.template)
+        if tracker is None or tracker.is_refused:
+            return
+        with suppress(Exception):  # an error of the inputs is raised again by the usual rendering
+            self._inputs = plain_inputs(setting.tools, setting.variables)
+            self._plain = [plain_message(message) for message in self.messages]
+            names = {"messages", "add_generation_prompt"}
+            if not any(name in names or name.startswith(PREFIX) for name in self._inputs):
+                self._tracker, self._memories = tracker, Memories()
+
+    def prompt(self, k: int, setting: Setting) -> Text:
+        """Render the first `k` messages with the generation prompt.
+
+        Raises:
+            UnfaithfulError: the template raises anything.
+        """
+        shared = self._shared(k, None, prompt=True)
+        return shared[0] if shared else Text(render(self.messages[:k], setting, prompt=True))
+
+    def before(self, k: int, setting: Setting) -> Text:
+        """Render the first `k` messages.
+
+        Raises:
+            UnfaithfulError: the template raises anything.
+        """
+        shared = self._shared(k, None, prompt=False)
+        return shared[0] if shared else Text(render(self.messages[:k], setting))
+
+    def text(self, k: int, setting: Setting, turn: Message | None = None) -> Text:
+        """Render the first `k` messages and message `k`, or another `turn` in its place.
+
+        Raises:
+            UnfaithfulError: the template raises anything.
+        """
+        shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
+        return shared[0] if shared else Text(render(self._with(k, turn), setting))
+
+    def marked(self, k: int, setting: Setting, turn: Message | None = None) -> tuple[Text, Spans]:
+        """Render as `text` does; return the generation marks too.
+
+        Raises:
+            UnfaithfulError: the template raises anything.
+        """
+        shared = self._shared(k, turn, prompt=False) if turn else self._shared(k + 1, None, prompt=False)
+        if shared:
+            return shared[0], Spans(shared[1].number if shared[1] else 0, _spans(shared[1]))
+        text, spans = render_with_marks(self._with(k, turn), setting)
+        return Text(text), Spans(len(spans), reversed(spans))
+
+    def _with(self, k: int, turn: Message | None) -> list[Message]:
+        return [*self.messages[:k], turn or self.messages[k]]
+
+    def _shared(self, k: int, turn: Message | None, *, prompt: bool) -> tuple[Text, Marks | None] | None:
+        """Render the first `k` messages, and `turn`, with the tracked template; None if that is impossible."""
+        from treepack.ingest.template.sandbox import plain_message
+        from treepack.ingest.template.views import Untracked
+
+        tracker = self._tracker
+        if tracker is None or not tracker.lock.acquire(blocking=False):
+            return None
+        try:
+            items = self._plain[:k] if turn is None else [*self._plain[:k], plain_message(turn)]
+            result = tracker.render(self._memories, items, num_common=k, prompt=prompt, inputs=self._inputs)
+        except Untracked:
+            self._tracker = None
+            return None
+        except Exception:  # the usual rendering finds out what it is
+            return None
+        finally:
+            tracker.lock.release()
+        if self._memories.num_iterations > MAX_ITERATIONS * len(self._plain) + FREE_ITERATIONS:
+            self._tracker = None
+        return result
+
+
+def _spans(marks: Any) -> Iterator[Span]:
+    while marks is not None:
+        yield marks.span
+        marks = marks.before

@@ -1,0 +1,404 @@
+"""Render the beginnings of a conversation one after the other, and repeat only the iterations that may have changed.
+
+    2 messages   head | user  assistant |                  generation prompt
+    4 messages   head | ----  assistant  tool  assistant | generation prompt       ---- taken from the rendering before
+
+An iteration of a loop over messages is a function of what it reads. While it runs, its reads are recorded: other
+messages, the number of messages (`loop.last`, `messages|length`), and attributes of namespaces that were set before the
+loop. It is taken from the rendering before if each of these reads has the same outcome now. What runs outside of such
+loops is run each time. Anything whose reads are unknown raises `Untracked`. So the text is that of the template by
+construction, and not because samples of it were compared.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, pass_context
+from jinja2.runtime import Context, LoopContext
+
+from treepack.ingest.template import loops, sandbox
+from treepack.ingest.template.texts import ROOT, Chunk, Chunks, Text
+from treepack.ingest.template.values import is_comparable, is_plain, same
+from treepack.ingest.template.views import (
+    MISSING,
+    LoopView,
+    ReversedLoopView,
+    Untracked,
+    View,
+    attributes_of,
+    namespace_class,
+    place_of,
+    start_of,
+)
+
+Key = tuple[int, str]  # a namespace and its attribute
+Need = tuple[Any] | tuple[int, int]  # a value, or the least and the greatest of integers with the same outcome
+Span = tuple[int, int]
+
+_UNLIMITED = sys.maxsize
+_ORDERS: dict[str, Callable[[Any, Any], Any]] = {
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+}
+_MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq"}
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """The generation marks of a rendering in order, a chain: `span` is the last of `number`."""
+
+    before: Marks | None
+    span: Span
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The state after an iteration, and the conditions under which all iterations up to it have the same outcome.
+
+    The number of messages is in [`low`, `high`], and the attributes in `needs` have these values before the loop.
+    `writes` are the attributes that the loop has set.
+    """
+
+    chunk: Chunk
+    marks: Marks | None
+    low: int
+    high: int
+    needs: dict[Key, Need]
+    writes: dict[Key, Any]
+
+
+@dataclass(slots=True)
+class Memory:
+    """The iterations of one loop over messages from number `start` on, after the text and variables of `root`."""
+
+    root: Step
+    start: int
+    variables: dict[str, Any]
+    num_namespaces: int
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ReversedMemory:
+    """What a loop over reversed messages sets from a message on, by its number and the attributes that it reads."""
+
+    variables: dict[str, Any]
+    num_namespaces: int
+    outcomes: dict[tuple[object, ...], dict[Key, Any]] = field(default_factory=dict)
+
+
+class Memories:
+    """What the renderings of one conversation share."""
+
+    def __init__(self) -> None:
+        self.chunks = Chunks()
+        self.loops: dict[tuple[int, bool | None], Memory] = {}
+        self.reversed: dict[int, ReversedMemory] = {}
+        self.num_iterations = 0  # over messages, that were run
+
+
+@lru_cache(maxsize=128)
+def tracked(text: str) -> Tracker | None:
+    """Return the tracked template of `text`, or None if it has no loop that can be tracked."""
+    try:
+        tracker = Tracker(text)
+    except TemplateSyntaxError:
+        return None
+    return tracker if tracker.loops else None
+
+
+class Tracker:
+    """A template with tracked loops; it renders one conversation at a time."""
+
+    def __init__(self, text: str) -> None:
+        """Compile `text`.
+
+        Raises:
+            TemplateSyntaxError: of jinja2.
+        """
+        self._environment = environment = sandbox.new_environment()
+        tree = environment.parse(text)
+        self.loops = loops.change_loops(tree, environment)
+        self._namespace = namespace_class(self)
+        environment.globals |= {
+            "namespace": self._namespace,
+            loops.LOOP: self._loop,
+            loops.REVERSED: self._reversed,
+            loops.COMPARE: self._compare,
+            loops.POSITION: _position,
+        }
+        self._template = environment.from_string(tree)
+        self._extension = environment.extensions[sandbox.Marks.identifier]
+        self.lock = Lock()  # of a rendering, because all of them share the state of this object
+        self.is_refused = False  # True after the template did something that cannot be tracked
+        self.items: list[Any] = []
+        self.size = 0
+        self.is_recording = False
+        self._low, self._high = 0, _UNLIMITED
+        self._needs: dict[Key, Any] = {}
+        self._writes: dict[Key, Any] = {}
+        self._marks: Marks | None = None
+
+    def render(
+        self, memories: Memories, items: list[Any], *, num_common: int, prompt: bool, inputs: dict[str, Any]
+    ) -> tuple[Text, Marks | None]:
+        """Render all plain messages `items`; return the text and its generation marks.
+
+        The first `num_common` messages are those of every other rendering with `memories`, and `inputs` are too.
+
+        Raises:
+            Untracked: the template cannot be tracked.
+            Exception: whatever the template raises.
+        """
+        self._memories, self.items, self.size, self._num_common = memories, items, len(items), num_common
+        self._prompt = prompt
+        self._namespaces: list[Any] = []
+        self._pieces: list[str] = []
+        self._length, self._chunk, self._marks = 0, ROOT, None
+        extension: Any = self._extension
+        extension.blocks, extension.spans = [self], []  # an open mark starts at len(self)
+        self._spans: list[Span] = extension.spans
+        try:
+            context = self._template.new_context({"messages": View(self), "add_generation_prompt": prompt, **inputs})
+            for piece in self._template.root_render_func(context):
+                self._pieces.append(piece)
+                self._length += len(piece)
+            return Text("".join(self._pieces), self._chunk), self._all_marks()
+        except Untracked:
+            self.is_refused = True
+            raise
+        finally:
+            extension.blocks = extension.spans = None
+            self.is_recording = False
+            self.items, self._namespaces = [], []
+
+    def __len__(self) -> int:
+        """Return the number of characters that are rendered so far."""
+        return self._length
+
+    # Reads of the current iteration.
+
+    def at_least(self, number: int) -> None:
+        """Report that the iteration would be the same with `number` messages or more."""
+        if number > self._low:
+            self._low = number
+
+    def at_most(self, number: int) -> None:
+        """Report that the iteration would be the same with `number` messages or fewer."""
+        if number < self._high:
+            self._high = number
+
+    def register(self, namespace: Any) -> int:
+        """Return the number of a new namespace, or -1 if it is local to an iteration."""
+        if self.is_recording:
+            return -1
+        self._namespaces.append(namespace)
+        return len(self._namespaces) - 1
+
+    def read(self, place: int, name: str, value: Any) -> None:
+        """Report that an attribute was read."""
+        key = (place, name)
+        if place < 0 or key in self._writes or len(self._needs.get(key, (0, 0))) == 1:
+            return
+        if not is_comparable(value):
+            raise Untracked
+        self._needs = {**self._needs, key: (value,)}
+
+    def write(self, place: int, name: str, value: Any) -> None:
+        """Report that an attribute was written."""
+        if place >= 0:
+            if not is_plain(value):
+                raise Untracked
+            self._writes = {**self._writes, (place, name): value}
+
+    def _compare(self, order: str, other: Any, holder: Any, name: str, is_left: bool) -> Any:
+        """Return `other > holder.name`, or the sides exchanged if `is_left`; an integer is read as a range."""
+        if type(holder) is self._namespace and self.is_recording and type(other) is int:
+            key = (place_of(holder), name)
+            value = attributes_of(holder).get(name, MISSING)
+            if key[0] >= 0 and key not in self._writes and type(value) is int:
+                return self._compare_integers(_MIRRORED[order] if is_left else order, other, key, value)
+        value = self._environment.getattr(holder, name)
+        return _ORDERS[order](value, other) if is_left else _ORDERS[order](other, value)
+
+    def _compare_integers(self, order: str, other: int, key: Key, value: int) -> bool:
+        # 5 > value is True: value in [-inf, 4]; False: value in [5, inf].
+        result: bool = _ORDERS[order](other, value)
+        need: Any = self._needs.get(key, (-_UNLIMITED, _UNLIMITED))
+        if len(need) == 2:
+            below = other - 1 if order in ("gt", "lteq") else other  # values below the border, with it
+            is_below = result if order in ("gt", "gteq") else not result
+            low, high = need
+            new = (low, min(high, below)) if is_below else (max(low, below + 1), high)
+            self._needs = {**self._needs, key: new}
+        return result
+
+    # Loops.
+
+    @pass_context
+    def _loop(self, context: Context, number: int, iterated: Any) -> Any:
+        """Return the pairs of message and `loop` for a loop over `iterated`."""
+        if type(iterated) is not View or self._marks or self._spans:
+            return LoopContext(iterated, self._environment.undefined)
+        return self._steps(number, start_of(iterated), self._variables(context, number))
+
+    def _steps(self, number: int, start: int, variables: dict[str, Any]) -> Iterator[tuple[Any, LoopView]]:
+        """Yield the messages of the iterations that must be run, after taking all others from memory."""
+        memory = self._memory(number, start, variables)
+        steps, is_kept = memory.steps, self._num_common == self.size
+        known = len(steps)
+        while known and not self._holds(steps[known - 1]):
+            known -= 1
+        step = steps[known - 1] if known else memory.root
+        if is_kept:
+            del steps[known:]
+        for (place, name), value in step.writes.items():
+            attributes_of(self._namespaces[place])[name] = value
+        self._continue_after(step)
+        loop = LoopView(self, start)
+        try:
+            for i in range(known, max(0, self.size - start)):
+                loop.index0 = i
+                self._begin(step)
+                self.at_least(start + i + 1)
+                yield self.items[start + i], loop
+                step = self._end()
+                if is_kept:
+                    steps.append(step)
+                self._memories.num_iterations += 1
+        finally:
+            self.is_recording = False  # also if the template leaves the loop by break
+
+    def _memory(self, number: int, start: int, variables: dict[str, Any]) -> Memory:
+        head = self._memories.chunks.after(self._chunk, "".join(self._pieces))
+        key = (number, self._prompt if self.loops[number].reads_prompt else None)
+        memory = self._memories.loops.get(key)
+        if (
+            memory is None
+            or memory.root.chunk is not head
+            or memory.start != start
+            or memory.num_namespaces != len(self._namespaces)
+            or not same(memory.variables, variables)
+        ):
+            root = Step(head, None, 0, _UNLIMITED, {}, {})
+            memory = self._memories.loops[key] = Memory(root, start, variables, len(self._namespaces))
+        return memory
+
+    def _holds(self, step: Step) -> bool:
+        """Return True if the iterations up to `step` would have the same outcome now, before the loop."""
+        return (
+            step.low <= self._num_common
+            and self.size <= step.high
+            and all(self._is_met(key, need) for key, need in step.needs.items())
+        )
+
+    def _is_met(self, key: Key, need: Any) -> bool:
+        value = attributes_of(self._namespaces[key[0]]).get(key[1], MISSING)
+        if len(need) == 1:
+            return same(need[0], value)
+        return type(value) is int and need[0] <= value <= need[1]
+
+    def _begin(self, step: Step) -> None:
+        """Start to record an iteration after `step`."""
+        self._low, self._high, self._needs, self._writes = step.low, step.high, step.needs, step.writes
+        self.is_recording = True
+
+    def _end(self) -> Step:
+        """Return the state after the iteration that was recorded."""
+        chunk = self._memories.chunks.after(self._chunk, "".join(self._pieces))
+        step = Step(chunk, self._all_marks(), self._low, self._high, self._needs, self._writes)
+        self._continue_after(step)
+        return step
+
+    def _continue_after(self, step: Step) -> None:
+        self._chunk, self._marks, self._length = step.chunk, step.marks, step.chunk.end
+        self._pieces.clear()
+        self._spans.clear()
+
+    def _all_marks(self) -> Marks | None:
+        marks = self._marks
+        for span in self._spans:
+            marks = Marks(marks, span, marks.number + 1 if marks else 1)
+        return marks
+
+    def _variables(self, context: Context, number: int) -> dict[str, Any]:
+        """Return the variables that the template has set and the loop may read."""
+        names = self.loops[number].names
+        variables = {name: value for name, value in context.vars.items() if name in names}
+        if not all(map(is_comparable, variables.values())):
+            raise Untracked
+        return variables
+
+    @pass_context
+    def _reversed(self, context: Context, number: int, iterated: Any) -> Any:
+        """Return the pairs of message and `loop` for a loop over `iterated[::-1]`."""
+        if type(iterated) is not View or self._marks or self._spans:
+            backwards = self._environment.getitem(iterated, slice(None, None, -1))
+            return LoopContext(backwards, self._environment.undefined)
+        variables = self._variables(context, number)
+        memory = self._memories.reversed.get(number)
+        if memory is None or memory.num_namespaces != len(self._namespaces) or not same(memory.variables, variables):
+            memory = self._memories.reversed[number] = ReversedMemory(variables, len(self._namespaces))
+        return self._reversed_steps(memory, start_of(iterated), self.loops[number].attributes)
+
+    def _reversed_steps(
+        self, memory: ReversedMemory, start: int, attributes: frozenset[str]
+    ) -> Iterator[tuple[Any, ReversedLoopView]]:
+        """Yield the messages from the last one on, until the outcome of the rest of the loop is known."""
+        # [(key, writes)] of the iterations since the last one whose outcome depends on more than its key.
+        run: list[tuple[tuple[object, ...], dict[Key, Any]]] = []
+        outcome: dict[Key, Any] = {}
+        loop = ReversedLoopView(self, start)
+        for i in range(self.size - start - 1, -1, -1):
+            key = (start, i, *self._state(attributes))
+            if start + i < self._num_common and key in memory.outcomes:
+                outcome = memory.outcomes[key]
+                for (place, name), value in outcome.items():
+                    attributes_of(self._namespaces[place])[name] = value
+                break
+            before = self._length
+            loop.position = i
+            self._memories.num_iterations += 1
+            try:
+                self._begin(Step(self._chunk, None, 0, _UNLIMITED, {}, {}))
+                yield self.items[start + i], loop
+            finally:
+                self.is_recording = False
+            is_pure = (
+                self._length == before
+                and self._low <= start + i + 1 <= self._num_common
+                and self._high == _UNLIMITED
+                and all(name in attributes for _, name in self._needs)
+            )
+            if is_pure:
+                run.append((key, self._writes))
+            else:
+                run.clear()
+        for key, writes in reversed(run):
+            outcome = {**writes, **outcome}
+            memory.outcomes[key] = outcome
+
+    def _state(self, attributes: frozenset[str]) -> Iterator[object]:
+        """Yield the attributes that a loop may read, of all namespaces."""
+        for place, namespace in enumerate(self._namespaces):
+            values = attributes_of(namespace)
+            for name in sorted(attributes & values.keys()):
+                value = values[name]
+                if type(value) not in (str, int, bool, type(None)):
+                    raise Untracked
+                yield (place, name, type(value), value)
+
+
+def _position(loop: Any) -> Any:
+    """Return the number of the message of an iteration in the list that a loop goes through backwards."""
+    return loop.position if type(loop) is ReversedLoopView else loop.length - 1 - loop.index0

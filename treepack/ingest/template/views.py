@@ -1,0 +1,272 @@
+"""Stand-ins for the messages, the namespaces and the variable `loop` of a tracked template.
+
+Each reports to a `Reads` what an iteration depends on: the number of messages, and values from before the loop. Uses
+that cannot be reported raise `Untracked`, and then the template is rendered without tracking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+from jinja2.runtime import Undefined
+
+from treepack.ingest.template import sandbox
+
+MISSING: Any = type("Missing", (), {"__slots__": ()})()  # the value of an attribute that a namespace does not have
+_ATTRIBUTES = "_Namespace__attrs"  # where jinja2's Namespace has its attributes
+
+
+class Untracked(BaseException):
+    """The template does something whose dependencies are unknown. No handler of `Exception` may catch it."""
+
+
+class Reads(Protocol):
+    """What the current iteration has read."""
+
+    items: list[Any]
+    size: int
+    is_recording: bool
+
+    def at_least(self, number: int) -> None:
+        """Report that the iteration would be the same with `number` messages or more."""
+
+    def at_most(self, number: int) -> None:
+        """Report that the iteration would be the same with `number` messages or fewer."""
+
+    def register(self, namespace: Any) -> int:
+        """Return the number of a new namespace, or -1 if it is local to an iteration."""
+
+    def read(self, place: int, name: str, value: Any) -> None:
+        """Report that an attribute was read."""
+
+    def write(self, place: int, name: str, value: Any) -> None:
+        """Report that an attribute was written."""
+
+
+class View:
+    """The messages from number `_start` on, as a list that reports how many messages its reader depends on."""
+
+    __slots__ = ("_reads", "_start")
+
+    def __init__(self, reads: Reads, start: int = 0) -> None:
+        self._reads, self._start = reads, start
+
+    def __len__(self) -> int:
+        self._reads.at_least(self._reads.size)
+        self._reads.at_most(self._reads.size)
+        return max(0, self._reads.size - self._start)
+
+    def __bool__(self) -> bool:
+        return self._has(0)
+
+    def __getitem__(self, place: Any) -> Any:
+        if type(place) is int and place >= 0:
+            if self._has(place):
+                return self._reads.items[self._start + place]
+            raise IndexError("list index out of range")
+        if isinstance(place, slice):
+            start, step = place.start, place.step
+            is_end = place.stop is None and (step is None or step == 1)
+            if is_end and (start is None or (type(start) is int and start >= 0)):
+                return View(self._reads, self._start + (start or 0))
+        whole: Any = self._list()
+        return whole[place]  # from the end, so it depends on the number of messages; or an error of lists
+
+    def __iter__(self) -> Iterator[Any]:
+        place = 0
+        while self._has(place):
+            yield self._reads.items[self._start + place]
+            place += 1
+
+    def __reversed__(self) -> Iterator[Any]:
+        backwards: Iterator[Any] = reversed(self._list())
+        return backwards
+
+    def _has(self, place: int) -> bool:
+        """Return True if there is a message number `place` in this list."""
+        if self._start + place < self._reads.size:
+            self._reads.at_least(self._start + place + 1)
+            return True
+        self._reads.at_most(self._start + place)
+        return False
+
+    def _list(self) -> list[Any]:
+        len(self)
+        return self._reads.items[self._start : self._reads.size]
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise Untracked
+
+    __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __mod__ = __rmod__ = _refuse
+    __hash__ = __str__ = __repr__ = __format__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Untracked
+
+
+def start_of(view: View) -> int:
+    """Return the number of the first message in `view`."""
+    return view._start
+
+
+class LoopView:
+    """The variable `loop` of a loop over a `View`, as far as templates may use it."""
+
+    __slots__ = ("_reads", "_start", "index0")
+    depth0, depth = 0, 1
+
+    def __init__(self, reads: Reads, start: int) -> None:
+        self._reads, self._start = reads, start
+        self.index0 = -1
+
+    @property
+    def index(self) -> int:
+        return self.index0 + 1
+
+    @property
+    def first(self) -> bool:
+        return self.index0 == 0
+
+    @property
+    def last(self) -> bool:
+        return not self._has_next()
+
+    @property
+    def previtem(self) -> Any:
+        if self.index0 == 0:
+            return Undefined("there is no previous item")
+        return self._reads.items[self._start + self.index0 - 1]
+
+    @property
+    def nextitem(self) -> Any:
+        if self._has_next():
+            return self._reads.items[self._start + self.index0 + 1]
+        return Undefined("there is no next item")
+
+    @property
+    def length(self) -> int:
+        return len(View(self._reads, self._start))
+
+    @property
+    def revindex(self) -> int:
+        return self.length - self.index0
+
+    @property
+    def revindex0(self) -> int:
+        return self.length - self.index0 - 1
+
+    def cycle(self, *values: Any) -> Any:
+        if not values:
+            raise TypeError("no items for cycling given")
+        return values[self.index0 % len(values)]
+
+    def _has_next(self) -> bool:
+        place = self._start + self.index0 + 1
+        if place < self._reads.size:
+            self._reads.at_least(place + 1)
+            return True
+        self._reads.at_most(place)
+        return False
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise Untracked
+
+    __len__ = __iter__ = __call__ = _refuse
+    __hash__ = __eq__ = __str__ = __repr__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Untracked
+
+
+class ReversedLoopView:
+    """The variable `loop` of a loop over a reversed `View`; `position` is the number of the message in the view."""
+
+    __slots__ = ("_reads", "_start", "position")
+    depth0, depth = 0, 1
+
+    def __init__(self, reads: Reads, start: int) -> None:
+        self._reads, self._start = reads, start
+        self.position = 0
+
+    @property
+    def length(self) -> int:
+        return len(View(self._reads, self._start))
+
+    @property
+    def index0(self) -> int:
+        return self.length - 1 - self.position
+
+    @property
+    def index(self) -> int:
+        return self.length - self.position
+
+    @property
+    def first(self) -> bool:
+        return self.index0 == 0
+
+    @property
+    def last(self) -> bool:
+        return self.position == 0
+
+    @property
+    def revindex0(self) -> int:
+        return self.position
+
+    @property
+    def revindex(self) -> int:
+        return self.position + 1
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise Untracked
+
+    __len__ = __iter__ = __call__ = _refuse
+    __hash__ = __eq__ = __str__ = __repr__ = _refuse
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise Untracked
+
+
+def namespace_class(reads: Reads) -> type[sandbox.Namespace]:
+    """Return the class `namespace` of a tracked template."""
+
+    class TrackedNamespace(sandbox.Namespace):
+        def __init__(*args: Any, **kwargs: Any) -> None:
+            sandbox.Namespace.__init__(*args, **kwargs)
+            object.__setattr__(args[0], "_place", reads.register(args[0]))
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in (_ATTRIBUTES, "__class__"):
+                return object.__getattribute__(self, name)
+            values = attributes_of(self)
+            value = values.get(name, MISSING)
+            if reads.is_recording:
+                reads.read(place_of(self), name, value)
+            if value is MISSING:
+                raise AttributeError(name)
+            return value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if reads.is_recording:
+                reads.write(place_of(self), name, value)
+            sandbox.Namespace.__setitem__(self, name, value)
+
+        def __repr__(self) -> str:
+            raise Untracked  # it prints the attributes in the order in which they were set
+
+        __str__ = __repr__
+
+    return TrackedNamespace
+
+
+def place_of(namespace: Any) -> int:
+    """Return the number of a tracked namespace, or -1 if it is local to an iteration."""
+    place: int = object.__getattribute__(namespace, "_place")
+    return place
+
+
+def attributes_of(namespace: Any) -> dict[str, Any]:
+    """Return the attributes of a tracked namespace."""
+    attributes: dict[str, Any] = object.__getattribute__(namespace, _ATTRIBUTES)
+    return attributes
