@@ -18,7 +18,8 @@ from support import real_templates
 from support.conversations import Conversation, real_conversations, samples_of_formats
 from support.paths import REAL
 from support.template_oracle import faults, faults_of_prompt, marked
-from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.ingest.file_tokenizer import FileTokenizer
+from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer, tokenize
 from treepack.trajectory import Skipped, Trajectory
 
 REAL_CONVERSATIONS = 3  # of each source
@@ -37,20 +38,24 @@ def samples(tokenizer: Any, one: Conversation, expand: str) -> list[Trajectory |
     return list(tokenize([one.item], tokenizer=tokenizer, tools=one.tools, expand=expand))
 
 
-def wrong(tokenizer: Any, one: Conversation) -> Iterator[str]:
-    whole = samples(tokenizer, one, "trajectory")
+def wrong(tokenizer: Any, reader: Any, one: Conversation) -> Iterator[str]:
+    whole = samples(reader, one, "trajectory")
     yield from faults(tokenizer, one.chat, whole, one.schemas)
     # The prompts of the first turns are enough, and rendering every turn of a long conversation takes most of the time.
     short = replace(one, item=replace(one.item, content=marked(one.chat, limit=PROMPT_MESSAGES)))
-    for turn in samples(tokenizer, short, "turns"):
+    for turn in samples(reader, short, "turns"):
         if isinstance(turn, Trajectory):
             yield from faults_of_prompt(tokenizer, short.chat, turn, one.schemas)
 
 
 @pytest.mark.parametrize("name", real_templates.names())
 def test_trained_tokens_are_what_the_assistant_wrote_or_the_conversation_is_skipped(name: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(real_templates.save(name, tmp_path))
-    faulty = {one.item.source: fault for one in conversations() for fault in wrong(tokenizer, one)}
+    folder = real_templates.save(name, tmp_path)
+    # The oracle decodes and renders with transformers; the samples are made without it.
+    tokenizer, reader = load_tokenizer(folder), read_tokenizer(folder)
+    assert isinstance(reader, FileTokenizer)
+    assert fingerprint(reader) == fingerprint(tokenizer)
+    faulty = {one.item.source: fault for one in conversations() for fault in wrong(tokenizer, reader, one)}
     assert faulty == {}
 
 
