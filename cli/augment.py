@@ -151,12 +151,12 @@ def _texts(queries: list[AugmentedQuery], name: str | None, manifest: Manifest) 
         TreepackError: a tokenizer that is not the tokenizer of the trie.
     """
     from treepack.errors import TreepackError
-    from treepack.ingest.tokenization import fingerprint, load_tokenizer
+    from treepack.ingest.tokenization import fingerprint, read_tokenizer
 
     if name is None:
         yield from ((None, False) for _ in queries)
         return
-    tokenizer = load_tokenizer(name)
+    tokenizer = read_tokenizer(name)
     # The fingerprint is missing if rollouts were recorded as token ids. Then the number of tokens is the only check.
     known = manifest.get("tokenizer")
     if known is not None and known["sha256"] != fingerprint(tokenizer)["sha256"]:

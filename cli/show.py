@@ -132,12 +132,12 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
     from treepack.analysis.show.decoding import Decoder
     from treepack.ingest import stream as ingest
     from treepack.ingest.read_log import refuse_nothing
-    from treepack.ingest.tokenization import load_tokenizer
+    from treepack.ingest.tokenization import read_tokenizer
 
     where = ", ".join(paths)
     if text and not build.tokenizer:
         raise _no_tokenizer(where)
-    tokenizer = load_tokenizer(build.tokenizer) if build.tokenizer else None
+    tokenizer = read_tokenizer(build.tokenizer) if build.tokenizer else None
     decoder = Decoder(tokenizer) if text else None
     counts: Counter[str] = Counter()
     stream = ingest.usable(ingest.read(paths, build, tokenizer=tokenizer), counts)
@@ -159,7 +159,7 @@ def _of_rollouts(paths: tuple[str, ...], build: BuildOptions, wanted: _Wanted, *
 def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text: bool) -> Decoder | None:
     """Return the decoder of a directory's tokens: by `tokenizer`, or by the one that the directory was made with."""
     from treepack.analysis.show.decoding import Decoder
-    from treepack.ingest.tokenization import fingerprint, load_tokenizer
+    from treepack.ingest.tokenization import fingerprint, read_tokenizer
 
     if not text:
         return None
@@ -168,7 +168,7 @@ def _decoder(directory: Path, manifest: Manifest, tokenizer: str | None, *, text
     if not name:
         raise _no_tokenizer(str(directory))
     try:
-        loaded = load_tokenizer(name)
+        loaded = read_tokenizer(name)
     except TreepackError as error:
         if tokenizer:
             raise
