@@ -44,6 +44,16 @@ static const uint8_t *end_of_value(const uint8_t *at, const uint8_t *end) {
 }
 
 #if defined(__GNUC__) && defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+/* Reads "0,1,1,0," to 0 1 1 0; returns 0 if the 8 bytes are of another form. */
+static int four_flags(const uint8_t *at, int32_t *values) {
+    uint64_t bytes;
+    memcpy(&bytes, at, 8);
+    bytes ^= 0x2c302c302c302c30u; /* "0," -> 0 0, "1," -> 1 0, the first byte in the lowest bits */
+    if (bytes & 0xfffefffefffefffeu) return 0;
+    for (int i = 0; i < 4; i++) values[i] = (int32_t)(bytes >> 16 * i & 1);
+    return 4;
+}
+
 /* Returns the number of digits, at most 7, at the start of 8 bytes and sets `value` to their number; 0 if it cannot tell. */
 static int short_number(const uint8_t *at, int32_t *value) {
     uint64_t bytes;
@@ -62,6 +72,11 @@ static int short_number(const uint8_t *at, int32_t *value) {
     return num_digits;
 }
 #else
+static int four_flags(const uint8_t *at, int32_t *values) {
+    (void)at, (void)values;
+    return 0;
+}
+
 static int short_number(const uint8_t *at, int32_t *value) {
     (void)at, (void)value;
     return 0;
@@ -74,7 +89,12 @@ static int64_t integers(const uint8_t *at, const uint8_t *close, int32_t *values
     int64_t num = 0;
     for (;;) {
         at += *at == ' '; /* the only space that json.dumps writes */
-        if ((uint8_t)(*at - '0') <= 9 && at[1] == ',') { /* flags of a mask */
+        if (close - at >= 8 && four_flags(at, values + num)) { /* of a mask */
+            num += 4;
+            at += 8;
+            continue;
+        }
+        if ((uint8_t)(*at - '0') <= 9 && at[1] == ',') {
             values[num++] = *at - '0';
             at += 2;
             continue;

@@ -125,7 +125,7 @@ class LineParser:
         self._values = np.empty(num_bytes // 2 + 1, np.int32)
         self._rest = np.empty(num_bytes, np.uint8)
 
-    def parse(self, line: bytes) -> tuple[Any, bool]:
+    def parse(self, line: bytes | memoryview) -> tuple[Any, bool]:
         """Return the value of `line`, and True if it contains arrays.
 
         Raises:

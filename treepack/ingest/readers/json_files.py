@@ -19,6 +19,7 @@ from treepack.ingest.readers.byte_streams import (
     Handling,
     TooLargeError,
     as_buffer,
+    num_newlines,
     read_line,
     shown_size,
     skip_line,
@@ -29,8 +30,15 @@ from treepack.trajectory import Skipped
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Bytes of the pieces of a JSONL file: the first line, then 64, 128, 256, 512, 512, ... KiB. Small first pieces let
-# several workers share a small file; large later pieces make the cost of a message negligible.
-FIRST_LINES, LINES = 1 << 16, 1 << 19
+# several workers share a small file; large later pieces make the cost of a message and of a batch of columns small.
+# From 32 MiB on, a piece has 1/64 of the bytes before it, up to 1 MiB: at most MIN_RECORD_SIZE, so that a line that is
+# too long is never inside a piece.
+FIRST_LINES, LINES, MAX_LINES = 1 << 16, 1 << 19, 1 << 20
+
+
+def next_size(size: int, position: int) -> int:
+    """Return the bytes of the piece after one of `size` bytes that ends at `position`."""
+    return min(2 * size, max(LINES, min(MAX_LINES, position // 64)))
 
 
 def json_pieces(stream: Any, path: str, how: Handling) -> Iterator[Piece]:
@@ -74,7 +82,7 @@ def _first_line(stream: Any, path: str, max_size: int) -> tuple[int, bytes]:
 
 def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handling) -> Iterator[Piece]:
     """Yield pieces of whole lines; the first line has been read and is line `number`."""
-    size, data = FIRST_LINES, first
+    size, data, position = FIRST_LINES, first, 0
     while data:
         # A read ends in the middle of a line, so the rest of the line is added.
         if not data.endswith(b"\n"):
@@ -85,7 +93,7 @@ def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handlin
                 before, is_cut = data[:start], not data.endswith(b"\n")
                 if before:
                     yield Lines(path, number, before)
-                number += before.count(b"\n")
+                number += num_newlines(before)
                 error = too_long(path, number, how.max_size)
                 if not how.skip_bad:
                     raise error
@@ -96,9 +104,10 @@ def _line_pieces(first: bytes, stream: Any, path: str, number: int, how: Handlin
                 data = stream.read(size)
                 continue
         yield Lines(path, number, data)
-        number += data.count(b"\n")
+        number += num_newlines(data)
+        position += len(data)
         data = stream.read(size)
-        size = min(2 * size, LINES)
+        size = next_size(size, position)
 
 
 def too_long(path: str, number: int, max_size: int) -> TooLargeError:

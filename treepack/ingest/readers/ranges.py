@@ -21,9 +21,9 @@ from typing import BinaryIO
 import orjson
 
 from treepack.errors import TreepackError
-from treepack.ingest.readers.byte_streams import CHUNK, Handling
+from treepack.ingest.readers.byte_streams import CHUNK, Handling, num_newlines
 from treepack.ingest.readers.inputs import STDIN, FileHash, InputHash, displayed, unreadable
-from treepack.ingest.readers.json_files import BYTE_ORDER_MARK, FIRST_LINES, LINES, too_long
+from treepack.ingest.readers.json_files import BYTE_ORDER_MARK, FIRST_LINES, next_size, too_long
 from treepack.ingest.readers.json_text import parse_leniently
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Damaged, Lines, Piece, Record, TableRows
 from treepack.ingest.readers.tables import PARQUET_MAGIC, RowGroup, parquet_batches, parquet_groups
@@ -33,8 +33,6 @@ from treepack.trajectory import Skipped
 MIN_FILE = 1 << 17
 # A first line that is longer is read by `json_files`, which may find that the file is one document.
 MAX_FIRST_LINE = 1 << 24
-# Bytes of a range: as `json_files` at first, and then 1/64 of the bytes before it, up to the largest range.
-MAX_LINES = 1 << 20  # at most MIN_RECORD_SIZE, so that a line that is too long is never inside a range
 # Stored bytes of the row groups of a piece, at least one group.
 GROUP_BYTES = 1 << 22
 
@@ -188,7 +186,7 @@ def _line_ranges(path: str, how: Handling, number: int, start: int, end: int) ->
     begin, number, size = end, number + 1, FIRST_LINES
     with Path(path).open("rb", buffering=0) as file:
         while data := os.pread(file.fileno(), size, begin):
-            end, num_lines = begin + len(data), data.count(b"\n")
+            end, num_lines = begin + len(data), num_newlines(data)
             if not data.endswith(b"\n"):
                 # The range ends in the middle of a line, so the rest of the line is added.
                 line = begin + data.rfind(b"\n") + 1
@@ -208,7 +206,7 @@ def _line_ranges(path: str, how: Handling, number: int, start: int, end: int) ->
                 num_lines += is_ended
             yield LineRange(shown, real, number, begin, end - begin), end
             begin, number = end, number + num_lines
-            size = min(2 * size, max(LINES, min(MAX_LINES, begin // 64)))
+            size = next_size(size, begin)
 
 
 def _line_end(file: BinaryIO, start: int, limit: int | None) -> tuple[int, bool]:

@@ -15,7 +15,6 @@ passes a list `damaged`, a `Skipped` in this list. The readers give the records 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +44,7 @@ class Record:
     source: str
     path: str
     value: dict[str, Any]
-    line: bytes | None = None
+    line: memoryview | None = None
 
     @property
     def label(self) -> str:
@@ -85,21 +84,29 @@ class Lines:
             TreepackError: a line is not a JSON object, and `damaged` is None.
         """
         parser = LineParser(arrays)
-        for number, line in enumerate(io.BytesIO(self.data), self.number):
+        for number, line in enumerate(self._lines(), self.number):
             source = f"{self.path}:{number}"
             try:
                 try:
                     value, has_arrays = parser.parse(line)  # strict; json, which is slower, takes over below
                 except orjson.JSONDecodeError:
-                    if not line.strip():
+                    if not bytes(line).strip():
                         continue
-                    value = parse_leniently(line, path=self.path, line=number, remedy="fix or remove the line")
+                    value = parse_leniently(bytes(line), path=self.path, line=number, remedy="fix or remove the line")
                     has_arrays = False
                 record = Record(source, self.path, as_object(value, source), line if has_arrays else None)
             except TreepackError as error:
                 _put_aside(error, source, damaged)
                 continue
             yield record
+
+    def _lines(self) -> Iterator[memoryview]:
+        """Yield each line with its newline, without a copy."""
+        view, start = memoryview(self.data), 0
+        while start < len(self.data):
+            end = self.data.find(b"\n", start) + 1 or len(self.data)
+            yield view[start:end]
+            start = end
 
 
 @dataclass(frozen=True, slots=True)
