@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 CUT = 0  # instead of a status: close the connection without an answer
+LOST = -1  # forward the request, and then close the connection without an answer
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -104,7 +105,7 @@ class _Proxy:
                 if status == CUT:
                     self.close_connection = True
                     return
-                if status is not None:
+                if status not in (None, LOST):
                     code = {503: "SlowDown", 500: "InternalError", 403: "AccessDenied"}[status]
                     error = f"<Error><Code>{code}</Code><Message>made by this test</Message></Error>"
                     self._answer(status, {"Content-Type": "application/xml"}, error.encode())
@@ -114,8 +115,12 @@ class _Proxy:
                 headers = {name: value for name, value in self.headers.items() if name.lower() not in skipped}
                 connection.request(self.command, self.path, body, headers)
                 response = connection.getresponse()
-                self._answer(response.status, dict(response.getheaders()), response.read())
+                content = response.read()
                 connection.close()
+                if status == LOST:
+                    self.close_connection = True
+                    return
+                self._answer(response.status, dict(response.getheaders()), content)
 
             def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
                 self.send_response(status)

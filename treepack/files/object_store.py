@@ -20,6 +20,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -323,8 +324,10 @@ def _is_object(entry: Mapping[str, Any]) -> bool:
 
 def _object_info(entry: Mapping[str, Any]) -> ObjectInfo:
     names = ("ETag", "generation", "etag", "blob_id", "created")  # s3fs, gcsfs, gcsfs, huggingface_hub, memory
-    version = next((str(entry[name]) for name in names if entry.get(name)), "")
-    return ObjectInfo(int(entry.get("size") or 0), version)
+    version: Any = next((entry[name] for name in names if entry.get(name)), "")
+    if isinstance(version, datetime):  # memory gives a time for one object, and its seconds in a list
+        version = version.timestamp()
+    return ObjectInfo(int(entry.get("size") or 0), str(version))
 
 
 def first_line(error: BaseException) -> str:
