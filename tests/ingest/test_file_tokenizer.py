@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from support.byte_tokenizer import PLAIN, SENTENCES, save
 from support.paths import ROOT
 from treepack.errors import TreepackError
+from treepack.files.hub import is_offline
 from treepack.ingest.file_tokenizer import FIELDS, NAMED, FileTokenizer, read_folder
 from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer
 from treepack.ingest.tokenizer_classes import AS_IT_IS, CLASS_OF_MODEL, DEFAULT_TOKENS, WRONGLY_NAMED
@@ -309,3 +313,65 @@ def test_a_model_of_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatch: 
     assert fingerprint(full) == fingerprint(own)
     assert fingerprint(own)["name"] == "owner/name"
     assert own.chat_template == "T"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the Hugging Face hub that the client calls; `files` are those of the model owner/name."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        """Send the list of files, or a file."""
+        path = self.path.partition("?")[0]
+        if path.startswith("/api/models/owner/name/tree/main"):
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in self.files.items()]
+            self._send(json.dumps(tree).encode(), "application/json")
+        else:
+            self.asked.append(path.rpartition("/")[2])
+            self._send(self.files.get(self.asked[-1]), "text/plain")
+
+    def do_HEAD(self) -> None:
+        """Send the head of a file."""
+        self._send(b"" if self.path == "/" else self.files.get(self.path.rpartition("/")[2]), "text/plain", head=True)
+
+    def log_message(self, *words: Any) -> None:
+        """Log nothing."""
+
+    def _send(self, data: bytes | None, kind: str, *, head: bool = False) -> None:
+        self.send_response(404 if data is None else 200)
+        self.send_header("X-Repo-Commit", 40 * "a")
+        self.send_header("ETag", f'"{hash(data)}"')
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data or b"")))
+        self.end_headers()
+        if not head:
+            self.wfile.write(data or b"")
+
+
+def test_a_model_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    config = json.dumps({"tokenizer_class": AS_IT_IS}).encode()
+    model = json.dumps(LLAMA).encode()
+    Hub.files = {"tokenizer.json": byte_model().encode(), "tokenizer_config.json": config, "config.json": model}
+    Hub.files |= {"chat_template.jinja": b"T", "model.safetensors": b"large"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(constants, "ENDPOINT", place)
+        template = f"{place}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        own = read_tokenizer("owner/name")
+        server.shutdown()
+    assert isinstance(own, FileTokenizer)
+    assert own.chat_template == "T"
+    assert sorted(Hub.asked) == ["chat_template.jinja", "config.json", "tokenizer.json", "tokenizer_config.json"]
+    # Without the hub, the copy in the cache is read.
+    assert is_offline("owner/name")
+    again = read_tokenizer("owner/name")
+    assert isinstance(again, FileTokenizer)
+    assert fingerprint(again) == fingerprint(own)
