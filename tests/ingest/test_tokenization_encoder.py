@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
 import subprocess
 import sys
@@ -73,6 +75,25 @@ def test_different_vocabularies_have_different_fingerprints(tokenizer: Any, tmp_
     assert identity["sha256"] == fingerprint(load_tokenizer(identity["name"]))["sha256"]
     other = load_tokenizer(save(tmp_path, None, [*SPECIAL, "<more>"]))
     assert fingerprint(other)["sha256"] != identity["sha256"]
+
+
+class Vocabulary:
+    """The part of a tokenizer that has a fingerprint."""
+
+    name_or_path = "t"
+
+    def __init__(self, ids: dict[str, int]) -> None:
+        self.get_vocab = lambda: ids
+
+    def __len__(self) -> int:
+        return len(self.get_vocab())
+
+
+@given(st.dictionaries(st.text(max_size=4), st.integers(0, 9) | st.integers(0, 1 << 20), max_size=12))
+def test_a_fingerprint_is_the_sha256_of_the_vocabulary_in_json_by_id(vocabulary: dict[str, int]) -> None:
+    by_id = sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))
+    expected = hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
+    assert fingerprint(Vocabulary(vocabulary))["sha256"] == expected
 
 
 def test_importing_costs_no_transformers_and_long_text_gives_no_warning(

@@ -15,12 +15,12 @@ it, then the completion. So the spans follow from the lengths of the pieces and 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,18 @@ def read_tokenizer(name: str, *, download: bool = True) -> Any:
 
 def fingerprint(tokenizer: Any) -> TokenizerEntry:
     """Return the identity of a tokenizer: its name, its number of tokens, and the sha256 of its vocabulary by id."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    by_id = dict(zip(vocabulary.values(), vocabulary, strict=True))
+    # Several tokens may share an id; sorting only the ids is faster.
+    pairs = [(i, by_id[i]) for i in sorted(by_id)]
+    if len(by_id) < len(vocabulary):
+        pairs = sorted((i, token) for token, i in vocabulary.items())
+    # What json.dumps gives for [[token, id], ...], in two thirds of its time: [["a", 0], ["b", 1]]
+    text = "[" + ", ".join([f"[{encode_basestring_ascii(token)}, {i}]" for i, token in pairs]) + "]"
     return {
         "name": tokenizer.name_or_path,
         "vocab_size": len(tokenizer),
-        "sha256": hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest(),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
 
 
