@@ -8,10 +8,12 @@ Equal tables give equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -24,73 +26,82 @@ from treepack.trajectory import Int64
 # part is copied or read again in seconds.
 PART_TOKENS = 1 << 24
 
-# These columns repeat a value or grow by one along a row, so their differences take almost no room.
-DELTA = ["position_ids", "parent", "subtree_end", "scale", "trajectory_ends", "term_token", "term_trajectory"]
 
-# These columns have few distinct values; as indices into a dictionary they take almost no room.
-DICTIONARY = [
-    "loss_weight",
-    "term_weight",
-    "term_advantage",
-    "trajectory_rewards",
-    "trajectory_groups",
-    "group_id",
-    "metadata",
-    "source",
-]
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How a Parquet file stores its columns; every reader of Parquet knows these encodings.
+
+    Attributes:
+        level: level of zstd, of all columns that `levels` does not name.
+        levels: level of zstd of some columns.
+        delta: integer columns that are stored as differences; good if they grow by one or repeat.
+        dictionary: columns that are stored as indices into their distinct values.
+        list_statistics: also record the minimum and maximum of list columns, which costs a tenth of their time.
+    """
+
+    level: int = 3
+    levels: Mapping[str, int] = field(default_factory=dict)
+    delta: tuple[str, ...] = ()
+    dictionary: tuple[str, ...] = ()
+    list_statistics: bool = True
+
+    def options(self, columns: pa.Schema) -> dict[str, Any]:
+        """Return the options of `pq.ParquetWriter` for a file of `columns`."""
+        lists = {column.name for column in columns if pa.types.is_list(column.type)}
+        # Parquet names the values inside a list column `input_ids` as `input_ids.list.element`.
+        paths = {name: f"{name}.list.element" if name in lists else name for name in columns.names}
+        levels = {path: self.levels.get(name, self.level) for name, path in paths.items()}
+        statistics = [path for name, path in paths.items() if name not in lists]
+        return {
+            "compression": "zstd",
+            "compression_level": levels if self.levels else self.level,
+            "write_page_checksum": True,
+            "write_statistics": True if self.list_statistics else statistics,
+            "use_dictionary": [path for name, path in paths.items() if name in self.dictionary],
+            "column_encoding": {path: "DELTA_BINARY_PACKED" for name, path in paths.items() if name in self.delta},
+        }
+
+
+TRIE_ENCODING = Encoding(dictionary=("group_id", "metadata", "source"))
 
 
 class PartWriter:
-    """Numbered Parquet files of one kind; a new one is started when the last one has `PART_TOKENS` tokens."""
+    """Numbered Parquet files of one kind, from number `first` on; a new one is started after `PART_TOKENS` tokens."""
 
-    def __init__(self, directory: Path, stem: str, columns: pa.Schema) -> None:
-        self.directory, self.stem, self.schema = directory, stem, columns
+    def __init__(
+        self, directory: Path, stem: str, columns: pa.Schema, encoding: Encoding = TRIE_ENCODING, *, first: int = 0
+    ) -> None:
+        self.directory, self.stem, self.schema, self.first = directory, stem, columns, first
+        self.options = encoding.options(columns)
         self.writer: pq.ParquetWriter | None = None
-        self.tokens = 0
-        self.rows: list[int] = []
-        self._entries: list[FileEntry] = []
+        self.path = directory
+        self.rows = self.tokens = 0  # of the open part
+        self.finished: list[FileEntry] = []
 
     def write(self, table: pa.Table, *, tokens: int) -> None:
+        """Write `table` as one row group of `tokens` tokens."""
         if self.writer is None or self.tokens >= PART_TOKENS:
             self.close()
-            path = self.directory / self._name(len(self.rows))
-            self.writer = pq.ParquetWriter(path, self.schema, **_encoding(self.schema))
-            self.rows.append(0)
-            self.tokens = 0
+            self.path = self.directory / f"{self.stem}-{self.first + len(self.finished):05d}.parquet"
+            self.writer = pq.ParquetWriter(self.path, self.schema, **self.options)
+            self.rows = self.tokens = 0
         self.writer.write_table(table, row_group_size=max(1, table.num_rows))
         self.tokens += tokens
-        self.rows[-1] += table.num_rows
-
-    def _name(self, number: int) -> str:
-        return f"{self.stem}-{number:05d}.parquet"
+        self.rows += table.num_rows
 
     def close(self) -> None:
+        """Finish the open part, if there is one."""
         if self.writer is not None:
             self.writer.close()
             self.writer = None
-            path = self.directory / self._name(len(self._entries))
-            entry = _entry(path, self.rows[-1])
-            entry["name"] = publish(path, entry["sha256"])
-            self._entries.append(entry)
+            entry = _entry(self.path, self.rows)
+            entry["name"] = publish(self.path, entry["sha256"])
+            self.finished.append(entry)
 
     def entries(self) -> list[FileEntry]:
-        """Close the last file and return the manifest's entry of each."""
+        """Finish the last part and return the manifest's entry of each."""
         self.close()
-        return self._entries
-
-
-def _encoding(columns: pa.Schema) -> dict[str, Any]:
-    # Parquet names the values inside a list column `input_ids` as `input_ids.list.element`.
-    paths = {
-        field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name for field in columns
-    }
-    return {
-        "compression": "zstd",
-        "write_page_checksum": True,
-        "compression_level": 3,
-        "use_dictionary": [path for name, path in paths.items() if name in DICTIONARY],
-        "column_encoding": {path: "DELTA_BINARY_PACKED" for name, path in paths.items() if name in DELTA},
-    }
+        return self.finished
 
 
 def _entry(path: Path, rows: int) -> FileEntry:
@@ -110,6 +121,20 @@ def token_slices(sizes: Int64, limit: int) -> Iterator[tuple[int, int]]:
             start, total = i + 1, 0
     if start < len(sizes):
         yield start, len(sizes)
+
+
+def planned_parts(sizes: Int64, limit: int) -> list[list[tuple[int, int]]]:
+    """Return the slices of the items of each part, if the `token_slices` of `sizes` are written by one `PartWriter`."""
+    parts: list[list[tuple[int, int]]] = []
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    tokens = PART_TOKENS
+    for start, end in token_slices(sizes, limit):
+        if tokens >= PART_TOKENS:
+            parts.append([])
+            tokens = 0
+        parts[-1].append((start, end))
+        tokens += int(offsets[end] - offsets[start])
+    return parts
 
 
 def open_part(directory: Path, entry: FileEntry) -> pq.ParquetFile:

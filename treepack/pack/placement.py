@@ -91,24 +91,28 @@ class RowPlacer:
         """Return the columns that are int32, all except the loss weights and the names of trajectories."""
         trie, begin = self.trie, nodes.begin
         sizes = np.diff(begin)
-        index = np.arange(begin[-1])
+        # int32 from the start saves a pass over the tokens for each column.
+        index = np.arange(begin[-1], dtype=np.int32)
         # The parent is the token before, except for the first token of a node: [-1, 0, 1, 2, 3, 4] with
         # begin [0, 2, 4] and last tokens above [-1, 1, 1] -> [-1, 0, 1, 2, 1, 4].
-        parent = index - 1
+        parent = index - np.int32(1)
         parent[begin[:-1]] = self._last_tokens_above(nodes)
         # A node counts the trajectories that end in its subtree: ends_at [1, 2] -> passing [0, 0, 1, 2] -> the root
         # passing[3] - passing[0] = 2, the branches 1 each.
         stop = np.searchsorted(begin, nodes.end)
         passing = np.concatenate([[0], np.cumsum(np.bincount(nodes.ends_at, minlength=len(sizes)))])
-        columns = {
+
+        def repeat(values: Int64) -> Int32:
+            return np.repeat(values.astype(np.int32), sizes)
+
+        return {
             "input_ids": trie.tokens[nodes.source],
-            "position_ids": np.repeat(trie.depth[nodes.nodes] - begin[:-1], sizes) + index,
+            "position_ids": repeat(trie.depth[nodes.nodes] - begin[:-1]) + index,
             "parent": parent,
-            "subtree_end": np.repeat(nodes.end, sizes),
-            "scale": np.repeat(passing[stop] - passing[:-1], sizes),
-            "trajectory_ends": begin[nodes.ends_at + 1] - 1,
+            "subtree_end": repeat(nodes.end),
+            "scale": repeat(passing[stop] - passing[:-1]),
+            "trajectory_ends": (begin[nodes.ends_at + 1] - 1).astype(np.int32),
         }
-        return {name: values.astype(np.int32) for name, values in columns.items()}
 
     def _last_tokens_above(self, nodes: PlacedNodes) -> Int64:
         """Return for each node the last row token of its parent, -1 at a root."""
