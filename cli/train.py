@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from treepack.files.address import AnyPath
+
 from .objective import objective_options
 from .optimiser import OptimiserOptions, optimiser_options
 from .output import show
+from .paths import WRITE
 from .progress import quiet_option
-from .training import RunOptions, run_options, stage_lines, train_model
+from .training import RunOptions, run_options, stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
     from treepack.model.objectives import Objective
@@ -25,10 +28,10 @@ if TYPE_CHECKING:
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
-    help="Causal LM directory, hub name, or config file (random weights).",
+    help="Causal LM directory, its address, hub name, or config file (random weights).",
 )
 # Required, except with --verify; checked in the command.
-@click.option("--out", type=click.Path(path_type=Path), help="Directory to write the trained model to.")
+@click.option("--out", type=WRITE, help="Directory to write the trained model to, or its address in s3:// or gs://.")
 @objective_options
 @run_options
 @click.option(
@@ -82,11 +85,22 @@ if TYPE_CHECKING:
     help="Number of rows for --verify, the shortest first; compared in part if memory is too small.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an existing output before the first step.")
+@click.option(
+    "--cache",
+    type=click.Path(path_type=Path),
+    help="Folder for copies of remote parts and models, and for files on their way to a remote --out; by default "
+    "TREEPACK_CACHE, or treepack/ in XDG_CACHE_HOME or ~/.cache.",
+)
+@click.option(
+    "--cache-size",
+    metavar="BYTES",
+    help="Maximum size of the copies of remote parts, such as 100G; by default half of the disk's free space.",
+)
 @quiet_option
 def train(
     packed: str,
     model: str,
-    out: Path | None,
+    out: AnyPath | None,
     objective: Objective,
     run: RunOptions,
     steps: int | None,
@@ -100,13 +114,15 @@ def train(
     verify: bool,
     verify_rows: int,
     overwrite: bool,
+    cache: Path | None,
+    cache_size: str | None,
 ) -> None:
     """Train a Hugging Face causal language model on packed rows.
 
-    PACKED is a packed directory, on this machine or at a URI that pyarrow or fsspec opens (s3://, gs://, hf://, ...).
-    The output is a model directory for from_pretrained, with metrics.jsonl (a line per optimiser step). The loss of a
-    step is one mean over all its rows. The rows define how --loss sft is normalised; for other losses --denominator
-    defines it. Options of these losses default to the usual values of each loss.
+    PACKED is a packed directory, on this machine or at an address (s3://, gs://, hf://). The output is a model
+    directory for from_pretrained, with metrics.jsonl (a line per optimiser step). The loss of a step is one mean over
+    all its rows. The rows define how --loss sft is normalised; for other losses --denominator defines it. Options of
+    these losses default to the usual values of each loss.
 
     With --resume a run that was interrupted, or stopped by SIGTERM, continues from its newest checkpoint; with more
     --steps or --epochs also a run that is finished. On several GPUs: torchrun --nproc-per-node 8 --no-python treepack
@@ -114,6 +130,7 @@ def train(
     """
     from treepack.train.options import TrainOptions
 
+    use_cache(cache, cache_size)
     # `resume`, `tensorboard` and `plot` of `run` are for the command and not part of the options that are stored.
     options = TrainOptions(
         steps=steps,

@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from treepack.files.address import AnyPath
+
 from .option_groups import option_group
-from .output import lock_until_end, show
+from .output import show
 from .progress import is_quiet, short, step_progress
 
 if TYPE_CHECKING:
     from treepack.train.loop import StepMetrics
     from treepack.train.options import TrainOptions
+    from treepack.train.place import Place
     from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
 
@@ -145,8 +148,23 @@ def keep_compiled_code() -> None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
+def use_cache(folder: Path | None, size: str | None) -> None:
+    """Choose the folder and the limit of copies of remote files, for this command and its workers.
+
+    Raises:
+        TreepackError: `size` is no number of bytes.
+    """
+    from treepack.files.cache_room import cache_limit
+
+    if folder is not None:
+        os.environ["TREEPACK_CACHE"] = str(folder.absolute())
+    if size is not None:
+        os.environ["TREEPACK_CACHE_SIZE"] = size
+        cache_limit(Path.cwd(), 0)
+
+
 def train_model(
-    packed: str, model: str, options: TrainOptions, out: Path, run_options: RunOptions, *, overwrite: bool
+    packed: str, model: str, options: TrainOptions, out: AnyPath, run_options: RunOptions, *, overwrite: bool
 ) -> None:
     """Train until the last step or SIGTERM, from the first step or the newest checkpoint, and print a summary.
 
@@ -154,8 +172,8 @@ def train_model(
         TreepackError: an option, the data, the model or `out` cannot be used, or training fails.
     """
     from treepack.train.directory import check_out
+    from treepack.train.place import open_place
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
-    from treepack.train.run import open_run
 
     # All checks that do not need the model come first, because a large model takes minutes to load.
     check_out(out, inputs=[packed, model], overwrite=overwrite, resume=run_options.resume)
@@ -163,24 +181,41 @@ def train_model(
     keep_compiled_code()
     ranks = join_ranks(find_device(options.device))
     try:
-        ranks.lead(lambda: lock_until_end(out))
-        with stage_lines(shown=ranks.leads):
-            if run_options.resume and _is_finished(packed, model, options, out, ranks):
-                if ranks.leads:
-                    show({"steps": 0, "saved": str(out), **_draw(out, plot=run_options.plot)})
-                return
-            run = open_run(packed, model, options, ranks)
-            for note in run.notes:
-                _note(ranks, note)
-            with _catch_sigterm() as stop:
-                steps = _run_steps(run, out, stop, run_options, overwrite=overwrite)
+        # The lock of `out` is held until the end, so that a second command for it is refused before any work.
+        with stage_lines(shown=ranks.leads), open_place(out, ranks) as place:
+            summary = _train_in(place, packed, model, options, run_options, ranks, overwrite=overwrite)
+        # After the last upload: a run that is shown as saved is whole.
         if ranks.leads:
-            _show(run, out, steps, plot=run_options.plot)
+            show(summary)
     finally:
         leave_ranks()
 
 
-def _is_finished(packed: str, model: str, options: TrainOptions, out: Path, ranks: Ranks) -> bool:
+def _train_in(
+    place: Place,
+    packed: str,
+    model: str,
+    options: TrainOptions,
+    run_options: RunOptions,
+    ranks: Ranks,
+    *,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Train in `place`, draw the curves, and return the summary."""
+    from treepack.train.run import open_run
+
+    if run_options.resume and _is_finished(packed, model, options, place.out, ranks):
+        ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
+        return {"steps": 0, "saved": str(place.out), **_draw(place, run_options, ranks)}
+    run = open_run(packed, model, options, ranks)
+    for note in run.notes:
+        _note(ranks, note)
+    with _catch_sigterm() as stop:
+        steps = _run_steps(run, place, stop, run_options, overwrite=overwrite)
+    return _summary(run, place.out, steps) | _draw(place, run_options, ranks)
+
+
+def _is_finished(packed: str, model: str, options: TrainOptions, out: AnyPath, ranks: Ranks) -> bool:
     """Return True if the run in `out` needs no step, and print a note; the model is not loaded for this."""
     from treepack.train.directory import is_finished, is_same_finished_run
     from treepack.train.loop import already_finished
@@ -199,7 +234,7 @@ def _is_finished(packed: str, model: str, options: TrainOptions, out: Path, rank
 
 
 def _run_steps(
-    run: TrainingRun, out: Path, stop: Callable[[], bool], run_options: RunOptions, *, overwrite: bool
+    run: TrainingRun, place: Place, stop: Callable[[], bool], run_options: RunOptions, *, overwrite: bool
 ) -> list[StepMetrics]:
     """Train with a progress bar, notes and TensorBoard on the first rank; return the metrics of all steps."""
     from treepack.train.loop import train
@@ -207,7 +242,7 @@ def _run_steps(
 
     metrics_of_steps = train(
         run,
-        out,
+        place,
         resume=run_options.resume,
         overwrite=overwrite,
         stop=stop,
@@ -219,7 +254,9 @@ def _run_steps(
         for metrics in metrics_of_steps:
             if run_options.tensorboard and run.ranks.leads:
                 # Opened at the first step and not before: `train` may replace `out`, and finds the step to resume from.
-                board = board or stack.enter_context(TensorBoardLog(out / "tensorboard", keep_until=metrics.step - 1))
+                board = board or stack.enter_context(
+                    TensorBoardLog(place.folder / "tensorboard", keep_until=metrics.step - 1)
+                )
                 board.write(metrics.as_record())
             steps.append(metrics)
             if run.ranks.leads:
@@ -277,8 +314,8 @@ def _catch_sigterm() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _show(run: TrainingRun, out: Path, steps: list[StepMetrics], *, plot: bool) -> None:
-    """Print the summary, and draw the curves if `plot`."""
+def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[str, Any]:
+    """Return the lines of the summary."""
     from treepack.train.directory import is_finished
 
     record: dict[str, Any] = {"steps": len(steps), "attention": run.loaded.attention}
@@ -303,16 +340,17 @@ def _show(run: TrainingRun, out: Path, steps: list[StepMetrics], *, plot: bool) 
         record["saved"] = str(out)
     else:
         record["stopped"] = f"after step {steps[-1].step} of {len(run.schedule)}; continue with --resume"
-    show(record | _draw(out, plot=plot))
+    return record
 
 
-def _draw(out: Path, *, plot: bool) -> dict[str, str]:
-    """Draw the curves if `plot`, and return their line of the summary."""
-    from treepack.train.directory import METRICS
+def _draw(place: Place, run_options: RunOptions, ranks: Ranks) -> dict[str, str]:
+    """Draw the curves on the first rank if they are wanted, and return their line of the summary."""
+    from treepack.train.place import METRICS
 
-    if not plot or not (out / METRICS).exists():
+    metrics = place.folder / METRICS
+    if not run_options.plot or not ranks.leads or not metrics.exists():
         return {}
     from treepack.train.plot import draw_curves
 
-    draw_curves(out / METRICS, out / "metrics.png")
-    return {"curves": str(out / "metrics.png")}
+    draw_curves(metrics, place.folder / "metrics.png")
+    return {"curves": str(place.out / "metrics.png")}

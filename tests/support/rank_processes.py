@@ -6,6 +6,7 @@ Processes meet through a file, so no port is needed; they are started once for m
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,11 +34,11 @@ class Case:
     """
 
     name: str
-    packed: Path
+    packed: str | Path
     model: Path
     changes: dict[str, Any]
     loss: str = "sft"
-    out: Path | None = None
+    out: str | Path | None = None
     until: int | None = None
 
 
@@ -53,7 +54,7 @@ def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str
     (out / "meeting").unlink(missing_ok=True)
     if size:
         multiprocessing.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            _process, (size, out, cases), nprocs=size, start_method=PROCESSES.get_start_method()
+            _process, (size, out, cases, dict(os.environ)), nprocs=size, start_method=PROCESSES.get_start_method()
         )
     else:
         for case in cases:
@@ -78,7 +79,8 @@ def counted_graphs() -> Iterator[list[int]]:
         torch.compile = original
 
 
-def _process(rank: int, size: int, out: Path, cases: list[Case]) -> None:
+def _process(rank: int, size: int, out: Path, cases: list[Case], environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # a forkserver has that of its own start
     torch.set_num_threads(1)
     store = distributed.FileStore(str(out / "meeting"), size)  # type: ignore[attr-defined]
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)

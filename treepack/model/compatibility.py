@@ -135,7 +135,9 @@ def saved_tokenizer(source: str) -> Any:
         TreepackError: if a model on the hub has no tokenizer, or the tokenizer cannot be loaded.
     """
     from treepack.ingest.tokenization import load_tokenizer
+    from treepack.model.source import local_source
 
+    source = local_source(source)
     path = Path(source)
     if path.suffix == ".json" or (path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES)):
         return None

@@ -30,6 +30,7 @@ from treepack.model.compatibility import check_config, translate_errors
 from treepack.model.first_batch import mark_checked
 from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
+from treepack.model.source import local_source
 
 _log = logging.getLogger("treepack")
 
@@ -54,7 +55,8 @@ def load_model(
     """Load a causal language model with tree attention.
 
     Args:
-        source: a model directory, a hub name, or a config file ending in .json, which gets random weights.
+        source: a model directory or its address, a hub name, or a config file ending in .json, which gets random
+            weights.
         attention: an implementation of `attention.dispatch`, or "auto".
         dtype: dtype of the weights.
         autocast: dtype of the autocast under which the model will run; None if there is no autocast.
@@ -141,10 +143,11 @@ def _parse_config(source: str | Path) -> Any:
     from transformers import AutoConfig
 
     with translate_load_errors(source):
-        if not str(source).endswith(".json"):
-            return _config_of(str(source))
+        local = local_source(source)
+        if not local.endswith(".json"):
+            return _config_of(local)
         # A file alone is no directory for from_pretrained: for_model builds the class that `model_type` names.
-        fields = json.loads(Path(source).read_text(encoding="utf-8"))
+        fields = json.loads(Path(local).read_text(encoding="utf-8"))
         if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):
             raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")
         return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
@@ -181,16 +184,17 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) 
     options: dict[str, Any] = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": dtype}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
-    if str(source).endswith(".json"):
+    local = local_source(source)
+    if local.endswith(".json"):
         with torch.random.fork_rng():  # leaves the caller's random state as it was
             torch.manual_seed(seed)
             return _cast_routers(AutoModelForCausalLM.from_config(config, **options), dtype)
     model, report = AutoModelForCausalLM.from_pretrained(
-        str(source),
+        local,
         config=config,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
-        local_files_only=is_offline(str(source)),
+        local_files_only=is_offline(local),
         **options,
     )
     # transformers only warns about missing weights and draws them at random. It does not list tied weights as missing.

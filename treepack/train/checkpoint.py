@@ -11,6 +11,9 @@
     Checkpoints.save --copy to CPU memory--> a thread: write, fsync, hash, checkpoint.json, rename, remove older ones
     latest --check every size and hash--> SavedCheckpoint --restore--> model, optimiser, random states; the position
 
+If the run is in an object store, the directory is one of each rank on its machine. Its files are uploaded and removed
+from there, see `train.checkpoint_upload`, and `latest` copies the newest checkpoint back.
+
 Under FSDP2 the parameters are DTensors, each rank writes its shards, and any number of ranks can read them; one process
 without torch.distributed writes plain tensors into the same format. All ranks must call every function of this module,
 and only one run at a time may use a directory. DCP's files contain pickles, which can run code: restore only files that
@@ -20,6 +23,8 @@ you trust. The caller stores in `position` everything that the order of the data
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 import json
 import secrets
 import shutil
@@ -28,7 +33,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +45,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from treepack.errors import TreepackError
+from treepack.files.address import RemotePath
 from treepack.files.manifest import file_sha256
 from treepack.train.checkpoint_files import (
+    RECORD,
     describe_error,
     find_damage,
     has_all_files,
@@ -51,9 +58,9 @@ from treepack.train.checkpoint_files import (
     sync_names,
     write_record,
 )
+from treepack.train.checkpoint_ranks import RankGroup, all_ranks
+from treepack.train.checkpoint_upload import CheckpointUpload, fetch_files, fetch_record, list_checkpoints
 from treepack.train.state import load_state, training_state
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,34 +73,6 @@ class SavedCheckpoint:
     position: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _RankGroup:
-    """The ranks of the run and their process group; one rank without a group if torch.distributed is not in use."""
-
-    group: dist.ProcessGroup | None
-    rank: int
-    size: int
-
-    def gather(self, value: T) -> list[T]:
-        """Return the `value` of every rank, on every rank."""
-        gathered = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(gathered, value, group=self.group)
-        return gathered
-
-    @property
-    def collective(self) -> dict[str, Any]:
-        """The arguments about ranks of DCP's save and load."""
-        return {"process_group": self.group, "no_dist": self.size == 1}
-
-
-def _all_ranks(*, new_group: bool = False) -> _RankGroup:
-    if not (dist.is_available() and dist.is_initialized()):
-        return _RankGroup(None, 0, 1)
-    group = dist.new_group(backend="gloo") if new_group else None
-    return _RankGroup(group, dist.get_rank(), dist.get_world_size())
-
-
 class Checkpoints:
     """The checkpoints that a run writes to `directory`, of which the newest `keep` are kept.
 
@@ -101,22 +80,31 @@ class Checkpoints:
     thread writes the copy. An error of this thread is raised by the next call of any method, on every rank.
     """
 
-    def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        """Create `directory` and remove unfinished checkpoints that a dead process left in it.
+    def __init__(self, directory: Path, *, keep: int = 2, upload: CheckpointUpload | None = None) -> None:
+        """Create `directory` and remove unfinished checkpoints that a dead process left in it, or in the store.
+
+        Args:
+            directory: the checkpoints; with `upload` a directory of this rank alone, for files on their way.
+            keep: number of checkpoints to keep.
+            upload: the upload to an object store.
 
         Raises:
-            TreepackError: `keep` is less than 1, or the directory cannot be created.
+            TreepackError: `keep` is less than 1, the directory cannot be created, or the store fails.
         """
         if keep < 1:
             raise TreepackError(f"keep is {keep}; expected at least 1 checkpoint")
-        self._directory = directory
+        self._directory, self._upload = directory, upload
         self._keep = keep
         # A group of its own: the collectives of the thread must not mix with the collectives of training, which run at
         # the same time. gloo, because the copies are on the CPU.
-        self._ranks = _all_ranks(new_group=True)
-        token, problem = self._ranks.gather(_prepare_directory(directory) if self._ranks.rank == 0 else ("", None))[0]
+        self._ranks = all_ranks(new_group=True)
+        is_own = self._ranks.rank == 0 or upload is not None
+        prepared = self._ranks.gather(_prepare_directory(directory) if is_own else ("", None))
+        token, problem = prepared[0][0], next((each for _, each in prepared if each), None)
+        problem = problem or self._clear(None)
         if problem:
-            raise TreepackError(f"{directory}: cannot hold checkpoints ({problem}); choose another directory")
+            name = directory if upload is None else upload.prefix
+            raise TreepackError(f"{name}: cannot hold checkpoints ({problem}); choose another directory")
         # step-00000010 -> .step-00000010.partial-1f2e3d4c and step-00000010.replaced-1f2e3d4c
         self._partial, self._replaced = f".{{}}.partial-{token}", f"{{}}.replaced-{token}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -185,12 +173,15 @@ class Checkpoints:
         """
         path = self._directory / f"step-{record['step']:08d}"
         partial = self._directory / self._partial.format(path.name)
-        files, problem = [], None
+        files, problem = [], self._clear(path.name)
         try:
             try:
-                files = self._write_files(state, partial)
+                if problem is None:
+                    files = self._write_files(state, partial)
+                    if self._upload is not None:
+                        self._upload.send(partial, path.name, files)
             except (Exception, CheckpointException) as error:
-                problem = describe_error(error)
+                problem = self._describe(error)
             results = self._ranks.gather((files, problem))
             problem = next((each for _, each in results if each), None)
             if problem is None and self._ranks.rank == 0:
@@ -198,13 +189,30 @@ class Checkpoints:
             problem = self._ranks.gather(problem)[0]
         except (Exception, CheckpointException) as error:  # the gathering fails if a rank died
             problem = describe_error(error)
+        if problem and self._upload is not None:
+            raise TreepackError(
+                f"{self._upload.prefix / path.name}: the checkpoint could not be uploaded ({problem}); its files are "
+                f"kept in {self._upload.keep()}, and --resume continues from the checkpoint before it"
+            )
+        if self._ranks.rank == 0 or self._upload is not None:
+            shutil.rmtree(partial, ignore_errors=True)
         if problem:
-            if self._ranks.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
             raise TreepackError(
                 f"{path}: the checkpoint could not be written ({problem}); check that its disk is mounted and has free "
                 "space, and resume from the checkpoint before it"
             )
+
+    def _clear(self, step: str | None) -> str | None:
+        """Remove unfinished checkpoints from the store, and the checkpoint `step`; return the error, on every rank."""
+        problem = None
+        if self._upload is None:
+            return None
+        if self._ranks.rank == 0:
+            try:
+                self._upload.clear(step)
+            except TreepackError as error:
+                problem = str(error)
+        return self._ranks.gather(problem)[0]
 
     def _write_files(self, state: dict[str, Any], partial: Path) -> list[dict[str, Any]]:
         """Write DCP's files to disk; return the entries in checkpoint.json of the files that this rank wrote."""
@@ -222,6 +230,9 @@ class Checkpoints:
         """Write the record into `partial`, which has all other files, and rename it to `path`; return an error."""
         try:
             write_record(partial, fields, files, world_size=self._ranks.size)
+            if self._upload is not None:
+                self._upload.complete(partial, path.name, keep=self._keep)
+                return None
             # A directory cannot replace another in one step. If the process dies between the two renames, `latest`
             # uses the one with the suffix .replaced-*.
             if path.exists():
@@ -229,10 +240,15 @@ class Checkpoints:
             partial.rename(path)
             sync_names(self._directory)
         except Exception as error:
-            return describe_error(error)
+            return self._describe(error)
         with suppress(OSError):  # the new checkpoint is whole; an old one that stays only costs space
             self._remove_older(path)
         return None
+
+    def _describe(self, error: BaseException) -> str:
+        # A sentence about the store has its own remedy.
+        is_sentence = self._upload is not None and isinstance(error, TreepackError)
+        return str(error) if is_sentence else describe_error(error)
 
     def _remove_older(self, written: Path) -> None:
         """Remove old checkpoints: keep the one just `written` and the newest whole ones before it, `keep` in total.
@@ -255,24 +271,28 @@ class Checkpoints:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def latest(directory: Path) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
-    """Return the newest whole checkpoint in `directory`, or None if it has none, and a note on each newer damaged one.
+def latest(directory: Path, store: RemotePath | None = None) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
+    """Return the newest whole checkpoint, or None if there is none, and a note on each newer damaged one.
 
     The size and hash of every file are compared with checkpoint.json; each rank reads a part of the files.
 
+    Args:
+        directory: directory of the checkpoints; with `store` a directory for copies, which ranks may share.
+        store: address of the checkpoints in an object store.
+
     Raises:
-        TreepackError: there are checkpoints and all of them are damaged.
+        TreepackError: there are checkpoints and all of them are damaged, or the store fails.
     """
-    ranks = _all_ranks()
-    names = ranks.gather([path.name for path in list_steps(directory)] if ranks.rank == 0 else [])[0]
+    ranks = all_ranks()
+    names = ranks.together(lambda: _names(directory, store) if ranks.rank == 0 else [])[0]
     faults: list[str] = []
     for name in names:
-        path = directory / name
-        record = ranks.gather(read_record(path) if ranks.rank == 0 else "")[0]
+        read = functools.partial(_record, directory, store, name)
+        record = ranks.together(read if ranks.rank == 0 else str)[0]
         if isinstance(record, dict):
-            # 5 files and 2 ranks: rank 0 checks files 0, 2, 4 and rank 1 files 1, 3.
-            share = (find_damage(path, entry, hashed=True) for entry in record["files"][ranks.rank :: ranks.size])
-            damage = next(filter(None, ranks.gather(next(filter(None, share), None))), None)
+            path = directory / name if store is None else _copy_of(directory, name, record)
+            check = functools.partial(_check_share, path, store, name, record["files"], ranks)
+            damage = next(filter(None, ranks.together(check)), None)
             if damage is None:
                 notes = tuple(f"{fault}; {name} is used" for fault in faults)
                 return SavedCheckpoint(path, record["step"], record["world_size"], record["position"]), notes
@@ -280,10 +300,37 @@ def latest(directory: Path) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
         faults.append(f"{directory.name}/{name} is damaged ({record})")
     if faults:
         raise TreepackError(
-            f"{directory}: no checkpoint can be used, because {' and '.join(faults)}; put back a copy of one, or "
-            "remove the directory to start from the first step"
+            f"{store or directory}: no checkpoint can be used, because {' and '.join(faults)}; put back a copy of one, "
+            "or remove the directory to start from the first step"
         )
     return None, ()
+
+
+def _names(directory: Path, store: RemotePath | None) -> list[str]:
+    """Return the names of possible checkpoints, newest first."""
+    if store is None:
+        return [path.name for path in list_steps(directory)]
+    return [name for name, files in list_checkpoints(store).items() if RECORD in files]
+
+
+def _record(directory: Path, store: RemotePath | None, name: str) -> dict[str, Any] | str:
+    return read_record(directory / name) if store is None else fetch_record(store, name)
+
+
+def _copy_of(directory: Path, name: str, record: dict[str, Any]) -> Path:
+    """Return the directory for the copy of a checkpoint: another one for each content."""
+    return directory / f"{name}-{hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]}"
+
+
+def _check_share(
+    path: Path, store: RemotePath | None, name: str, files: list[dict[str, Any]], ranks: RankGroup
+) -> str | None:
+    """Check this rank's share of the files, or copy them from the store; return the fault of one, or None."""
+    if store is not None:
+        return fetch_files(store, name, files, path, first=ranks.rank)
+    # 5 files and 2 ranks: rank 0 checks files 0, 2, 4 and rank 1 files 1, 3.
+    share = (find_damage(path, entry, hashed=True) for entry in files[ranks.rank :: ranks.size])
+    return next(filter(None, share), None)
 
 
 def restore(checkpoint: SavedCheckpoint, model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
@@ -296,7 +343,7 @@ def restore(checkpoint: SavedCheckpoint, model: nn.Module, optimiser: torch.opti
     Raises:
         TreepackError: model and checkpoint have different parameters, or the checkpoint cannot be read.
     """
-    ranks = _all_ranks()
+    ranks = all_ranks()
     _expect_one_process()
     try:
         load_state(checkpoint.path, model, optimiser, rank=ranks.rank, collective=ranks.collective)

@@ -43,9 +43,15 @@ def list_steps(directory: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """Return the step of a path from `list_steps`."""
-    match = _STEP.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    step = step_of_name(path.name)
+    assert step is not None
+    return step
+
+
+def step_of_name(name: str) -> int | None:
+    """Return the step of the name of a checkpoint, None if it is another name."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def write_record(path: Path, fields: dict[str, Any], files: list[dict[str, Any]], *, world_size: int) -> None:
@@ -73,10 +79,18 @@ def write_record(path: Path, fields: dict[str, Any], files: list[dict[str, Any]]
 def read_record(path: Path) -> dict[str, Any] | str:
     """Return checkpoint.json of the checkpoint `path`, or its fault."""
     try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+        return parse_record((path / RECORD).read_bytes(), path.name)
     except FileNotFoundError:
         return f"{RECORD} is missing"
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        return f"{RECORD} cannot be read: {describe_error(error)}"
+
+
+def parse_record(content: bytes, name: str) -> dict[str, Any] | str:
+    """Return the record with this content of the checkpoint `name`, or its fault."""
+    try:
+        record = json.loads(content)
+    except ValueError as error:
         return f"{RECORD} cannot be read: {describe_error(error)}"
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return f"{RECORD} does not have the format {FORMAT}"
@@ -84,7 +98,7 @@ def read_record(path: Path) -> dict[str, Any] | str:
         return f"{RECORD} has version {record.get('version')} and this treepack reads version {VERSION}"
     digest = record.pop("sha256", None)
     # The step is compared too, because a renamed directory has an intact record.
-    if digest != _digest(record) or record["step"] != step_of(path):
+    if digest != _digest(record) or record["step"] != step_of_name(name):
         return f"{RECORD} was altered"
     return record
 

@@ -6,6 +6,9 @@ out/checkpoints/     see `train.checkpoint`
 out/...              weights, config and tokenizer, after training is complete
 out/train.json       written last: options, inputs, notes; a directory without it is unfinished
 
+`out` may be an address in an object store. Then run.json is written only if it is absent, and files on their way are in
+the folder of a `train.place.Place`.
+
 A resumed run may have more steps than before, even if it was finished. Then run.json gets the new number and train.json
 is removed, after the last checkpoint is read and before the first new step.
 """
@@ -22,10 +25,14 @@ from typing import Any
 
 from treepack import __version__
 from treepack.errors import TreepackError
+from treepack.files import object_store
+from treepack.files.address import AnyPath, RemotePath, as_path
 from treepack.files.directory import RUN, finished_file, refuse_existing
-from treepack.files.location import first_line
+from treepack.files.object_store import ExistsError, first_line
+from treepack.files.patience import patiently
 from treepack.model.load import hide_progress_bars
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
+from treepack.train.place import Place
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate, plan_steps
 
@@ -35,32 +42,32 @@ FINISHED = "train.json"
 _COMPARED = ("format", "version", "packed_sha256", "config_sha256")
 # Entries of a model's configuration that depend on where and by which version it was saved, not on its architecture.
 _INCIDENTAL = {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype"}
-METRICS = "metrics.jsonl"
 
 
-def check_out(out: Path, *, inputs: Iterable[str | Path], overwrite: bool, resume: bool) -> None:
+def check_out(out: AnyPath, *, inputs: Iterable[str | AnyPath], overwrite: bool, resume: bool) -> None:
     """Refuse an `out` that a run with these `inputs` must not write to; to be called before anything is loaded.
 
     Raises:
         TreepackError: `out` contains an unfinished run, a finished run, other files, or an input.
     """
-    if resume and (out / RUN).exists():
+    started = _exists(out / RUN)
+    if resume and started:
         return  # `begin` compares the runs when the model is loaded
-    if not overwrite and (out / RUN).exists() and not is_finished(out):
+    if not overwrite and started and not is_finished(out):
         raise TreepackError(
             f"{out} contains a run that is not complete; continue it with --resume or replace it with --overwrite"
         )
     refuse_existing(out, overwrite=overwrite, inputs=inputs)
 
 
-def begin(run: TrainingRun, out: Path, *, overwrite: bool, resume: bool) -> None:
+def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> None:
     """Create the directory `out` of `run`, or with `resume` check that an existing one belongs to an equal run.
 
     Raises:
         TreepackError: `out` exists and may not be replaced, or was written by a run that computes something else.
     """
     check_out(out, inputs=[run.dataset.path, run.loaded.source], overwrite=overwrite, resume=resume)
-    if resume and (out / RUN).exists():
+    if resume and _exists(out / RUN):
         _check_same(run, out)
         num_steps = num_finished(out) or 0
         if num_steps > len(run.schedule):
@@ -69,12 +76,30 @@ def begin(run: TrainingRun, out: Path, *, overwrite: bool, resume: bool) -> None
                 "more than that, or start a new --out"
             )
         return
+    record = {**_identity(run), "treepack": __version__}
+    if isinstance(out, RemotePath):
+        _begin_remote(out, record)
+        return
     try:
         out.mkdir(parents=True, exist_ok=True)
         _remove_contents(out)
-        _write(out / RUN, {**_identity(run), "treepack": __version__})
+        _write(out / RUN, record)
     except OSError as error:
         raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); choose another --out") from error
+
+
+def _begin_remote(out: RemotePath, record: dict[str, Any]) -> None:
+    """Remove what `_remove_contents` removes, and write run.json, of two processes only one.
+
+    Raises:
+        TreepackError: another process has written it meanwhile, or the store fails.
+    """
+    names = sorted(object_store.list_objects(out), key=lambda name: (name != FINISHED, name == RUN))
+    object_store.delete(out / name for name in names)
+    try:
+        object_store.write(out / RUN, _as_bytes(record), expected=None)
+    except ExistsError as error:
+        raise TreepackError(f"{out}: another process has just started a run there; choose another --out") from error
 
 
 def _remove_contents(out: Path) -> None:
@@ -89,12 +114,12 @@ def _remove_contents(out: Path) -> None:
             path.unlink()
 
 
-def is_finished(out: Path) -> bool:
+def is_finished(out: AnyPath) -> bool:
     """Return true if the model in `out` is complete."""
-    return (out / FINISHED).exists()
+    return _exists(out / FINISHED)
 
 
-def num_finished(out: Path) -> int | None:
+def num_finished(out: AnyPath) -> int | None:
     """Return the number of steps of the complete model in `out`, None if there is none.
 
     Raises:
@@ -106,7 +131,7 @@ def num_finished(out: Path) -> int | None:
     return int(record["num_steps"])
 
 
-def is_same_finished_run(out: Path, packed: str, model: str, options: TrainOptions, num_steps: int) -> bool:
+def is_same_finished_run(out: AnyPath, packed: str, model: str, options: TrainOptions, num_steps: int) -> bool:
     """Return True if the model in `out` is complete, and certainly the result of these arguments.
 
     The weights of `model` are not read: another path to the same model gives false, and the caller opens the run.
@@ -117,10 +142,10 @@ def is_same_finished_run(out: Path, packed: str, model: str, options: TrainOptio
     fixed = json.loads(json.dumps(options.fixed_options))
     names = fixed.keys() - LENGTH_OPTIONS
     same = {name: record["options"].get(name) for name in names} == {name: fixed[name] for name in names}
-    return same and (record["packed"], record["model"]) == (str(Path(packed)), model)
+    return same and (record["packed"], record["model"]) == (str(as_path(packed)), model)
 
 
-def extend(run: TrainingRun, out: Path, done: int) -> str | None:
+def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     """Record that the run in `out`, of which `done` steps are done, now has another number of steps; return a note.
 
     Only the first rank writes. None if the number of steps is the same as before.
@@ -135,7 +160,7 @@ def extend(run: TrainingRun, out: Path, done: int) -> str | None:
         try:
             if lengths != {name: getattr(run.options, name) for name in LENGTH_OPTIONS}:
                 _write(out / RUN, {**_identity(run), "treepack": __version__})
-            (out / FINISHED).unlink(missing_ok=True)
+            _remove(out / FINISHED)
         except OSError as error:
             raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error
     if old == new:
@@ -150,21 +175,17 @@ def extend(run: TrainingRun, out: Path, done: int) -> str | None:
     )
 
 
-def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
+def finish(run: TrainingRun, place: Place, weights: dict[str, Any] | None) -> None:
     """Write the model in its own format, and `train.json` last; the files of an interrupted attempt are replaced.
 
     Args:
         run: the trained run.
-        out: its directory.
+        place: its directory.
         weights: the full tensors of a sharded model; None if the model itself contains them.
 
     Raises:
-        TreepackError: the disk fails.
+        TreepackError: the disk or the store fails.
     """
-    from safetensors import SafetensorError
-
-    model = run.loaded.model
-    temporary = out / ".weights.partial"
     record = {
         **_identity(run),
         "treepack": __version__,
@@ -174,23 +195,47 @@ def finish(run: TrainingRun, out: Path, weights: dict[str, Any] | None) -> None:
         "options": run.options.as_record(),
         "notes": list(run.notes),
     }
+    # Written under a temporary name first, because the library writes several files and may fail between them.
+    temporary = place.folder / ".weights.partial"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        model.eval()
-        # Written under a temporary name first, because the library writes several files and may fail between them.
-        with hide_progress_bars():
-            model.save_pretrained(temporary, **({} if weights is None else {"state_dict": weights}))
-        if run.tokenizer is not None:
-            run.tokenizer.save_pretrained(temporary)
-        for path in sorted(temporary.iterdir()):
-            path.replace(out / path.name)  # within one file system, so that each file is whole or absent
-        temporary.rmdir()
-        _write(out / FINISHED, record)
-    except (OSError, SafetensorError) as error:
+        _save_model(run, temporary, weights)
+        if isinstance(place.out, Path):
+            for path in sorted(temporary.iterdir()):
+                path.replace(place.out / path.name)  # within one file system, so that each file is whole or absent
+            temporary.rmdir()
+            _write(place.out / FINISHED, record)
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise TreepackError(
-            f"{out}: the model cannot be written ({first_line(error)}); free disk space and continue with --resume"
+            f"{place.folder}: the model cannot be written ({first_line(error)}); free disk space and continue with "
+            "--resume"
         ) from error
+    if place.uploads is not None:
+        with place.uploads.kept_on_errors():
+            patiently(place.uploads.push)
+            patiently(place.uploads.check_owner)
+            for path in sorted(temporary.iterdir()):
+                place.uploads.send(path, path.name)
+            patiently(lambda: _write(place.out / FINISHED, record))
+
+
+def _save_model(run: TrainingRun, directory: Path, weights: dict[str, Any] | None) -> None:
+    """Write model and tokenizer into the directory, which is replaced.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    from safetensors import SafetensorError
+
+    shutil.rmtree(directory, ignore_errors=True)
+    run.loaded.model.eval()
+    try:
+        with hide_progress_bars():
+            run.loaded.model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from error
+    if run.tokenizer is not None:
+        run.tokenizer.save_pretrained(directory)
 
 
 def _identity(run: TrainingRun) -> dict[str, Any]:
@@ -213,7 +258,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_same(run: TrainingRun, out: Path) -> None:
+def _check_same(run: TrainingRun, out: AnyPath) -> None:
     """Refuse to resume in `out` a run that differs from the one that started there.
 
     Raises:
@@ -238,9 +283,20 @@ def _check_same(run: TrainingRun, out: Path) -> None:
             )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _exists(path: AnyPath) -> bool:
+    return path.exists() if isinstance(path, Path) else object_store.info(path) is not None
+
+
+def _remove(path: AnyPath) -> None:
+    if isinstance(path, Path):
+        path.unlink(missing_ok=True)
+    else:
+        object_store.delete([path])
+
+
+def _read(path: AnyPath) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json.loads(path.read_bytes() if isinstance(path, Path) else object_store.read(path) or b"")
     except (OSError, ValueError) as error:
         raise TreepackError(f"{path}: is damaged ({error}); remove {path.parent} and start again") from error
     if not isinstance(record, dict):
@@ -248,6 +304,13 @@ def _read(path: Path) -> dict[str, Any]:
     return record
 
 
-def _write(path: Path, record: dict[str, Any]) -> None:
+def _write(path: AnyPath, record: dict[str, Any]) -> None:
+    if isinstance(path, RemotePath):
+        object_store.write(path, _as_bytes(record))
+        return
     with finished_file(path, overwrite=True) as temporary:
-        temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        temporary.write_bytes(_as_bytes(record))
+
+
+def _as_bytes(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, indent=2) + "\n").encode()

@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +31,15 @@ from torch import Tensor
 from treepack.data.batch import Batch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
-from treepack.files.lock import lock
+from treepack.files.address import AnyPath, RemotePath
 from treepack.model.forward import prepare_batch, row_loss, row_objective
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import sum_names
-from treepack.train.checkpoint import Checkpoints, latest, restore
-from treepack.train.directory import METRICS, begin, extend, finish, is_finished, num_finished
+from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
+from treepack.train.checkpoint_upload import CheckpointUpload
+from treepack.train.directory import begin, extend, finish, is_finished, num_finished
 from treepack.train.metrics import MetricsLog
+from treepack.train.place import METRICS, Place, open_place
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal, learning_rate
 from treepack.train.sharding import whole_state
@@ -83,7 +85,7 @@ class StepMetrics:
 
 def train(
     run: TrainingRun,
-    out: str | Path,
+    out: str | AnyPath | Place,
     *,
     overwrite: bool = False,
     resume: bool = False,
@@ -96,7 +98,7 @@ def train(
 
     Args:
         run: from `open_run`.
-        out: the directory of the run; see `train.directory`.
+        out: the directory of the run, see `train.directory`: a path, an address, or a place that the caller has opened.
         overwrite: replace an existing `out`.
         resume: continue from the newest whole checkpoint in `out`, or start from the first step if it has none.
         stop: called after every step; if it returns true on any rank, a checkpoint is written and the iterator ends.
@@ -104,43 +106,42 @@ def train(
 
     Raises:
         TreepackError: `out` exists or another process trains in it, too many steps were skipped, memory is too small,
-            or the disk fails.
+            or the disk or the store fails.
     """
-    out, ranks = Path(out), run.ranks
-    note = note or (lambda _: None)
+    ranks, note = run.ranks, note or (lambda _: None)
     with ExitStack() as stack:
-
-        def start() -> None:
-            stack.enter_context(lock(out))
-            begin(run, out, overwrite=overwrite, resume=resume)
-
-        ranks.lead(start)
-        if num_finished(out) == len(run.schedule):
-            note(already_finished(out, len(run.schedule)))
+        place = out if isinstance(out, Place) else stack.enter_context(open_place(out, ranks))
+        ranks.lead(lambda: begin(run, place.out, overwrite=overwrite, resume=resume))
+        if num_finished(place.out) == len(run.schedule):
+            note(already_finished(place.out, len(run.schedule)))
         else:
-            yield from _steps(run, out, stop or (lambda: False), note)
+            ranks.lead(place.claim)
+            yield from _steps(run, place, stop or (lambda: False), note)
 
 
-def already_finished(out: Path, num_steps: int) -> str:
+def already_finished(out: AnyPath, num_steps: int) -> str:
     """Return the note about a run whose model is complete."""
     return f"{out} is already finished, with {num_steps} steps; --steps with a larger number trains on"
 
 
-def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable[[str], None]) -> Iterator[StepMetrics]:
+def _steps(
+    run: TrainingRun, place: Place, stop: Callable[[], bool], note: Callable[[str], None]
+) -> Iterator[StepMetrics]:
     """Carry out the remaining steps with checkpoints and metrics, and write the model.
 
     Raises:
-        TreepackError: too many steps were skipped, memory is too small, or the disk fails.
+        TreepackError: too many steps were skipped, memory is too small, or the disk or the store fails.
     """
     options, ranks, model = run.options, run.ranks, run.loaded.model
     optimiser = make_optimiser(run)
-    done, skipped = _restore_position(run, out, optimiser, note)
+    done, skipped = _restore_position(run, place, optimiser, note)
+    upload = None if place.uploads is None else CheckpointUpload(place.uploads, CHECKPOINTS)
     model.train()
     _log.info(_first_step(run, done))
     with (
-        _close_after(Checkpoints(out / CHECKPOINTS, keep=options.keep)) as checkpoints,
+        _close_after(Checkpoints(place.folder / CHECKPOINTS, keep=options.keep, upload=upload)) as checkpoints,
         closing(Prefetch(run.dataset, _rank_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
-        MetricsLog(out / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
+        MetricsLog(place.folder / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
     ):
         while done < len(run.schedule):
             metrics = train_step(run, optimiser, done, rows)
@@ -151,7 +152,7 @@ def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable
                 log.write(metrics.as_record())
             if skipped > options.max_skipped:
                 raise TreepackError(
-                    f"{out}: the loss or gradient of {skipped} steps in a row was not finite, the last in rows "
+                    f"{place.out}: the loss or gradient of {skipped} steps in a row was not finite, the last in rows "
                     f"{_join_ids(metrics.skipped_rows)}; inspect these rows, or start again with a lower --lr"
                 )
             stopped, last = ranks.any(stop()), done == len(run.schedule)
@@ -171,7 +172,7 @@ def _steps(run: TrainingRun, out: Path, stop: Callable[[], bool], note: Callable
     # All ranks take part in the gathering of the shards; only the first rank writes.
     _log.info("writing the model")
     weights = whole_state(run.loaded) if ranks.grouped else None
-    ranks.lead(lambda: finish(run, out, weights))
+    ranks.lead(lambda: finish(run, place, weights))
 
 
 @contextmanager
@@ -204,17 +205,17 @@ def _first_step(run: TrainingRun, done: int) -> str:
 
 
 def _restore_position(
-    run: TrainingRun, out: Path, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
+    run: TrainingRun, place: Place, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
 ) -> tuple[int, int]:
     """Restore model and optimiser from the newest checkpoint; return steps done and consecutive steps skipped.
 
     Raises:
         TreepackError: the run has fewer steps than are done, or is complete and has no checkpoint to continue from.
     """
-    checkpoint, notes = latest(out / CHECKPOINTS)
+    out, num_steps = place.out, len(run.schedule)
+    checkpoint, notes = _latest(place)
     for each in notes:
         note(each)
-    num_steps = len(run.schedule)
     if checkpoint is None:
         if is_finished(out):
             raise TreepackError(
@@ -231,11 +232,21 @@ def _restore_position(
     with _memory_errors():
         position = restore(checkpoint, run.loaded.model, optimiser)
     change = extend(run, out, position["step"])
-    run.ranks.any(False)  # no rank continues before the first one has recorded the change
+    run.ranks.any(False)  # no rank continues before the first one has recorded the change and all have read the files
+    if isinstance(out, RemotePath):
+        shutil.rmtree(checkpoint.path.parent, ignore_errors=True)
     note(f"resumed after step {position['step']} of {num_steps}")
     if change:
         note(change)
     return position["step"], position["skipped"]
+
+
+def _latest(place: Place) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
+    """Return the newest whole checkpoint and notes, see `checkpoint.latest`; a remote one is copied to this machine."""
+    if isinstance(place.out, RemotePath):
+        # A folder that the ranks of this machine share.
+        return latest(place.folder.parent / CHECKPOINTS, place.out / CHECKPOINTS)
+    return latest(place.out / CHECKPOINTS)
 
 
 def _rank_rows(run: TrainingRun, first: int) -> Iterator[int | None]:

@@ -30,6 +30,7 @@ from treepack.errors import TreepackError
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import build_model, hide_progress_bars, read_config, translate_load_errors, with_attention
 from treepack.model.loaded import LoadedModel
+from treepack.model.source import local_source
 from treepack.train.options import TrainOptions
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -99,7 +100,7 @@ def _build_without_memory(source: str | Path, config: Any) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **settings)
     with suppress(OSError):  # the source has no generation_config.json
-        model.generation_config = GenerationConfig.from_pretrained(str(source))
+        model.generation_config = GenerationConfig.from_pretrained(local_source(source))
     return model
 
 
@@ -142,7 +143,7 @@ def weight_files(source: str | Path) -> dict[str, Path] | None:
     def find(name: str) -> Path | None:
         quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
         with translate_load_errors(source):
-            path = cached_file(str(source), name, **quiet)
+            path = cached_file(local_source(source), name, **quiet)
         return None if path is None else Path(path)
 
     # The single file first, like transformers: the index may be left over from earlier weights in the same directory.

@@ -38,6 +38,7 @@ from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.load import hide_progress_bars, load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
+from treepack.model.source import local_source
 from treepack.rl.trace.predictions import group_ids
 from treepack.rl.trace.targets import Anchors, anchors
 from treepack.train.predictor.rows import AnchorRow, anchor_prefixes, anchor_rows, tokens_alone
@@ -139,8 +140,9 @@ def start_values(source: str | Path, dtype: str, attention: str, device: torch.d
     Raises:
         TreepackError: as `model.load.load_model` and `load_values`.
     """
-    if (Path(source) / RECORD).exists():
-        return load_values(source, dtype=dtype, attention=attention, device=str(device))
+    local = local_source(source)
+    if (Path(local) / RECORD).exists():
+        return load_values(local, dtype=dtype, attention=attention, device=str(device))
     lower = torch.bfloat16 if dtype == "bf16" else None
     loaded = load_model(source, attention=attention, autocast=lower, device=device, seed=seed)
     return ValueModel(loaded, new_head(loaded))

@@ -1,0 +1,57 @@
+"""The ranks that write or read a checkpoint together, and their process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from treepack.errors import TreepackError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The ranks of the run and their process group; one rank without a group if torch.distributed is not in use."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every rank, on every rank."""
+        gathered = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def together(self, function: Callable[[], T]) -> list[T]:
+        """Return the result of `function` on every rank, on every rank.
+
+        Raises:
+            TreepackError: it raised one on any rank; so that no rank waits for another one.
+        """
+        try:
+            own: tuple[T | None, str | None] = function(), None
+        except TreepackError as error:
+            own = None, str(error)
+        results = self.gather(own)
+        problem = next((each for _, each in results if each), None)
+        if problem is not None:
+            raise TreepackError(problem)
+        return [value for value, _ in results]  # type: ignore[misc]  # None only where T has it
+
+    @property
+    def collective(self) -> dict[str, Any]:
+        """The arguments about ranks of DCP's save and load."""
+        return {"process_group": self.group, "no_dist": self.size == 1}
+
+
+def all_ranks(*, new_group: bool = False) -> RankGroup:
+    if not (dist.is_available() and dist.is_initialized()):
+        return RankGroup(None, 0, 1)
+    group = dist.new_group(backend="gloo") if new_group else None
+    return RankGroup(group, dist.get_rank(), dist.get_world_size())
