@@ -18,7 +18,9 @@ from treepack.errors import TreepackError
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog
 from treepack.ingest.readers.inputs import InputHash
+from treepack.ingest.readers.ranges import Range
 from treepack.ingest.readers.registry import Done, ReadOptions, Unread, read_parts
+from treepack.ingest.readers.remote_inputs import named_by_address
 from treepack.ingest.search_turns import records_of
 from treepack.ingest.tokenization import Job, Tokenisation, read_tokenizer
 from treepack.processes import in_order
@@ -37,7 +39,7 @@ def read(
     Raises:
         TreepackError: bad input; text without a tokenizer.
     """
-    parts, job = _parts_and_job(inputs, options, tokenizer, input_hash)
+    parts, job = parts_and_job(inputs, options, tokenizer, input_hash)
     for trajectories in in_order(_ReadWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
         yield from trajectories
 
@@ -57,16 +59,22 @@ def read_columns(
     Raises:
         TreepackError: bad input; text without a tokenizer.
     """
-    parts, job = _parts_and_job(inputs, options, tokenizer, input_hash)
-    for batch, log_of_part in in_order(_ColumnsWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
+    parts, job = parts_and_job(inputs, options, tokenizer, input_hash)
+    for batch, log_of_part in in_order(ColumnsWork, job, parts, workers=options.workers, min_pieces=_min_parts(job)):
         log.merge(log_of_part)
         if batch is not None:
             yield batch
 
 
-def _parts_and_job(
-    inputs: Sequence[str], options: BuildOptions, tokenizer: Any, input_hash: InputHash | None
+def parts_and_job(
+    inputs: Sequence[str],
+    options: BuildOptions,
+    tokenizer: Any = None,
+    input_hash: InputHash | None = None,
+    *,
+    as_ranges: bool = False,
 ) -> tuple[Iterator[Part], Job]:
+    """Return the parts of `inputs`, for `ColumnsWork`, and its job; with `as_ranges` most parts contain no data."""
     if tokenizer is None and options.tokenizer:
         tokenizer = read_tokenizer(options.tokenizer)
     how = ReadOptions(
@@ -87,16 +95,28 @@ def _parts_and_job(
         chat_template=options.template_file(),
         control_tokens=options.control_tokens,
     )
-    parts = read_parts(inputs, how, format=options.format, input_hash=input_hash)
+    parts = read_parts(inputs, how, format=options.format, input_hash=input_hash, as_ranges=as_ranges)
     return parts, job if options.workers == 1 else job.by_name()
 
 
-def _min_parts(job: Job) -> int:
-    """Return the minimum number of parts for which a second process saves time.
+# Bytes of the input below which no second process starts: reading them takes as long as starting it. With a tokenizer,
+# reading a single part takes longer.
+MIN_BYTES = 1 << 22
+PART_BYTES = 1 << 19  # of a part that contains its data
 
-    Starting one takes as long as reading 4 MB of token ids, which are 8 parts. Tokenising one part takes longer.
-    """
-    return 1 if job.tokenizer else 8
+
+def min_bytes(job: Job) -> int:
+    """Return the bytes of input from which on a second process saves time."""
+    return 1 if job.tokenizer else MIN_BYTES
+
+
+def num_bytes(part: Part) -> int:
+    """Return the bytes of the input of a part, or an estimate."""
+    return part.piece.size if isinstance(part, Unread) and isinstance(part.piece, Range) else PART_BYTES
+
+
+def _min_parts(job: Job) -> int:
+    return -(-min_bytes(job) // PART_BYTES)
 
 
 class _ReadWork:
@@ -116,13 +136,14 @@ class _ReadWork:
             TreepackError: `strict` refuses a rollout.
         """
         for record in records_of(part.trajectories()):
-            for item, samples in self._tokenise.record(record):
+            for item, tokenised in self._tokenise.record(record):
+                samples = [named_by_address(sample) for sample in tokenised]
                 if self._strict:
                     refuse_skipped(samples)
-                yield item, samples
+                yield named_by_address(item), samples
 
 
-class _ColumnsWork:
+class ColumnsWork:
     """The work of a process: read and tokenise a part of a file, and make columns of the usable trajectories."""
 
     def __init__(self, job: Job) -> None:

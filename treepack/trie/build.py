@@ -54,7 +54,8 @@ def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "
     offsets = sequences.offsets.tolist()
     tokens = np.concatenate([sequences.tokens[offsets[i] + shared[k] : offsets[i + 1]] for k, i in enumerate(order)])
     forest = forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))
-    return forest.trie(tokens, with_places(sequences.table.take(pa.array(order)), forest), share=share)
+    table = with_places(sequences.table.take(pa.array(order)), forest.tree_id[forest.end_node], forest.end_node)
+    return forest.trie(tokens, table, share=share)
 
 
 def partitions(table: pa.Table, *, share: str) -> tuple[Int64, list[Partition]]:
@@ -141,6 +142,11 @@ class NodeArrays:
     num_passing: Int32
     end_node: Int32
 
+    @property
+    def tree_id(self) -> Int32:
+        """Tree of each node, int32 [num_nodes]."""
+        return (np.cumsum(self.parent < 0) - 1).astype(np.int32)
+
     def trie(self, tokens: Int32, trajectories: pa.Table, *, share: str) -> Trie:
         """Return the trie with these nodes, their tokens and the trajectories in order."""
         nodes = {name: getattr(self, name) for name in NodeArrays.__slots__}
@@ -206,11 +212,9 @@ def _node_starts(depth: Int64, shared: Int64, lengths: Int64, first: Int64) -> I
     return np.append(begins[first] + depth - shared[first], begins[-1]).astype(np.int64)
 
 
-def with_places(table: pa.Table, forest: NodeArrays, first: int = 0) -> pa.Table:
-    """Return `table` with the tree and the node where each trajectory ends; its first row is trajectory `first`."""
-    end_node = forest.end_node[first : first + table.num_rows]
-    tree_id = (np.cumsum(forest.parent < 0) - 1)[end_node]
+def with_places(table: pa.Table, tree_id: Int32, node_id: Int32) -> pa.Table:
+    """Return `table` with the tree and the node where each trajectory ends."""
     columns = {name: table[name] for name in table.column_names}
     columns["tree_id"] = pa.array(tree_id, pa.int32())
-    columns["node_id"] = pa.array(end_node, pa.int32())
+    columns["node_id"] = pa.array(node_id, pa.int32())
     return pa.Table.from_arrays([columns[name] for name in schema.TRAJECTORIES.names], schema=schema.TRAJECTORIES)

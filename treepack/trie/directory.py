@@ -1,6 +1,6 @@
 """Raw rollouts to a trie directory: `treepack build-trie` as a function.
 
-    inputs --read_columns--> batches --build_large_trie--> Trie --write_trie--> out/
+    inputs --TrieBuilder.read--> trie in memory or on disk --TrieBuilder.write--> out/
 
 The directory appears when it is complete. Memory is bounded: see `out_of_core`.
 """
@@ -8,26 +8,24 @@ The directory appears when it is complete. Memory is bounded: see `out_of_core`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treepack.columns import Sequences
 from treepack.files.address import AnyPath, as_output
 from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
-from treepack.ingest.read_log import ReadLog, refuse_nothing
+from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.stream import read_columns
 from treepack.ingest.tokenization import fingerprint, read_tokenizer
-from treepack.processes import ReportProgress, with_progress
-from treepack.trie.files import write_trie
-from treepack.trie.out_of_core import build_large_trie
-from treepack.trie.totals import trie_totals
+from treepack.processes import ReportProgress
+from treepack.trie.builder import TrieBuilder
+from treepack.trie.merged import MergedRuns
+from treepack.trie.totals import COLUMNS, totals_of, trie_totals
 from treepack.trie.trie import Trie
 
 
@@ -83,22 +81,21 @@ def build_trie_directory(
     with finished_directory(out, overwrite=overwrite) as temporary:
         recorded = options.as_record()  # reads the file of tool schemas, so a bad one is refused before the rollouts
         tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
-        batches = read_columns(names, options, log, tokenizer=tokenizer, input_hash=digest)
-        built = build_large_trie(_reading(batches, log, digest, progress), share=options.share, folder=temporary)
-        totals = trie_totals(built.trie)
-        built.release()
-        conversations = conversations_of_log(log, totals)
-        provenance = Provenance(
-            options=recorded,
-            counts=dict(sorted(log.counts.items())),
-            skipped=skipped_record(log, built.trie),
-            control_tokens=log.control_record(),
-            conversations=conversations.as_record() if conversations else None,
-            totals=totals,
-            tokenizer=fingerprint(tokenizer) if tokenizer else None,
-            input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
-        )
-        manifest = write_trie(built.trie, temporary, provenance, release=built.release)
+        with TrieBuilder(names, options, tokenizer=tokenizer, input_hash=digest, folder=temporary) as builder:
+            trie = builder.read(log, progress)
+            totals = trie_totals(trie) if isinstance(trie, Trie) else totals_of_runs(trie)
+            conversations = conversations_of_log(log, totals)
+            provenance = Provenance(
+                options=recorded,
+                counts=dict(sorted(log.counts.items())),
+                skipped=skipped_record(log, trie),
+                control_tokens=log.control_record(),
+                conversations=conversations.as_record() if conversations else None,
+                totals=totals,
+                tokenizer=fingerprint(tokenizer) if tokenizer else None,
+                input={"sha256": digest.hexdigest(), "num_files": digest.num_files},
+            )
+            manifest = builder.write(trie, temporary, provenance)
     return TrieSummary(out, manifest, time.perf_counter() - start, log)
 
 
@@ -118,24 +115,26 @@ def read_to_trie(
         TreepackError: bad input, no trajectory at all, or text without a tokenizer.
     """
     log, digest = ReadLog(), InputHash()
-    batches = read_columns([str(path) for path in inputs], options, log, tokenizer=tokenizer, input_hash=digest)
-    trie = build_large_trie(_reading(batches, log, digest, progress), share=options.share).trie
+    names = [str(path) for path in inputs]
+    with TrieBuilder(names, options, tokenizer=tokenizer, input_hash=digest) as builder:
+        trie = builder.mapped(builder.read(log, progress)).trie
     return trie, log
 
 
-def skipped_record(log: ReadLog, trie: Trie) -> dict[str, Any] | None:
+def skipped_record(log: ReadLog, trie: Trie | MergedRuns) -> dict[str, Any] | None:
     """Return the skipped rollouts of `log`, from which `trie` was built, as its manifest records them."""
-    return log.skipped_record(trie.trajectories["group_id"].unique().to_pylist()) if log.num_skipped else None
+    if not log.num_skipped:
+        return None
+    trajectories = trie.trajectories if isinstance(trie, Trie) else trie.columns(["group_id"])
+    return log.skipped_record(trajectories["group_id"].unique().to_pylist())
 
 
-def _reading(
-    batches: Iterable[Sequences], log: ReadLog, digest: InputHash, progress: ReportProgress | None
-) -> Iterable[Sequences]:
-    return with_progress(
-        refuse_nothing(batches, log.counts, log.skipped),
-        progress,
-        "reading",
-        unit="tokens",
-        size=lambda batch: len(batch.tokens),
-        share=lambda: digest.bytes_read.share,
+def totals_of_runs(merged: MergedRuns) -> dict[str, Any]:
+    """Return the totals of a trie on disk, as `trie_totals`."""
+    return totals_of(
+        merged.columns(COLUMNS),
+        num_trees=int((merged.nodes.parent < 0).sum()),
+        num_nodes=len(merged.nodes.parent),
+        tokens_flat=int(merged.lengths.sum()),
+        tokens_tree=int(merged.begins[-1]),
     )

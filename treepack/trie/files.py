@@ -8,6 +8,7 @@ Equal tries give equal bytes. Readers refuse other formats and versions, and par
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,14 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_path
 from treepack.files.cache import local_copy, naming_addresses
-from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
+from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, PartWriter, read_parts, token_slices
 from treepack.trajectory import Int32
+from treepack.trie.build import NodeArrays
 from treepack.trie.trie import Trie
+
+# Nodes are written as slices of so many to a part, and trajectories too; this bounds memory.
+SLICES, TRAJECTORY_SLICES = 8, 2
 
 
 def write_trie(
@@ -38,34 +43,68 @@ def write_trie(
     nodes = PartWriter(directory, "nodes", schema.NODES)
     tree_id = trie.tree_id
     max_token_id = 0
-    for a, b in token_slices(trie.node_length, PART_TOKENS // 8):  # an eighth of a part at a time bounds memory
-        # Offsets within this piece: node_start[a:b + 1] = [40, 42, 47] -> [0, 2, 7].
-        offsets = (trie.node_start[a : b + 1] - trie.node_start[a]).astype(np.int32)
-        tokens = pa.array(trie.tokens[trie.node_start[a] : trie.node_start[b]])
-        max_token_id = max(max_token_id, int(tokens.to_numpy().max()))
-        columns = [
-            tree_id[a:b],
-            np.arange(a, b, dtype=np.int32),
-            trie.parent[a:b],
-            trie.depth[a:b].astype(np.int32),
-            pa.ListArray.from_arrays(offsets, tokens),
-            trie.num_passing[a:b],
-        ]
-        nodes.write(pa.Table.from_arrays([pa.array(c) for c in columns], schema=schema.NODES), tokens=len(tokens))
+    for a, b in token_slices(trie.node_length, PART_TOKENS // SLICES):
+        tokens = trie.tokens[trie.node_start[a] : trie.node_start[b]]
+        max_token_id = max(max_token_id, int(tokens.max()))
+        nodes.write(node_rows(trie, tree_id, a, b).table(tokens), tokens=len(tokens))
         if release is not None:
             release()
     trajectories = PartWriter(directory, "trajectories", schema.TRAJECTORIES)
     lengths = trie.lengths
-    for a, b in token_slices(lengths, PART_TOKENS // 2):
+    for a, b in token_slices(lengths, PART_TOKENS // TRAJECTORY_SLICES):
         # A page ends where a chunk ends. One chunk makes the bytes independent of how the table was put together.
         trajectories.write(trie.trajectories.slice(a, b - a).combine_chunks(), tokens=int(lengths[a:b].sum()))
         if release is not None:
             release()
-    entries = {
-        "share": trie.share,
-        "max_token_id": max_token_id,
-        "files": nodes.entries() + trajectories.entries(),
-    }
+    return write_trie_manifest(
+        directory, provenance, trie.share, max_token_id, nodes.entries() + trajectories.entries()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRows:
+    """Nodes `first`, `first` + 1, ... of a forest; `offsets` int32 [num_nodes + 1] are those of their tokens."""
+
+    first: int
+    tree_id: Int32
+    parent: Int32
+    depth: Int32
+    num_passing: Int32
+    offsets: Int32
+
+    def table(self, tokens: Int32) -> pa.Table:
+        """Return a table of `schema.NODES`."""
+        columns = [
+            self.tree_id,
+            np.arange(self.first, self.first + len(self.parent), dtype=np.int32),
+            self.parent,
+            self.depth,
+            pa.ListArray.from_arrays(self.offsets, pa.array(tokens)),
+            self.num_passing,
+        ]
+        return pa.Table.from_arrays([pa.array(column) for column in columns], schema=schema.NODES)
+
+
+def node_rows(forest: Trie | NodeArrays, tree_id: Int32, first: int, end: int) -> NodeRows:
+    """Return nodes [first, end) of a forest; `tree_id` are the trees of all nodes."""
+    each = slice(first, end)
+    # Offsets within these nodes: node_start[first:end + 1] = [40, 42, 47] -> [0, 2, 7].
+    offsets = forest.node_start[first : end + 1] - forest.node_start[first]
+    return NodeRows(
+        first=first,
+        tree_id=tree_id[each],
+        parent=forest.parent[each],
+        depth=forest.depth[each].astype(np.int32),
+        num_passing=forest.num_passing[each],
+        offsets=offsets.astype(np.int32),
+    )
+
+
+def write_trie_manifest(
+    directory: Path, provenance: Provenance, share: str, max_token_id: int, files: list[FileEntry]
+) -> Manifest:
+    """Write the manifest of a trie whose parts are written."""
+    entries = {"share": share, "max_token_id": max_token_id, "files": files}
     return write_manifest(directory, complete_manifest(schema.TRIE_FORMAT, provenance, entries))
 
 

@@ -104,5 +104,7 @@ def mapped_trie(merged: MergedRuns, folder: Path | None) -> Built:
 
 
 def _tables(merged: MergedRuns) -> Iterator[pa.Table]:
+    tree_id = merged.nodes.tree_id
     for begin, end in token_slices(merged.lengths, TABLE_TOKENS):
-        yield with_places(read_rows(merged.spools, merged.row_places(begin, end)), merged.nodes, begin)
+        node_id = merged.nodes.end_node[begin:end]
+        yield with_places(read_rows(merged.spools, merged.row_places(begin, end)), tree_id[node_id], node_id)

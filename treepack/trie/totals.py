@@ -5,21 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
 
 from treepack.columns import num_trained
 from treepack.trie.trie import Trie
 
+COLUMNS = ["step", "group_id", "trained"]  # of the trajectories, which `totals_of` needs
+
 
 def trie_totals(trie: Trie) -> dict[str, Any]:
     """Return the counts of a trie and its potential overlap ratio, POR = 1 - N_tree / N_flat."""
-    groups = pl.DataFrame({"step": trie.step_rank, "group": pl.from_arrow(trie.trajectories["group_id"])})
-    return {
-        "num_trajectories": trie.num_trajectories,
-        "num_groups": groups.n_unique(),
+    sizes = {
         "num_trees": trie.num_trees,
         "num_nodes": trie.num_nodes,
         "tokens_flat": trie.tokens_flat,
         "tokens_tree": trie.tokens_tree,
-        "tokens_trained": num_trained(trie.trajectories),
-        "por": 1 - trie.tokens_tree / trie.tokens_flat,
+    }
+    return totals_of(trie.trajectories, **sizes)
+
+
+def totals_of(
+    trajectories: pa.Table, *, num_trees: int, num_nodes: int, tokens_flat: int, tokens_tree: int
+) -> dict[str, Any]:
+    """Return the totals of a trie, from its `trajectories` in any order and from the sizes of its nodes."""
+    groups = pl.from_arrow(trajectories.select(["step", "group_id"]))
+    assert isinstance(groups, pl.DataFrame)
+    return {
+        "num_trajectories": trajectories.num_rows,
+        "num_groups": groups.n_unique(),
+        "num_trees": num_trees,
+        "num_nodes": num_nodes,
+        "tokens_flat": tokens_flat,
+        "tokens_tree": tokens_tree,
+        "tokens_trained": num_trained(trajectories),
+        "por": 1 - tokens_tree / tokens_flat,
     }

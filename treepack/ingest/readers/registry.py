@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.files.address import is_address
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.files import read_pieces
 from treepack.ingest.readers.format import SIMILAR, Format, close_names
@@ -249,7 +250,8 @@ def read_parts(
             input_hash=input_hash,
             max_size=options.max_record_size,
             skip_bad=options.skip_bad,
-            as_ranges=as_ranges,
+            # The local copy of an object may be removed before a worker opens it.
+            as_ranges=as_ranges and not is_address(path),
         )
         try:
             recognised = recognise(
