@@ -108,7 +108,7 @@ def _search(effort: str) -> tuple[Callable[[F], F], ...]:
             type=click.Choice(EFFORTS),
             default=effort,
             show_default=True,
-            help="How much work a method that searches may do.",
+            help="How much work a method that searches may do; below high, auto stops within 0.1 % of the bound.",
         ),
         click.option(
             "--time-limit",

@@ -17,7 +17,7 @@ from support.strategies import Nested, tree_of
 from treepack.native.library import is_compiled
 from treepack.pack.plan.bounds import column_generation, counting, knapsack
 from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound
-from treepack.pack.plan.methods import anneal, dominance, first_fit, online, subsets
+from treepack.pack.plan.methods import anneal, dominance, first_fit, jump_tree, online, subsets
 from treepack.pack.plan.methods.contiguous import contiguous
 from treepack.pack.plan.problem import Limits, PlanTree, Search, path_pairs
 from treepack.rl.trace import greedy
@@ -154,11 +154,10 @@ def test_annealing(problem: tuple[PlanTree, Limits], window: int, passes: int) -
     steps = 1 + 150 // tree.num_leaves
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(anneal, "WINDOW_ROWS", window)
-        assert_twins_agree(
-            lambda: anneal.anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes),
-            anneal,
-            *("anneal_rows", "split_paths", "set_jumps"),
-        )
+        for module, names in ((anneal, ["anneal_rows"]), (jump_tree, ["split_paths", "set_jumps"])):
+            assert_twins_agree(
+                lambda: anneal.anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes), module, *names
+            )
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(0, 10**6), st.integers(1, 40))

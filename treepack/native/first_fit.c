@@ -72,13 +72,14 @@ static void refresh(int32_t *rows, int64_t *block, const int64_t *load, int64_t 
     block[COUNT] = count;
 }
 
-/* progress [leaves placed, blocks in use]; returns before a leaf whose path could need more blocks than there are. */
+/* progress [leaves placed, blocks in use, tokens]; returns before a leaf whose path could need more blocks than there
+   are, or after the tokens exceed max_tokens. */
 void place_leaves(const int64_t *order, int64_t num, const int64_t *leaf, int64_t num_leaves, const int64_t *parent,
                   int64_t nodes, const int64_t *path, int64_t num_paths, const int64_t *min_below, int64_t num_below,
                   const int64_t *limit, int64_t num_limits, int64_t *head, int64_t num_heads, int64_t *load,
                   int64_t num_loads, int32_t *rows, int64_t num_entries, int64_t *blocks, int64_t num_fields,
                   int64_t *seen, int64_t num_seen, int64_t *row_of, int64_t num_row_of, int64_t *progress,
-                  int64_t num_progress) {
+                  int64_t num_progress, int64_t max_tokens) {
     (void)num_leaves, (void)num_paths, (void)num_below, (void)num_heads, (void)num_entries, (void)num_row_of;
     (void)num_progress;
     Loads loads = {load, num_loads / num_limits / 2, num_limits, limit, path, nodes};
@@ -123,5 +124,7 @@ void place_leaves(const int64_t *order, int64_t num, const int64_t *leaf, int64_
             if (new_load < block[MIN_LOAD]) block[MIN_LOAD] = new_load;
         }
         progress[0] = turn + 1;
+        progress[2] += path[node] - (common >= 0 ? path[common] : 0);
+        if (progress[2] > max_tokens) return;
     }
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support import strategies
 from support.plan_costs import Cost, alone, cost_of, limited, proven_cost
 from support.strategies import Nested, tree_of
-from treepack.pack.plan.auto import auto
+from treepack.pack.plan.auto import TOKENS_TO_STOP, auto
 from treepack.pack.plan.bounds import lower_bound as bounds
 from treepack.pack.plan.bounds.column_generation import Allowance
 from treepack.pack.plan.bounds.counting import count, passes
@@ -79,11 +79,11 @@ def plans_of(problem: Problem) -> list[Int64]:
     return [alone(tree), contiguous(tree, limits, Search()).row_of_leaf]
 
 
-def unknown(tree: PlanTree) -> bounds._NodeBounds:
-    return bounds._NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
+def unknown(tree: PlanTree) -> bounds.NodeBounds:
+    return bounds.NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
 
 
-def counted(problem: Problem) -> bounds._NodeBounds:
+def counted(problem: Problem) -> bounds.NodeBounds:
     return bounds._count(problem[0], problem[1], unknown(problem[0]))
 
 
@@ -178,7 +178,7 @@ def test_programs_for_rows_and_for_tokens_stay_below_what_the_nodes_need(problem
 def test_some_best_plan_has_at_most_the_rows_that_programs_count_with(problem: Problem) -> None:
     tree, capacity = problem
     tokens, times = least_of_every_node(problem)
-    for known in (counted(problem), bounds._NodeBounds(tokens, times)):
+    for known in (counted(problem), bounds.NodeBounds(tokens, times)):
         for rows in plans_of(problem):
             upper = int(tree.size @ passes(tree.parent, tree.leaf, rows))
             assert best_of(problem)[1] <= bounds._max_rows(tree, capacity, upper, known)
@@ -296,13 +296,13 @@ def test_auto_is_the_best_of_small_trees_within_all_limits(problem: tuple[PlanTr
 
 @given(larger_trees)
 @settings(max_examples=15)
-def test_auto_needs_the_tokens_that_the_exact_method_proves(problem: Problem) -> None:
+def test_auto_needs_nearly_the_tokens_that_the_exact_method_proves(problem: Problem) -> None:
     tree, limits = problem[0], Limits(problem[1])
     exact_solution = exact(tree, limits, Search())
     tokens = cost_of(tree, exact_solution.row_of_leaf, limits)[0]
     assume(exact_solution.lower_bound == tokens)
     solution = auto(tree, limits, Search())
-    assert solution.lower_bound <= cost_of(tree, solution.row_of_leaf, limits)[0] == tokens
+    assert solution.lower_bound <= tokens <= cost_of(tree, solution.row_of_leaf, limits)[0] <= tokens * TOKENS_TO_STOP
 
 
 @given(searches(), st.sampled_from(["low", "normal"]))

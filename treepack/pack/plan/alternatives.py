@@ -5,9 +5,11 @@
     tree 3                              1 1
 
 The pieces of auto are finished: merged, or spread over ranks. The pieces of each quick method are finished twice:
-once for all trees, and once for only the trees whose rows have as few tokens as the rows of auto. The result with the
-minimum number of tokens, then of rows, is returned. So auto never needs more tokens than `contiguous` or `heuristic`,
-and never more rows if the tokens are equal.
+once for all trees, and once for only the trees whose rows have as few tokens as the rows of auto. The rows of
+`greedy-online` are finished too. The result with the minimum number of tokens, then of rows, is returned. So auto never
+needs more tokens than `contiguous`, `heuristic` or `greedy-online`, and never more rows if the tokens are equal, except
+that `greedy-online` is not tried if auto is proven to have minimum tokens, or if the trees are so deep that it takes
+many seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.pack.plan.balance import steps_of
+from treepack.pack.plan.methods import online
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
 from treepack.pack.plan.problem import Limits, PlanForest, Search
 from treepack.pack.plan.unions import row_sizes
@@ -36,7 +39,7 @@ def best_final_rows(
 
     `pieces` are the rows of `auto` for each tree; any rows have at least `lower_bound` tokens together. `finish` turns
     rows of single trees into final rows, and `multiple_of` divides their number in each step. If no plan can be better,
-    nothing else is tried. O(nodes log nodes), and at most five calls of `finish`.
+    nothing else is tried. O(nodes log nodes) and first fit, and at most six calls of `finish`.
 
     Raises:
         TreepackError: `finish` raises it for `pieces`.
@@ -47,8 +50,16 @@ def best_final_rows(
     has_fewest_rows = cost[1] == _min_rows(trie, best, tokens, limits.capacity, multiple_of)
     if has_fewest_rows and cost[0] == lower_bound:
         return best
-    # Exchanging the rows of single trees can only save rows, so it is left out if there are none to save.
-    for other in _alternatives(trie, forest, limits, pieces, mixed=not has_fewest_rows):
+
+    def others() -> Iterator[Int64]:
+        # Exchanging the rows of single trees can only save rows, so it is left out if there are none to save.
+        yield from _alternatives(trie, forest, limits, pieces, mixed=not has_fewest_rows)
+        if cost[0] > lower_bound:
+            greedy = online.greedy_online_within(trie, limits, max_tokens=cost[0])
+            if greedy is not None:
+                yield greedy
+
+    for other in others():
         try:
             rows = finish(other)
         except TreepackError:  # a step would have more rows than trajectories; with `pieces` it has not

@@ -4,6 +4,7 @@
     up to 60           the multi-path program, which nearly always proves the optimum
     more               the best of quick plans --ruin and recreate--> plan;  --programs for subtrees--> bound
 
+Unless the effort is high, a plan within 0.1 % of the bound by counting is good enough, and nothing follows it.
 The amount of work depends on `effort` and on the number of leaves of all trees, never on the clock. The parts are in
 `methods/` and `bounds/`; this file chooses between them.
 """
@@ -11,12 +12,13 @@ The amount of work depends on `effort` and on the number of leaves of all trees,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from treepack.pack.plan.bounds.counting import passes
-from treepack.pack.plan.bounds.lower_bound import ProofEffort, lower_bound, recursive_bound
+from treepack.pack.plan.bounds.lower_bound import ProofEffort, count_tree, lower_bound
 from treepack.pack.plan.methods import online
 from treepack.pack.plan.methods.anneal import anneal
 from treepack.pack.plan.methods.contiguous import contiguous, deepest_first
@@ -30,7 +32,8 @@ from treepack.trajectory import Int64
 LEAVES_FOR_FULL_EFFORT = 600
 MIN_STEPS = 8  # per leaf and pass; the effort normal comes down to it at 843,750 leaves
 MIN_STEPS_FOR_ALL_PASSES = 50  # per leaf; with fewer there are two passes: above 21,600 leaves at the effort normal
-MAX_LEAVES_OF_FIRST_FIT = 20_000  # first fit walks every path to the root, which is slow in large deep trees
+# Unless the effort is high, the search ends at a plan within these multiples of the lower bounds of tokens and rows.
+TOKENS_TO_STOP, ROWS_TO_STOP = 1.001, 1.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +95,57 @@ WORK = {
 def auto(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     """Plan a tree for minimum tokens, then minimum rows, within the work of the effort; return a bound too.
 
-    The plan is never worse than the plans of `contiguous` and `heuristic`, and in trees of up to
-    `MAX_LEAVES_OF_FIRST_FIT` leaves never worse than first fit in depth-first order.
+    The plan is never worse than the plan of `contiguous`. With more than 13 leaves it is never worse than the other
+    quick plans that were made before one was close enough to the bound: first fit and `heuristic`.
     """
-    quick = [method(tree, limits, search).row_of_leaf for method in (contiguous, deepest_first)]
-    rows = min(quick, key=lambda plan: _cost(tree, plan))
-    bound = recursive_bound(tree, limits.capacity)
-    # The bound is met in tokens, and no fewer rows can contain so many tokens: nothing can be better.
-    if _cost(tree, rows) == (bound, -(-bound // limits.capacity)):
+    rows = contiguous(tree, limits, search).row_of_leaf
+    known = count_tree(tree, limits.capacity)
+    bound = int(known.tokens[0])
+    # As many rows as pass through the root, or as contain so many tokens.
+    best = bound, max(int(known.times[0]), -(-bound // limits.capacity))
+    # The bound is met in tokens, and there cannot be fewer rows: nothing can be better.
+    if _cost(tree, rows) == best:
         return Solution(rows, bound)
     if tree.num_leaves <= MAX_LEAVES:
         return subsets(tree, limits, search)
-    if tree.num_leaves <= MAX_LEAVES_OF_FIRST_FIT:
-        rows = min([rows, *_first_fit_plans(tree, limits)], key=lambda plan: _cost(tree, plan))
+    enough = best if search.effort == "high" else (int(best[0] * TOKENS_TO_STOP), int(best[1] * ROWS_TO_STOP))
+    rows = _quick_plan(tree, limits, rows, enough)
+    if _is_enough(_cost(tree, rows), enough):
+        return Solution(rows, bound)
     work, leaves = WORK[search.effort], max(search.num_leaves, tree.num_leaves)
     steps, passes = work.search_for(leaves)
-    rows = anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes)
+    rows = anneal(tree, limits, rows, steps_per_leaf=steps, passes=passes, enough=enough)
     proof = work.proof_for(tree.num_leaves, leaves)
     if tree.num_leaves <= proof.exact and limits.pairs is None and limits.terms is None:
         return _exact(tree, limits, rows, bound)
-    if _cost(tree, rows)[0] > bound:
+    if _cost(tree, rows)[0] > enough[0]:
         bound = lower_bound(tree, limits.capacity, rows, proof)
     return Solution(rows, bound)
 
 
-def _first_fit_plans(tree: PlanTree, limits: Limits) -> list[Int64]:
-    """Return two plans that put each leaf into the first row with room: in depth-first order, and longest first."""
-    pairs, steps = path_pairs(tree.depth + tree.size), np.zeros(tree.num_leaves, np.int64)
-    orders = np.arange(tree.num_leaves), np.argsort(-tree.length, kind="stable")
-    return [online.fill_rows(tree, pairs, order, steps, limits) for order in orders]
+def _is_enough(cost: tuple[int, int], enough: tuple[int, int]) -> bool:
+    return cost[0] <= enough[0] and cost[1] <= enough[1]
+
+
+def _quick_plan(tree: PlanTree, limits: Limits, rows: Int64, enough: tuple[int, int]) -> Int64:
+    """Return the best of `rows` and the plans of quick methods; stop at the first plan that is good enough."""
+    best = _cost(tree, rows)
+    for plan in _quick_plans(tree, limits):
+        if _is_enough(best, enough):
+            break
+        cost = _cost(tree, plan)
+        if cost < best:
+            rows, best = plan, cost
+    return rows
+
+
+def _quick_plans(tree: PlanTree, limits: Limits) -> Iterator[Int64]:
+    """Yield the plans of first fit, longest leaf first and in depth-first order, and of `heuristic`."""
+    if online.num_first_fit_steps(tree) <= online.MAX_FIRST_FIT_STEPS:
+        pairs, steps = path_pairs(tree.depth + tree.size), np.zeros(tree.num_leaves, np.int64)
+        for order in (np.argsort(-tree.length, kind="stable"), np.arange(tree.num_leaves)):
+            yield online.fill_rows(tree, pairs, order, steps, limits)
+    yield deepest_first(tree, limits, Search()).row_of_leaf
 
 
 def _exact(tree: PlanTree, limits: Limits, rows: Int64, bound: int) -> Solution:

@@ -29,7 +29,7 @@ from treepack.pack.plan.fill import merge_rows
 from treepack.pack.plan.methods import contiguous, exact, online, single_path
 from treepack.pack.plan.methods.groups import whole_groups
 from treepack.pack.plan.plan import Plan
-from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, Search, Solution, forest_of, path_pairs
+from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of, path_pairs
 from treepack.pack.plan.unions import row_sizes, trained_tokens
 from treepack.pack.plan.workers import plan_trees
 from treepack.processes import Progress, ReportProgress
@@ -37,7 +37,6 @@ from treepack.trajectory import Int64
 from treepack.trie.trie import Trie, unshared
 
 Method = Callable[[PlanTree, Limits, Search], Solution]
-ForestMethod = Callable[[PlanForest, Int64, Int64, Limits], Int64]
 
 METHODS: dict[str, Method] = {
     "auto": auto.auto,
@@ -47,7 +46,7 @@ METHODS: dict[str, Method] = {
     "exact": exact.exact,
 }
 
-FOREST_METHODS: dict[str, ForestMethod] = {"greedy-online": online.greedy_online, "sequence": online.sequence}
+FOREST_METHODS: dict[str, online.ForestMethod] = {"greedy-online": online.greedy_online, "sequence": online.sequence}
 """Methods that plan all trees at once, so their rows need no merging."""
 
 GROUPS = "groups"
@@ -94,7 +93,7 @@ def plan_rows(
     if method == GROUPS:
         row_of, bound = _merge(trie, whole_groups(trie, limits), limits), _bound(trie, limits)
     elif method in FOREST_METHODS:
-        pieces, bound = _plan_forest(trie, limits, method), _bound(trie, limits)
+        pieces, bound = online.plan_forest(trie, limits, FOREST_METHODS[method]), _bound(trie, limits)
         row_of = finish(pieces)
     else:
         forest = forest_of(trie, split_ends=limits.terms is not None)
@@ -153,15 +152,6 @@ def packed_trie(trie: Trie, method: str) -> Trie:
 
 def _bound(trie: Trie, limits: Limits) -> int:
     return sum(recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees())
-
-
-def _plan_forest(trie: Trie, limits: Limits, method: str) -> Int64:
-    forest = forest_of(trie, split_ends=True)
-    # With split ends every trajectory has its own leaf, so this is an order of all leaves.
-    order, steps = forest.leaf_of[online.arrival_order(trie)], np.zeros(forest.num_leaves, np.int64)
-    steps[forest.leaf_of] = trie.step_rank
-    row_of_leaf = FOREST_METHODS[method](forest, order, steps, limits)
-    return row_of_leaf[forest.leaf_of]
 
 
 def refuse_too_long(trie: Trie, limits: Limits) -> None:

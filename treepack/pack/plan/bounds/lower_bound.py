@@ -48,22 +48,26 @@ def recursive_bound(tree: PlanTree, capacity: int) -> int:
     these need at least D tokens in total, at least ceil(D / left) rows pass through u. At least as many rows pass
     through u as through each child, and each row pays for u once.
     """
-    known = _NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
-    return int(_count(tree, capacity, known).tokens[0])
+    return int(count_tree(tree, capacity).tokens[0])
+
+
+def count_tree(tree: PlanTree, capacity: int) -> NodeBounds:
+    """Return the bounds of `recursive_bound` for every node."""
+    return _count(tree, capacity, NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64)))
 
 
 @dataclass(frozen=True, slots=True)
-class _NodeBounds:
+class NodeBounds:
     """Lower bounds for each node, int64 [nodes]: tokens of its subtree over all rows, and rows that pass through it."""
 
     tokens: Int64
     times: Int64
 
 
-def _count(tree: PlanTree, capacity: int, known: _NodeBounds) -> _NodeBounds:
+def _count(tree: PlanTree, capacity: int, known: NodeBounds) -> NodeBounds:
     """Return `known` improved by counting from the leaves to the root."""
     stop = tree.depth + tree.size
-    return _NodeBounds(*count(tree.end, tree.size, stop, capacity, known.tokens, known.times))
+    return NodeBounds(*count(tree.end, tree.size, stop, capacity, known.tokens, known.times))
 
 
 def lower_bound(tree: PlanTree, capacity: int, rows: Int64, proof: ProofEffort) -> int:
@@ -119,9 +123,9 @@ def subtree(tree: PlanTree, node: int) -> PlanTree:
     return PlanTree(tree.size[part], depth, parent, end, tree.leaf[first:stop] - node, tree.terms[first:stop])
 
 
-def _small_subtrees(tree: PlanTree, capacity: int, *, most_leaves: int) -> _NodeBounds:
+def _small_subtrees(tree: PlanTree, capacity: int, *, most_leaves: int) -> NodeBounds:
     """Return exact minimum tokens and rows of all nodes with at most `most_leaves` leaves; 0 and 1 for other nodes."""
-    known = _NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
+    known = NodeBounds(np.zeros(tree.num_nodes, np.int64), np.ones(tree.num_nodes, np.int64))
     leaves = _subtree_sums(tree, np.bincount(tree.leaf, minlength=tree.num_nodes))
     for node in _maximal_nodes(tree, leaves, most_leaves).tolist():
         # A subtree that fits into one row needs no program: counting finds its tokens.
@@ -137,8 +141,8 @@ def _fits(tree: PlanTree, node: int, capacity: int) -> bool:
 
 
 def _by_programs(
-    tree: PlanTree, node: int, capacity: int, rows: Int64, known: _NodeBounds, proof: ProofEffort
-) -> _NodeBounds:
+    tree: PlanTree, node: int, capacity: int, rows: Int64, known: NodeBounds, proof: ProofEffort
+) -> NodeBounds:
     """Improve the bounds of the subtree of `node` by column generation: first rows through its nodes, then its tokens.
 
     Rows are bounded at the nodes whose rows may add the largest number of tokens.
@@ -148,7 +152,7 @@ def _by_programs(
     first, stop = np.searchsorted(tree.leaf, [inside.start, inside.stop])
     # rows [7, 2, 7, 9] of these leaves -> plan [1, 0, 1, 2]
     plan = np.unique(rows[first:stop], return_inverse=True)[1].astype(np.int64)
-    counted = _NodeBounds(known.tokens[inside].copy(), known.times[inside].copy())
+    counted = NodeBounds(known.tokens[inside].copy(), known.times[inside].copy())
     leaves = _subtree_sums(part, np.bincount(part.leaf, minlength=part.num_nodes))
     used = passes(part.parent, part.leaf, plan)
     upper = int(part.size @ used)
@@ -172,7 +176,7 @@ def _by_programs(
     return counted
 
 
-def _max_rows(tree: PlanTree, capacity: int, upper: int, known: _NodeBounds) -> int:
+def _max_rows(tree: PlanTree, capacity: int, upper: int, known: NodeBounds) -> int:
     """Return an upper bound on the rows of some plan with minimum tokens; `upper` is the tokens of any plan.
 
     Of all plans with minimum tokens, take one with minimum rows. Any two of its rows have together more tokens
@@ -186,7 +190,7 @@ def _max_rows(tree: PlanTree, capacity: int, upper: int, known: _NodeBounds) -> 
     return min(max_rows, (upper - below) // root) if root else max_rows
 
 
-def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: _NodeBounds, allowance: Allowance) -> int:
+def _min_rows(tree: PlanTree, node: int, capacity: int, plan: Int64, known: NodeBounds, allowance: Allowance) -> int:
     """Return a lower bound on the rows that pass through `node`, by column generation in its subtree."""
     part, inside = subtree(tree, node), slice(node, int(tree.end[node]))
     first = int(np.searchsorted(tree.leaf, node))

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from treepack.native.library import FLOAT, INT, INT32, INT64, in_c
-from treepack.pack.plan.problem import Limits, PlanTree, path_pairs
+from treepack.pack.plan.methods.jump_tree import jump_tree
+from treepack.pack.plan.problem import Limits, PlanTree
 from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int32, Int64
 
@@ -68,18 +69,31 @@ class AnnealedRows(NamedTuple):
     leaves: Int64
 
 
-def anneal(tree: PlanTree, limits: Limits, row_of_leaf: Int64, *, steps_per_leaf: int, passes: int = 3) -> Int64:
+def anneal(
+    tree: PlanTree,
+    limits: Limits,
+    row_of_leaf: Int64,
+    *,
+    steps_per_leaf: int,
+    passes: int = 3,
+    enough: tuple[int, int] = (0, 0),
+) -> Int64:
     """Return a plan with fewer tokens than `row_of_leaf` int64 [leaves], or as many and fewer rows, or the same plan.
 
     Each pass makes `steps_per_leaf` steps per leaf and starts from the result of the pass before, with its windows
-    shifted by half of their length.
+    shifted by half of their length. No pass follows a plan with at most the tokens and rows of `enough`.
     """
     lengths, shared, terms = tree.length, tree.shared, tree.terms
     caps = np.array([limits.capacity, *(NO_LIMIT if cap is None else cap for cap in (limits.pairs, limits.terms))])
     rows = row_of_leaf.copy()
     for turn in range(passes):
-        for leaves in _windows(rows, _fill(lengths, shared, rows), turn):
-            shape = _shape(lengths[leaves], _shared_within(shared, leaves), terms[leaves])
+        fill = _fill(lengths, shared, rows)
+        if fill.sum() <= enough[0] and len(fill) <= enough[1]:
+            break
+        for leaves in _windows(rows, fill, turn):
+            within = _shared_within(shared, leaves)
+            by_node, leaf = jump_tree(lengths[leaves], within)
+            shape = by_node, np.stack([leaf, terms[leaves], within])
             # rows [7, 2, 7] of the leaves -> names [2, 7], local [1, 0, 1]; rows 2 .. 5 of the window are spare.
             names, local = np.unique(rows[leaves], return_inverse=True)
             steps = steps_per_leaf * len(leaves)
@@ -125,18 +139,6 @@ def _fill(lengths: Int64, shared: Int64, rows: Int64) -> Int64:
     repeated = np.zeros(len(rows), np.int64)
     repeated[follows] = range_minima(shared, by_row[follows - 1] + 1, by_row[follows] + 1)
     return np.bincount(rows[by_row], weights=lengths[by_row] - repeated).astype(np.int64)
-
-
-def _shape(lengths: Int64, shared: Int64, terms: Int64) -> tuple[Int64, Int64]:
-    """Return the arrays `by_node` and `by_leaf` of a tree."""
-    num = len(lengths)
-    parent, stop = np.full(2 * num, -1), np.zeros(2 * num, np.int64)
-    leaf, path = np.zeros(num, np.int64), np.zeros(num + 1, np.int64)
-    made = split_paths(lengths, shared, parent, stop, leaf, path)
-    parent, stop = parent[:made], stop[:made]
-    jump, depth = np.full(made, -1), np.zeros(made, np.int64)
-    set_jumps(np.argsort(stop, kind="stable"), parent, jump, depth)
-    return np.stack([parent, jump, stop, path_pairs(stop)]), np.stack([leaf, terms, shared])
 
 
 def _anneal(shape: tuple[Int64, Int64], caps: Int64, row_of: Int64, num_rows: int, steps: int, seed: int) -> Int64:
@@ -214,53 +216,6 @@ class RandomState:
         self.state = x
         # The high 53 bits, over 2**53.
         return float((x * 2685821657736338717 & 0xFFFFFFFFFFFFFFFF) >> 11) / 9007199254740992.0
-
-
-@in_c(INT64, INT64, INT64, INT64, INT64, INT64, returns=INT)
-def split_paths(lengths: Int64, shared: Int64, parent: Int64, stop: Int64, leaf: Int64, path: Int64) -> int:
-    """Write the parent of each node, the tokens from the root to its end, and the node of each leaf.
-
-    Returns the number of nodes, at most 2 * leaves; they are in no particular order. The path to the last leaf is a
-    stack. If the next leaf leaves it inside a node, this node is split in two. `path` [leaves + 1] is scratch.
-    """
-    # lengths [6, 9, 7], shared [0, 4, 5] -> nodes 0 (leaf 0), 1 (split at 4), 2 (leaf 1), 3 (split at 5), 4 (leaf 2):
-    # parent [1, -1, 3, 1, 3], stop [6, 4, 9, 5, 7], leaf [0, 2, 4].
-    depth, made = 0, 0
-    for k in range(len(lengths)):
-        # Leave the path down to the last node that ends within the shared tokens; `last` is the child that was left.
-        last = -1
-        while depth and stop[path[depth - 1]] > shared[k]:
-            depth -= 1
-            last = path[depth]
-        above = path[depth - 1] if depth else -1
-        if last >= 0 and shared[k] > (stop[above] if above >= 0 else 0):
-            parent[made], stop[made] = above, shared[k]
-            parent[last] = above = made
-            path[depth] = made
-            depth, made = depth + 1, made + 1
-        parent[made], stop[made] = above, lengths[k]
-        leaf[k] = path[depth] = made
-        depth, made = depth + 1, made + 1
-    return made
-
-
-@in_c(INT64, INT64, INT64, INT64)
-def set_jumps(order: Int64, parent: Int64, jump: Int64, depth: Int64) -> None:
-    """Set an ancestor of each node, so that any ancestor is reached in O(log depth) jumps and steps to parents.
-
-    `order` has parents before their children. `jump` [nodes] begins as -1, and the scratch `depth` [nodes] as 0.
-    Myers (1983), An applicative random-access stack: if two jumps in a row have the same length, the jump of the next
-    node covers both of them and one step more.
-    """
-    # A chain of 9 nodes, parents [-1, 0, 1, ..., 7] -> jumps [-1, 0, 1, 0, 3, 4, 3, 0, 7].
-    for node in order:
-        up = parent[node]
-        if up >= 0:
-            depth[node] = depth[up] + 1
-            far = jump[up]
-            jump[node] = up
-            if far >= 0 and jump[far] >= 0 and depth[up] - depth[far] == depth[far] - depth[jump[far]]:
-                jump[node] = jump[far]
 
 
 def _put(shape: AnnealShape, rows: AnnealedRows, k: int, row: int) -> None:

@@ -19,19 +19,29 @@ from __future__ import annotations
 
 import numpy as np
 
-from treepack.native.library import INT32, INT64, in_c
+from treepack.native.library import INT, INT32, INT64, in_c
 from treepack.trajectory import Int32, Int64
 
 FIRST_BLOCKS = 1024  # before they are doubled
+NO_LIMIT = 2**62
 BLOCK = 16  # rows per block: few enough to read at once, many enough that most blocks are skipped by one comparison
 
 
 def first_fit(
-    order: Int64, leaf: Int64, parent: Int64, path: Int64, min_below: Int64, limit: Int64, head: Int64
-) -> Int64:
-    """Return the row of each leaf of `order`, int64 [len(order)]; rows are numbered from 0 as they are opened.
+    order: Int64,
+    leaf: Int64,
+    parent: Int64,
+    path: Int64,
+    min_below: Int64,
+    limit: Int64,
+    head: Int64,
+    *,
+    max_tokens: int = NO_LIMIT,
+) -> tuple[Int64, int]:
+    """Return the row of each leaf of `order`, int64 [len(order)], and the tokens of all rows.
 
-    All arrays are int64:
+    Rows are numbered from 0 as they are opened. If the rows need more than `max_tokens`, the loop stops early and the
+    rows of the other leaves are undefined. All arrays are int64:
 
     - `order` [any]: leaves in order of arrival; `leaf` [leaves] and `parent` [nodes] as in `PlanTree`
     - `path` [limits, nodes]: the load of the path down to the end of each node in an empty row; the first is tokens
@@ -44,15 +54,17 @@ def first_fit(
     load = np.zeros((len(limit), 2 << len(order).bit_length()), np.int64)
     rows, blocks = np.empty((FIRST_BLOCKS, BLOCK), np.int32), np.empty((FIRST_BLOCKS, 3), np.int64)
     seen, row_of = np.full((2, len(order) + 1), -1), np.empty(len(order), np.int64)
-    progress = np.zeros(2, np.int64)
+    progress = np.zeros(3, np.int64)
     while True:
-        place_leaves(order, leaf, parent, path, min_below, limit, head, load, rows, blocks, seen, row_of, progress)
-        if progress[0] == len(order):
-            return row_of
+        place_leaves(
+            order, leaf, parent, path, min_below, limit, head, load, rows, blocks, seen, row_of, progress, max_tokens
+        )
+        if progress[0] == len(order) or progress[2] > max_tokens:
+            return row_of, int(progress[2])
         rows, blocks = (np.concatenate([some, np.empty_like(some)]) for some in (rows, blocks))
 
 
-@in_c(INT64, INT64, INT64, INT64, INT64, INT64, INT64, INT64, INT32, INT64, INT64, INT64, INT64)
+@in_c(INT64, INT64, INT64, INT64, INT64, INT64, INT64, INT64, INT32, INT64, INT64, INT64, INT64, INT)
 def place_leaves(
     order: Int64,
     leaf: Int64,
@@ -67,15 +79,18 @@ def place_leaves(
     seen: Int64,
     row_of: Int64,
     progress: Int64,
+    max_tokens: int,
 ) -> None:
     """Continue first fit at leaf `progress[0]` of `order`, until all leaves have a row or the blocks may not suffice.
+
+    Stops as well if the rows have more than `max_tokens`.
 
     - `load` [limits, 2 * size]: the segment trees, and `row_of` [len(order)]: the result
     - `rows` int32 [blocks, BLOCK]: the rows of each block; `blocks` [blocks, 3]: their number, a lower bound on their
       tokens, and the next block of the node
     - `seen` [2, rows]: the last turn in which each row was met, -1 at the beginning, and the deepest node that the row
       shares with the leaf of this turn; the walk goes up, so the first node at which a row is met is the deepest
-    - `progress` [2]: leaves that have a row, and blocks in use
+    - `progress` [3]: leaves that have a row, blocks in use, and tokens of all rows
     """
     size = load.shape[1] // 2
     seen, seen_at = seen
@@ -125,6 +140,9 @@ def place_leaves(
             blocks[at, 1] = min(blocks[at, 1], load[0, size + row])
             up = parent[up]
         progress[0] = turn + 1
+        progress[2] += path[0, node] - (path[0, common] if common >= 0 else 0)
+        if progress[2] > max_tokens:
+            return
 
 
 def _num_above(parent: Int64, node: int) -> int:

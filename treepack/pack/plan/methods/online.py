@@ -11,13 +11,46 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
-from treepack.pack.plan.methods.first_fit import first_fit
-from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, path_pairs
+from treepack.pack.plan.methods.first_fit import NO_LIMIT, first_fit
+from treepack.pack.plan.problem import Limits, PlanForest, PlanTree, forest_of, path_pairs
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
+
+MAX_FIRST_FIT_STEPS = 10**9  # nodes on the paths to all leaves, in methods that may do without: a few seconds
+
+
+ForestMethod = Callable[[PlanForest, Int64, Int64, Limits], Int64]
+
+
+def plan_forest(trie: Trie, limits: Limits, method: ForestMethod) -> Int64:
+    """Return the row of each trajectory by a method of this file, int64 [num_trajectories]."""
+    forest, order, steps = _arriving_leaves(trie)
+    return method(forest, order, steps, limits)[forest.leaf_of]
+
+
+def greedy_online_within(trie: Trie, limits: Limits, *, max_tokens: int) -> Int64 | None:
+    """Return the row of each trajectory by `greedy_online`, or None if all rows together need more than `max_tokens`.
+
+    None as well if first fit would take too long.
+    """
+    forest, order, steps = _arriving_leaves(trie)
+    tree = forest.joined
+    if num_first_fit_steps(tree) > MAX_FIRST_FIT_STEPS:
+        return None
+    rows = rows_within(tree, path_pairs(tree.depth + tree.size), order, steps, limits, max_tokens=max_tokens)
+    return None if rows is None else rows[forest.leaf_of]
+
+
+def _arriving_leaves(trie: Trie) -> tuple[PlanForest, Int64, Int64]:
+    """Return a forest with a leaf for every trajectory, the leaves by arrival, and the training step of each leaf."""
+    forest = forest_of(trie, split_ends=True)
+    steps = np.zeros(forest.num_leaves, np.int64)
+    steps[forest.leaf_of] = trie.step_rank
+    return forest, forest.leaf_of[arrival_order(trie)], steps
 
 
 def greedy_online(forest: PlanForest, order: Int64, steps: Int64, limits: Limits) -> Int64:
@@ -50,6 +83,15 @@ def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: 
 
     `pairs` int64 [nodes] is the number of score pairs of the path from the root to the end of each node.
     """
+    rows = rows_within(tree, pairs, order, steps, limits, max_tokens=NO_LIMIT)
+    assert rows is not None
+    return rows
+
+
+def rows_within(
+    tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: Limits, *, max_tokens: int
+) -> Int64 | None:
+    """Return the rows of `fill_rows`, or None, and sooner, if all rows together need more than `max_tokens`."""
     path = tree.depth + tree.size
     # Terms are at the leaves only: whatever a leaf shares with a row, it adds all of its terms.
     terms = np.zeros_like(path)
@@ -67,9 +109,18 @@ def fill_rows(tree: PlanTree, pairs: Int64, order: Int64, steps: Int64, limits: 
     # order [2, 0, 1], steps [1, 0, 1] -> by_step [1, 2, 0]: first leaf 1 of step 0, then leaves 2 and 0 of step 1.
     by_step = order[np.argsort(steps[order], kind="stable")]
     for arrived in np.split(by_step, np.flatnonzero(np.diff(steps[by_step])) + 1):
-        row_of[arrived] = num_rows + first_fit(arrived, tree.leaf, tree.parent, loads, min_below, maxima, head)
+        rows, tokens = first_fit(arrived, tree.leaf, tree.parent, loads, min_below, maxima, head, max_tokens=max_tokens)
+        max_tokens -= tokens
+        if max_tokens < 0:
+            return None
+        row_of[arrived] = num_rows + rows
         num_rows = int(row_of[arrived].max()) + 1
     return row_of
+
+
+def num_first_fit_steps(tree: PlanTree) -> int:
+    """Return the nodes on the paths to all leaves: first fit visits each of them at least once."""
+    return int((np.searchsorted(tree.leaf, tree.end) - np.searchsorted(tree.leaf, np.arange(tree.num_nodes))).sum())
 
 
 def _min_below(tree: PlanTree) -> Int64:
