@@ -207,6 +207,9 @@ def test_a_damaged_part_is_named_by_its_address(store: Any) -> None:
     store.pipe_file(f"/bucket/run/trie/{part}", whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(TreepackError, match=rf"memory://bucket/run/trie/{part}: was altered since it was written"):
         read_trie(OUT)
+    store.rm_file(f"/bucket/run/trie/{part}")
+    with pytest.raises(TreepackError, match=rf"trie/{part}: is missing; if memory://bucket/run/trie is being replaced"):
+        read_trie(OUT)
     store.pipe_file(f"/bucket/run/trie/{part}", whole)
     assert first_token() == 1  # nothing damaged has been kept
     copy = local_copy(OUT) / part

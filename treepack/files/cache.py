@@ -34,7 +34,7 @@ from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import SCHEMES, AnyPath, RemotePath
 from treepack.files.cache_room import cache_folder, locked, pin, room, unpin
-from treepack.files.object_store import ObjectInfo
+from treepack.files.object_store import MissingError, ObjectInfo
 
 _MANIFEST = "manifest.json"
 _COPY = re.compile(rf"/[0-9a-f]{{16}}/({'|'.join(SCHEMES)})/")
@@ -249,11 +249,23 @@ def _fetch(wanted: _Wanted, local: Path) -> None:
         if wanted.content is not None:
             partial.write_bytes(wanted.content)
         else:
-            object_store.download(wanted.path, partial)
+            _download(wanted, partial)
             _check(wanted, partial)
         partial.replace(local)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _download(wanted: _Wanted, partial: Path) -> None:
+    try:
+        object_store.download(wanted.path, partial)
+    except MissingError as error:
+        if wanted.sha256 is None:
+            raise
+        path = wanted.path
+        raise TreepackError(
+            f"{path}: is missing; if {path.parent} is being replaced, run the command again, else write it again"
+        ) from error
 
 
 def _check(wanted: _Wanted, partial: Path) -> None:

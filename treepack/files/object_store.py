@@ -56,6 +56,10 @@ class ExistsError(TreepackError):
     """The object of a conditional write exists, or has changed since it was looked at."""
 
 
+class MissingError(TreepackError):
+    """There is no such object."""
+
+
 class UnavailableError(TreepackError):
     """The store does not answer at the moment; the same request may succeed later."""
 
@@ -114,14 +118,15 @@ def download(path: RemotePath, local: Path) -> None:
     """Write the bytes of an object to the file `local`, which is not whole if this fails.
 
     Raises:
-        TreepackError: see `read`; there is no such object, or the disk is full.
+        MissingError: there is no such object.
+        TreepackError: see `read`; or the disk is full.
     """
     try:
         present = _found(path, lambda store: (store.get_file(path.path, str(local)), True)[1])
     except OSError as error:  # of this machine's disk, see _sentence
         raise TreepackError(f"{local}: cannot be written ({error.strerror or error})") from error
     if not present:
-        raise TreepackError(f"{path}: no such object; check the address")
+        raise MissingError(f"{path}: no such object; check the address")
 
 
 def upload(local: Path, path: RemotePath, *, expected: str | None = ANY) -> None:
@@ -210,6 +215,8 @@ def _write(path: RemotePath, expected: str | None, send: Callable[[Any, dict[str
             if _writer_of(path) == writer:
                 return
             raise
+        except MissingError as error:  # a write to a bucket that does not exist
+            raise _no_bucket_error(path) from error
         except _CollisionError as error:
             if attempt == _COLLISION_ATTEMPTS - 1:
                 raise _exists(path) from error
@@ -233,7 +240,7 @@ def _found(path: RemotePath, function: Callable[[Any], T], *, verb: str = "read"
     """
     try:
         return _call(path, function, verb=verb)
-    except _MissingError:
+    except MissingError:
         return None
 
 
@@ -241,7 +248,7 @@ def _call(path: RemotePath, function: Callable[[Any], T], *, verb: str = "read")
     """Return `function` of the client.
 
     Raises:
-        _MissingError: there is no such object.
+        MissingError: there is no such object.
         ExistsError: the condition of a write is not met.
         TreepackError: one sentence about the exception of the client.
     """
@@ -252,10 +259,6 @@ def _call(path: RemotePath, function: Callable[[Any], T], *, verb: str = "read")
         raise
     except Exception as error:  # clients raise exceptions of their own, without a common base
         raise _sentence(path, error, verb) from error
-
-
-class _MissingError(TreepackError):
-    """There is no such object."""
 
 
 class _CollisionError(TreepackError):
@@ -273,7 +276,7 @@ def _sentence(path: RemotePath, error: Exception, verb: str) -> Exception:
     if code in _COLLISIONS:
         return _CollisionError(f"{path}: is being written by another process; run the command again")
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return _MissingError(f"{path}: no such object; check the address")
+        return MissingError(f"{path}: no such object; check the address")
     name = type(error).__name__
     if code == "NotImplemented":
         return TreepackError(

@@ -1,0 +1,79 @@
+"""Google Cloud Storage by the same code: conditions of writes, outputs and copies, against a small server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextvars import Context
+from pathlib import Path
+
+import pytest
+
+from support.gs import Bucket, running_bucket
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.files import object_store
+from treepack.files.address import RemotePath
+from treepack.files.directory import finished_directory
+from treepack.files.object_store import ExistsError
+from treepack.trie.build import build_trie
+from treepack.trie.files import read_trie, write_trie
+
+pytestmark = pytest.mark.s3
+
+OUT = RemotePath("gs", "bucket/run ü/trie")
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    monkeypatch.setenv("TREEPACK_CACHE", str(tmp_path / "cache"))
+    with running_bucket(monkeypatch) as served:
+        yield served
+
+
+def write(first: int, *, overwrite: bool = False) -> None:
+    with finished_directory(OUT, overwrite=overwrite) as temporary:
+        write_trie(build_trie([make("a", [first, 2, 3])]), temporary)
+
+
+def test_the_conditions_of_a_write_are_kept(bucket: Bucket) -> None:
+    path = OUT / "a b%.json"
+    object_store.write(path, b"1", expected=None)
+    with pytest.raises(ExistsError):
+        object_store.write(path, b"2", expected=None)
+    entry = object_store.info(path)
+    assert entry is not None
+    assert object_store.list_objects(OUT) == {path.name: entry}
+    object_store.write(path, b"22", expected=entry.version)
+    with pytest.raises(ExistsError):
+        object_store.write(path, b"3", expected=entry.version)
+    assert object_store.read(path) == b"22"
+    object_store.delete([path])
+    assert object_store.read(path) is None
+    assert bucket.objects == {}
+
+
+def test_outputs_are_whole_and_replaced_only_by_overwrite(bucket: Bucket) -> None:
+    write(1)
+    assert read_trie(OUT).tokens[0] == 1
+    with pytest.raises(TreepackError, match="trie exists; choose another --out or give --overwrite"):
+        write(2)
+    write(2, overwrite=True)
+    assert read_trie(OUT).tokens[0] == 2
+    assert len(bucket.objects) == 3
+
+
+def test_of_two_writers_the_later_one_gets_one_sentence(bucket: Bucket) -> None:
+    def write_late() -> None:
+        with finished_directory(OUT) as temporary:
+            write_trie(build_trie([make("a", [7, 7])]), temporary)
+            Context().run(write, 1)
+
+    with pytest.raises(TreepackError, match="trie: exists, because another process has just written it"):
+        write_late()
+    assert read_trie(OUT).tokens[0] == 1
+    assert len(bucket.objects) == 3
+
+
+def test_a_missing_bucket_is_one_sentence(bucket: Bucket) -> None:
+    with pytest.raises(TreepackError, match="gs://other/trie: there is no bucket other; create it"):
+        object_store.write(RemotePath("gs", "other/trie"), b"", expected=None)
