@@ -291,6 +291,7 @@ def _serve(connection: Connection, prepare: Any, job: Any) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # None makes `import torch` fail: transformers imports torch if it can, which costs 2 s and 200 MB per worker.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # or each worker has as many threads as there are cores
     pieces: SimpleQueue[Any] = SimpleQueue()
     # A thread receives, for two reasons. With large pieces and results, each side would otherwise block in `send` until
     # the other side receives. The second reason: the thread notices during a piece that the other side has ended.

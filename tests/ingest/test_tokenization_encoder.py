@@ -83,10 +83,13 @@ class Vocabulary:
     name_or_path = "t"
 
     def __init__(self, ids: dict[str, int]) -> None:
-        self.get_vocab = lambda: ids
+        self._ids = ids
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._ids
 
     def __len__(self) -> int:
-        return len(self.get_vocab())
+        return len(self._ids)
 
 
 @given(st.dictionaries(st.text(max_size=4), st.integers(0, 9) | st.integers(0, 1 << 20), max_size=12))

@@ -73,7 +73,7 @@ class Encoder:
         if self._special:
             self._backend.encode_special_tokens = True
             try:
-                parts = [self._backend.encode(part, add_special_tokens=False).ids for part in whole.split(MARK)]
+                parts = _encoded(self._backend, whole.split(MARK))
             finally:
                 self._backend.encode_special_tokens = False
             ids = np.array([i for part in parts for i in part], np.int32)
@@ -88,7 +88,7 @@ class Encoder:
         if (cached := self._cache.get(stretch)) is not None:
             self._cache.move_to_end(stretch)  # the least recently used stretch stays first
             return cached
-        ids = np.array(self._backend.encode(stretch, add_special_tokens=False).ids, np.int32)
+        ids = np.array(_encoded(self._backend, [stretch])[0], np.int32)
         self._cache[stretch] = ids
         self._cached += len(stretch)
         while self._cached > CACHED_CHARACTERS:
@@ -103,13 +103,17 @@ def _splitting_tokens(tokenizer: Any) -> dict[str, Int32]:
     # Such a token takes whitespace from its neighbours, or matches only in some contexts.
     if any(token.lstrip or token.rstrip or token.normalized or token.single_word for token in special.values()):
         return {}
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
-
     # The probes cover a prefix that the tokenizer adds to each text, whitespace on both sides, and an empty text.
-    for i, token in special.items():
-        for before, after in (("Hello world", "\nnext line"), ("end. \n", " word"), ("", "word")):
-            if ids(before + token.content + after) != [*ids(before), i, *ids(after)]:
-                return {}
+    contexts = [("Hello world", "\nnext line"), ("end. \n", " word"), ("", "word")]
+    before, after = (_encoded(tokenizer.backend_tokenizer, list(side)) for side in zip(*contexts, strict=True))
+    probes = [left + token.content + right for token in special.values() for left, right in contexts]
+    expected = [[*left, i, *right] for i in special for left, right in zip(before, after, strict=True)]
+    if _encoded(tokenizer.backend_tokenizer, probes) != expected:
+        return {}
     return {token.content: np.array([i], np.int32) for i, token in special.items()}
+
+
+def _encoded(backend: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each of `texts`, without special tokens around it."""
+    # The method for batches, even for one text: without offsets it needs four fifths of the time.
+    return [each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)]
