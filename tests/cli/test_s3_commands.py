@@ -12,6 +12,7 @@ from support.command_line import Result, Run
 from support.paths import SAMPLE_DATA
 from support.s3 import Store
 from treepack.files.manifest import read_manifest
+from treepack.ingest.readers import remote_inputs
 
 pytestmark = pytest.mark.s3
 
@@ -127,7 +128,9 @@ def parts_of(directory: str) -> list[str]:
     return [entry["name"] for entry in read_manifest(directory)["files"]]
 
 
-def test_a_trie_of_objects_differs_only_in_recorded_addresses(treepack: Run, s3: Store, tmp_path: Path) -> None:
+def test_a_trie_of_objects_differs_only_in_recorded_addresses(
+    treepack: Run, s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "rollouts"
     (folder / "more").mkdir(parents=True)
     write_attempts(folder / "a.jsonl")
@@ -135,8 +138,10 @@ def test_a_trie_of_objects_differs_only_in_recorded_addresses(treepack: Run, s3:
     (folder / "notes.txt").write_text("not read")
     s3.upload(folder, "rollouts")
     successful(treepack("build-trie", folder, "--out", tmp_path / "trie"))
-    names = {"rollouts": ["rollouts"], "globs": ["rollouts/*.jsonl", "rollouts/m*/b.jsonl"]}
+    names = {"rollouts": ["rollouts"], "globs": ["rollouts/*.jsonl", "rollouts/m*/b.jsonl"], "large": ["rollouts"]}
     for out, inputs in names.items():
+        if out == "large":
+            monkeypatch.setattr(remote_inputs, "LARGE", 1)  # so that every file is copied when it is read
         for workers in (1, 2):
             addresses = [s3.address(name) for name in inputs]
             options = ["--workers", workers, "--out", tmp_path / f"{out}-{workers}"]

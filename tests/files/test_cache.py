@@ -152,8 +152,8 @@ sys.stdin.read()
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert not cache_room._remove(objects / "key")
+        assert not cache_room.remove_unused(objects / "key")
         process.kill()
         process.wait()
-    assert cache_room._remove(objects / "key")
+    assert cache_room.remove_unused(objects / "key")
     assert not (objects / "key").exists()

@@ -207,7 +207,9 @@ def test_of_two_updates_of_a_file_none_is_lost(s3: Store) -> None:
     assert s3.read("state") == b"other"
 
 
-def test_a_command_killed_during_its_upload_is_run_again(s3: Store, tmp_path: Path) -> None:
+def test_a_command_killed_during_its_upload_is_run_again(
+    s3: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rollouts = tmp_path / "rollouts.jsonl"
     rollouts.write_text(json.dumps({"id": "a", "input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}) + "\n")
     reached, go_on = threading.Event(), threading.Event()
@@ -220,9 +222,13 @@ def test_a_command_killed_during_its_upload_is_run_again(s3: Store, tmp_path: Pa
         return None
 
     s3.fault = wait
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     command = [str(Path(sys.executable).parent / "treepack"), "build-trie", str(rollouts), "--out", s3.address("trie")]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        assert reached.wait(60)
+        while not reached.wait(1):
+            assert process.poll() is None, process.communicate()
         process.kill()
         process.wait()
     go_on.set()
@@ -233,6 +239,7 @@ def test_a_command_killed_during_its_upload_is_run_again(s3: Store, tmp_path: Pa
     write(s3, 7)  # other content, so other names
     assert first_token(s3) == 7
     assert not set(left) & set(s3.names("trie"))
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 def test_processes_that_start_together_copy_a_file_once(s3: Store, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def room(folder: Path, size: int) -> Iterator[None]:
         for each in sorted(sizes, key=_last_use):
             if used + size <= limit:
                 break
-            if each != folder and _remove(each):
+            if each != folder and remove_unused(each):
                 used -= sizes[each]
         if used + size > limit:
             raise TreepackError(
@@ -161,7 +161,7 @@ def _last_use(folder: Path) -> float:
         return 0.0
 
 
-def _remove(folder: Path) -> bool:
+def remove_unused(folder: Path) -> bool:
     """Remove a folder of copies unless a running process uses it; return True if it is gone."""
     try:
         descriptor = os.open(folder / ".pin", os.O_RDWR | os.O_CREAT, 0o600)

@@ -23,17 +23,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir, mkdtemp
 
 from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import RemotePath
+from treepack.files.cache_room import pin, remove_unused, unpin
 from treepack.files.object_store import ExistsError, ObjectInfo
 
 RECORDS = ("manifest.json", "values.json", "train.json", "run.json")
@@ -174,14 +177,23 @@ def publish(part: Path, sha256: str) -> str:
 
 @contextmanager
 def _local_folder(out: RemotePath) -> Iterator[Path]:
-    """Yield an empty folder in TMPDIR; errors of the disk name the output.
+    """Yield an empty folder in TMPDIR; remove those that killed writers of the same output have left.
 
     Raises:
-        TreepackError: the disk fails.
+        TreepackError: the disk fails; the message names the output.
     """
+    prefix = f"treepack-{hashlib.sha256(str(out).encode()).hexdigest()[:16]}-"
     try:
-        with TemporaryDirectory(prefix="treepack-") as folder:
-            yield Path(folder)
+        for stale in Path(gettempdir()).glob(f"{prefix}*"):
+            if stale.lstat().st_uid == os.getuid() and not stale.is_symlink():
+                remove_unused(stale)
+        folder = Path(mkdtemp(prefix=prefix))
+        pin(folder)
+        try:
+            yield folder
+        finally:
+            unpin(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     except OSError as error:
         raise TreepackError(
             f"{out}: cannot be written, because the folder for temporary files fails ({error.strerror or error}); "
