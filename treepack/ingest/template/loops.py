@@ -30,7 +30,7 @@ _STATEFUL_FILTERS = frozenset({"random", "attr"})
 _STATEFUL_ATTRIBUTES = frozenset({"changed"})
 _CLOCK = "strftime_now"
 _PROMPT = "add_generation_prompt"
-_ORDERS = frozenset({"gt", "gteq", "lt", "lteq"})
+_ORDERS = frozenset({"gt", "gteq", "lt", "lteq", "eq", "ne"})
 
 Kind = TypeVar("Kind", bound=nodes.Node)
 
@@ -63,13 +63,26 @@ def change_loops(tree: nodes.Template, environment: Environment) -> list[Loop]:
     macros: dict[str, list[nodes.Macro]] = {}
     for macro in tree.find_all(nodes.Macro):
         macros.setdefault(macro.name, []).append(macro)
+    namespaces = _namespaces(tree)
     loops: list[Loop] = []
     for loop in _top_loops(tree.body):
         description = _describe(loop, macros)
         if _is_suitable(loop, description):
-            _change(loop, len(loops), environment)
+            _change(loop, len(loops), namespaces, environment)
             loops.append(description)
     return loops
+
+
+def _namespaces(tree: nodes.Template) -> set[str]:
+    """Return the variables that are set to a new namespace."""
+    return {
+        each.target.name
+        for each in tree.find_all(nodes.Assign)
+        if isinstance(each.target, nodes.Name)
+        and isinstance(each.node, nodes.Call)
+        and isinstance(each.node.node, nodes.Name)
+        and each.node.node.name == "namespace"
+    }
 
 
 def _top_loops(body: list[nodes.Node]) -> Iterator[nodes.For]:
@@ -119,7 +132,7 @@ def _is_suitable(loop: nodes.For, description: Loop) -> bool:
     return not inner and not any(name.name == "loop" for test in tests for name in _all(test, nodes.Name))
 
 
-def _change(loop: nodes.For, number: int, environment: Environment) -> None:
+def _change(loop: nodes.For, number: int, namespaces: set[str], environment: Environment) -> None:
     assert isinstance(loop.target, nodes.Name)
     variable = f"{PREFIX}_{number}"
     for part in loop.body:
@@ -130,7 +143,7 @@ def _change(loop: nodes.For, number: int, environment: Environment) -> None:
         name.name == iterated.name and name.ctx != "load" for part in loop.body for name in _all(part, nodes.Name)
     ):
         is_reversed, iterated = False, loop.iter
-    transformer = _Positions(iterated, variable) if is_reversed else _Compares({variable, loop.target.name})
+    transformer = _Positions(iterated, variable) if is_reversed else _Compares(namespaces)
     loop.body = [transformer.visit(part) for part in loop.body]
     function = REVERSED if is_reversed else LOOP
     loop.iter = _call(function, [nodes.Const(number), iterated])
@@ -167,13 +180,13 @@ def _call(function: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 class _Compares(NodeTransformer):
-    """Change comparisons with an attribute of a variable, which may be a namespace, to calls."""
+    """Change comparisons with an attribute of a namespace to calls."""
 
-    def __init__(self, other: set[str]) -> None:
-        self._other = other  # names of variables that are no namespaces
+    def __init__(self, namespaces: set[str]) -> None:
+        self._namespaces = namespaces  # names of variables
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802 (of the base class)
-        """Change `expression > variable.attribute`, and with the sides exchanged."""
+        """Change `expression > namespace.attribute`, and with the sides exchanged."""
         self.generic_visit(node)
         if len(node.ops) != 1 or node.ops[0].op not in _ORDERS:
             return node
@@ -182,7 +195,7 @@ class _Compares(NodeTransformer):
         for side, other, is_left in ((right, left, False), (left, right, True)):
             if not isinstance(side, nodes.Getattr) or not isinstance(side.node, nodes.Name):
                 continue
-            if side.node.name not in self._other:
+            if side.node.name in self._namespaces:
                 return _call(COMPARE, [order, other, side.node, nodes.Const(side.attr), nodes.Const(is_left)])
         return node
 

@@ -48,8 +48,10 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     "gteq": operator.ge,
     "lt": operator.lt,
     "lteq": operator.le,
+    "eq": operator.eq,
+    "ne": operator.ne,
 }
-_MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq"}
+_MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq", "eq": "eq", "ne": "ne"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class Tracker:
             self._writes = {**self._writes, (place, name): value}
 
     def _compare(self, order: str, other: Any, holder: Any, name: str, is_left: bool) -> Any:
-        """Return `other > holder.name`, or the sides exchanged if `is_left`; an integer is read as a range."""
+        """Return `other > holder.name`, or with `is_left` the sides exchanged; an integer is read as a range."""
         if type(holder) is self._namespace and self.is_recording and type(other) is int:
             key = (place_of(holder), name)
             value = attributes_of(holder).get(name, MISSING)
@@ -232,15 +234,18 @@ class Tracker:
         return _ORDERS[order](value, other) if is_left else _ORDERS[order](other, value)
 
     def _compare_integers(self, order: str, other: int, key: Key, value: int) -> bool:
-        # 5 > value is True: value in [-inf, 4]; False: value in [5, inf].
+        # 5 > 3 is True: values in [-inf, 4]; 5 > 7 is False: values in [5, inf]; 5 == 7 is False: values in [6, inf].
         result: bool = _ORDERS[order](other, value)
         need: Any = self._needs.get(key, (-_UNLIMITED, _UNLIMITED))
         if len(need) == 2:
-            below = other - 1 if order in ("gt", "lteq") else other  # values below the border, with it
-            is_below = result if order in ("gt", "gteq") else not result
             low, high = need
-            new = (low, min(high, below)) if is_below else (max(low, below + 1), high)
-            self._needs = {**self._needs, key: new}
+            if value == other and order in ("eq", "ne"):
+                low = high = value
+            elif value < other or (value == other and order in ("gteq", "lt")):
+                high = min(high, other if order in ("gteq", "lt") else other - 1)
+            else:
+                low = max(low, other if order in ("gt", "lteq") else other + 1)
+            self._needs = {**self._needs, key: (low, high)}
         return result
 
     # Loops.
