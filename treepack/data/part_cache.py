@@ -23,6 +23,7 @@ import os
 import shutil
 import tempfile
 import threading
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -142,6 +143,10 @@ class PartCache:
 
     def _start(self) -> None:
         self._process = os.getpid()
+        # pyarrow aborts the process if a thread of it is in a read when the interpreter ends.
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end, self._stop, self._threads)
         self._changed = threading.Condition()
         self._queue: deque[str] = deque()
         self._busy: set[str] = set()
@@ -175,13 +180,15 @@ class PartCache:
         with self._changed:
             for _ in range(min(len(self._queue), _THREADS - self._num_threads)):
                 self._num_threads += 1
-                # Daemons, so that a process can end in the middle of a download.
-                threading.Thread(target=self._run, name="treepack-parts", daemon=True).start()
+                # Daemons, because otherwise the interpreter would wait for all downloads before it calls `_end`.
+                thread = threading.Thread(target=self._run, name="treepack-parts", daemon=True)
+                self._threads[:] = [each for each in self._threads if each.is_alive()] + [thread]
+                thread.start()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                name = self._queue.popleft() if self._queue else None
+                name = self._queue.popleft() if self._queue and not self._stop.is_set() else None
                 if name is None:
                     self._num_threads -= 1
                     return
@@ -215,6 +222,8 @@ class PartCache:
                 return
             # Twice, because a connection can break without an error.
             if not (self._download(name, descriptor) or self._download(name, descriptor)):
+                if self._stop.is_set():
+                    return
                 raise AlteredError(
                     f"{self._location.file_name(name)}: was altered since it was written (its sha256 differs); "
                     "pack the trie again"
@@ -231,7 +240,7 @@ class PartCache:
         """Write the part to an open file of its size, and return True if it is the one of the manifest."""
         entry, digest, offset = self._entries[name], hashlib.sha256(), 0
         with self._location.open_stream(name) as stream:
-            while block := stream.read(_BLOCK):
+            while (block := stream.read(_BLOCK)) and not self._stop.is_set():
                 digest.update(block)
                 if offset + len(block) > entry["bytes"]:
                     return False
@@ -258,6 +267,14 @@ class PartCache:
             return True
         finally:
             os.close(room)
+
+
+def _end(stop: threading.Event, threads: list[threading.Thread]) -> None:
+    """Stop the downloads of a cache that is no longer used, and at the end of the process."""
+    stop.set()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
 
 
 def _sizes(folder: Path) -> Iterable[tuple[Path, int, float]]:

@@ -157,7 +157,7 @@ class Uploads:
         Raises:
             TreepackError: the store fails.
         """
-        if self._thread is not None:
+        if self._thread is not None and object_store.read(self.out / OWNER) == self._owner:
             object_store.delete([self.out / OWNER])
 
     def stop(self) -> None:
