@@ -17,6 +17,7 @@ from threading import Condition, Thread
 
 from treepack.errors import TreepackError
 from treepack.files.address import as_path, is_address
+from treepack.files.cache import addresses_in
 from treepack.files.directory import is_hidden_output
 from treepack.ingest.readers.remote_inputs import expand_address
 from treepack.trajectory import Skipped
@@ -199,7 +200,7 @@ def list_inputs(inputs: Iterable[str | Path]) -> tuple[list[str], list[Skipped],
     for path in files:
         # Two links to one file are one file. Path.resolve would raise on a link to itself; reading that link gives a
         # better message.
-        real = path if path == STDIN else os.path.realpath(path)
+        real = path if path == STDIN or is_address(path) else addresses_in(os.path.realpath(path))
         if real in seen:
             raise TreepackError(f"{displayed(path)}: named twice among the inputs; name it once")
         seen.add(real)
