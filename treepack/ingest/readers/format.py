@@ -148,7 +148,7 @@ class Format:
     `read` gets one record. A format whose records belong together has `read_file` instead, which gets all records of
     one file. `checked` are the records that must have the required fields: each, the first of a file only, or none, if
     the reader itself refuses a record with a more precise message. `arrays` are fields of a record, at most 64, whose
-    lists of integers `read` accepts as int32 arrays too. JSON is read several times faster into them.
+    lists of numbers `read` accepts as int32 or float64 arrays too. JSON is read several times faster into them.
     """
 
     name: str

@@ -25,8 +25,8 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.inputs import COMPRESSED, EXTENSIONS
-from treepack.ingest.readers.integer_lists import LineParser
 from treepack.ingest.readers.json_text import parse_leniently
+from treepack.ingest.readers.number_lists import LineParser
 from treepack.ingest.readers.tables import row_values
 from treepack.trajectory import Skipped
 
@@ -38,7 +38,7 @@ VALUES = 16  # elements of an array in a piece: one is a whole rollout, often of
 class Record:
     """One raw record. `source` names it in messages, and `path` is its file (`<stdin>` for `-`).
 
-    `line` is the text of the record if its lists of integers were read as arrays.
+    `line` is the text of the record if its lists of numbers were read as arrays.
     """
 
     source: str
@@ -78,7 +78,7 @@ class Lines:
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield one record per line that is not blank; a damaged line is put into `damaged` if that is a list.
 
-        Lists of integers in the fields `arrays` are read as int32 arrays if the text is plain enough.
+        Lists of numbers in the fields `arrays` are read as int32 or float64 arrays if their text is plain.
 
         Raises:
             TreepackError: a line is not a JSON object, and `damaged` is None.

@@ -48,8 +48,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 TOKEN_IDS = frozenset({IDS, PROMPT, RESPONSE})
-INTEGER_KINDS = (IDS, PROMPT, RESPONSE, MASK, LABELS, ATTENTION, PROMPT_MASK, POSITIONS)
-INTEGER_LISTS = tuple(name for kind in INTEGER_KINDS for name in NAMES[kind])  # may be arrays of int32
+# Names of lists with one number per token, which may be arrays.
+NUMBERS = tuple(name for kind, names in NAMES.items() if kind not in (RESPONSE_LENGTH, LENGTHS) for name in names)
 LISTS = frozenset(NAMES) - {RESPONSE_LENGTH, ADVANTAGE, RETURN}  # an advantage may be one number for all tokens
 
 Fields = dict[str, dict[str, Any]]

@@ -21,7 +21,7 @@ from treepack.ingest.readers.format import ANY, ARRAY, EVERYTHING, LIST, Fields,
 from treepack.ingest.readers.formats import chat, tokens
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.token_fields import INTEGER_LISTS
+from treepack.ingest.readers.token_fields import NUMBERS
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -126,6 +126,6 @@ FORMAT = Format(
         "train_metadata, generate_function_path and custom_rm_path",
     ),
     keeps=EVERYTHING,
-    arrays=INTEGER_LISTS,
+    arrays=NUMBERS,
     read=read,
 )

@@ -396,6 +396,6 @@ FORMAT = Format(
     used="input_ids loss_mask logprobs reward group_id".split(),
     dropped=("fields without a name in [inputs](inputs.md#tokens) that are no short metadata",),
     keeps=EVERYTHING,
-    arrays=tf.INTEGER_LISTS,
+    arrays=tf.NUMBERS,
     read=read,
 )

@@ -87,6 +87,6 @@ FORMAT = Format(
         "num_items_in_batch",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
-    arrays=tf.INTEGER_LISTS,
+    arrays=tf.NUMBERS,
     read=read,
 )

@@ -23,7 +23,7 @@ from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields, Format, has_fields
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
-from treepack.ingest.readers.token_fields import INTEGER_LISTS
+from treepack.ingest.readers.token_fields import NUMBERS
 from treepack.ingest.readers.trajectories import without
 from treepack.trajectory import Skipped, Trajectory
 
@@ -117,6 +117,6 @@ FORMAT = Format(
         "extra_fields.turn_scores, tool_rewards and reward_extra_info (parts of the score)",
     ),
     keeps=EVERYTHING,
-    arrays=INTEGER_LISTS,
+    arrays=NUMBERS,
     read=read,
 )

@@ -1,4 +1,4 @@
-"""Lists of integers are cut out of lines of JSON without any change of what is read, refused or said."""
+"""Lists of numbers are cut out of lines of JSON without any change of what is read, refused or said."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.damage import damaged, samples
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import ReadOptions
 from treepack.ingest.readers.format import Format
-from treepack.ingest.readers.integer_lists import LineParser, cut_integers
+from treepack.ingest.readers.number_lists import LineParser, cut_numbers
 from treepack.ingest.readers.records import Lines
 from treepack.ingest.readers.registry import FORMATS
 from treepack.native.library import is_compiled
@@ -25,9 +25,12 @@ NAMES = ["input_ids", "loss_mask", "m"]
 FAST = [each for each in FORMATS if each.arrays]
 
 INTEGERS = "0 1 7 42 9999999 12345678 123456789 2147483647 -1 -100 -2147483648".split()
-# Numbers that are no int32, and values that are no number, or no JSON.
+FLOATS = """0.0 -0.0 0.5 -1.25 -0.0001 1e-7 -1.1920928955078125e-07 2.5E-3 12.5e1 0e5 -0e0 1.0e+1 0.1 5.0 1e-27
+    9007199254740993.0 0.30000000000000004 -0.69314718055994530942 1.7976931348623157e308""".split()
+# Numbers beyond the limits of the loop, and values that are no number, or no JSON.
 ODD = [
-    *"2147483648 -2147483649 5.0 -0 007 00 1e3 -0.5 NaN true null 99999999999999999999 12345678901 -".split(),
+    *"2147483648 -2147483649 -0 007 00 1e3 NaN true null 99999999999999999999 12345678901 - 9007199254740992".split(),
+    *"1e-28 1e400 1e-400 0.00000000000000000000000000001 12345678901234567890.5 1e00005 1.e5 1e 1e+ 0e99999".split(),
     *('"a" [1] {} / : 1:2 \\ +1 1_0 0x1 .5 1. ] }'.split()),
     *("", "1 2", "\xe9"),
 ]
@@ -37,14 +40,30 @@ VALUES = """1 -5 1.5 null true NaN "x" "\\"" "\\\\" "\\\\\\"" "[1,2]" "input_ids
 KEYS = [*NAMES, *NAMES, "a", "b", "", "input_ids ", "Input_ids", "input\\u005fids", '\\"m', "m\\\\"]
 
 
+def made_integer(rng: random.Random) -> str:
+    return rng.choice([*INTEGERS, str(rng.randrange(10 ** rng.randint(1, 7)))])
+
+
+def made_float(rng: random.Random) -> str:
+    """A float as programs print them, and hard ones: halfway between two doubles, or with many digits."""
+    digits = rng.choice([rng.getrandbits(54) | 1 << 53, rng.randrange(10 ** rng.randint(1, 19))])
+    return rng.choice(
+        [
+            rng.choice(FLOATS),
+            repr(-rng.expovariate(1)),
+            repr(rng.uniform(-1, 1) * 10 ** -rng.randint(0, 12)),
+            f"{rng.choice(['', '-'])}{digits}.0",
+            f"{digits}e-{rng.randint(0, 28)}",
+            f"0.{digits:0{rng.randint(1, 28)}}",
+            made_integer(rng),
+        ]
+    )
+
+
 def made_list(rng: random.Random) -> str:
     share = rng.choice([0, 0, 0, 0.02, 0.5])
-    numbers = [
-        rng.choice(ODD)
-        if rng.random() < share
-        else rng.choice([*INTEGERS, str(rng.randrange(10 ** rng.randint(1, 7)))])
-        for _ in range(rng.choice([0, 1, 1, 2, 3, 20]))
-    ]
+    plain = made_float if rng.random() < 0.3 else made_integer
+    numbers = [rng.choice(ODD) if rng.random() < share else plain(rng) for _ in range(rng.choice([0, 1, 1, 2, 3, 20]))]
     if rng.random() < 0.4:
         numbers = [f"{rng.choice(SPACES)}{number}{rng.choice(SPACES)}" for number in numbers]
     return f"[{rng.choice([',', ', ']).join(numbers)}]"
@@ -74,16 +93,19 @@ def lines(seed: int, number: int) -> Iterator[bytes]:
     return (made_line(rng) for _ in range(number))
 
 
-def cut(function: Callable[..., int], line: bytes) -> tuple[list[list[Any]], bytes] | None:
-    """The lists, each as its name and integers, and the rest; None if the line is left to the JSON parser."""
+def cut(function: Callable[..., int], line: bytes) -> tuple[list[tuple[str, str]], bytes] | None:
+    """The lists, each as its name and its numbers, and the rest; None if the line is left to the JSON parser."""
     names = np.frombuffer("".join(f"{name}\0" for name in NAMES).encode(), np.uint8)
-    values, rest = np.empty(len(line) // 2 + 1, np.int32), np.empty(len(line), np.uint8)
-    lists = np.empty((len(NAMES) + 1, 3), np.int64)
-    size = function(np.frombuffer(line, np.uint8), names, values, lists, rest)
+    numbers = np.empty(len(line) // 2 + 1, np.int32), np.empty(len(line) // 2 + 1, np.float64)
+    lists, rest = np.empty((len(NAMES) + 1, 4), np.int64), np.empty(len(line), np.uint8)
+    size = function(np.frombuffer(line, np.uint8), names, *numbers, lists, rest)
     if size < 0:
         return None
     rows = lists[: lists[:, 0].tolist().index(-1)].tolist()
-    return [[NAMES[name], values[start:end].tolist()] for name, start, end in rows], rest[:size].tobytes()
+    # As text, which separates 0.0 and -0.0.
+    return [(NAMES[name], repr(numbers[kind][start:end].tolist())) for name, kind, start, end in rows], rest[
+        :size
+    ].tobytes()
 
 
 def outcome(parse: Callable[[bytes], Any], line: bytes) -> str:
@@ -95,9 +117,10 @@ def outcome(parse: Callable[[bytes], Any], line: bytes) -> str:
 
 
 def test_lists_of_known_fields_are_cut_out() -> None:
-    line = b'{"input_ids": [5, -6], "a": [7], "m":[0,1,1], "loss_mask": [0.5]}\n'
-    rest = b'{"input_ids": 0, "a": [7], "m":0, "loss_mask": [0.5]}\n'
-    assert cut(cut_integers.twin, line) == ([["input_ids", [5, -6]], ["m", [0, 1, 1]]], rest)  # type: ignore[attr-defined]
+    line = b'{"input_ids": [5, -6], "a": [7], "m":[0,1,0.5], "loss_mask": [true]}\n'
+    rest = b'{"input_ids": 0, "a": [7], "m":0, "loss_mask": [true]}\n'
+    lists = [("input_ids", "[5, -6]"), ("m", "[0.0, 1.0, 0.5]")]
+    assert cut(cut_numbers.twin, line) == (lists, rest)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -114,15 +137,15 @@ def test_lists_of_known_fields_are_cut_out() -> None:
     ],
 )
 def test_lines_with_ambiguous_fields_are_left_to_the_parser(line: bytes) -> None:
-    assert cut(cut_integers.twin, line) is None  # type: ignore[attr-defined]
+    assert cut(cut_numbers.twin, line) is None  # type: ignore[attr-defined]
 
 
 def test_the_loop_in_c_equals_its_twin() -> None:
     assert is_compiled()
     num_lists = 0
     for line in lines(1, 2000):
-        expected = cut(cut_integers.twin, line)  # type: ignore[attr-defined]
-        assert cut(cut_integers, line) == expected, line
+        expected = cut(cut_numbers.twin, line)  # type: ignore[attr-defined]
+        assert cut(cut_numbers, line) == expected, line
         num_lists += len(expected[0]) if expected else 0
     assert num_lists > 800
 
@@ -134,13 +157,23 @@ def test_a_line_has_the_value_or_the_error_of_the_json_parser() -> None:
         nonlocal num_arrays
         value, has_arrays = parser.parse(line)
         num_arrays += has_arrays
-        if has_arrays:
-            value = {name: field.tolist() if isinstance(field, np.ndarray) else field for name, field in value.items()}
-        return value
+        return with_lists(value)
 
     for line in lines(2, 5000):
-        assert outcome(parse, line) == outcome(orjson.loads, line), line
+        assert outcome(parse, line) == outcome(lambda line: with_lists(orjson.loads(line)), line), line
     assert num_arrays > 900
+
+
+def with_lists(value: Any) -> Any:
+    """A value with lists in place of arrays, whose numbers are all floats if one is."""
+    if not isinstance(value, dict):
+        return value
+    return {name: field.tolist() if isinstance(field, np.ndarray) else unmixed(field) for name, field in value.items()}
+
+
+def unmixed(field: Any) -> Any:
+    is_mixed = isinstance(field, list) and {type(each) for each in field} == {int, float}
+    return list(map(float, field)) if is_mixed else field
 
 
 def test_arrays_do_not_share_memory_with_later_lines() -> None:
