@@ -95,7 +95,7 @@ class PackedDataset(Dataset[Batch]):
         """Open a packed directory.
 
         Args:
-            path: a local path, a URI that pyarrow or fsspec reads, or a path inside `filesystem`.
+            path: a local path, an address (s3://, gs://, hf://), or a path inside `filesystem`.
             multiple: pad rows to a multiple of this number of tokens.
             terms: read the terms of the rows too.
             shuffle: shuffle the rows of a training step during iteration.
