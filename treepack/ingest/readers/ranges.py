@@ -123,7 +123,7 @@ def plan_ranges(path: str, how: Handling, input_hash: InputHash | None) -> Itera
         return None
     with Path(path).open("rb") as file:
         is_parquet = file.read(4) == PARQUET_MAGIC
-        first = None if is_parquet else _first_object(file, path)
+        first = None if is_parquet else _first_object(file, path, min(MAX_FIRST_LINE, how.max_size))
     if not is_parquet and first is None:
         return None
     return _hashed(path, how, InputHash() if input_hash is None else input_hash, first)
@@ -153,17 +153,16 @@ def _hashed(
             follower.stop()
 
 
-def _first_object(file: BinaryIO, path: str) -> tuple[int, int, int] | None:
-    """Return number, start and end of the first line with text if it is a JSON object and not long, else None."""
+def _first_object(file: BinaryIO, path: str, max_size: int) -> tuple[int, int, int] | None:
+    """Return number, start and end of the first line with text; None if it is no JSON object, or too long."""
     file.seek(0)
     number, start = 0, 0
-    while line := file.readline(MAX_FIRST_LINE):
+    while (line := file.readline(max_size + 1)) and len(line) <= max_size:
         number += 1
         text = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
         if text.strip():
             begin = start + len(line) - len(text)
-            is_whole = line.endswith(b"\n") or len(line) < MAX_FIRST_LINE
-            is_object = is_whole and text.lstrip().startswith(b"{") and _is_object(text, path, number)
+            is_object = text.lstrip().startswith(b"{") and _is_object(text, path, number)
             return (number, begin, start + len(line)) if is_object else None
         start += len(line)
     return None
@@ -180,8 +179,6 @@ def _is_object(line: bytes, path: str, number: int) -> bool:
 def _line_ranges(path: str, how: Handling, number: int, start: int, end: int) -> Iterator[tuple[Piece | Range, int]]:
     """Yield pieces of whole lines, each with its end; the first line is line `number`, bytes [start, end)."""
     shown, real = displayed(path), os.path.abspath(path)  # noqa: PTH100 (a link must stay a link)
-    if end - start > how.max_size:
-        raise too_long(shown, number, how.max_size)
     yield LineRange(shown, real, number, start, end - start), end
     begin, number, size = end, number + 1, FIRST_LINES
     with Path(path).open("rb", buffering=0) as file:
