@@ -4,8 +4,8 @@
 
 A row is one process of each version that tokenises some conversations. Its time is processor time without imports and
 without the first conversation, for which the template is compiled. "distinct" tokens are those of the longest sample of
-each conversation, so the rate does not count the tokens that prompts repeat. The program fails if the samples of the two
-versions differ in any id, span, weight, name, group, note or sum.
+each conversation, so the rate does not count the tokens that prompts repeat. The program fails if the samples of the
+two versions differ in any id, span, weight, name, group, note or sum.
 """
 
 from __future__ import annotations

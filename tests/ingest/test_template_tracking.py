@@ -16,9 +16,10 @@ from support.agent_chats import agent_chat
 from support.conversations import samples_of_formats
 from support.template_fuzz import CONTENTS, random_messages, random_template
 from treepack.ingest.template import history
+from treepack.ingest.template.memories import Memories
 from treepack.ingest.template.rendering import Setting, UnfaithfulError, render
 from treepack.ingest.template.sandbox import compiled, plain_inputs, plain_message
-from treepack.ingest.template.tracking import Memories, tracked
+from treepack.ingest.template.tracking import tracked
 from treepack.ingest.template.views import Untracked
 from treepack.ingest.tokenization import load_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory

@@ -1,14 +1,14 @@
 """Find the loops of a chat template over messages, and let them ask `tracking` for the iterations that must be run.
 
-    {% for message in messages %}          {% for message, L in _treepack_loop(0, messages) %}
+    {% for message in messages %}          {% for message, L in messages | _treepack_loop(0) %}
       ... loop.last ...              ->      ... L.last ...
     {% endfor %}                           {% endfor %}
 
 Only loops at the top level of a template, or in an `if` there, are changed, and only if nothing in their body has a
 state that `tracking` cannot see. A changed template prints the same text. Two more changes let a loop depend on less:
 
-    loop.index0 > ns.last_user                  _treepack_compare("gt", L.index0, ns, "last_user", False)
-    (messages|length - 1) - loop.index0         _treepack_position(L)      in a loop over messages[::-1]
+    loop.index0 > ns.last_user                  L.index0 | _treepack_compare("gt", ns, "last_user", False)
+    (messages|length - 1) - loop.index0         L | _treepack_position     in a loop over messages[::-1]
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def change_loops(tree: nodes.Template, environment: Environment) -> list[Loop]:
         next(tree.find_all(_FOREIGN), None) is not None
         or names & _STATEFUL_NAMES
         or any(name.startswith(PREFIX) for name in names)
-        or any(each.name in _STATEFUL_FILTERS for each in tree.find_all(nodes.Filter))
+        or any(each.name in _STATEFUL_FILTERS or each.name.startswith(PREFIX) for each in tree.find_all(nodes.Filter))
         or _attributes(tree) & _STATEFUL_ATTRIBUTES
         or any(name.name == "loop" and name.ctx != "load" for name in tree.find_all(nodes.Name))
     ):
@@ -145,8 +145,7 @@ def _change(loop: nodes.For, number: int, namespaces: set[str], environment: Env
         is_reversed, iterated = False, loop.iter
     transformer = _Positions(iterated, variable) if is_reversed else _Compares(namespaces)
     loop.body = [transformer.visit(part) for part in loop.body]
-    function = REVERSED if is_reversed else LOOP
-    loop.iter = _call(function, [nodes.Const(number), iterated])
+    loop.iter = _filter(iterated, REVERSED if is_reversed else LOOP, [nodes.Const(number)])
     loop.target = nodes.Tuple([loop.target, nodes.Name(variable, "store")], "store")
     loop.set_environment(environment)
     loop.set_lineno(loop.lineno)
@@ -175,12 +174,13 @@ def _outer_loop(node: nodes.Node) -> Iterator[nodes.Name]:
             yield from _outer_loop(child)
 
 
-def _call(function: str, arguments: list[nodes.Expr]) -> nodes.Call:
-    return nodes.Call(nodes.Name(function, "load"), arguments, [], None, None)
+def _filter(value: nodes.Expr, name: str, arguments: list[nodes.Expr]) -> nodes.Filter:
+    """Return `value | name(arguments)`, which the sandbox runs faster than a call of a function."""
+    return nodes.Filter(value, name, arguments, [], None, None)
 
 
 class _Compares(NodeTransformer):
-    """Change comparisons with an attribute of a namespace to calls."""
+    """Change comparisons with an attribute of a namespace to filters."""
 
     def __init__(self, namespaces: set[str]) -> None:
         self._namespaces = namespaces  # names of variables
@@ -196,12 +196,12 @@ class _Compares(NodeTransformer):
             if not isinstance(side, nodes.Getattr) or not isinstance(side.node, nodes.Name):
                 continue
             if side.node.name in self._namespaces:
-                return _call(COMPARE, [order, other, side.node, nodes.Const(side.attr), nodes.Const(is_left)])
+                return _filter(other, COMPARE, [order, side.node, nodes.Const(side.attr), nodes.Const(is_left)])
         return node
 
 
 class _Positions(NodeTransformer):
-    """Change the position of a message, computed from the number of messages and of iterations, to a call."""
+    """Change the position of a message, computed from the number of messages and of iterations, to a filter."""
 
     def __init__(self, iterated: nodes.Expr, variable: str) -> None:
         assert isinstance(iterated, nodes.Name)
@@ -223,7 +223,7 @@ class _Positions(NodeTransformer):
         )
         words = sorted(self._word(term) for term in terms)
         if is_length and words in (["1", "index0"], ["index"]):
-            return _call(POSITION, [nodes.Name(self._variable, "load")])
+            return _filter(nodes.Name(self._variable, "load"), POSITION, [])
         return self.generic_visit(node)
 
     def _word(self, term: nodes.Expr) -> str:

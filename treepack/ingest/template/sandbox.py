@@ -186,9 +186,9 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
 
-def new_environment() -> Environment:
+def new_environment(kind: type[Environment] = Environment) -> Environment:
     """Return an environment with everything that templates may use."""
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Marks, loopcontrols])
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[Marks, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,

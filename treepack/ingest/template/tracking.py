@@ -13,9 +13,7 @@ construction, and not because samples of it were compared.
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -24,10 +22,12 @@ from jinja2 import TemplateSyntaxError, pass_context
 from jinja2.runtime import Context, LoopContext
 
 from treepack.ingest.template import loops, sandbox
-from treepack.ingest.template.texts import ROOT, Chunk, Chunks, Text
+from treepack.ingest.template.memories import UNLIMITED, Key, Marks, Memories, Memory, ReversedMemory, Step
+from treepack.ingest.template.texts import ROOT, Text
 from treepack.ingest.template.values import is_comparable, is_plain, same
 from treepack.ingest.template.views import (
     MISSING,
+    SAFE_ATTRIBUTES,
     LoopView,
     ReversedLoopView,
     Untracked,
@@ -38,11 +38,8 @@ from treepack.ingest.template.views import (
     start_of,
 )
 
-Key = tuple[int, str]  # a namespace and its attribute
-Need = tuple[Any] | tuple[int, int]  # a value, or the least and the greatest of integers with the same outcome
 Span = tuple[int, int]
 
-_UNLIMITED = sys.maxsize
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operator.gt,
     "gteq": operator.ge,
@@ -54,59 +51,14 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 _MIRRORED = {"gt": "lt", "gteq": "lteq", "lt": "gt", "lteq": "gteq", "eq": "eq", "ne": "ne"}
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """The generation marks of a rendering in order, a chain: `span` is the last of `number`."""
+class _Environment(sandbox.Environment):
+    """The sandbox, with a short way to attributes of `loop`, which are safe."""
 
-    before: Marks | None
-    span: Span
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The state after an iteration, and the conditions under which all iterations up to it have the same outcome.
-
-    The number of messages is in [`low`, `high`], and the attributes in `needs` have these values before the loop.
-    `writes` are the attributes that the loop has set.
-    """
-
-    chunk: Chunk
-    marks: Marks | None
-    low: int
-    high: int
-    needs: dict[Key, Need]
-    writes: dict[Key, Any]
-
-
-@dataclass(slots=True)
-class Memory:
-    """The iterations of one loop over messages from number `start` on, after the text and variables of `root`."""
-
-    root: Step
-    start: int
-    variables: dict[str, Any]
-    num_namespaces: int
-    steps: list[Step] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class ReversedMemory:
-    """What a loop over reversed messages sets from a message on, by its number and the attributes that it reads."""
-
-    variables: dict[str, Any]
-    num_namespaces: int
-    outcomes: dict[tuple[object, ...], dict[Key, Any]] = field(default_factory=dict)
-
-
-class Memories:
-    """What the renderings of one conversation share."""
-
-    def __init__(self) -> None:
-        self.chunks = Chunks()
-        self.loops: dict[tuple[int, bool | None], Memory] = {}
-        self.reversed: dict[int, ReversedMemory] = {}
-        self.num_iterations = 0  # over messages, that were run
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return `obj.attribute`."""
+        if type(obj) is LoopView and attribute in SAFE_ATTRIBUTES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 @lru_cache(maxsize=128)
@@ -114,7 +66,7 @@ def tracked(text: str) -> Tracker | None:
     """Return the tracked template of `text`, or None if it has no loop that can be tracked."""
     try:
         tracker = Tracker(text)
-    except TemplateSyntaxError:
+    except (TemplateSyntaxError, RecursionError):  # the usual rendering reports them
         return None
     return tracker if tracker.loops else None
 
@@ -128,25 +80,25 @@ class Tracker:
         Raises:
             TemplateSyntaxError: of jinja2.
         """
-        self._environment = environment = sandbox.new_environment()
+        self._environment = environment = sandbox.new_environment(_Environment)
         tree = environment.parse(text)
         self.loops = loops.change_loops(tree, environment)
-        self._namespace = namespace_class(self)
-        environment.globals |= {
-            "namespace": self._namespace,
+        environment.globals["namespace"] = self._namespace = namespace_class(self)
+        environment.filters |= {
             loops.LOOP: self._loop,
             loops.REVERSED: self._reversed,
             loops.COMPARE: self._compare,
             loops.POSITION: _position,
         }
         self._template = environment.from_string(tree)
+        self._globals = dict(self._template.globals)
         self._extension = environment.extensions[sandbox.Marks.identifier]
         self.lock = Lock()  # of a rendering, because all of them share the state of this object
         self.is_refused = False  # True after the template did something that cannot be tracked
         self.items: list[Any] = []
         self.size = 0
         self.is_recording = False
-        self._low, self._high = 0, _UNLIMITED
+        self._low, self._high = 0, UNLIMITED
         self._needs: dict[Key, Any] = {}
         self._writes: dict[Key, Any] = {}
         self._marks: Marks | None = None
@@ -171,7 +123,8 @@ class Tracker:
         extension.blocks, extension.spans = [self], []  # an open mark starts at len(self)
         self._spans: list[Span] = extension.spans
         try:
-            context = self._template.new_context({"messages": View(self), "add_generation_prompt": prompt, **inputs})
+            own = {"messages": View(self), "add_generation_prompt": prompt}
+            context = self._template.new_context({**self._globals, **own, **inputs}, shared=True)
             for piece in self._template.root_render_func(context):
                 self._pieces.append(piece)
                 self._length += len(piece)
@@ -223,7 +176,7 @@ class Tracker:
                 raise Untracked
             self._writes = {**self._writes, (place, name): value}
 
-    def _compare(self, order: str, other: Any, holder: Any, name: str, is_left: bool) -> Any:
+    def _compare(self, other: Any, order: str, holder: Any, name: str, is_left: bool) -> Any:
         """Return `other > holder.name`, or with `is_left` the sides exchanged; an integer is read as a range."""
         if type(holder) is self._namespace and self.is_recording and type(other) is int:
             key = (place_of(holder), name)
@@ -236,7 +189,7 @@ class Tracker:
     def _compare_integers(self, order: str, other: int, key: Key, value: int) -> bool:
         # 5 > 3 is True: values in [-inf, 4]; 5 > 7 is False: values in [5, inf]; 5 == 7 is False: values in [6, inf].
         result: bool = _ORDERS[order](other, value)
-        need: Any = self._needs.get(key, (-_UNLIMITED, _UNLIMITED))
+        need: Any = self._needs.get(key, (-UNLIMITED, UNLIMITED))
         if len(need) == 2:
             low, high = need
             if value == other and order in ("eq", "ne"):
@@ -251,7 +204,7 @@ class Tracker:
     # Loops.
 
     @pass_context
-    def _loop(self, context: Context, number: int, iterated: Any) -> Any:
+    def _loop(self, context: Context, iterated: Any, number: int) -> Any:
         """Return the pairs of message and `loop` for a loop over `iterated`."""
         if type(iterated) is not View or self._marks or self._spans:
             return LoopContext(iterated, self._environment.undefined)
@@ -295,7 +248,7 @@ class Tracker:
             or memory.num_namespaces != len(self._namespaces)
             or not same(memory.variables, variables)
         ):
-            root = Step(head, None, 0, _UNLIMITED, {}, {})
+            root = Step(head, None, 0, UNLIMITED, {}, {})
             memory = self._memories.loops[key] = Memory(root, start, variables, len(self._namespaces))
         return memory
 
@@ -345,7 +298,7 @@ class Tracker:
         return variables
 
     @pass_context
-    def _reversed(self, context: Context, number: int, iterated: Any) -> Any:
+    def _reversed(self, context: Context, iterated: Any, number: int) -> Any:
         """Return the pairs of message and `loop` for a loop over `iterated[::-1]`."""
         if type(iterated) is not View or self._marks or self._spans:
             backwards = self._environment.getitem(iterated, slice(None, None, -1))
@@ -375,14 +328,14 @@ class Tracker:
             loop.position = i
             self._memories.num_iterations += 1
             try:
-                self._begin(Step(self._chunk, None, 0, _UNLIMITED, {}, {}))
+                self._begin(Step(self._chunk, None, 0, UNLIMITED, {}, {}))
                 yield self.items[start + i], loop
             finally:
                 self.is_recording = False
             is_pure = (
                 self._length == before
                 and self._low <= start + i + 1 <= self._num_common
-                and self._high == _UNLIMITED
+                and self._high == UNLIMITED
                 and all(name in attributes for _, name in self._needs)
             )
             if is_pure:

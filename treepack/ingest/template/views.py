@@ -14,6 +14,8 @@ from jinja2.runtime import Undefined
 from treepack.ingest.template import sandbox
 
 MISSING: Any = type("Missing", (), {"__slots__": ()})()  # the value of an attribute that a namespace does not have
+# Attributes of `LoopView` that are messages or numbers, and no methods.
+SAFE_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "previtem", "nextitem"})
 _ATTRIBUTES = "_Namespace__attrs"  # where jinja2's Namespace has its attributes
 
 
