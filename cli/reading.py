@@ -103,7 +103,8 @@ reading_options = option_group(
             type=click.IntRange(min=1),
             default=USUAL.workers,
             show_default=True,
-            help="Processes that read and tokenise; the result is the same.",
+            help="Processes that read, tokenise, sort and write; the result is the same. They start if there are at "
+            "least 32 MB of token ids, or any text to tokenise.",
         ),
     ),
     as_usage(BuildOptions),

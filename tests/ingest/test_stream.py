@@ -24,12 +24,19 @@ import pytest
 from support.byte_tokenizer import PLAIN, save
 from treepack.columns import Sequences, join
 from treepack.errors import TreepackError
+from treepack.ingest import stream
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers.inputs import InputHash
-from treepack.ingest.stream import read, read_columns, usable
+from treepack.ingest.stream import ColumnsWork, Part, min_bytes, num_bytes, parts_and_job, read, usable
+from treepack.processes import Team
 
 Rollouts = list[dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def small_inputs_have_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "MIN_BYTES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +76,19 @@ def parquet(rollouts: Rollouts) -> bytes:
 
 
 def columns(inputs: Sequence[str], options: BuildOptions) -> tuple[Sequences, ReadLog, InputHash]:
-    log, digest = ReadLog(), InputHash()
-    return join(list(read_columns(inputs, options, log, input_hash=digest))), log, digest
+    """What `TrieBuilder` collects, in the order of arrival."""
+    log, digest, batches = ReadLog(), InputHash(), list[Sequences]()
+    parts, job = parts_and_job(inputs, options, None, digest, as_ranges=options.workers > 1)
+    with Team(ColumnsWork, [job] * options.workers) as team:
+        for results in team.in_order(read_part, parts, min_size=min_bytes(job), size=num_bytes):
+            for batch, log_of_part in results:
+                log.merge(log_of_part)
+                batches += [] if batch is None else [batch]
+    return join(batches), log, digest
+
+
+def read_part(work: ColumnsWork, part: Part) -> list[tuple[Sequences | None, ReadLog]]:
+    return [work(each) for each in part.parts()]
 
 
 def same(a: Sequences, b: Sequences) -> bool:
@@ -161,12 +179,12 @@ def test_standard_input_is_shared_among_workers(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_build_leaves_no_output_and_its_repetition_the_same_files(
-    tmp_path: Path, how: signal.Signals
+    tmp_path: Path, tokenizer: str, how: signal.Signals
 ) -> None:
     """It is interrupted while it reads, once its workers run; standard input ends only then."""
-    data = jsonl(token_rollouts(1500))
+    data = jsonl(chats(1500))
     write(tmp_path, "r.jsonl", data)
-    build = [str(Path(sys.executable).parent / "treepack"), "build-trie", "--out"]
+    build = [str(Path(sys.executable).parent / "treepack"), "build-trie", "--tokenizer", tokenizer, "--out"]
     command = [*build, str(tmp_path / "out" / "trie"), "--workers", "2"]
     process = subprocess.Popen(
         [*command, "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -44,7 +44,8 @@ class BuildOptions:
         max_record_size: maximum bytes of a line, and of a file that is read as a whole, decompressed.
         control_tokens: special tokens that messages spell out: "keep" tokenises them as an engine does, "text" as
             ordinary text, and "skip" skips the conversation.
-        workers: processes that read and tokenise; the result is the same for any number.
+        workers: processes that read, tokenise, sort and write; the result is the same for any number. They start if
+            there are at least 32 MB of token ids, or any text to tokenise. Each takes 0.4 to 0.6 s to start.
 
     Raises:
         TreepackError: a value that an option does not take.
