@@ -21,7 +21,7 @@ from treepack.ingest.template.rendering import Setting, UnfaithfulError, render
 from treepack.ingest.template.sandbox import compiled, plain_inputs, plain_message
 from treepack.ingest.template.tracking import tracked
 from treepack.ingest.template.views import Untracked
-from treepack.ingest.tokenization import load_tokenizer, tokenize
+from treepack.ingest.tokenization import read_tokenizer, tokenize
 from treepack.trajectory import Chat, Skipped, Tokens, Trajectory
 
 Message = dict[str, Any]
@@ -250,7 +250,7 @@ def long_conversations() -> list[Trajectory]:
 # The sample tokenizer, rewritten and marked turns, a template whose iterations read all later messages, text arguments.
 @pytest.mark.parametrize("name", ["sample", "qwen3", "qwen3_training", "gptoss", "deepseekv3"])
 def test_samples_are_those_of_whole_renderings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = load_tokenizer(str(SAMPLE) if name == "sample" else real_templates.save(name, tmp_path))
+    tokenizer = read_tokenizer(str(SAMPLE) if name == "sample" else real_templates.save(name, tmp_path))
     items = long_conversations()
     for expand, tools in (("turns", None), ("trajectory", TOOLS)):
         shared = [identity(sample) for sample in tokenize(items, tokenizer=tokenizer, expand=expand, tools=tools)]
