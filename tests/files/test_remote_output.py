@@ -162,9 +162,15 @@ def test_a_directory_with_fixed_names_is_marked_until_its_record_is_there(store:
         save(2)
     save(2, overwrite=True)
     assert store.cat_file("/bucket/run/trie/model/weights") == b"2"
+    # As after a kill: the marker lists what the killed process may have left, and nothing else is replaced.
     store.rm_file("/bucket/run/trie/values.json")
-    store.pipe_file(f"/bucket/run/trie/{UNFINISHED}", b"")
-    save(3)  # as after a kill: the marker says that the rest is nobody's
+    store.pipe_file(f"/bucket/run/trie/{UNFINISHED}", b"model/weights\nmodel/more\n")
+    store.pipe_file("/bucket/run/trie/mine.txt", b"precious")
+    with pytest.raises(TreepackError, match="exists"):
+        save(3)
+    store.rm_file("/bucket/run/trie/mine.txt")
+    store.pipe_file("/bucket/run/trie/model/more", b"left")
+    save(3)
     assert names(store) == ["model/weights", "values.json"]
     assert store.cat_file("/bucket/run/trie/model/weights") == b"3"
 

@@ -15,8 +15,9 @@ replaces one of the winner, because the name of a part depends on its content an
 With `overwrite` a reader finds the old manifest and the old parts, or the new manifest and the new parts. The old parts
 are deleted after that, and so are the parts that a killed run, or a loser, had left before the new manifest.
 
-Directories with files of fixed names (a fitted predictor) have the object `.unfinished` during the upload, and the old
-record is deleted first. Two writers of such a prefix at once are refused if one has finished before the other.
+Directories with files of fixed names (a fitted predictor) have the object `.unfinished`, a list of these names, during
+the upload, and the old record is deleted first. Two writers of such a prefix at once are refused if one has finished
+before the other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -49,10 +50,17 @@ _PART = re.compile(r"[a-z]+-\d{5}-[0-9a-f]{16}\.parquet")
 
 @dataclass
 class Observation:
-    """The state of an output before any work: the object `out` itself, and the objects below it by their names."""
+    """The state of an output before any work.
+
+    Attributes:
+        file: the object `out` itself.
+        objects: the objects below it, by their names.
+        remains: names of those that an unfinished upload of treepack has left.
+    """
 
     file: ObjectInfo | None
     objects: dict[str, ObjectInfo]
+    remains: set[str]
 
     def version(self, name: str) -> str | None:
         """Return the version of an object below the output, None if it was absent."""
@@ -66,7 +74,7 @@ class Observation:
     @property
     def foreign(self) -> list[str]:
         """The objects that no unfinished upload of treepack has left."""
-        return [] if UNFINISHED in self.objects else [name for name in self.objects if not _PART.fullmatch(name)]
+        return [name for name in self.objects if name not in self.remains]
 
 
 # Outputs that are being written by the blocks that run now, see `observed`.
@@ -98,7 +106,19 @@ def observe(out: RemotePath) -> Observation:
         TreepackError: see `observed`.
     """
     known = _OBSERVED.get({})
-    return known[out] if out in known else Observation(object_store.info(out), object_store.list_objects(out))
+    if out in known:
+        return known[out]
+    objects = object_store.list_objects(out)
+    return Observation(object_store.info(out), objects, _remains(out, objects))
+
+
+def _remains(out: RemotePath, objects: Mapping[str, ObjectInfo]) -> set[str]:
+    """Return the names of the objects that unfinished uploads have left: parts, the marker, and the files it lists."""
+    remains = {name for name in objects if _PART.fullmatch(name)}
+    if UNFINISHED in objects:
+        lines = (object_store.read(out / UNFINISHED) or b"").decode("utf-8", "replace").splitlines()
+        remains |= {UNFINISHED, *lines} & objects.keys()
+    return remains
 
 
 def is_own_prefix(out: RemotePath, state: Observation) -> bool:
@@ -132,7 +152,8 @@ def remote_directory(out: RemotePath) -> Iterator[Path]:
         output.mkdir()
         yield output
         _finish(out, output, state)
-        state.objects = object_store.list_objects(out)  # a later block inside of the same outer one starts from here
+        # A later block inside of the same outer one starts from here.
+        state.objects, state.remains = object_store.list_objects(out), set()
 
 
 @contextmanager
@@ -208,7 +229,7 @@ def _finish(out: RemotePath, folder: Path, state: Observation) -> None:
     assert record is not None, f"{out}: its writer has made no record"
     others = [name for name in names if name != record]
     if others:
-        object_store.write(out / UNFINISHED, b"")
+        object_store.write(out / UNFINISHED, "".join(f"{name}\n" for name in others).encode())
         object_store.delete(out / name for name in state.records)
     else:
         # A record of another kind would make a mixture with the new one.
@@ -230,8 +251,8 @@ def _finish(out: RemotePath, folder: Path, state: Observation) -> None:
         raise _lost(out) from error
     new = {record, *others, *parts}
     # Only what was there before the record: objects that appear later belong to a writer that observed the new record.
-    stale = {name for name in present if _PART.fullmatch(name)} | {UNFINISHED}
-    if state.records or UNFINISHED in state.objects:
+    stale = _remains(out, present) | state.remains
+    if state.records:
         stale |= set(state.objects)
     object_store.delete(out / name for name in sorted(stale - new) if name in present)
 
