@@ -183,6 +183,11 @@ def test_arrays_do_not_share_memory_with_later_lines() -> None:
     assert (first["m"].tolist(), second["m"].tolist()) == ([1, 2, 3], [9, 2, 3])
 
 
+def test_without_the_loops_in_c_lists_stay_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treepack.ingest.readers.number_lists.is_compiled", lambda: False)
+    assert LineParser(NAMES).parse(b'{"m": [1, 2]}') == ({"m": [1, 2]}, False)
+
+
 def read(reader: Format, lines_of_file: Lines, options: ReadOptions, arrays: bool) -> tuple[list[Any], str]:
     """The items of the lines, the damaged ones last, and the error."""
     skipped: list[Skipped] | None = [] if options.skip_bad else None

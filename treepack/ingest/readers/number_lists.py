@@ -158,7 +158,7 @@ class LineParser:
         if not self._is_fast:
             return orjson.loads(line), False
         if len(line) > len(self._rest):
-            self._make_room(2 * len(line))
+            self._make_room(len(line) + min(len(line), 1 << 20))  # more, so that not every longer line needs new room
         text = np.frombuffer(line, np.uint8)
         size = cut_numbers(text, self._terminated, self._integers, self._floats, self._lists, self._rest)
         if size < 0 or self._lists[0, 0] < 0:
