@@ -205,7 +205,8 @@ def _train_in(
     from treepack.train.run import open_run
 
     if run_options.resume and _is_finished(packed, model, options, place.out, ranks):
-        ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
+        if run_options.plot:
+            ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
         return {"steps": 0, "saved": str(place.out), **_draw(place, run_options, ranks)}
     run = open_run(packed, model, options, ranks)
     for note in run.notes:

@@ -121,10 +121,7 @@ def test_a_remote_run_is_the_local_one(packed: Path, config: Path, tmp_path: Pat
     assert len(in_cache("parts")) == len([*packed.glob("part-*")]) + 1  # and .room
 
 
-def test_a_stopped_run_continues_bit_for_bit_and_may_be_extended(
-    packed: Path, config: Path, tmp_path: Path, s3: Store
-) -> None:
-    go(packed, config, tmp_path / "whole", epochs=4)
+def test_a_stopped_run_continues_and_may_be_extended(packed: Path, config: Path, s3: Store) -> None:
     out = s3.address("run")
     for until in (3, 4):
         _, notes = go(s3.address("packed"), config, out, until=until)
@@ -137,6 +134,11 @@ def test_a_stopped_run_continues_bit_for_bit_and_may_be_extended(
     steps, notes = go(packed, config, out)
     assert steps == []
     assert "is already finished, with 9 steps" in notes[0]
+    steps, notes = go(s3.address("packed"), config, out, epochs=4)
+    assert [metrics.step for metrics in steps] == [10, 11, 12]
+    assert notes[0] == "resumed after step 9 of 12"
+    assert json.loads(s3.read("run/train.json"))["num_steps"] == 12
+    assert [record["step"] for record in lines(s3.read("run/metrics.jsonl"))] == list(range(1, 13))
 
 
 def test_ids_of_an_unfinished_run_are_refused(packed: Path, config: Path, s3: Store, treepack: Run) -> None:
@@ -185,12 +187,12 @@ def test_a_killed_run_is_resumed_from_the_store_alone(
 ) -> None:
     go(packed, config, tmp_path / "whole")
     # The upload of the second checkpoint takes long, so the process is killed in the middle of it.
-    reached = Event()
+    reached, killed = Event(), Event()
 
     def fault(method: str, path: str) -> None:
-        if method == "PUT" and "step-00000004/__0" in path and not reached.is_set():
+        if method == "PUT" and "step-00000004/__0" in path and not killed.is_set():
             reached.set()
-            time.sleep(5)
+            killed.wait(120)
 
     s3.fault = fault
     arguments = ["train", s3.address("packed"), "--model", config, "--out", s3.address("run"), *TRAIN]
@@ -200,6 +202,8 @@ def test_a_killed_run_is_resumed_from_the_store_alone(
     assert result.status == 1
     assert f"{s3.address('run')}: is being written by process {process.pid}" in result.err
     os.kill(process.pid or 0, number)
+    time.sleep(1)
+    killed.set()
     process.join(60)
     assert process.exitcode == (-number if number == signal.SIGKILL else 1)
     if number == signal.SIGINT:
@@ -366,7 +370,9 @@ def test_a_model_is_loaded_from_an_address_and_curves_are_uploaded(
     assert not [path for path in in_cache("objects") if "checkpoints" in path.parts]
     result = treepack("train", s3.address("packed"), "--model", s3.address("tiny.json"), "--verify", "--device", "cpu")
     assert result.status == 0, result.err
-    result = treepack("train", packed, "--model", s3.address("nowhere"), "--out", tmp_path / "x", "--device", "cpu", "--quiet")
+    result = treepack(
+        "train", packed, "--model", s3.address("nowhere"), "--out", tmp_path / "x", "--device", "cpu", "--quiet"
+    )
     assert (result.status, result.err.count("\n")) == (1, 1)
     assert f"{s3.address('nowhere')}: contains no model" in result.err
 

@@ -173,8 +173,9 @@ class Checkpoints:
         """
         path = self._directory / f"step-{record['step']:08d}"
         partial = self._directory / self._partial.format(path.name)
-        files, problem = [], self._clear(path.name)
+        files = []
         try:
+            problem = self._clear(path.name)
             try:
                 if problem is None:
                     files = self._write_files(state, partial)

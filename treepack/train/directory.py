@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -35,6 +36,8 @@ from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import learning_rate, plan_steps
+
+_log = logging.getLogger("treepack")
 
 FORMAT = "treepack-train"
 VERSION = 2
@@ -211,6 +214,7 @@ def finish(run: TrainingRun, place: Place, weights: dict[str, Any] | None) -> No
             "--resume"
         ) from error
     if place.uploads is not None:
+        _log.info("uploading the model")
         with place.uploads.kept_on_errors():
             patiently(place.uploads.push)
             patiently(place.uploads.check_owner)

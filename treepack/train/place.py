@@ -137,7 +137,7 @@ class Uploads:
 
     @contextmanager
     def kept_on_errors(self) -> Iterator[None]:
-        """Keep the folder if the block raises an error of the store, and name it in the message."""
+        """Keep the folder if the block fails or is interrupted, and name it."""
         try:
             yield
         except TreepackError as error:
@@ -145,6 +145,10 @@ class Uploads:
             raise TreepackError(
                 f"{error}; what could not be uploaded is kept in {self.folder}, and --resume continues from what was"
             ) from error
+        except BaseException:
+            self.keep()
+            _log.info("what could not be uploaded is kept in %s", self.folder)
+            raise
 
     def keep(self) -> None:
         """Keep the folder after the run."""
