@@ -65,6 +65,8 @@ def commands() -> None:
     treepack pack trie --capacity 8192 --out packed
     treepack stats packed --check
     treepack train packed --model MODEL --out trained
+
+    A path may also be an address: s3:// and gs:// for inputs and outputs, hf:// for inputs.
     """
 
 

@@ -26,8 +26,8 @@ USUAL = ReportOptions()
 
 @click.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@click.option("--out", type=WRITE, help="HTML page to write.")
-@click.option("--png", type=WRITE, help="Directory to write PNG pictures to.")
+@click.option("--out", type=WRITE, metavar="FILE", help="HTML page to write.")
+@click.option("--png", type=WRITE, metavar="DIRECTORY", help="Directory to write PNG pictures to.")
 @click.option(
     "--trie",
     "trie_path",
