@@ -114,7 +114,7 @@ class Tracker:
             Untracked: the template cannot be tracked.
             Exception: whatever the template raises.
         """
-        self._memories, self.items, self.size, self._num_common = memories, items, len(items), num_common
+        self._memories, self.items, self.size, self._num_common = memories, list(items), len(items), num_common
         self._prompt = prompt
         self._namespaces: list[Any] = []
         self._pieces: list[str] = []
@@ -223,7 +223,7 @@ class Tracker:
         for (place, name), value in step.writes.items():
             attributes_of(self._namespaces[place])[name] = value
         self._continue_after(step)
-        loop = LoopView(self, start)
+        loop, items = LoopView(self, start), self.items
         try:
             for i in range(known, max(0, self.size - start)):
                 loop.index0 = i
@@ -235,7 +235,9 @@ class Tracker:
                     steps.append(step)
                 self._memories.num_iterations += 1
         finally:
-            self.is_recording = False  # also if the template leaves the loop by break
+            # Also if the template leaves the loop by break; but not if the loop of an earlier rendering is thrown away.
+            if items is self.items:
+                self.is_recording = False
 
     def _memory(self, number: int, start: int, variables: dict[str, Any]) -> Memory:
         head = self._memories.chunks.after(self._chunk, "".join(self._pieces))
@@ -316,7 +318,7 @@ class Tracker:
         # [(key, writes)] of the iterations since the last one whose outcome depends on more than its key.
         run: list[tuple[tuple[object, ...], dict[Key, Any]]] = []
         outcome: dict[Key, Any] = {}
-        loop = ReversedLoopView(self, start)
+        loop, items = ReversedLoopView(self, start), self.items
         for i in range(self.size - start - 1, -1, -1):
             key = (start, i, *self._state(attributes))
             if start + i < self._num_common and key in memory.outcomes:
@@ -331,7 +333,8 @@ class Tracker:
                 self._begin(Step(self._chunk, None, 0, UNLIMITED, {}, {}))
                 yield self.items[start + i], loop
             finally:
-                self.is_recording = False
+                if items is self.items:
+                    self.is_recording = False
             is_pure = (
                 self._length == before
                 and self._low <= start + i + 1 <= self._num_common
