@@ -151,6 +151,7 @@ def _texts(queries: list[AugmentedQuery], name: str | None, manifest: Manifest) 
         TreepackError: a tokenizer that is not the tokenizer of the trie.
     """
     from treepack.errors import TreepackError
+    from treepack.ingest.encoder import Encoder
     from treepack.ingest.tokenization import fingerprint, read_tokenizer
 
     if name is None:
@@ -166,11 +167,12 @@ def _texts(queries: list[AugmentedQuery], name: str | None, manifest: Manifest) 
             f"{name}: has {len(tokenizer)} tokens and the trie contains the id {manifest['max_token_id']}; give the "
             "tokenizer of the policy"
         )
+    encoder = Encoder(tokenizer)
     for query in queries:
         ids = query.prompt_token_ids.tolist()
         # Without cleaning up: a space before a comma must survive, or the text would encode to other ids.
-        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        yield text, tokenizer(text, add_special_tokens=False)["input_ids"] == ids
+        text = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        yield text, encoder.encode(text).tolist() == ids
 
 
 def _show(read: Trie, counts: Counter[str], queries: list[AugmentedQuery], num_exact: int | None) -> None:

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from support.byte_tokenizer import PLAIN, SENTENCES, save
 from support.paths import ROOT
+from treepack.analysis.report.roles import learn_headers
 from treepack.errors import TreepackError
 from treepack.files.hub import is_offline
 from treepack.ingest.file_tokenizer import FIELDS, NAMED, FileTokenizer, read_folder
@@ -95,6 +96,7 @@ def differences(folder: Path) -> list[Any]:
     names = "name_or_path all_special_tokens special_tokens_map eos_token eos_token_id bos_token_id chat_template"
     found = [name for name in names.split() if getattr(full, name) != getattr(own, name)]
     found += ["added"] * (repr(full.added_tokens_decoder) != repr(own.added_tokens_decoder))
+    found += ["vocabulary"] * (full.get_added_vocab() != own.get_added_vocab())
     found += ["fingerprint"] * (fingerprint(full) != fingerprint(own))
     if full.chat_template and (isinstance(full.chat_template, str) or "default" in full.chat_template):
         found += ["tools"] * (full.get_chat_template(tools=[{}]) != own.get_chat_template(tools=[{}]))
@@ -222,7 +224,12 @@ def test_templates_in_files_count_before_those_of_the_config(tmp_path: Path) -> 
 
 
 def test_the_tokenizer_of_the_sample_data_equals_transformers() -> None:
-    assert differences(ROOT / "sample_data" / "tokenizer") == []
+    folder = ROOT / "sample_data" / "tokenizer"
+    assert differences(folder) == []
+    # A page of a report finds the messages with it.
+    headers = learn_headers(read_folder(folder, "t"))
+    assert headers == learn_headers(load_tokenizer(str(folder)))
+    assert {header.role for header in headers} >= {"user", "assistant"}
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ class FileTokenizer:
         """Return the id of every token, added tokens included."""
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
-    def batch_decode(self, sequences: list[list[int]]) -> list[str]:
-        """Return the text of each of `sequences`, with special tokens and all blanks."""
-        return self.backend_tokenizer.decode_batch(sequences, skip_special_tokens=False)
+    def get_added_vocab(self) -> dict[str, int]:
+        """Return the id of every added token."""
+        return {token.content: i for i, token in sorted(self.added_tokens_decoder.items())}
 
     def __len__(self) -> int:
         """Return the number of tokens, added tokens included."""

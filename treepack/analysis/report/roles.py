@@ -149,11 +149,16 @@ def _headers_of(render: Render, messages: list[Message], tools: Tools, added: Se
 
 
 def _render(tokenizer: Any, template: str | None, messages: list[Message], tools: Tools) -> str:
+    from treepack.ingest.template.sandbox import compiled, plain_message
+
     try:
-        text: str = tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
+        text = template or tokenizer.get_chat_template(tools=tools)
+        # Without content that is None, as transformers renders by default.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = tokenizer.special_tokens_map
+        return compiled(text).render([plain_message(each) for each in given], tools=tools, variables=variables)
     except Exception:  # a template is foreign code, which can raise anything; then other conversations decide
         return ""
-    return text
 
 
 def _place(text: str, k: int) -> tuple[int, int] | None:
