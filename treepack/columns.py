@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory
 
+# Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
+# this number must fit, too.
+MAX_LIST_VALUES = 1 << 30
 NO_TRAJECTORY = "no trajectory with a trained token was found; nothing to build"
 
 
@@ -67,7 +71,10 @@ def as_columns(records: list[Trajectory]) -> Sequences:
     offsets = np.zeros(len(records) + 1, np.int64)
     np.cumsum([len(content.tokens) for content in contents], out=offsets[1:])
     tokens = np.concatenate([content.tokens for content in contents])
-    return Sequences(tokens, offsets, _table(records, contents))
+    # Records before each multiple of the maximum: offsets 0 3 5 9, maximum 4 -> cuts at 0, 2 and 3.
+    cuts = np.searchsorted(offsets, np.arange(0, offsets[-1], MAX_LIST_VALUES)).tolist()
+    tables = [_table(records[a:b], contents[a:b]) for a, b in pairwise([*cuts, len(records)]) if a < b]
+    return Sequences(tokens, offsets, tables[0] if len(tables) == 1 else pa.concat_tables(tables))
 
 
 def join(batches: list[Sequences]) -> Sequences:
@@ -148,9 +155,16 @@ def unique_ids(ids: pa.ChunkedArray, sources: pa.ChunkedArray) -> pa.ChunkedArra
 def is_repeated(names: pa.ChunkedArray) -> NDArray[np.bool_]:
     """Return True for each of `names` that occurs more than once."""
     # a b a -> indices 0 1 0 -> counts 2 1 -> True False True.
-    indices = names.combine_chunks().dictionary_encode().indices.to_numpy()
+    indices = text_codes(names)
     repeated: NDArray[np.bool_] = (np.bincount(indices) > 1)[indices]
     return repeated
+
+
+def text_codes(texts: pa.ChunkedArray) -> Int64:
+    """Return a number from 0 on for each of `texts`, equal for equal ones, by first appearance; int64 [num_texts]."""
+    # All chunks get the same dictionary: [a b], [c a] -> a b c, 0 1 2 0. One chunk of all texts may exceed 2^31 bytes.
+    chunks = texts.dictionary_encode().chunks
+    return np.concatenate([np.zeros(0, np.int64), *(chunk.indices.to_numpy() for chunk in chunks)]).astype(np.int64)
 
 
 def _with_numbers(names: list[str]) -> list[str]:
@@ -196,19 +210,19 @@ def _list_column(values: list[Float64 | None] | list[Float32 | None], kind: pa.D
 class SpanView:
     """Trained spans of a trajectory table as arrays: `view[i]` is starts int32, ends int32 and weights float64."""
 
-    offsets: Int32
+    offsets: Int64
     starts: Int32
     ends: Int32
     weights: Float64
 
     @classmethod
     def of(cls, table: pa.Table) -> SpanView:
-        # combine_chunks makes one Arrow array, whose offsets are int32: at most 2**31 - 1 spans in total.
-        column = table["trained"].combine_chunks()
-        spans = column.flatten()
-        parts = [spans.field(name).to_numpy(zero_copy_only=False) for name in ("start", "end", "weight")]
-        offsets = np.concatenate([[0], np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))])
-        return cls(offsets.astype(np.int32), *parts)
+        # By chunks, here and below: one chunk fits the int32 offsets of a list array, the whole column may not.
+        chunks = table["trained"].chunks or [pa.array([], table.schema.field("trained").type)]
+        spans = [chunk.flatten() for chunk in chunks]
+        parts = [_joined([piece.field(name).to_numpy() for piece in spans]) for name in ("start", "end", "weight")]
+        sizes = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+        return cls(np.concatenate([[0], np.cumsum(np.concatenate(sizes), dtype=np.int64)]), *parts)
 
     def __getitem__(self, i: int) -> tuple[Int32, Int32, Float64]:
         a, b = self.offsets[i], self.offsets[i + 1]
@@ -226,9 +240,13 @@ class SpanView:
         return self.ends - self.starts
 
 
+def _joined(pieces: list[NDArray[Any]]) -> NDArray[Any]:
+    """Concatenate `pieces`, at least one; a single one is not copied."""
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
 def num_trained(table: pa.Table) -> int:
-    """Count the trained tokens of a trajectory table, which may be too large for a `SpanView`."""
-    # By chunks, because only one chunk, not the table, is sure to fit the int32 offsets of a list array.
+    """Count the trained tokens of a trajectory table, without copies."""
     total = 0
     for chunk in table["trained"].chunks:
         spans = chunk.flatten()
@@ -239,13 +257,34 @@ def num_trained(table: pa.Table) -> int:
 
 def list_values(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
     """Return the rows of a nullable list column as arrays, and None for a null."""
-    column = table[name].combine_chunks()
-    flat = column.flatten().to_numpy(zero_copy_only=False)
-    valid = column.is_valid().to_pylist()
-    sizes = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
+    return [values for chunk in table[name].chunks for values in _chunk_values(chunk)]
+
+
+def _chunk_values(chunk: pa.ListArray) -> list[NDArray[Any] | None]:
+    flat = chunk.flatten().to_numpy(zero_copy_only=False)
+    valid = chunk.is_valid().to_pylist()
+    sizes = chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
     # flatten drops nulls, so the offsets are counted again: sizes 2 null 1 -> 2 0 1 -> offsets 0 2 2 3.
     offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    return [flat[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(column))]
+    return [flat[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(chunk))]
+
+
+def take_rows(table: pa.Table, rows: Int64 | Int32) -> pa.Table:
+    """Return the rows `rows` of `table`, in this order.
+
+    `Table.take` first makes one array of all chunks, which fails beyond 2^31 values in a list column, even if `rows`
+    is short. Such a table gets a chunk for each row.
+    """
+    lists = [column for column in table.columns if pa.types.is_list(column.type)]
+    if max((_num_values(column) for column in lists), default=0) <= MAX_LIST_VALUES:
+        return table.take(pa.array(rows))
+    return pa.concat_tables([table.schema.empty_table(), *(table.slice(i, 1) for i in rows.tolist())])
+
+
+def _num_values(column: pa.ChunkedArray) -> int:
+    """Return the number of values in all lists, also under nulls."""
+    offsets = [chunk.offsets for chunk in column.chunks]
+    return sum(each[-1].as_py() - each[0].as_py() for each in offsets)
 
 
 LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")

@@ -13,7 +13,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import strategies
@@ -59,6 +59,7 @@ def plain_table(rows: list[Row], columns: pa.Schema) -> pa.Table:
     )
 
 
+@settings(max_examples=25)
 @given(trajectories=strategies.trajectories(), cuts=st.lists(st.integers(1, 3), min_size=8, max_size=8))
 def test_groups_have_the_columns_of_their_rows(trajectories: list[Trajectory], cuts: list[int]) -> None:
     rows = rows_of(trajectories)

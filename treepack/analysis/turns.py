@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView
+from treepack.columns import LOGPROBS, SpanView, take_rows, text_codes
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
 from treepack.trie.trie import Trie
@@ -44,7 +44,7 @@ class Turns:
 
         O(num_turns), and a Python step for each turn of a record with several trajectories.
         """
-        records = trie.trajectories["source"].combine_chunks().dictionary_encode().indices.to_numpy()[self.owner]
+        records = text_codes(trie.trajectories["source"])[self.owner]
         # Turns of a record with one trajectory are distinct. Owners [0, 0, 1, 2] of the records [5, 5, 5, 6]
         # -> the first turn of each owner [0, 2, 3] -> records [5, 5, 6] -> record 5 has two trajectories.
         one_turn = np.unique(self.owner, return_index=True)[1]
@@ -173,7 +173,8 @@ def _subtrees(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
 
 def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64) -> pa.Table:
     """Return the rows `kept` of the table of `trie`, their trained spans cut after `last` tokens."""
-    table = trie.trajectories.take(pa.array(kept))
+    per_token = ["advantages", *LOGPROBS]
+    table = take_rows(trie.trajectories.drop_columns(per_token), kept)
     spans = SpanView.of(table)
     owner = np.repeat(np.arange(len(kept)), np.diff(spans.offsets))
     inside = spans.ends <= last[owner]
@@ -187,7 +188,6 @@ def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64
         "num_tokens": pa.array(last, pa.int32()),
         "trained": pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(schema.SPAN))),
     }
-    per_token = ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs")
     new |= {name: pa.nulls(len(kept), schema.TRAJECTORIES.field(name).type) for name in per_token}
-    columns = [new.get(name, table[name]) for name in schema.TRAJECTORIES.names]
+    columns = [new[name] if name in new else table[name] for name in schema.TRAJECTORIES.names]
     return pa.Table.from_arrays(columns, schema=schema.TRAJECTORIES)

@@ -24,7 +24,7 @@ from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 from treepack.pack.weights import times_trained, trajectory_factors
 from treepack.trajectory import Float64, Int32, Int64
-from treepack.trie.trie import Trie, sequences_of
+from treepack.trie.trie import Trie
 
 
 def check_row(row: Row, *, capacity: int) -> None:
@@ -207,7 +207,6 @@ class _Expected:
         options = manifest["options"]
         ids = trie.trajectories["trajectory_id"].to_pylist()
         self.index = {name: i for i, name in enumerate(ids)}
-        self.sequences = list(sequences_of(trie))
         self.spans = SpanView.of(trie.trajectories)
         self.factors = trajectory_factors(trie, normalize=options["normalize"])
         self.steps = trie.trajectories["step"].to_pylist()
@@ -235,7 +234,7 @@ class _Expected:
             i = self.index[name]
             path = paths.to(end)
             named = (row.step, row.trajectory_groups[order]) == (self.steps[i], self.groups[i])
-            if not (named and np.array_equal(row.input_ids[path], self.sequences[i])):
+            if not (named and np.array_equal(row.input_ids[path], self.trie.tokens[_forest_positions(self.trie, i)])):
                 raise TreepackError(f"row {row.row_id}: trajectory {name} differs from the trie's; pack the trie again")
             self._add(weights, path, i)
             if row.terms is not None:

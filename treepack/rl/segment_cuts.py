@@ -184,12 +184,12 @@ def _recorded_cuts(trie: Trie, members: Int64) -> tuple[Int64, Int64] | None:
     Raises:
         TreepackError: some members have offsets and others do not, or offsets are malformed.
     """
-    table: pa.Table = trie.trajectories.take(pa.array(members))
+    table: pa.Table = trie.trajectories.select(["metadata", "source"]).take(pa.array(members))
     # A search for the name is far cheaper than parsing: most tries record no segments.
     mentioned = pc.match_substring(table["metadata"], '"segments"').to_numpy()
     if not mentioned.any():
         return None
-    rows = table.select(["metadata", "source"]).to_pylist()
+    rows = table.to_pylist()
     lists = [_recorded_offsets(row["metadata"]) for row in rows]
     if all(offsets is None for offsets in lists):  # the word occurs somewhere else in the metadata
         return None

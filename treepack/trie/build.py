@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import Sequences, collect
+from treepack.columns import Sequences, collect, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.ingest.options import SHARES
@@ -54,7 +54,7 @@ def build_trie(trajectories: Iterable[Trajectory] | Sequences, *, share: str = "
     offsets = sequences.offsets.tolist()
     tokens = np.concatenate([sequences.tokens[offsets[i] + shared[k] : offsets[i + 1]] for k, i in enumerate(order)])
     forest = forest_of(shared, array("q", np.diff(sequences.offsets)[order].tobytes()))
-    table = with_places(sequences.table.take(pa.array(order)), forest.tree_id[forest.end_node], forest.end_node)
+    table = with_places(take_rows(sequences.table, np.array(order)), forest.tree_id[forest.end_node], forest.end_node)
     return forest.trie(tokens, table, share=share)
 
 

@@ -144,7 +144,7 @@ def sequences_of(trie: Trie) -> Iterator[Int32]:
 
 def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     """Yield the trajectories that the trie was built from, in trie order: the inverse of `build_trie`."""
-    table = trie.trajectories.combine_chunks()
+    table = trie.trajectories
     scalars = table.select(["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source"])
     spans = SpanView.of(table)
     lists: dict[str, list[Any]] = {

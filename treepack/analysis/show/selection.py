@@ -15,9 +15,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from treepack.analysis.show.wrapping import escape_text
+from treepack.columns import take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
@@ -72,7 +72,9 @@ def groups(trie: Trie) -> list[SelectedGroup]:
 
 def subset(trie: Trie, indices: Sequence[int] | Int64) -> Trie:
     """Return `trie` with only the trajectories of `indices`, which ascend; its nodes are the same."""
-    return replace(trie, end_node=trie.end_node[indices], trajectories=trie.trajectories.take(pa.array(indices)))
+    return replace(
+        trie, end_node=trie.end_node[indices], trajectories=take_rows(trie.trajectories, np.array(indices, np.int64))
+    )
 
 
 def members(trie: Trie, group_id: str, *, where: str) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView
+from treepack.columns import SpanView, text_codes
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.rl.advantages.flat import EPSILON, dr_grpo, grpo, reinforce_pp, rloo
@@ -126,9 +126,10 @@ class Estimates:
 def group_codes(trie: Trie) -> Int64:
     """Code of each trajectory's group (its `group_id` in its training step), from 0; int64 [num_trajectories]."""
     # One number for step and name: step_rank [0, 0, 1], names [0, 1, 0] -> keys [0, 1, 2] -> three groups.
-    names = trie.trajectories["group_id"].combine_chunks().dictionary_encode().indices.to_numpy()
+    names = text_codes(trie.trajectories["group_id"])
     keys = trie.step_rank * (int(names.max(initial=0)) + 1) + names
-    return np.unique(keys, return_inverse=True)[1].astype(np.int64)
+    codes: Int64 = np.unique(keys, return_inverse=True)[1].astype(np.int64)
+    return codes
 
 
 def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:

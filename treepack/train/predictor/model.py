@@ -280,7 +280,7 @@ def prediction_table(trie: Trie, ends: Anchors, values: Float64) -> pa.Table:
     # Two rollouts a and b of group q that share turn 1:
     #   group_id q q q, trajectory_id null a b, turn null 1 1, value .5 .7 .7
     names, num_groups = group_ids(trie, ends), ends.tree.num_groups
-    prefixes = trie.trajectories.take(pa.array(ends.trajectory))
+    prefixes = trie.trajectories.select(["group_id", "trajectory_id"]).take(pa.array(ends.trajectory))
     return pa.table(
         {
             "group_id": pa.array(names + prefixes["group_id"].to_pylist(), pa.string()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from treepack.columns import text_codes
 from treepack.errors import TreepackError
 from treepack.pack.plan.problem import Limits
 from treepack.pack.plan.unions import row_sizes
@@ -22,8 +23,8 @@ def whole_groups(trie: Trie, limits: Limits) -> Int64:
     Raises:
         TreepackError: a group exceeds a limit.
     """
-    names = trie.trajectories["group_id"].combine_chunks().dictionary_encode()
-    groups = names.indices.to_numpy().astype(np.int64)
+    names = trie.trajectories["group_id"]
+    groups = text_codes(names)
     # steps [0, 0, 1], groups [1, 0, 1] -> columns (0, 1), (0, 0), (1, 1) -> pieces [1, 0, 2]
     _, pieces = np.unique(np.stack([trie.step_rank.astype(np.int64), groups]), axis=1, return_inverse=True)
     pieces = pieces.reshape(-1).astype(np.int64)
@@ -36,7 +37,7 @@ def whole_groups(trie: Trie, limits: Limits) -> Int64:
     for values, unit, name, limit in checked:
         if limit is not None and (values > limit).any():
             worst = int(values.argmax())
-            group = names.dictionary[int(groups[pieces == worst][0])].as_py()
+            group = names[int((pieces == worst).argmax())].as_py()
             raise TreepackError(
                 f"group {group} has {values[worst]} {unit} and {name} is {limit} ({int((values > limit).sum())} such "
                 "groups); raise it, or use a --method that splits groups"
