@@ -3,8 +3,8 @@
     python benchmarks/data_path/chat_start.py [--tokenizer FOLDER] [--repeats 5]       2 minutes
 
 The conversations are few, so the difference is the time until the first one is tokenised: importing what reads the
-tokenizer and renders the chat template. Each line is the median of the repeats; the last column of a command is the
-median of the differences within a repeat. The disk caches are as they come: cold in the first repeat, at best.
+tokenizer and renders the chat template. Each value is the median of the repeats; the last column is the median of the
+differences within a repeat. The disk caches are as they come: cold in the first repeat, at best.
 """
 
 from __future__ import annotations
