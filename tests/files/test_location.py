@@ -38,6 +38,11 @@ def memory(packed: Path) -> Iterator[str]:
     store.rm("/bucket", recursive=True)
 
 
+@pytest.fixture(autouse=True)
+def _copies_of_parts_in_a_folder_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREEPACK_CACHE", str(tmp_path / "cache"))
+
+
 def assert_same_rows(dataset: PackedDataset, expected: PackedDataset) -> None:
     assert len(dataset) == len(expected) > 1
     # In reverse order, so that reading cannot rely on the rows being read from the start.
