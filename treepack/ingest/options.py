@@ -45,7 +45,7 @@ class BuildOptions:
         control_tokens: special tokens that messages spell out: "keep" tokenises them as an engine does, "text" as
             ordinary text, and "skip" skips the conversation.
         workers: processes that read, tokenise, sort and write; the result is the same for any number. They start if
-            there are at least 32 MB of token ids, or any text to tokenise. Each takes 0.4 to 0.6 s to start.
+            there are at least 32 MB of token ids, or any text to tokenise. Each takes about 0.6 s to start.
 
     Raises:
         TreepackError: a value that an option does not take.

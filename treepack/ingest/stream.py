@@ -78,7 +78,7 @@ def parts_and_job(
     return parts, job if options.workers == 1 else job.by_name()
 
 
-# Bytes of the input below which no other process starts: reading them takes 0.2 s, and starting a process 0.4 to 0.6 s.
+# Bytes of the input below which no other process starts: reading them takes 0.2 s, and starting a process 0.6 s.
 # With a tokenizer, reading a single part takes longer.
 MIN_BYTES = 1 << 25
 PART_BYTES = 1 << 19  # of a part that contains its data
