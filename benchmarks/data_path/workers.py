@@ -120,12 +120,16 @@ def main() -> None:
         clocks: dict[tuple[str, int], float] = {}
         for name, path in paths.items():
             results: list[dict[str, str]] = []
+
+            def keep(side: str, out: Path, results: list[dict[str, str]] = results) -> None:
+                results.append(digests(out))
+
             for workers in (1, 2):
                 cost = versions.compare(
                     f"build-trie {name}, --workers {workers}",
                     treepack("build-trie", path, "--out", OUT, "--workers", workers, "--quiet"),
                     units=("tokens", options.tokens),
-                    inspect=lambda side, out, results=results: results.append(digests(out)),
+                    inspect=keep,
                 )
                 clocks[name, workers] = cost["after"].clock
             assert all(each == results[0] for each in results), f"{name}: the outputs differ"

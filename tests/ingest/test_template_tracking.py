@@ -195,7 +195,8 @@ def test_templates_that_depend_on_later_messages_print_the_same(name: str) -> No
 
 def test_variables_with_the_names_of_inputs_are_refused_as_always() -> None:
     messages = agent_chat(10)
-    for variables in ({"messages": []}, {"add_generation_prompt": True}, {"_treepack_loop": 1}):
+    refused: list[dict[str, Any]] = [{"messages": []}, {"add_generation_prompt": True}, {"_treepack_loop": 1}]
+    for variables in refused:
         setting = Setting("s", LOOP + ENDING, None, variables)
         past = history.History(messages, setting)
         if "messages" in variables or "add_generation_prompt" in variables:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers import json_files, ranges
+from treepack.ingest.readers.byte_streams import Handling
 from treepack.ingest.readers.files import read_pieces
 from treepack.ingest.readers.inputs import InputHash
 from treepack.ingest.readers.ranges import LineRange, RowGroups
@@ -89,7 +90,7 @@ def test_a_file_of_objects_is_split_into_ranges_that_contain_no_data(tmp_path: P
 def test_other_files_are_read_in_order(tmp_path: Path, data: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(data)
-    assert ranges.plan_ranges(str(path), ranges.Handling(), None) is None
+    assert ranges.plan_ranges(str(path), Handling(), None) is None
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
