@@ -44,7 +44,7 @@ test: lint types imports
 	$(BIN)/python -m pytest -n auto
 
 test-slow: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n auto -m slow
+	$(BIN)/python -m pytest -n auto -m "slow or hypothesis" --hypothesis-profile thorough
 
 # Against a real S3 server on this machine; without its packages these tests fail.
 test-s3: $(VENV)/s3.stamp

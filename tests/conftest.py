@@ -2,7 +2,8 @@
 
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
 Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
-Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ.
+Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 60
+examples of each property, `make test-slow` 300.
 """
 
 import os
@@ -22,7 +23,8 @@ from hypothesis import settings
 from support.command_line import Result, Run
 from support.s3 import Store, running_store
 
-settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=150)
+settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=300)
 settings.load_profile("treepack")
 
 

@@ -6,6 +6,7 @@ Each text of a conversation is replaced by a marker, so that a trained token sho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,11 @@ from treepack.ingest.file_tokenizer import FileTokenizer
 from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer, tokenize
 from treepack.trajectory import Skipped, Trajectory
 
+# Later versions, and versions with marks for training, of templates that are tested too.
+VERSION = re.compile(r".*(_training|_v[234])")
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if VERSION.fullmatch(name) else name for name in real_templates.names()
+]
 REAL_CONVERSATIONS = 3  # of each source
 PROMPT_MESSAGES = 6
 
@@ -48,7 +54,7 @@ def wrong(tokenizer: Any, reader: Any, one: Conversation) -> Iterator[str]:
             yield from faults_of_prompt(tokenizer, short.chat, turn, one.schemas)
 
 
-@pytest.mark.parametrize("name", real_templates.names())
+@pytest.mark.parametrize("name", NAMES)
 def test_trained_tokens_are_what_the_assistant_wrote_or_the_conversation_is_skipped(name: str, tmp_path: Path) -> None:
     folder = real_templates.save(name, tmp_path)
     # The oracle decodes and renders with transformers; the samples are made without it.
