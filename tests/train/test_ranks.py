@@ -81,6 +81,7 @@ def test_two_ranks_train_as_one_process_does(packed: Path) -> None:
     assert set(graphs) == {graphs[0]}, "rows of other lengths compile nothing more"
 
 
+@pytest.mark.slow
 def test_weights_are_read_shard_by_shard_and_those_that_transformers_converts_whole(packed: Path) -> None:
     folder = packed.parent
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
