@@ -94,7 +94,7 @@ def build(path: Path, out: Path) -> None:
 
 
 def extrapolate(versions: Versions, name: str, path: Path, num_tokens: int) -> None:
-    """Print the serial seconds per GB, and what they allow on 64 cores."""
+    """Print the serial seconds per GB, and the rate of 64 cores that follows from them."""
     cost = versions.measure("after", program(Path(__file__), "--build", path, OUT), versions.folder / f"serial-{name}")
     seconds = json.loads(cost.output.strip().splitlines()[-1])
     size = path.stat().st_size / 1e9

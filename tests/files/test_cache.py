@@ -42,7 +42,7 @@ def test_an_object_is_copied_once_and_again_when_it_changes(store: Any) -> None:
     assert os.path.samestat(before, copy.stat())
     store.pipe_file("/bucket/run/a b.jsonl", b"eno")
     assert local_copy(path).read_bytes() == b"eno"
-    assert copy.read_bytes() == b"one"  # whoever reads the old one can go on
+    assert copy.read_bytes() == b"one"  # a reader of the old copy can continue
 
 
 def test_a_prefix_keeps_its_folders(store: Any) -> None:

@@ -121,7 +121,7 @@ def test_other_readers_know_every_encoding(tmp_path: Path) -> None:
     path = tmp_path / "part-00000.parquet"
     metadata = pq.ParquetFile(path).metadata
     chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
-    # DELTA_BINARY_PACKED is of 2013; BYTE_STREAM_SPLIT of integers is of 2024, and Spark 3 cannot read it.
+    # DELTA_BINARY_PACKED is of 2013; BYTE_STREAM_SPLIT of integers is of 2024, so older readers do not know it.
     assert {name for chunk in chunks for name in chunk.encodings} <= {
         *("PLAIN", "RLE", "RLE_DICTIONARY", "DELTA_BINARY_PACKED")
     }

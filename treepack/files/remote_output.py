@@ -139,7 +139,7 @@ def is_own_prefix(out: RemotePath, state: Observation) -> bool:
 
 @contextmanager
 def remote_directory(out: RemotePath) -> Iterator[Path]:
-    """Yield an empty local directory, and upload what is left in it if the block ends without an exception.
+    """Yield an empty local directory, and upload its remaining files if the block ends without an exception.
 
     Raises:
         ExistsError: another process has written `out` since it was observed.

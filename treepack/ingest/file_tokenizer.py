@@ -115,7 +115,7 @@ def read_folder(folder: Path, name: str) -> FileTokenizer | None:
     """Read the tokenizer in `folder`, which is called `name`, or return None if transformers has to read it.
 
     Raises:
-        Exception: a file is damaged; transformers says what is wrong.
+        Exception: a file is damaged; transformers names the fault.
     """
     file, config = folder / "tokenizer.json", _read_json(folder / "tokenizer_config.json")
     if config is None or not file.is_file() or any(key not in FIELDS and not _is_role(key) for key in config):

@@ -225,7 +225,7 @@ REQUIRED = {
 
 
 def token_line(rng: random.Random, required: list[str]) -> bytes:
-    """A record with most of the fields `required` and some others; one of their values is often wrong."""
+    """A record with most of the fields `required` and some other fields; often one value is wrong."""
     num = rng.choice([1, 2, 3, 8])
     prompt = rng.randint(0, num)
     ids = [rng.randrange(150_000) for _ in range(num)]
