@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import pickle
 from collections.abc import Iterator
@@ -39,9 +40,17 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def memory(packed: Path) -> Iterator[str]:
+def memory(packed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Address of a copy of the directory in the memory filesystem of fsspec."""
     store = fsspec.filesystem("memory")
+    original = type(store)._open
+
+    def open_alone(self: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+        # fsspec gives all readers of a file one object with one position, so that threads disturb each other.
+        file = original(self, path, mode, **options)
+        return io.BytesIO(file.getvalue()) if mode == "rb" else file
+
+    monkeypatch.setattr(type(store), "_open", open_alone)
     store.put(str(packed), "/bucket/packed", recursive=True)
     yield "memory://bucket/packed"
     store.rm("/bucket", recursive=True)
