@@ -27,11 +27,11 @@ from .output import show
 from .progress import is_quiet, short, step_progress
 
 if TYPE_CHECKING:
-    from treepack.train.loop import StepMetrics
     from treepack.train.options import TrainOptions
     from treepack.train.place import Place
     from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
+    from treepack.train.step import StepMetrics
 
 
 @dataclass(frozen=True)

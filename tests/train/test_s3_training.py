@@ -31,9 +31,10 @@ from treepack.errors import TreepackError
 from treepack.files import parts, patience
 from treepack.files.address import as_path
 from treepack.train.directory import is_finished
-from treepack.train.loop import StepMetrics, train
+from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import open_run
+from treepack.train.step import StepMetrics
 
 pytestmark = pytest.mark.s3
 

@@ -21,9 +21,10 @@ from treepack.errors import TreepackError
 from treepack.model.denominators import step_factors, trajectory_table
 from treepack.model.objectives import PRESETS, Objective, choose_objective
 from treepack.model.verify import verify_gradients
-from treepack.train.loop import StepMetrics, train
+from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun, open_run, open_verification
+from treepack.train.step import StepMetrics
 
 CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=100, clip=0.0)
 OVER_TERMS = [name for name in PRESETS if name != "sft"]

@@ -9,78 +9,37 @@ the order of accumulation. The losses of reinforcement learning and preferences 
 the same rule. Rows are shuffled by seed and epoch. Rows of one training step (the `step` column) stay together, these
 steps keep their order, and an optimiser step never mixes two of them.
 
-A step whose loss or gradient is not finite changes no weights and is counted. `train.directory` defines the files of a
-run and `train.checkpoint` saves and restores its state. The library prints nothing: notes are in `TrainingRun.notes`,
-and the logger `treepack` names each part of a run that takes long.
+A step whose loss or gradient is not finite changes no weights and is counted. `train.step` carries out one step,
+`train.directory` defines the files of a run, and `train.checkpoint` saves and restores its state. The library prints
+nothing: notes are in `TrainingRun.notes`, and the logger `treepack` names each part of a run that takes long.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import shutil
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 
 import torch
-from torch import Tensor
 
-from treepack.data.batch import Batch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
-from treepack.model.forward import prepare_batch, row_loss, row_objective
-from treepack.model.memory import memory_errors
-from treepack.model.objectives import sum_names
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.checkpoint_upload import CheckpointUpload
 from treepack.train.directory import begin, extend, finish, is_finished, num_finished
 from treepack.train.metrics import MetricsLog
+from treepack.train.optimiser import make_optimiser
 from treepack.train.place import METRICS, Place, open_place
 from treepack.train.run import TrainingRun
-from treepack.train.schedule import deal, learning_rate
+from treepack.train.schedule import deal
 from treepack.train.sharding import whole_state
+from treepack.train.step import StepMetrics, step_memory_errors, train_step
 
 CHECKPOINTS = "checkpoints"
 
 _log = logging.getLogger("treepack")
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Measurements of one optimiser step over all ranks.
-
-    `tokens` counts the tokens that were computed, and `tokens_flat` the tokens of the same trajectories computed one by
-    one. `means` are the mean reward of the trajectories, if they have rewards, and the means of the objective.
-    `seconds` is the time of this rank, and `wait_seconds` the part of it in which the rank waited for rows. A step with
-    `skipped_rows` (row_id) changed no weights: if `loss` is NaN, the losses of these rows are not finite; if `loss` is
-    finite, the gradient of the step is not.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    grad_norm: float
-    num_rows: int
-    tokens: int
-    tokens_flat: int
-    total_weight: float
-    seconds: float
-    wait_seconds: float
-    tokens_per_second: float
-    tokens_flat_per_second: float
-    skipped_rows: list[int] = field(default_factory=list)
-    means: dict[str, float] = field(default_factory=dict)
-
-    def as_record(self) -> dict[str, Any]:
-        """Return the object of one line of metrics.jsonl: the fields, with `means` replaced by its entries."""
-        record = asdict(self)
-        means = record.pop("means")
-        return {**record, **means}
 
 
 def train(
@@ -229,7 +188,7 @@ def _restore_position(
             f"{checkpoint.step}, or start a new --out"
         )
     _log.info("reading the checkpoint of step %d", checkpoint.step)
-    with _memory_errors():
+    with step_memory_errors():
         position = restore(checkpoint, run.loaded.model, optimiser)
     change = extend(run, out, position["step"])
     run.ranks.any(False)  # no rank continues before the first one has recorded the change and all have read the files
@@ -254,140 +213,6 @@ def _rank_rows(run: TrainingRun, first: int) -> Iterator[int | None]:
     costs = run.costs()
     for step in run.schedule[first:]:
         yield from deal(step.rows, costs, run.ranks.size)[run.ranks.rank]
-
-
-def make_optimiser(run: TrainingRun) -> torch.optim.AdamW:
-    """Return AdamW over all parameters, without weight decay for parameters of one dimension (biases and norms)."""
-    options, parameters = run.options, list(run.loaded.model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]  # a model may have no parameter of one dimension
-    fused = run.loaded.device.type == "cuda" and not options.cpu_offload
-    return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)
-
-
-def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, rows: Prefetch) -> StepMetrics:
-    """Carry out optimiser step `number`, counted from 0, with the next rows of `rows`."""
-    start, waited = time.perf_counter(), rows.waited
-    step = run.schedule[number]
-    lr = learning_rate(run.options, number, len(run.schedule))
-    for group in optimiser.param_groups:
-        group["lr"] = lr
-    optimiser.zero_grad(set_to_none=True)  # frees the memory of gradients until the first backward pass
-    # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
-    denominator = float(run.dataset.total_weight[step.rows].sum())
-    report = _Report(run, step.rows)
-    factors = dict(zip(step.rows, run.factors(step.rows), strict=True))
-    for row in deal(step.rows, run.costs(), run.ranks.size)[run.ranks.rank]:
-        batch = next(rows)
-        with _memory_errors(batch):
-            _accumulate(run, batch, row, denominator, factors, report)
-    losses, tokens_flat, sums = report.over_ranks()
-    # Losses are the same on every rank here, so all ranks agree to skip and none waits in `_clip` for another.
-    bad = [row for row, loss in zip(step.rows, losses, strict=True) if not math.isfinite(loss)]
-    with _memory_errors():
-        norm = math.nan if bad else _clip(run)
-        if math.isfinite(norm):
-            optimiser.step()
-    if not math.isfinite(norm):
-        bad = bad or step.rows  # every loss is finite and their gradient is not, so any of the rows may be the cause
-    tokens = int(run.dataset.num_tokens[step.rows].sum())
-    weight = sums.pop("weight", 1.0)  # total weight of the terms, or pairs, by which the other sums are divided
-    means = {name: value / weight for name, value in sums.items()}
-    reward = run.mean_reward(step.rows)
-    seconds = time.perf_counter() - start
-    return StepMetrics(
-        step=number + 1,
-        epoch=step.epoch,
-        loss=math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan,
-        lr=lr,
-        grad_norm=norm,
-        num_rows=len(step.rows),
-        tokens=tokens,
-        tokens_flat=tokens_flat,
-        total_weight=denominator,
-        seconds=seconds,
-        wait_seconds=rows.waited - waited,
-        tokens_per_second=tokens / seconds,
-        tokens_flat_per_second=tokens_flat / seconds,
-        skipped_rows=[int(run.dataset.row_ids[row]) for row in bad],
-        means=means if reward is None else {"reward": reward, **means},
-    )
-
-
-class _Report:
-    """The numbers of a step that are summed over ranks: the loss of every row, and the numerators of the means."""
-
-    def __init__(self, run: TrainingRun, rows: list[int]) -> None:
-        self.ranks, self.device, self.names = run.ranks, run.loaded.device, sum_names(run.options.objective)
-        self.places = {row: place for place, row in enumerate(rows)}  # rows [7, 2, 5] -> {7: 0, 2: 1, 5: 2}
-        # Each rank fills the entries of its own rows and leaves 0 elsewhere, so the sum over ranks has every loss.
-        self.losses = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
-        self.tokens_flat = 0
-
-    def add(self, row: int, batch: Batch, loss: Tensor, sums: dict[str, Tensor]) -> None:
-        self.losses[self.places[row]] = loss.detach()
-        self.tokens_flat += batch.tokens_flat
-        if sums:
-            self.sums += torch.stack([sums[name] for name in self.names])
-
-    def over_ranks(self) -> tuple[list[float], int, dict[str, float]]:
-        """Return losses, tokens_flat and sums of the step over all ranks; waits for the GPU."""
-        flat = self.losses.new_tensor([self.tokens_flat])
-        # One collective and one copy to the CPU for all numbers: [losses of the rows | sums of the means | tokens_flat]
-        *values, tokens = self.ranks.sum(torch.cat([self.losses, self.sums, flat])).tolist()
-        losses, sums = values[: len(self.losses)], values[len(self.losses) :]
-        return losses, int(tokens), dict(zip(self.names, sums, strict=True))
-
-
-def _accumulate(
-    run: TrainingRun,
-    batch: Batch,
-    row: int | None,
-    denominator: float,
-    factors: dict[int, Tensor | None],
-    report: _Report,
-) -> None:
-    """Run forward and backward of one micro-batch; `row` is None for padding, which every layer still computes."""
-    loaded, chunk = run.loaded, run.options.loss_chunk
-    batch = prepare_batch(loaded, batch)
-    term_factors = None if row is None else factors[row]
-
-    def part() -> tuple[Tensor, dict[str, Tensor]]:
-        if term_factors is None:
-            return row_loss(loaded, batch, chunk=chunk) / denominator, {}
-        return row_objective(loaded, batch, term_factors.to(loaded.device), run.options.objective, chunk=chunk)
-
-    with torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
-        loss, sums = loaded.compute(part)
-    # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
-    torch.autograd.backward(loss)
-    if row is not None:
-        report.add(row, batch, loss, sums)
-
-
-def _clip(run: TrainingRun) -> float:
-    """Scale gradients down to the limit, if there is one, and return their norm over all ranks before that."""
-    limit = run.options.clip or math.inf
-    norm: Any = torch.nn.utils.clip_grad_norm_(run.loaded.model.parameters(), limit)
-    # Under FSDP2 the norm is a DTensor that holds only this rank's part until `full_tensor` adds the others.
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def _memory_errors(batch: Batch | None = None) -> AbstractContextManager[None]:
-    """Turn a lack of memory into a TreepackError about the row `batch`, or about the update if it is None."""
-    if batch is None:
-        return memory_errors("in the update of the weights", "train on more GPUs, or under torchrun with --cpu-offload")
-    terms = f" and {len(batch.terms.index):,} terms" if batch.terms is not None else ""
-    # The suggested capacity is half the tokens, rounded down to a multiple of 128: 5000 tokens -> 2432.
-    return memory_errors(
-        f"in row {batch.row_id} of {batch.num_tokens:,} tokens{terms}",
-        f"pack with --capacity {max(128, batch.num_tokens // 256 * 128)}, or train with --gradient-checkpointing, "
-        "--dtype bf16, a smaller --loss-chunk or on more GPUs",
-    )
 
 
 def _join_ids(ids: list[int]) -> str:
