@@ -48,6 +48,7 @@ _HOME = {
     "batch_logprobs": "model.collation",
     "tree_attention": "attention",
     "register_attention": "attention:register",
+    "allow_generation": "attention",
     "trajectories_from_arrays": "trajectory",
     "BuildOptions": "ingest.options",
     "PackOptions": "pack.options",

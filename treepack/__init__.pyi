@@ -5,6 +5,7 @@ from treepack.analysis.options import ReportOptions as ReportOptions
 from treepack.analysis.options import StatsOptions as StatsOptions
 from treepack.analysis.report.write import report as report
 from treepack.analysis.stats import stats as stats
+from treepack.attention import allow_generation as allow_generation
 from treepack.attention import register as register_attention
 from treepack.attention import tree_attention as tree_attention
 from treepack.data.batch import make_batch as make_batch
@@ -88,6 +89,7 @@ __all__ = [
     "Trie",
     "TrieSummary",
     "__version__",
+    "allow_generation",
     "augment",
     "batch_logprobs",
     "batch_loss",

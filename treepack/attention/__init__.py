@@ -2,6 +2,7 @@
 
 dispatch       tree_attention by any implementation, the schedule of each, and the choice among them
 interface      all implementations under transformers' names, and the refusal of every other request of a model
+generation     plain calls of the same model through sdpa, for sampling and evaluation
 reference      simple code for any device and float64; every other implementation is tested against it
 flex           FlexAttention over block lists made from the intervals; compiled on an accelerator
 flash          the same block lists through FlexAttention's FlashAttention-4 backend
@@ -19,6 +20,7 @@ Triton is imported when a kernel first runs, never before.
 from treepack.attention.autograd import Kept
 from treepack.attention.dispatch import NAMES, obstacle, prepare, resolve, row_multiple, takes_chains, tree_attention
 from treepack.attention.flex import build_block_mask, flex_attention
+from treepack.attention.generation import allow_generation
 from treepack.attention.interface import IMPLEMENTATIONS, register
 from treepack.attention.reference import reference_attention, visible_pairs
 
@@ -26,6 +28,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "NAMES",
     "Kept",
+    "allow_generation",
     "build_block_mask",
     "flex_attention",
     "obstacle",

@@ -7,7 +7,8 @@
 A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
 `subtree_end`, the `schedule` that `dispatch.prepare` made from it, the `autograd.Kept` of a forward pass under
 checkpointing, and the list `record` of a probe. The model builds no mask of its own. Every other request of a model is
-refused, not ignored, because a missing bias gives a wrong gradient and no error.
+refused, not ignored, because a missing bias gives a wrong gradient and no error. A call without `subtree_end` is
+refused too, unless `generation.allow_generation` permits it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import disable
 
 from treepack.attention.dispatch import NAMES, tree_attention
+from treepack.attention.generation import is_plain, plain_attention, plain_mask, records_gradients
 from treepack.errors import TreepackError
 
 IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
@@ -67,17 +69,24 @@ def register() -> None:
         # A compiled model breaks its graph here, because kernels are launched and not traced.
         forward = disable(functools.partial(attention_forward, impl=impl))  # type: ignore[no-untyped-call]
         AttentionInterface.register(name, forward)
-        AttentionMaskInterface.register(name, no_mask)
+        AttentionMaskInterface.register(name, attention_mask_of)
 
 
-def no_mask(*_: object, attention_mask: Tensor | None = None, **__: object) -> None:
+def attention_mask_of(
+    *arguments: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
+) -> Tensor | None:
     """Return no mask when a model builds its mask, because `subtree_end` is the mask.
+
+    If `allow_generation` permits a call without `subtree_end`, return the mask of sdpa.
 
     Raises:
         TreepackError: if the caller passed an attention mask.
     """
+    if is_plain(config):
+        return plain_mask(*arguments, attention_mask=attention_mask, config=config, **options)
     if attention_mask is not None:
         raise BadCallError(f"attention: an attention_mask is given; padding tokens are {_PADDING}", code=_ITS_OWN_MASK)
+    return None
 
 
 def attention_forward(
@@ -95,6 +104,9 @@ def attention_forward(
     Raises:
         TreepackError: as in `check_request` and `dispatch.tree_attention`.
     """
+    if options.get("subtree_end") is None and is_plain(getattr(module, "config", None)):
+        _refuse_gradients(module, query, key, value)
+        return plain_attention(module, query, key, value, attention_mask, options)
     check_request(module, query, attention_mask, options)
     # Under autocast the three dtypes may differ: a norm with float32 weights promotes queries and keys but not values.
     kind = query.device.type
@@ -125,11 +137,11 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
             sliding window is shorter than the row, or if any other option is set (score caps, sinks, biases, head
             masks).
     """
-    layer = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+    layer = _layer_name(module)
     if options.get("subtree_end") is None:
         raise BadCallError(
             f"{layer}: subtree_end did not reach this layer; pass subtree_end=batch.subtree_end for a packed row, and "
-            "call model.set_attn_implementation('sdpa') before generate() or a plain forward pass",
+            "call treepack.allow_generation(model) before generate() or a plain forward pass",
             code=f"its code does not pass subtree_end on to its attention ({layer})",
         )
     if attention_mask is not None:
@@ -149,6 +161,23 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
     for name, setting in options.items():
         if name not in _HARMLESS | _READ and _is_set(setting):
             raise TreepackError(f"{layer}: the model uses {name}{_MEANINGS.get(name, '')}; {_REMEDY}")
+
+
+def _refuse_gradients(module: nn.Module, *tensors: Tensor) -> None:
+    """Refuse to record gradients of a call without `subtree_end`.
+
+    Raises:
+        TreepackError: if gradients are recorded.
+    """
+    if records_gradients(*tensors):
+        raise TreepackError(
+            f"{_layer_name(module)}: subtree_end did not reach this layer, and gradients are recorded; pass "
+            "subtree_end=batch.subtree_end to train, and generate or evaluate under torch.no_grad()"
+        )
+
+
+def _layer_name(module: nn.Module) -> str:
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
 
 
 def _is_set(setting: Any) -> bool:

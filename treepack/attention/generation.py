@@ -1,0 +1,117 @@
+"""Let a model under tree attention also generate and evaluate: calls without `subtree_end` run through sdpa.
+
+    allow_generation(model)
+    model(input_ids, position_ids=..., subtree_end=..., use_cache=False)     tree attention, as before
+    model.generate(prompts, attention_mask=...)                              sdpa: caches, padding, windows
+
+It is an option, because a training step that forgets `subtree_end` would silently train with plain causal attention.
+For the same reason, a call that records gradients is still refused.
+
+Two places need to know how a model was called. A layer sees `subtree_end`. But masks are built before the first layer
+and from the configuration only, so hooks on the model's forward pass say whether its caller passed `subtree_end`:
+
+    hook of the model: push "tree" or "plain" -> mask of the implementation -> layers -> hook: pop
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import disable
+
+from treepack.errors import TreepackError
+
+# Arguments of tree attention that sdpa does not have.
+_OF_TREES = ("subtree_end", "schedule", "record", "kept")
+
+# One entry for each forward pass of a model of transformers that is running now, the outermost first: True if its
+# caller passed subtree_end. A causal model calls its base model, so there are usually two.
+_RUNNING: ContextVar[tuple[bool, ...]] = ContextVar("treepack_running", default=())
+
+
+class _AlsoPlain(str):
+    """The name of an implementation in the configuration of a model that `allow_generation` was called for.
+
+    It equals the plain name, so transformers finds the same functions. Setting another attention removes it.
+    """
+
+
+def allow_generation(model: nn.Module) -> None:
+    """Let `model` run calls without `subtree_end` through sdpa, such as `generate` and evaluation of plain batches.
+
+    Only calls that record no gradients: training without `subtree_end` is refused as before. The results equal those
+    of the same model after `set_attn_implementation("sdpa")`. Setting another attention implementation ends the
+    permission.
+
+    Args:
+        model: a model of transformers under a treepack attention, or a trainer's wrapper around one.
+
+    Raises:
+        TreepackError: if it contains no model that uses treepack's attention.
+    """
+    from transformers import PreTrainedModel
+
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    allowed = False
+    for module in models:
+        # The configuration of a part (a vision tower) may name another implementation, which stays as it is.
+        name = getattr(module.config, "_attn_implementation", None) or ""
+        if name.startswith("treepack_"):
+            module.config._attn_implementation_internal = _AlsoPlain(name)
+            allowed = True
+    if not allowed:
+        raise TreepackError(
+            f"{type(model).__name__}: no part of it uses treepack's attention; load it with treepack.load_model, or "
+            "with attn_implementation='treepack_auto' after treepack.register_attention()"
+        )
+    for module in models:
+        if _enter not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_enter, with_kwargs=True)
+            # After a failed forward pass too.
+            module.register_forward_hook(_leave, always_call=True)
+
+
+@disable  # type: ignore[untyped-decorator]
+def _enter(_: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
+    _RUNNING.set((*_RUNNING.get(), options.get("subtree_end") is not None))
+
+
+@disable  # type: ignore[untyped-decorator]
+def _leave(*_: object) -> None:
+    _RUNNING.set(_RUNNING.get()[:-1])
+
+
+def is_plain(config: Any) -> bool:
+    """Return True if a model with this configuration may run, and now runs, a call without `subtree_end`.
+
+    Outside of a forward pass too: with a static cache, `generate` builds masks before it calls the model. False if any
+    of the nested forward passes got `subtree_end`: the model did not pass it on, which must not go unnoticed.
+    """
+    return isinstance(getattr(config, "_attn_implementation", None), _AlsoPlain) and not any(_RUNNING.get())
+
+
+def plain_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """Compute one call of attention by transformers' sdpa: [B, H, T, D] in, [B, T, H, D_v] out."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    theirs = {name: option for name, option in options.items() if name not in _OF_TREES}
+    out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **theirs)
+    return out
+
+
+def plain_mask(*arguments: Any, **options: Any) -> Tensor | None:
+    """Build the mask of transformers' sdpa, from the same arguments."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*arguments, **options)
+    return mask
+
+
+def records_gradients(*tensors: Tensor) -> bool:
+    """Return True if a result of the tensors would have a gradient."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
