@@ -27,20 +27,13 @@ from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
 from treepack.files.hub import is_offline, load_fault
 from treepack.model.compatibility import check_config, translate_errors
+from treepack.model.dropout import disable_dropout
 from treepack.model.first_batch import mark_checked
 from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
 from treepack.model.source import local_source
 
 _log = logging.getLogger("treepack")
-
-# Noise on the input of routers in training, by the model types whose code uses it so. In phimoe, router_jitter_noise is
-# a threshold of the router, in eval mode too: another value gives another model.
-_NOISE = {
-    "router_jitter_noise": ("mixtral", "minimax", "minimax_m2"),
-    "input_jitter_noise": ("phimoe",),
-    "moe_jitter_eps": ("dbrx",),
-}
 
 
 def load_model(
@@ -136,7 +129,7 @@ def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple
     register()
     config = _parse_config(source)
     check_config(config, source=str(source))
-    return config, _disable_dropout(config)
+    return config, disable_dropout(config)
 
 
 def _parse_config(source: str | Path) -> Any:
@@ -220,20 +213,3 @@ def _cast_routers(model: Any, dtype: torch.dtype) -> Any:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     return model
-
-
-def _disable_dropout(config: Any) -> tuple[str, ...]:
-    """Set every dropout of `config` to 0, and return a note on each change.
-
-    A shared token has one hidden state for all its branches, but trajectories run alone would draw a mask each.
-    """
-    notes = []
-    # dbrx keeps the rates of its attention and its experts in configurations of their own.
-    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
-        for name, value in sorted(vars(part).items()):
-            # A rate is a positive number; True is an int, but a flag such as use_dropout is no rate.
-            is_rate = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-            if is_rate and ("drop" in name or config.model_type in _NOISE.get(name, ())):
-                setattr(part, name, 0.0)
-                notes.append(f"{name} set to 0: a token shared by branches has one hidden state for all of them")
-    return tuple(notes)
