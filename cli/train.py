@@ -131,7 +131,7 @@ def train(
     from treepack.train.options import TrainOptions
 
     use_cache(cache, cache_size)
-    # `resume`, `tensorboard` and `plot` of `run` are for the command and not part of the options that are stored.
+    # `resume`, trackers and `plot` of `run` are for the command and not part of the options that are stored.
     options = TrainOptions(
         steps=steps,
         **asdict(optimiser),

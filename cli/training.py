@@ -31,21 +31,30 @@ if TYPE_CHECKING:
     from treepack.train.place import Place
     from treepack.train.ranks import Ranks
     from treepack.train.run import TrainingRun
+    from treepack.train.sinks import Sinks
     from treepack.train.step import StepMetrics
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `run_options`; `resume`, `tensorboard` and `plot` are not fields of `train.options.TrainOptions`."""
+    """Options of `run_options`; those from `resume` to `plot` are not fields of `train.options.TrainOptions`."""
 
     resume: bool
+    tensorboard: bool
+    report_to: tuple[str, ...]
+    project: str
+    run_name: str | None
+    plot: bool
     checkpoint_every: int
     keep: int
     max_skipped: int
     gather_dtype: str
     cpu_offload: bool
-    tensorboard: bool
-    plot: bool
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """The names of the trackers that get the metrics."""
+        return (*(("tensorboard",) if self.tensorboard else ()), *self.report_to)
 
 
 run_options = option_group(
@@ -83,7 +92,22 @@ run_options = option_group(
             help="Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
         ),
         click.option("--cpu-offload", is_flag=True, help="Keep sharded weights and optimiser on the CPU."),
-        click.option("--tensorboard", is_flag=True, help="Write the metrics for TensorBoard too."),
+        click.option(
+            "--report-to",
+            type=click.Choice(["tensorboard", "wandb", "trackio"]),
+            multiple=True,
+            help="Send the metrics to this tracker too; may be repeated.",
+        ),
+        click.option("--tensorboard", is_flag=True, help="The same as --report-to tensorboard."),
+        click.option(
+            "--project",
+            default="treepack",
+            show_default=True,
+            envvar="WANDB_PROJECT",
+            show_envvar=True,
+            help="Project of the run in wandb and trackio.",
+        ),
+        click.option("--run-name", help="Name of the run in wandb and trackio; by default the name of --out."),
         click.option("--plot", is_flag=True, help="Draw the curves of metrics.jsonl to metrics.png at the end."),
     ],
     RunOptions,
@@ -237,9 +261,8 @@ def _is_finished(packed: str, model: str, options: TrainOptions, out: AnyPath, r
 def _run_steps(
     run: TrainingRun, place: Place, stop: Callable[[], bool], run_options: RunOptions, *, overwrite: bool
 ) -> list[StepMetrics]:
-    """Train with a progress bar, notes and TensorBoard on the first rank; return the metrics of all steps."""
+    """Train with a progress bar, notes and trackers on the first rank; return the metrics of all steps."""
     from treepack.train.loop import train
-    from treepack.train.metrics import TensorBoardLog
 
     metrics_of_steps = train(
         run,
@@ -251,14 +274,12 @@ def _run_steps(
     )
     steps: list[StepMetrics] = []
     with ExitStack() as stack:
-        board, report = None, None
+        sinks, report = None, None
         for metrics in metrics_of_steps:
-            if run_options.tensorboard and run.ranks.leads:
+            if run_options.sinks and run.ranks.leads:
                 # Opened at the first step and not before: `train` may replace `out`, and finds the step to resume from.
-                board = board or stack.enter_context(
-                    TensorBoardLog(place.folder / "tensorboard", keep_until=metrics.step - 1)
-                )
-                board.write(metrics.as_record())
+                sinks = sinks or stack.enter_context(_open_sinks(run, place, run_options, done=metrics.step - 1))
+                sinks.write(metrics.as_record())
             steps.append(metrics)
             if run.ranks.leads:
                 # The time left is estimated without the first step, which compiles.
@@ -267,6 +288,17 @@ def _run_steps(
             if metrics.skipped_rows:  # above the bar, at the time it happens
                 _note(run.ranks, f"step {metrics.step} was skipped: not finite in rows {metrics.skipped_rows}")
     return steps
+
+
+def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done: int) -> Sinks:
+    """Open the trackers for the steps after `done`."""
+    from treepack.train.directory import run_id
+    from treepack.train.sinks import SinkRun, Sinks
+
+    config = {**run.options.as_record(), "packed": str(run.dataset.path), "model": run.loaded.source}
+    name = run_options.run_name or place.out.name or "run"  # Path(".") has no name
+    described = SinkRun(place.folder, run_options.project, name, run_id(place.out), config, done)
+    return Sinks(run_options.sinks, described, lambda note: _note(run.ranks, note))
 
 
 def _step_values(metrics: StepMetrics) -> dict[str, str]:
@@ -291,11 +323,11 @@ def _require_extras(run_options: RunOptions) -> None:
     from importlib.util import find_spec
 
     from treepack.errors import TreepackError, install_hint
+    from treepack.train.sinks import check_sinks
 
-    for name, package in (("tensorboard", "tensorboard"), ("plot", "matplotlib")):
-        # The name of the extra is also the name of the option.
-        if getattr(run_options, name) and find_spec(package) is None:
-            raise TreepackError(f"--{name} needs {package}, which is not installed; {install_hint(name)}")
+    check_sinks(run_options.sinks)
+    if run_options.plot and find_spec("matplotlib") is None:
+        raise TreepackError(f"--plot needs matplotlib, which is not installed; {install_hint('plot')}")
 
 
 def _note(ranks: Ranks, note: str) -> None:

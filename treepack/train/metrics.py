@@ -1,7 +1,7 @@
 """The metrics of each optimiser step, in a file that survives a crash of the process that writes it.
 
     records --MetricsLog--> metrics.jsonl --read_metrics--> columns
-       '----TensorBoardLog--> events of TensorBoard
+       '----TensorBoardLog--> events of TensorBoard      (other trackers: `train.sinks`)
 
     {"step":1,"epoch":0,"loss":2.31,"lr":1e-05,"skipped_rows":[]}       one line per step, steps ascending
     {"step":2,"epoch":0,"loss":null,"lr":1e-05,"skipped_rows":[7]}      null: the number was not finite
@@ -83,8 +83,18 @@ class MetricsLog:
         self.close()
 
 
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a record by the name that trackers show: train/NAME, or eval/NAME for eval_NAME."""
+    # {"step": 7, "loss": 2.31, "eval_loss": 2.5, "skipped_rows": []} -> {"train/loss": 2.31, "eval/loss": 2.5}
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in record.items()
+        if name != "step" and is_number(value)
+    }
+
+
 class TensorBoardLog:
-    """The numbers of each optimiser step as scalars `train/NAME` for TensorBoard."""
+    """The numbers of each optimiser step as `scalars` for TensorBoard."""
 
     def __init__(self, directory: Path, *, keep_until: int | None) -> None:
         """Open an event file in `directory`; TensorBoard hides the steps after `keep_until` of older files there.
@@ -108,9 +118,8 @@ class TensorBoardLog:
             TreepackError: the disk fails.
         """
         with _disk_errors(self._directory):
-            for name, value in record.items():
-                if name != "step" and is_number(value):
-                    self._writer.add_scalar(f"train/{name}", value, record["step"])
+            for name, value in scalars(record).items():
+                self._writer.add_scalar(name, value, record["step"])
             self._writer.flush()  # the default is every two minutes, and a crash would lose them
 
     def close(self) -> None:
