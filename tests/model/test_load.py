@@ -96,12 +96,9 @@ GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 4}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {**GROUPED, "num_hidden_layers": 4}, "layer 0 is 'linear_attention'"),
     ("gemma2", GROUPED, "attn_logit_softcapping is 50.0"),
-    ("gemma3_text", {**GROUPED, "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
     ("gpt_oss", {**GROUPED, "num_local_experts": 2, "sliding_window": 4096}, "uses s_aux"),
     ("llama4_text", {**GROUPED, "intermediate_size_mlp": 24, "num_local_experts": 2}, "'chunked_attention'"),
     ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is 'linear_attention'"),
-    ("cohere", {**SMALL, "logit_scale": 0.06}, "logits are not its output layer"),
-    ("granite", {**SMALL, "logits_scaling": 8.0}, "logits are not its output layer"),
     ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask is given|does not use transformers' attention"),
     ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "does not use transformers' attention"),
     ("bert", SMALL, "not causal|tree attention|alone"),

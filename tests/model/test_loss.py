@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from support.oracle_model import VOCABULARY, Sample, make_row, sample_sets
 from treepack.data.batch import make_batch
-from treepack.model.loss import tree_logprobs, weighted_nll
+from treepack.model.loss import LogitMap, tree_logprobs, weighted_nll
 
 HIDDEN = 8
 
@@ -140,6 +141,68 @@ def test_logprobs_and_entropies_are_those_of_the_softmax_for_any_chunk(samples: 
                 )
             for ours, theirs in zip(*grads, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+MAPS = [LogitMap(), LogitMap(0.3), LogitMap(1.0, 2.0), LogitMap(-2.0, 1.5)]
+
+
+@given(sample_sets(), st.sampled_from(MAPS), st.booleans(), st.integers(0, 99))
+@settings(max_examples=30, derandomize=True, deadline=None)
+def test_logprobs_and_entropies_are_those_of_the_tempered_distribution(
+    samples: list[Sample], logit_map: LogitMap, per_token: bool, seed: int
+) -> None:
+    batch = make_batch(make_row(samples))
+    inputs = random_head(len(batch.input_ids))
+    hidden, weight, bias = inputs
+    tokens = batch.loss_weight.nonzero().squeeze(-1).repeat_interleave(2)  # each token at two temperatures
+    generator = torch.Generator().manual_seed(seed)
+    temperature = torch.rand(len(tokens), generator=generator) * 2 + 0.1 if per_token else 0.7
+    logits = hidden[batch.parent[tokens]] @ weight.T + bias
+    logits = logit_map.scale * logits
+    if logit_map.cap is not None:
+        logits = logit_map.cap * (logits / logit_map.cap).tanh()
+    divisor = temperature.double()[:, None] if isinstance(temperature, Tensor) else temperature
+    logs = (logits / divisor).log_softmax(-1)
+    expected = (logs[range(len(tokens)), batch.input_ids[tokens]], -(logs.exp() * logs).sum(-1))
+    options: Any = {"temperature": temperature, "logit_map": logit_map, "bias": bias, "chunk": 3}
+    results = tree_logprobs(hidden, weight, tokens, batch.input_ids, batch.parent, **options)
+    grads = []
+    for values in (results, expected):
+        for ours, theirs in zip(values, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        factors = torch.linspace(-1, 2, len(tokens), dtype=torch.float64)
+        total = hidden.sum() * 0 + (values[0] * factors).sum() + (values[1] * factors.flip(0)).sum()
+        grads.append(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("logit_map", MAPS)
+def test_the_cross_entropy_is_that_of_the_mapped_logits(logit_map: LogitMap) -> None:
+    batch = make_batch(make_row([Sample((1, 2, 3, 4), (0.0, 1.0, 0.5, 2.0)), Sample((1, 2, 5), (0.0, 1.0, 1.0))]))
+    inputs = random_head(len(batch.input_ids))
+    hidden, weight, bias = inputs
+    tokens = batch.loss_weight.nonzero().squeeze(-1)
+    logits = logit_map(hidden[batch.parent[tokens]] @ weight.T + bias)
+    nll = -logits.log_softmax(-1)[range(len(tokens)), batch.input_ids[tokens]]
+    expected = (nll * batch.loss_weight[tokens]).sum()
+    loss = weighted_nll(hidden, weight, batch.targets, bias=bias, logit_map=logit_map, chunk=2)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for ours, theirs in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_entropies_that_are_not_wanted_are_not_computed() -> None:
+    batch = make_batch(make_row([Sample((1, 2, 3), (0.0, 1.0, 1.0))]))
+    hidden, weight, _ = random_head(3)
+    tokens = torch.tensor([1, 2])
+    arguments = hidden, weight, tokens, batch.input_ids, batch.parent
+    logprobs, entropies = tree_logprobs(*arguments, with_entropies=False)
+    assert bool(entropies.isnan().all())
+    expected = tree_logprobs(*arguments)[0]
+    assert torch.equal(logprobs, expected)
+    ours, theirs = (torch.autograd.grad(values.sum(), hidden)[0] for values in (logprobs, expected))
+    assert torch.equal(ours, theirs)
 
 
 def test_no_chosen_token_gives_nothing_and_keeps_the_graph() -> None:

@@ -6,15 +6,14 @@
     batch_logprobs    log-probabilities of the tokens of inputs["terms"], for `objectives.objective_loss`
 
 The model is called with everything that the trainer wrapped around it (DistributedDataParallel, the autocast of
-accelerate, PEFT), so that hooks on its forward run. The loss is computed from its last hidden states, in chunks; the
-model itself computes the logits of one token only. The results are sums, and the trainer divides them.
+accelerate, PEFT), so that hooks on its forward run. The loss is computed inside this forward pass, where the weights of
+the output layer are whole, in chunks (`head`). The results are sums, and the trainer divides them.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from torch import Tensor, nn
 from treepack.attention import IMPLEMENTATIONS, prepare
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.errors import TreepackError
-from treepack.model.first_batch import checked_forward
-from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
+from treepack.model.first_batch import check_first_batch
+from treepack.model.head import OutputLayer, head_replaced
+from treepack.model.loss import CHUNK, filled_temperature
 
 _COLUMNS = ("input_ids", "position_ids", "subtree_end", "parent", "scale", "loss_weight")
 
@@ -68,7 +68,16 @@ def _empty_terms() -> TermTensors:
 
 
 def _concatenate_terms(rows: Sequence[TermTensors], length: int) -> TermTensors:
-    """Concatenate the terms of rows of `length` tokens each; omit a column that a row with terms lacks."""
+    """Concatenate the terms of rows of `length` tokens each; omit a column that a row with terms lacks.
+
+    Temperatures are not omitted if a row has some: those of the other rows are missing, NaN.
+    """
+    if any(terms.temperature is not None for terms in rows):
+        missing = [torch.full_like(terms.tokens, torch.nan, dtype=torch.float32) for terms in rows]
+        temperatures = [
+            fill if terms.temperature is None else terms.temperature for terms, fill in zip(rows, missing, strict=True)
+        ]
+        rows = [replace(terms, temperature=values) for terms, values in zip(rows, temperatures, strict=True)]
     columns: dict[str, list[Tensor] | None] = {field.name: [] for field in fields(TermTensors)}
     # Indices are shifted by the sizes of the rows before. Two rows of 4 tokens, with [1, 3] and [2] trained:
     # tokens [1, 3] + [2 + 4] = [1, 3, 6], index [0, 1, 0] + [0 + 2] = [0, 1, 0, 2]
@@ -102,29 +111,43 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
         TreepackError: if the model uses another attention, its output layer is not a plain linear layer, or it cannot
             be trained exactly for another reason; the first batch of a model checks this (`first_batch`).
     """
-    states, head, anchor = _last_states(model, inputs)
     input_ids, parent = _flatten(inputs)
     targets = input_ids, parent, inputs["loss_weight"].flatten()
-    return weighted_nll(states, head.weight, targets, bias=head.bias, chunk=chunk) + anchor
+    loss, anchor = _run(model, inputs, lambda states, layer: layer.nll(states, targets, chunk=chunk))
+    total: Tensor = loss + anchor
+    return total
 
 
-def batch_logprobs(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+def batch_logprobs(
+    model: Any,
+    inputs: dict[str, Any],
+    *,
+    temperature: float | None = None,
+    with_entropies: bool = True,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the n tokens of inputs["terms"]; see `loss.tree_logprobs`.
 
-    Arguments and errors are the same as for `batch_loss`.
+    The temperatures are those of the terms. `temperature` takes the place of those that are missing, 1 by default. All
+    other arguments and errors are those of `batch_loss` and `loss.tree_logprobs`.
 
     Raises:
         TreepackError: also if the batch has no terms.
     """
-    if inputs.get("terms") is None:
+    terms = inputs.get("terms")
+    if terms is None:
         raise TreepackError(
             "batch_logprobs: the batch has no terms; open the rows with PackedDataset(..., terms=True), and pack "
             "rollouts that have advantages (`treepack advantages`, or trajectories_from_arrays(advantages=...))"
         )
-    states, head, anchor = _last_states(model, inputs)
     input_ids, parent = _flatten(inputs)
-    tokens = inputs["terms"].tokens
-    logprobs, entropies = tree_logprobs(states, head.weight, tokens, input_ids, parent, bias=head.bias, chunk=chunk)
+    divisor = filled_temperature(terms.temperature, temperature)
+
+    def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+        options: Any = {"temperature": divisor, "with_entropies": with_entropies, "chunk": chunk}
+        return layer.logprobs(states, terms.tokens, input_ids, parent, **options)
+
+    (logprobs, entropies), anchor = _run(model, inputs, compute)
     return logprobs + anchor, entropies
 
 
@@ -136,61 +159,38 @@ def _flatten(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return inputs["input_ids"].flatten(), torch.where(parent < 0, parent, parent + offset).flatten()
 
 
-def _last_states(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, nn.Linear, Tensor]:
-    """Return hidden states [B * T, D] after the final norm, the output layer, and a zero attached to all parameters.
+def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLayer], Any]) -> tuple[Any, Tensor]:
+    """Run the batch; return compute(states [B * T, D], output layer), and a zero attached to all parameters.
 
     Ranks exchange the gradient of every parameter, so each parameter needs one on every rank. Through the zero, a
     parameter that a row of padding does not use gets a gradient of zero.
 
     Raises:
-        TreepackError: if the model cannot be trained exactly, or its output layer is not whole after the forward pass.
+        TreepackError: if the model cannot be trained exactly, or its output layer is not whole in the forward pass.
     """
     causal = _find_causal_model(model)
-    head = causal.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise TreepackError(
-            f"{type(causal).__name__}: its output layer is a {type(head).__module__}.{type(head).__name__}; expected a "
-            "plain torch.nn.Linear, so do not put an adapter on it"
-        )
     impl = causal.config.get_text_config()._attn_implementation.removeprefix("treepack_")
+    columns = {name: inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
     # With a named implementation the schedule is computed here, once for all layers. With "auto" every layer chooses an
     # implementation and computes the schedule itself.
-    schedule = None if impl == "auto" else prepare(inputs["subtree_end"], impl)
-    # The logits of one token are enough for `output.logits`; all of them would be [B, T, V].
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(causal.forward).parameters else {}
-    # Observed, because the forward of the wrappers must run and returns logits, not the hidden states.
-    with checked_forward(model, causal, inputs) as seen:
-        seen.logits = model(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
-            subtree_end=inputs["subtree_end"],
-            schedule=schedule,
-            record=seen.attention,
-            use_cache=False,
-            **options,
-        ).logits
-    _check_shapes(type(model).__name__, seen.states, head.weight, inputs["input_ids"])
-    # [B, T, D] -> [B * T, D]
-    return seen.states.flatten(0, 1), head, seen.logits.sum() * 0
+    columns["schedule"] = None if impl == "auto" else prepare(inputs["subtree_end"], impl)
+    check_first_batch(
+        model, causal, inputs["position_ids"], lambda record: model(**columns, use_cache=False, record=record)
+    )
 
+    def whole(states: Tensor, layer: OutputLayer) -> Any:
+        if len(states) != inputs["input_ids"].numel():
+            raise TreepackError(
+                f"{type(model).__name__}: the model computed {len(states)} tokens for a batch of "
+                f"{inputs['input_ids'].numel()}; it must run the batch as it is, so use neither DataParallel nor "
+                "virtual tokens"
+            )
+        return compute(states, layer)
 
-def _check_shapes(name: str, states: Tensor, weight: Tensor, input_ids: Tensor) -> None:
-    """Refuse states of other tokens than the batch's, and an output layer that is not whole.
-
-    Raises:
-        TreepackError: naming the wrapper or sharding that causes it.
-    """
-    if states.shape[:2] != input_ids.shape:
-        raise TreepackError(
-            f"{name}: the model computed {list(states.shape[:2])} tokens for a batch of {list(input_ids.shape)}; it "
-            "must run the batch as it is, so use neither DataParallel nor virtual tokens"
-        )
-    # Sharded weights are DTensors of FSDP2, or tensors with another shape of FSDP1 and ZeRO-3.
-    if type(weight.data) is not Tensor or weight.shape[1:] != states.shape[2:]:
-        raise TreepackError(
-            f"{name}: the weights of its output layer are sharded or quantised, but must be whole after the forward "
-            "pass; call fully_shard for each layer and then for the model, or use `treepack train`"
-        )
+    # Inside the forward pass of the wrappers, because they gather weights and choose the precision there.
+    with head_replaced(causal, whole) as call:
+        logits: Tensor = model(**columns, use_cache=False).logits
+    return call.result, logits.sum() * 0
 
 
 def _find_causal_model(model: nn.Module) -> Any:

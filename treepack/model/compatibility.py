@@ -40,7 +40,7 @@ _MAX_MESSAGE = 200  # characters of a foreign error message: enough for its firs
 
 
 def check_config(config: Any, *, source: str) -> None:
-    """Refuse a model by its configuration: layers other than softmax attention, and capped scores or logits.
+    """Refuse a model by its configuration: layers other than softmax attention, and capped scores.
 
     Raises:
         TreepackError: if the configuration has such a layer or option; the message names it.
@@ -49,11 +49,9 @@ def check_config(config: Any, *, source: str) -> None:
     for layer, kind in enumerate(kinds):
         if kind not in _SOFTMAX_LAYERS:
             raise TreepackError(f"{source}: layer {layer} is {kind!r}; {REQUIREMENT}")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, name, None) is not None:
-            raise TreepackError(
-                f"{source}: {name} is {getattr(config, name)}; {REQUIREMENT}, without a cap on scores or logits"
-            )
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None:
+        raise TreepackError(f"{source}: attn_logit_softcapping is {cap}; {REQUIREMENT}, without a cap on scores")
 
 
 def sliding_window(config: Any) -> int | None:

@@ -1,8 +1,8 @@
 """Checks of a model that treepack did not load, at its first batch; the losses of `collation` call them.
 
     weights whole      the probe of `load_model`, before the batch
-    weights sharded    only the checks inside the forward pass of the batch, which all ranks run anyway: every layer
-                       calls tree attention once, and the logits are the output layer of the hidden states
+    both               the batch runs once without gradients: every layer calls tree attention once, and the logits are
+                       the output layer of the hidden states, with a scale and a soft cap that are measured
 
 FSDP and ZeRO-3 gather weights only inside a forward pass that all ranks run together, so sharded weights get no probe,
 and all ranks agree on the result of the checks. Each model object is checked once. Each refusal is one sentence.
@@ -11,8 +11,7 @@ and all ranks agree on the result of the checks. Each model object is checked on
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +20,9 @@ from torch import Tensor, distributed, nn
 from treepack.attention.interface import BadCallError
 from treepack.errors import TreepackError
 from treepack.model.compatibility import REQUIREMENT, check_config, position_limit
-from treepack.model.observation import Observation, check_attention, check_logits, observe
-from treepack.model.probe import PROBE_TOLERANCE, compute_dtype, probe
+from treepack.model.head import measure_logit_map
+from treepack.model.observation import Observation, check_attention, observe
+from treepack.model.probe import probe
 
 # Models that passed, and the limit of positions of each model. Weak, so that a model can be freed.
 _CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -51,37 +51,38 @@ def check_positions(position_ids: Tensor, causal: Any, source: str) -> None:
         )
 
 
-@contextmanager
-def checked_forward(model: nn.Module, causal: Any, inputs: dict[str, Any]) -> Iterator[Observation]:
-    """Observe the forward pass of a batch inside the block, and check the model if this is its first batch.
+def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: Callable[[Any], Any]) -> None:
+    """Check the model before its first batch, and the positions of every batch.
 
-    The block calls the model with `record=seen.attention`, and stores the logits of the last token as `seen.logits`.
+    The check runs the batch once without gradients, through the wrappers, so all ranks that share weights must call
+    this function together.
 
     Args:
         model: the model with the wrappers of the trainer.
         causal: the causal language model of transformers inside `model`.
-        inputs: the batch, from `collate`.
+        position_ids: those of the batch.
+        run: runs the batch through `model`, passes its argument as `record`, and returns the model's output.
 
     Raises:
         TreepackError: if the model fails a check, on all ranks that share its weights; or if the batch has positions
             that the model cannot compute exactly.
     """
     source = f"{_class_name(causal)} (model type {causal.config.get_text_config().model_type})"
-    is_new, groups = causal not in _CHECKED, None
-    if is_new:
-        check_config(causal.config.get_text_config(), source=source)
-        groups = _sharding_groups(model)
-        if groups is None:
-            probe(causal, source=source, device=inputs["input_ids"].device)
-    check_positions(inputs["position_ids"], causal, source)
+    if causal in _CHECKED:
+        check_positions(position_ids, causal, source)
+        return
+    check_config(causal.config.get_text_config(), source=source)
+    groups = _sharding_groups(model)
+    if groups is None:
+        probe(causal, source=source, device=position_ids.device)
+    check_positions(position_ids, causal, source)
     try:
-        with observe(causal, source=source, heads=is_new) as seen:
-            yield seen
+        with observe(causal) as seen:
+            seen.logits = run(seen.attention).logits
     except BadCallError as error:
         raise TreepackError(f"{source}: {error.code}; {REQUIREMENT}") from error
-    if is_new:
-        _agree(_complaint(seen, causal, source), groups or [], seen.states.device, source)
-        mark_checked(causal)
+    _agree(_complaint(seen, causal, source), groups or [], seen.states.device, source)
+    mark_checked(causal)
 
 
 def _class_name(causal: nn.Module) -> str:
@@ -94,8 +95,7 @@ def _complaint(seen: Observation, causal: Any, source: str) -> TreepackError | N
     assert seen.logits is not None
     try:
         check_attention(seen, causal, source=source)
-        head = causal.get_output_embeddings()
-        check_logits(seen, seen.logits, head, PROBE_TOLERANCE[compute_dtype(seen)], source=source)
+        measure_logit_map(causal, seen.logits, source=source)
     except TreepackError as error:
         return error
     return None

@@ -5,13 +5,15 @@
                                     --row_logprobs---> log-probabilities and entropies of chosen tokens
                                     --row_objective--> scalar: the row's part of an objective over terms
 
-The logits of a row never exist as a whole: `model.loss` applies the output layer to the hidden states in chunks.
+The logits of a row never exist as a whole: `model.head` applies the output layer to the hidden states in chunks.
 `model.collation` has the counterparts for models that another trainer has wrapped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -20,9 +22,10 @@ from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import one_line
 from treepack.model.first_batch import check_positions
+from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.layers import recomputes
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK, tree_logprobs, weighted_nll
+from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.objectives import Objective, objective_loss
 
 
@@ -32,7 +35,7 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     Raises:
         TreepackError: if the model cannot compute positions of the row exactly.
     """
-    check_positions(batch.position_ids, loaded.model, loaded.source)
+    check_positions(batch.position_ids, loaded.causal, loaded.source)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
     schedule = prepare(batch.subtree_end, loaded.attention, device=loaded.device, varlen=loaded.varlen)
     return replace(batch.to(loaded.device), schedule=schedule)
@@ -47,8 +50,19 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
         TreepackError: if positions of the row are beyond the model's table of positions, or the model was switched to
             another attention.
     """
+    states: Tensor = _call(loaded, batch, loaded.causal.base_model).last_hidden_state
+    return states[0]
+
+
+def _call(loaded: LoadedModel, batch: Batch, module: Any) -> Any:
+    """Return the output of `module`, the model or its part without the output layer, for a packed row.
+
+    Raises:
+        TreepackError: as `hidden_states`.
+    """
     # Another attention implementation would ignore subtree_end and give wrong gradients without an error.
-    current, expected = loaded.model.config.get_text_config()._attn_implementation, IMPLEMENTATIONS[loaded.attention]
+    config = loaded.causal.config.get_text_config()
+    current, expected = config._attn_implementation, IMPLEMENTATIONS[loaded.attention]
     if current != expected:
         raise TreepackError(
             f"{loaded.source}: its attention was switched to {current!r}, which ignores subtree_end; switch back with "
@@ -58,12 +72,12 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
         batch = prepare_batch(loaded, batch)
     try:
         # [None]: transformers expects a batch dimension, [T] -> [1, T]
-        output = loaded.model.base_model(
+        return module(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             subtree_end=batch.subtree_end[None],
             schedule=batch.schedule,
-            kept=Kept() if recomputes(loaded.model) else None,
+            kept=Kept() if recomputes(loaded.causal) else None,
             use_cache=False,
         )
     except IndexError as error:  # position_limit finds most tables beforehand; this is one that it did not recognise
@@ -71,26 +85,52 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
             f"{loaded.source}: it cannot run row {batch.row_id}, whose positions reach {int(batch.position_ids.max())} "
             f"({one_line(error)}); truncate the trajectories to the number of positions that the model has"
         ) from error
-    states: Tensor = output.last_hidden_state
-    return states[0]
+
+
+def _run(loaded: LoadedModel, batch: Batch, compute: Callable[[Tensor, OutputLayer], Any]) -> Any:
+    """Return compute(states [T, D], output layer) of a packed row.
+
+    Raises:
+        TreepackError: as `hidden_states`.
+    """
+    with head_replaced(loaded.causal, compute) as call:
+        _call(loaded, batch, loaded.model)
+    return call.result
 
 
 def row_loss(loaded: LoadedModel, batch: Batch, *, chunk: int = CHUNK) -> Tensor:
     """Return the sum over the row's targets of loss_weight * nll, a float64 scalar; see `loss.weighted_nll`."""
-    head = loaded.model.get_output_embeddings()
-    states = hidden_states(loaded, batch)
-    return weighted_nll(states, head.weight, batch.targets, bias=getattr(head, "bias", None), chunk=chunk)
+    loss: Tensor = _run(loaded, batch, lambda states, layer: layer.nll(states, batch.targets, chunk=chunk))
+    return loss
 
 
-def row_logprobs(loaded: LoadedModel, batch: Batch, tokens: Tensor, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+def row_logprobs(
+    loaded: LoadedModel,
+    batch: Batch,
+    tokens: Tensor,
+    *,
+    temperature: Tensor | float = 1.0,
+    with_entropies: bool = True,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies [n] of the row's `tokens`, int64 [n]; see `loss.tree_logprobs`."""
-    head = loaded.model.get_output_embeddings()
-    states, bias = hidden_states(loaded, batch), getattr(head, "bias", None)
-    return tree_logprobs(states, head.weight, tokens, batch.input_ids, batch.parent, bias=bias, chunk=chunk)
+    options: Any = {"temperature": temperature, "with_entropies": with_entropies, "chunk": chunk}
+
+    def compute(states: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+        return layer.logprobs(states, tokens, batch.input_ids, batch.parent, **options)
+
+    logprobs, entropies = _run(loaded, batch, compute)
+    return logprobs, entropies
 
 
 def row_objective(
-    loaded: LoadedModel, batch: Batch, factors: Tensor, objective: Objective, *, chunk: int = CHUNK
+    loaded: LoadedModel,
+    batch: Batch,
+    factors: Tensor,
+    objective: Objective,
+    *,
+    temperature: float | None = None,
+    chunk: int = CHUNK,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the row's part of a step's loss, and of the sums for the step's means; see `objectives.objective_loss`.
 
@@ -98,9 +138,14 @@ def row_objective(
         loaded: the model.
         batch: the row, with its terms, on the model's device.
         factors: float64 [num_trajectories], from `denominators.step_factors`, on the model's device.
-        objective: any but sft.
+        objective: any but sft. dpo computes log-probabilities at the temperature 1, all others at those of the terms.
+        temperature: takes the place of temperatures that the terms lack; 1 by default.
         chunk: tokens whose logits are in memory at a time.
     """
-    assert batch.terms is not None, "open the dataset with terms=True"
-    logprobs, entropies = row_logprobs(loaded, batch, batch.terms.tokens, chunk=chunk)
-    return objective_loss(logprobs, entropies, batch.terms, factors, objective)
+    terms = batch.terms
+    assert terms is not None, "open the dataset with terms=True"
+    options: Any = {"with_entropies": objective.loss != "dpo", "chunk": chunk}
+    if objective.loss != "dpo":
+        options["temperature"] = filled_temperature(terms.temperature, temperature)
+    logprobs, entropies = row_logprobs(loaded, batch, terms.tokens, **options)
+    return objective_loss(logprobs, entropies, terms, factors, objective)

@@ -33,6 +33,15 @@ class LoadedModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     root: Any = None
 
+    @property
+    def causal(self) -> Any:
+        """The causal language model of transformers: `model`, or the one inside a PEFT model."""
+        from transformers import PreTrainedModel
+
+        if isinstance(self.model, PreTrainedModel):
+            return self.model
+        return next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
+
     def compute(self, function: Callable[[], T]) -> T:
         """Run `function`, which runs the model, with its weights gathered from all ranks; return the result.
 

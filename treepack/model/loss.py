@@ -12,12 +12,16 @@ r"""Losses of a packed row from its hidden states, without the logits of the who
 `weighted_nll` is the SUM of loss_weight * nll. The caller divides it by the denominator of the optimiser step, which is
 the sum of loss_weight over all rows of the step. A mean per row would give a mean of means.
 
+`tree_logprobs` divides the logits by the temperature at which a token was sampled, because ratios and gradients of
+reinforcement learning are about the distribution that was sampled. `weighted_nll` has no temperature.
+
 Targets are processed in chunks of `chunk` under checkpointing: only the logits of one chunk are in memory at a
 time, in forward and in backward.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +33,35 @@ from torch.utils.checkpoint import checkpoint
 CHUNK = 2048
 
 
+@dataclass(frozen=True)
+class LogitMap:
+    """The last step of some models: logits = cap * tanh(scale * x / cap) of the output layer's result x.
+
+    Without a cap, logits = scale * x (Cohere, Granite). Gemma 2 has the scale 1 and a cap of 30.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits of `x`; `x` itself if nothing changes."""
+        if self.scale != 1:
+            x = x * self.scale
+        return x if self.cap is None else (x / self.cap).tanh() * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Return the derivative of `logits` by the output layer's result."""
+        # d/dx cap tanh(s x / cap) = s (1 - tanh^2) = s (1 - (logits / cap)^2)
+        return self.scale if self.cap is None else (1 - (logits / self.cap).square_()).mul_(self.scale)
+
+
 def weighted_nll(
     hidden: Tensor,
     weight: Tensor,
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     bias: Tensor | None = None,
+    logit_map: LogitMap = LogitMap(),  # a frozen value
     chunk: int = CHUNK,
 ) -> Tensor:
     """Return the sum over the row's tokens j with loss_weight[j] != 0 of loss_weight[j] * nll(j | hidden[parent[j]]).
@@ -47,6 +74,7 @@ def weighted_nll(
         weight: [V, D], the output embedding.
         targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row.
         bias: [V], if the output layer has one.
+        logit_map: what the model does with the result of its output layer.
         chunk: targets whose logits are in memory at a time.
 
     Returns:
@@ -62,18 +90,19 @@ def weighted_nll(
     # Without targets the 0 must still depend on `hidden`, so that backward gives zero gradients instead of an error.
     total = hidden.sum(dtype=torch.float64) * 0 if len(chosen) == 0 else hidden.new_zeros((), dtype=torch.float64)
     for part, source in zip(torch.split(chosen, chunk), torch.split(sources, chunk), strict=True):
-        labels, weights = input_ids[part], loss_weight[part]
-        total = total + checkpoint(_chunk_nll, hidden, source, weight, bias, labels, weights, use_reentrant=False)
+        layer, chosen_part = (weight, bias, logit_map), (input_ids[part], loss_weight[part])
+        total = total + checkpoint(_chunk_nll, hidden, source, layer, *chosen_part, use_reentrant=False)
     return total
 
 
 def _chunk_nll(
-    hidden: Tensor, source: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor
+    hidden: Tensor, source: Tensor, layer: tuple[Tensor, Tensor | None, LogitMap], labels: Tensor, weights: Tensor
 ) -> Tensor:
+    weight, bias, logit_map = layer
     # [n, D] x [D, V] -> [n, V]. If a root has weight by mistake, `source` contains its parent -1: index_select then
     # fails, while hidden[source] would take the last token of the row without an error.
     logits = linear(hidden.index_select(0, source), weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = logit_map(logits if logits.dtype == torch.float64 else logits.float())
     nll = cross_entropy(logits, labels, reduction="none")
     return (nll.double() * weights).sum()
 
@@ -86,20 +115,26 @@ def tree_logprobs(
     parent: Tensor,
     *,
     bias: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
+    logit_map: LogitMap = LogitMap(),  # a frozen value
+    with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each chosen token given its path, and the entropy of its distribution.
 
-    Each is computed once, even if many trajectories share the token. Both are differentiable. They are float64 for
-    float64 hidden states and float32 for all others.
+    The distribution is softmax(logits / temperature). Each is computed once, even if many trajectories share the token.
+    Both are differentiable. They are float64 for float64 hidden states and float32 for all others.
 
     Args:
         hidden: [T, D], after the model's final norm.
         weight: [V, D], the output embedding.
-        tokens: int64 [n], row indices of the chosen tokens; none may be a root.
+        tokens: int64 [n], row indices of the chosen tokens; none may be a root. A token may occur several times.
         input_ids: int64 [T].
         parent: int64 [T].
         bias: [V], if the output layer has one.
+        temperature: one for all, or float [n], one for each entry of `tokens`; all above 0.
+        logit_map: what the model does with the result of its output layer.
+        with_entropies: if False, the entropies are not computed, and NaN takes their place.
         chunk: tokens whose logits are in memory at a time.
 
     Returns:
@@ -110,48 +145,87 @@ def tree_logprobs(
         empty = hidden[:0].sum(-1)  # [0, D] -> [0], still attached to `hidden`
         empty = empty if empty.dtype == torch.float64 else empty.float()
         return empty, empty
+    divisors = None
+    if isinstance(temperature, Tensor):
+        divisors = torch.split(temperature, chunk)
+    elif temperature != 1:
+        divisors = torch.split(hidden.new_full((len(tokens),), temperature, dtype=torch.float64), chunk)
+    layer = weight, bias, logit_map
     parts = [
-        checkpoint(_chunk_logprobs, hidden, source, weight, bias, label, use_reentrant=False)
-        for source, label in zip(torch.split(sources, chunk), torch.split(labels, chunk), strict=True)
+        checkpoint(
+            _chunk_logprobs,
+            hidden,
+            source,
+            layer,
+            label,
+            None if divisors is None else divisors[i],
+            with_entropies,
+            use_reentrant=False,
+        )
+        for i, (source, label) in enumerate(zip(torch.split(sources, chunk), torch.split(labels, chunk), strict=True))
     ]
     # [(logprobs, entropies) of chunk 0, ... of chunk 1] -> one tuple of each
     logprobs, entropies = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
+def filled_temperature(temperature: Tensor | None, missing: float | None) -> Tensor | float:
+    """Return `temperature` with `missing` in place of NaN, or `missing` if there is none; 1 if `missing` is None."""
+    fill = 1.0 if missing is None else missing
+    return fill if temperature is None else torch.nan_to_num(temperature, nan=fill)
+
+
 def _chunk_logprobs(
-    hidden: Tensor, source: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    hidden: Tensor,
+    source: Tensor,
+    layer: tuple[Tensor, Tensor | None, LogitMap],
+    labels: Tensor,
+    temperature: Tensor | None,
+    with_entropies: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits = linear(hidden.index_select(0, source), weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    statistics: tuple[Tensor, Tensor] = _TokenStatistics.apply(logits, labels)  # type: ignore[no-untyped-call]
+    weight, bias, logit_map = layer
+    x = linear(hidden.index_select(0, source), weight, bias)
+    x = x if x.dtype == torch.float64 else x.float()
+    arguments = x, labels, temperature, logit_map, with_entropies
+    statistics: tuple[Tensor, Tensor] = _TokenStatistics.apply(*arguments)  # type: ignore[no-untyped-call]
     return statistics
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Log-probability of the labels and entropy of each row of logits; the logits are the only [n, V] tensor it saves.
+    """Log-probability of the labels and entropy of each row of logits; these are the only [n, V] tensor it saves.
 
-    With p = softmax(x), l = log p[label] and H = -sum p log p:
+    With z = logit_map(x) / T, p = softmax(z), l = log p[label] and H = -sum p log p:
 
-        dl/dx = onehot(label) - p        dH/dx = -p (log p + H)
+        dl/dz = onehot(label) - p        dH/dz = -p (log p + H)        dz/dx = logit_map'(x) / T
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        total = logits.logsumexp(-1)  # [n]
+    def forward(
+        ctx: Any, x: Tensor, labels: Tensor, temperature: Tensor | None, logit_map: LogitMap, with_entropies: bool
+    ) -> tuple[Tensor, Tensor]:
+        z = logit_map(x)
+        if temperature is not None:
+            temperature = temperature.to(x.dtype)[:, None]
+            z = z / temperature if z is x else z.div_(temperature)
+        total = z.logsumexp(-1)  # [n]
         # entr(p) = -p log p, with 0 for p = 0; exp_ works in place to allocate one [n, V] tensor less
-        entropies = torch.special.entr((logits - total[:, None]).exp_()).sum(-1)
-        ctx.save_for_backward(logits, labels, total, entropies)
+        entropies = torch.full_like(total, torch.nan)
+        if with_entropies:
+            entropies = torch.special.entr((z - total[:, None]).exp_()).sum(-1)
+        else:
+            ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(z, labels, total, entropies, temperature)
+        ctx.logit_map = logit_map
         ctx.set_materialize_grads(False)  # an unused output has the gradient None, which saves its share of backward
-        return logits.gather(-1, labels[:, None]).squeeze(-1) - total, entropies
+        return z.gather(-1, labels[:, None]).squeeze(-1) - total, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
-        logits, labels, total, entropies = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+        z, labels, total, entropies, temperature = ctx.saved_tensors
         logprob_grad, entropy_grad = grads
         if logprob_grad is None and entropy_grad is None:
-            return None, None
-        p = (logits - total[:, None]).exp_()  # [n, V], the softmax again
+            return None, None, None, None, None
+        p = (z - total[:, None]).exp_()  # [n, V], the softmax again
         if entropy_grad is None:
             assert logprob_grad is not None
             result = p.mul_(-logprob_grad[:, None])
@@ -163,4 +237,8 @@ class _TokenStatistics(torch.autograd.Function):
         if logprob_grad is not None:
             # the onehot(label) part: one element of each row
             result.scatter_add_(-1, labels[:, None], logprob_grad[:, None])
-        return result, None
+        if temperature is not None:
+            result.div_(temperature)
+        if ctx.logit_map != LogitMap():
+            result.mul_(ctx.logit_map.slope(z if temperature is None else z * temperature))
+        return result, None, None, None, None

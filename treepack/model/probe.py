@@ -6,7 +6,8 @@
     `-- 9 - 10 - 11
 
 The test refuses a model that mixes tokens outside attention, needs more from its attention than softmax, or changes its
-logits after the output layer. It also refuses a model whose code fails on a packed row. Every refusal is one sentence.
+logits after the output layer by more than a scale and a soft cap. It also refuses a model whose code fails on a packed
+row. Every refusal is one sentence.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.interface import BadCallError
 from treepack.errors import TreepackError
 from treepack.model.compatibility import REQUIREMENT, translate_errors
-from treepack.model.observation import Observation, check_attention, check_logits, observe
+from treepack.model.head import measure_logit_map
+from treepack.model.observation import Observation, check_attention, observe
 
 # Maximum relative difference of a branch in the tree from the branch alone. float64 gets only 1e-5 because the eager
 # softmax of transformers runs in float32. float16 and bfloat16 allow about 10 and 6 rounding units (2**-10 and 2**-7).
@@ -57,9 +59,10 @@ def use_attention(model: Any, name: str) -> Iterator[None]:
 def probe(model: Any, *, source: str, device: torch.device | None = None) -> frozenset[tuple[int, int]]:
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
-    Three checks: every layer calls tree attention once; the logits are the output layer applied to the hidden states;
-    the hidden states of every branch equal the hidden states of the branch alone under transformers' eager attention.
-    Weights, gradients, random state, modes of modules and attention implementation do not change.
+    Three checks: every layer calls tree attention once; the logits are the output layer applied to the hidden states,
+    with a scale and a soft cap that are measured and remembered (`head.logit_map_of`); the hidden states of every
+    branch equal the hidden states of the branch alone under transformers' eager attention. Weights, gradients, random
+    state, modes of modules and attention implementation do not change.
 
     Args:
         model: a causal language model of transformers, registered for tree attention.
@@ -85,7 +88,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
         branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
         # Every model has the eager attention, and it is code of transformers, not of treepack. Without padding, so
         # positions are 0, 1, 2, ... by default. [1, length of the branch, D] each
-        alone = [_run_alone(model, ids[path], source) for path in branches]
+        alone = [_run_alone(model, ids[path]) for path in branches]
     paired = [(tree.states[0, path], states[0]) for path, states in zip(branches, alone, strict=True)]
     error = _branch_error(paired, compute_dtype(tree))
     # "not error <=" instead of "error >": a NaN must fail.
@@ -127,21 +130,22 @@ def _run_tree(model: Any, ids: Tensor, source: str) -> Observation:
     row = {"input_ids": ids[None], "position_ids": positions[None], "subtree_end": end[None], "use_cache": False}
     try:
         # The probe tests the model, not the attention, so it runs the implementation whose result is not in doubt.
-        with use_attention(model, IMPLEMENTATIONS["reference"]), observe(model, source=source) as seen:
-            logits: Tensor = model(**row, record=seen.attention).logits
+        with use_attention(model, IMPLEMENTATIONS["reference"]), observe(model) as seen:
+            seen.logits = model(**row, record=seen.attention).logits
     except BadCallError as error:
         # The call above is complete, so the reason is in the code of the model.
         raise TreepackError(f"{source}: {error.code}; {REQUIREMENT}") from error
     except TreepackError as error:
         raise TreepackError(f"{source}: {error}") from error
     check_attention(seen, model, source=source)
-    check_logits(seen, logits, model.get_output_embeddings(), PROBE_TOLERANCE[compute_dtype(seen)], source=source)
+    assert seen.logits is not None
+    measure_logit_map(model, seen.logits, source=source)
     return seen
 
 
-def _run_alone(model: Any, ids: Tensor, source: str) -> Tensor:
+def _run_alone(model: Any, ids: Tensor) -> Tensor:
     """Return the hidden states [1, length of `ids`, D] under transformers' eager attention."""
-    with use_attention(model, "eager"), observe(model, source=source, heads=False) as seen:
+    with use_attention(model, "eager"), observe(model) as seen:
         model(input_ids=ids[None], use_cache=False)
     return seen.states
 

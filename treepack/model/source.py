@@ -12,7 +12,7 @@ from treepack.files.directory import RUN
 
 _FINISHED = "train.json"
 # Files that `train` writes beside the model.
-_NOT_THE_MODEL = {RUN, _FINISHED, "owner.json", "metrics.jsonl", "metrics.png"}
+_NOT_THE_MODEL = {RUN, _FINISHED, "owner.json", "metrics.jsonl", "metrics.png", "tracker.json"}
 
 
 def local_source(source: str | Path) -> str:

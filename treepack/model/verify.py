@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from treepack.data.batch import Batch, TermTensors
 from treepack.errors import TreepackError
 from treepack.model.forward import row_loss, row_objective
+from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.layers import find_layers
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK
@@ -127,7 +128,7 @@ def verify_gradients(
             packed = packed[0], {name: gradient.cpu() for name, gradient in packed[1].items()}
             if loaded.device.type == "cuda":
                 torch.cuda.empty_cache()  # so that the second set does not find the memory in pieces
-        plain = _PlainModel(model, chunk if recompute else None)
+        plain = _PlainModel(model, loaded.causal, chunk if recompute else None)
         _log.info("gradients of the trajectories, one by one")
         with use_attention(model, "sdpa" if model._supports_sdpa else "eager"), _fused_attention():
             alone = _gradients(
@@ -219,6 +220,7 @@ class _PlainModel:
     """The model under its own attention; with a `chunk`, that many positions have logits in memory at one time."""
 
     model: Any
+    causal: Any
     chunk: int | None
 
     def reduce(self, tokens: Tensor, positions: Tensor, function: Callable[..., Any], *columns: Tensor) -> list[Any]:
@@ -232,15 +234,20 @@ class _PlainModel:
         """
         if self.chunk is None:
             return [function(self.model(input_ids=tokens[None], use_cache=False).logits[0, positions], *columns)]
-        states = self.model.base_model(input_ids=tokens[None], use_cache=False)[0][0]
-        head = self.model.get_output_embeddings()
+        chunk = self.chunk
 
-        def part(states: Tensor, *parts: Tensor) -> Any:
-            return function(head(states), *parts)
+        def compute(states: Tensor, layer: OutputLayer) -> list[Any]:
+            def part(states: Tensor, *parts: Tensor) -> Any:
+                return function(layer.logits(states), *parts)
 
-        # The logits of a chunk are computed again in the backward pass.
-        pieces = zip(*(torch.split(column, self.chunk) for column in (states[positions], *columns)), strict=True)
-        return [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
+            # The logits of a chunk are computed again in the backward pass.
+            pieces = zip(*(torch.split(column, chunk) for column in (states[positions], *columns)), strict=True)
+            return [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
+
+        with head_replaced(self.causal, compute) as call:
+            self.model(input_ids=tokens[None], use_cache=False)
+        results: list[Any] = call.result
+        return results
 
 
 def _losses_alone(plain: _PlainModel, batch: Batch, factors: Tensor | None, objective: Objective) -> Iterator[Tensor]:

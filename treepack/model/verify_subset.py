@@ -172,16 +172,19 @@ def _restrict_terms(terms: TermTensors, place: Int64, new_parent: Int64, part: R
     # A token that is kept for another trajectory is still on the path of each trajectory that has a term about it,
     # because all are cut at the same depths.
     kept = np.flatnonzero((owner >= 0) & (token >= 0) & (new_parent[token] >= 0))
-    tokens, index = np.unique(token[kept], return_inverse=True)
+    # Entries of `tokens` are ascending, and so are their places; a token with two temperatures has two entries.
+    entries, index = np.unique(terms.index.numpy()[kept], return_inverse=True)
     per_term: dict[str, Any] = {}
     for field in fields(terms):
         column = getattr(terms, field.name)
         if field.name in ("group", "reward") and column is not None:
             per_term[field.name] = column[list(part.trajectories)]
+        elif field.name == "temperature" and column is not None:
+            per_term[field.name] = column[torch.from_numpy(entries)]
         elif field.name not in ("tokens", "index", "trajectory", "group", "reward"):
             per_term[field.name] = None if column is None else column[torch.from_numpy(kept)]
     return TermTensors(
-        tokens=torch.from_numpy(tokens),
+        tokens=torch.from_numpy(place[terms.tokens.numpy()[entries]]),
         index=_like(index, terms.index),
         trajectory=_like(owner[kept], terms.trajectory),
         **{"reward": None, **per_term},
