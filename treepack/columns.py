@@ -35,7 +35,7 @@ class Sequences:
     """Tokenised trajectories in arrival order, as columns.
 
     `tokens` int32 [N_flat] and `offsets` int64 [num_trajectories + 1] contain the token ids. `table` has the columns
-    of `schema.TRAJECTORIES` except tree_id and node_id.
+    of `schema.trajectory_columns` except tree_id and node_id.
     """
 
     tokens: Int32
@@ -74,7 +74,7 @@ def as_columns(records: list[Trajectory]) -> Sequences:
     # Records before each multiple of the maximum: offsets 0 3 5 9, maximum 4 -> cuts at 0, 2 and 3.
     cuts = np.searchsorted(offsets, np.arange(0, offsets[-1], MAX_LIST_VALUES)).tolist()
     tables = [_table(records[a:b], contents[a:b]) for a, b in pairwise([*cuts, len(records)]) if a < b]
-    return Sequences(tokens, offsets, tables[0] if len(tables) == 1 else pa.concat_tables(tables))
+    return Sequences(tokens, offsets, tables[0] if len(tables) == 1 else concatenate(tables))
 
 
 def join(batches: list[Sequences]) -> Sequences:
@@ -85,7 +85,18 @@ def join(batches: list[Sequences]) -> Sequences:
     # Offsets 0 3 5 and 0 4 -> lengths 3 2 4 -> offsets 0 3 5 9.
     offsets = np.zeros(1 + sum(len(batch.offsets) - 1 for batch in batches), np.int64)
     np.cumsum(np.concatenate([np.diff(batch.offsets) for batch in batches]), out=offsets[1:])
-    return Sequences(tokens, offsets, pa.concat_tables([batch.table for batch in batches]).combine_chunks())
+    return Sequences(tokens, offsets, concatenate([batch.table for batch in batches]).combine_chunks())
+
+
+def concatenate(tables: list[pa.Table]) -> pa.Table:
+    """Concatenate `tables` of trajectories; a column that only some of them have is null in the others."""
+    names = dict.fromkeys(name for table in tables for name in table.column_names)
+    if all(len(table.column_names) == len(names) for table in tables):
+        return pa.concat_tables(tables)
+    # Sorted, so that the order of columns does not depend on the order of batches.
+    ordered = [name for name in names if name not in schema.TEMPERATURES.names]
+    ordered += [name for name in schema.TEMPERATURES.names if name in names]
+    return pa.concat_tables(tables, promote_options="default").select(ordered)
 
 
 def _token_content(record: Trajectory) -> Tokens:
@@ -113,7 +124,12 @@ def _table(records: list[Trajectory], contents: list[Tokens]) -> pa.Table:
         "metadata": [json.dumps(record.metadata, sort_keys=True, ensure_ascii=False) for record in records],
         "source": [record.source for record in records],
     }
-    fields = [schema.TRAJECTORIES.field(name) for name in columns]
+    if any(record.temperature is not None for record in records):
+        columns["temperature"] = [record.temperature for record in records]
+    if any(content.temperatures is not None for content in contents):
+        columns["temperatures"] = _list_column([content.temperatures for content in contents], pa.float32())
+    known = schema.trajectory_columns(columns)
+    fields = [known.field(name) for name in columns]
     arrays = [
         column if isinstance(column, pa.Array) else pa.array(column, field.type)
         for column, field in zip(columns.values(), fields, strict=True)
@@ -256,7 +272,9 @@ def num_trained(table: pa.Table) -> int:
 
 
 def list_values(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
-    """Return the rows of a nullable list column as arrays, and None for a null."""
+    """Return the rows of a nullable list column as arrays, and None for a null or if `table` has no temperatures."""
+    if name in schema.TEMPERATURES.names and name not in table.column_names:
+        return [None] * table.num_rows
     return [values for chunk in table[name].chunks for values in _chunk_values(chunk)]
 
 
@@ -287,4 +305,18 @@ def _num_values(column: pa.ChunkedArray) -> int:
     return sum(each[-1].as_py() - each[0].as_py() for each in offsets)
 
 
+def temperatures_of(table: pa.Table) -> list[Float32 | None]:
+    """Return the temperature of each trajectory, None if it is not known.
+
+    It is float32 [num_trained], or without dimensions if it is one for all trained tokens.
+    """
+    lists = list_values(table, "temperatures")
+    if "temperature" not in table.column_names:
+        return lists
+    scalars = [None if value is None else np.array(value, np.float32) for value in table["temperature"].to_pylist()]
+    return [scalar if values is None else values for scalar, values in zip(scalars, lists, strict=True)]
+
+
 LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")
+# Columns with one value per trained token; the fields of `Tokens` have the same names.
+PER_TOKEN = ("advantages", *LOGPROBS, "temperatures")

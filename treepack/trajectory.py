@@ -38,8 +38,8 @@ FIRST_TOKEN_NOTE = "the first token is not trained, because no token predicts it
 class Tokens:
     """Tokens of a trajectory. Trained tokens are spans `[starts[i], ends[i])`, ascending and disjoint.
 
-    Position 0 is never trained, because no token predicts it. Advantages and log-probabilities have one entry per
-    trained token, in order, or are None.
+    Position 0 is never trained, because no token predicts it. Advantages, log-probabilities and temperatures have one
+    entry per trained token, in order, or are None. A temperature is that of the sampler, NaN where it is not known.
 
         tokens  5 6 7 8 9      starts 1 4      ends 3 5      trained 6 7 and 9
     """
@@ -52,6 +52,7 @@ class Tokens:
     sampling_logprobs: Float32 | None = None
     old_logprobs: Float32 | None = None
     ref_logprobs: Float32 | None = None
+    temperatures: Float32 | None = None
 
     @property
     def num_trained(self) -> int:
@@ -64,6 +65,7 @@ class Chat:
 
     `content` is a string, `tool_calls` have the nested `function` form, and `reasoning_content` contains reasoning.
     `message_weights[i]` is the loss weight of message i: 0 if it is not trained, and 0 for every role but assistant.
+    `message_temperatures[i]` is the temperature at which message i was sampled, None if it is not known.
     `chat_template_kwargs` are variables of the chat template, for example `{"enable_thinking": false}`.
     """
 
@@ -71,6 +73,7 @@ class Chat:
     message_weights: list[float]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    message_temperatures: list[float | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,9 @@ class Trajectory:
     """One trajectory: its content and the facts that the file gives about it.
 
     `source` is the place in the input, `file:line` or `file`. If `group_id` is None, the file names no group, and the
-    group is derived from the prompt. `notes` are remarks to be counted and shown (`left padding removed`), and `totals`
-    are sums for the log of reading; of several samples of a conversation, only the first one has them.
+    group is derived from the prompt. `temperature` is the sampler's temperature for all trained tokens; temperatures in
+    the content take precedence. `notes` are remarks to be counted and shown (`left padding removed`), and `totals` are
+    sums for the log of reading; of several samples of a conversation, only the first one has them.
     """
 
     trajectory_id: str
@@ -101,6 +105,7 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     totals: Mapping[str, int] = field(default_factory=dict)
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,7 @@ def positions(starts: Int32, ends: Int32) -> Int64:
 
 
 def check_scalars(trajectory: Trajectory) -> Trajectory:
-    """Return `trajectory` if its reward, advantage and weight are finite and its weight is a loss weight.
+    """Return `trajectory` if its reward, advantage, weight and temperature are possible values.
 
     Raises:
         TreepackError: a value is not; the message names the source and the value.
@@ -162,7 +167,21 @@ def check_scalars(trajectory: Trajectory) -> Trajectory:
             raise TreepackError(f"{trajectory.source}: {name} is {value}; expected a finite number")
     if not is_weight(trajectory.weight):
         raise TreepackError(f"{trajectory.source}: weight is {trajectory.weight}; expected {WEIGHTS}")
+    if trajectory.temperature is not None:
+        check_temperatures(np.array([trajectory.temperature]), source=trajectory.source, name="temperature")
     return trajectory
+
+
+def check_temperatures(values: Float64 | Float32, *, source: str, name: str) -> None:
+    """Check that `values` can be temperatures of a sampler: finite in float32, and not negative; 0 is greedy.
+
+    Raises:
+        TreepackError: one cannot; the message names `source`, `name` and the value.
+    """
+    # Written as a negation, so that NaN is refused: every comparison with NaN is False.
+    bad = values[~((values >= 0) & (values <= np.finfo(np.float32).max))]
+    if len(bad):
+        raise TreepackError(f"{source}: {name} is {bad[0]}; expected a finite number that is not negative")
 
 
 def is_weight(value: float) -> bool:
@@ -235,6 +254,7 @@ def trajectories_from_arrays(
     sampling_logprobs: Sequence[NDArray[Any]] | None = None,
     old_logprobs: Sequence[NDArray[Any]] | None = None,
     ref_logprobs: Sequence[NDArray[Any]] | None = None,
+    temperatures: Sequence[float] | Sequence[NDArray[Any]] | None = None,
 ) -> list[Trajectory]:
     """Return trajectories from token ids in memory, for `build_trie`.
 
@@ -247,6 +267,7 @@ def trajectories_from_arrays(
         advantages: advantage of each trajectory, or one per token, [num_tokens].
         sampling_logprobs, old_logprobs, ref_logprobs: log-probability of each token, [num_tokens]; only those of
             trained tokens are kept.
+        temperatures: temperature of the sampler for each trajectory, or one per token, [num_tokens].
 
     Raises:
         TreepackError: naming the trajectory by its index, if lengths differ, a value is not finite, or none is trained.
@@ -258,6 +279,7 @@ def trajectories_from_arrays(
         "sampling_logprobs": sampling_logprobs,
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
+        "temperatures": temperatures if temperatures is not None and np.ndim(temperatures[0]) == 1 else None,
     }
     trajectories = []
     for i, (ids, mask) in enumerate(zip(input_ids, loss_mask, strict=True)):
@@ -273,14 +295,19 @@ def trajectories_from_arrays(
         trained = positions(starts, ends)
         per_token = {name: _trained_values(values, i, tokens, trained, name) for name, values in lists.items()}
         content = Tokens(tokens, starts, ends, span_weights, **per_token)
-        is_scalar = advantages is not None and per_token["advantages"] is None
+        if per_token["temperatures"] is not None:
+            check_temperatures(per_token["temperatures"], source=source, name="a temperature")
+        scalars: dict[str, Any] = {
+            name: float(values[i]) if values is not None and per_token[f"{name}s"] is None else None
+            for name, values in (("advantage", advantages), ("temperature", temperatures))
+        }
         trajectory = Trajectory(
             trajectory_id=str(i),
             source=source,
             content=content,
             group_id=str(group_ids[i]) if group_ids is not None else derived_group(prompt_tokens(content)),
             reward=None if rewards is None else float(rewards[i]),
-            advantage=float(advantages[i]) if is_scalar and advantages is not None else None,
+            **scalars,
         )
         trajectories.append(check_scalars(trajectory))
     return trajectories

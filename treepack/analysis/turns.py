@@ -174,7 +174,8 @@ def _subtrees(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
 def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64) -> pa.Table:
     """Return the rows `kept` of the table of `trie`, their trained spans cut after `last` tokens."""
     per_token = ["advantages", *LOGPROBS]
-    table = take_rows(trie.trajectories.drop_columns(per_token), kept)
+    temperatures = [name for name in schema.TEMPERATURES.names if name in trie.trajectories.column_names]
+    table = take_rows(trie.trajectories.drop_columns([*per_token, *temperatures]), kept)
     spans = SpanView.of(table)
     owner = np.repeat(np.arange(len(kept)), np.diff(spans.offsets))
     inside = spans.ends <= last[owner]

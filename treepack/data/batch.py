@@ -22,6 +22,7 @@ from treepack.errors import TreepackError
 
 if TYPE_CHECKING:
     from treepack.pack.row import Row, RowTerms
+    from treepack.trajectory import Float32, Int32, Int64
 
 # Token ids and indices are int64 because torch indexes with int64; loss weights stay float64, as in the files.
 _DTYPES = {
@@ -42,9 +43,12 @@ class TermTensors:
 
     `tokens` int64 [n] are the row indices of all trained tokens, ascending. Term t is about the token
     `tokens[index[t]]`, with `index` int32 [N]: log-probabilities are computed once for `tokens` and gathered by
-    `index`. trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group
-    int32 [K], equal for trajectories of the row that share a group; reward float64 [K]. A column that the directory
-    lacks is None; a missing value is NaN.
+    `index`. `temperature` float32 [n] is that of the sampler for each of `tokens`. A token whose terms have several
+    temperatures occurs once for each of them, by ascending temperature, the missing one (NaN) last.
+
+    trajectory int32 [N]; weight float64 [N]; advantage float64 [N]; the log-probabilities float32 [N]; group int32 [K],
+    equal for trajectories of the row that share a group; reward float64 [K]. A column that the directory lacks is
+    None; a missing value is NaN.
     """
 
     tokens: Tensor
@@ -57,6 +61,7 @@ class TermTensors:
     ref_logprob: Tensor | None
     group: Tensor
     reward: Tensor | None
+    temperature: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TermTensors:
         """Return the same terms with their tensors on `device`."""
@@ -136,12 +141,11 @@ def empty_batch(length: int, *, terms: bool = False) -> Batch:
 
 
 def _empty_terms() -> TermTensors:
-    # Every column is present, so that an objective finds the columns that it reads; the rest is float32.
+    # Every column that an objective reads is present; the rest is float32. A row of padding has no temperature.
     dtypes = {"tokens": torch.int64, "index": torch.int32, "trajectory": torch.int32, "group": torch.int32}
     dtypes |= {"weight": torch.float64, "advantage": torch.float64, "reward": torch.float64}
-    return TermTensors(
-        **{field.name: torch.zeros(0, dtype=dtypes.get(field.name, torch.float32)) for field in fields(TermTensors)}
-    )
+    names = [field.name for field in fields(TermTensors) if field.name != "temperature"]
+    return TermTensors(**{name: torch.zeros(0, dtype=dtypes.get(name, torch.float32)) for name in names})
 
 
 def make_batch(row: Row, *, multiple: int = 1) -> Batch:
@@ -177,6 +181,32 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
 
 
 def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
+    tokens, index, temperature = _scored_tokens(terms, length)
+    # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
+    codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
+    columns: dict[str, Any] = {
+        name: None if (values := getattr(terms, column)) is None else torch.tensor(values)
+        for name, column in [*((name, name) for name in _TERM_COLUMNS), ("reward", "trajectory_rewards")]
+    }
+    return TermTensors(
+        tokens=torch.from_numpy(tokens),
+        index=torch.from_numpy(index),
+        temperature=None if temperature is None else torch.from_numpy(temperature),
+        group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),
+        **columns,
+    )
+
+
+def _scored_tokens(terms: RowTerms, length: int) -> tuple[Int64, Int32, Float32 | None]:
+    """Return `tokens`, `index` and `temperature` of `TermTensors` for a row of `length` tokens."""
+    temperatures = None if terms.temperature is None else np.unique(terms.temperature)  # ascending, NaN once, last
+    if terms.temperature is not None and temperatures is not None and len(temperatures) > 1:
+        # As one key per pair. Temperatures .5 and 1 with the codes 0 and 1, token [4, 4, 7] at [1, .5, .5]:
+        #   keys 2 token + code [9, 8, 14] -> sorted [8, 9, 14], index [1, 0, 2] -> tokens [4, 4, 7] at [.5, 1, .5]
+        codes = np.searchsorted(temperatures, terms.temperature)  # it finds NaN, too: NaN is sorted after all numbers
+        keys, index = np.unique(terms.token.astype(np.int64) * len(temperatures) + codes, return_inverse=True)
+        tokens, code = np.divmod(keys, len(temperatures))
+        return tokens, index.astype(np.int32), temperatures[code]
     # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:
     #   terms.token   [1, 2, 1, 3]    one entry per term
     #   trained       [F, T, T, T]    one entry per token
@@ -185,15 +215,6 @@ def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
     trained = np.zeros(length, bool)
     trained[terms.token] = True
     rank = np.cumsum(trained, dtype=np.int32) - np.int32(1)
-    # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
-    codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
-    columns: dict[str, Any] = {
-        name: None if (values := getattr(terms, column)) is None else torch.tensor(values)
-        for name, column in [*((name, name) for name in _TERM_COLUMNS), ("reward", "trajectory_rewards")]
-    }
-    return TermTensors(
-        tokens=torch.from_numpy(np.flatnonzero(trained)),
-        index=torch.from_numpy(rank[terms.token]),
-        group=torch.tensor([codes[name] for name in groups], dtype=torch.int32),
-        **columns,
-    )
+    tokens = np.flatnonzero(trained)
+    one = None if temperatures is None else np.resize(temperatures, len(tokens))  # [.7] -> [.7, .7, ...]
+    return tokens, rank[terms.token], one

@@ -164,8 +164,10 @@ def refuse_links(directory: Path, manifest: Manifest) -> None:
             )
 
 
-def read_parts(directory: Path, manifest: Manifest, stem: str, columns: pa.Schema) -> pa.Table:
-    """Read all parts called `stem`-NNNNN.parquet as one table of `columns`.
+def read_parts(
+    directory: Path, manifest: Manifest, stem: str, columns: pa.Schema, optional: pa.Schema | None = None
+) -> pa.Table:
+    """Read all parts called `stem`-NNNNN.parquet as one table of `columns`, and after them any of `optional`.
 
     Raises:
         TreepackError: there is no such part, one is damaged, or the columns differ.
@@ -174,11 +176,12 @@ def read_parts(directory: Path, manifest: Manifest, stem: str, columns: pa.Schem
     tables = [open_part(directory, entry).read() for entry in entries]
     if not tables:
         raise TreepackError(f"{directory}: its manifest names no {stem} files; write it again")
-    table = pa.concat_tables(tables)
-    if table.schema.names != columns.names:
-        raise TreepackError(f"{directory}: {stem} files have the columns {table.schema.names}; write it again")
+    columns = pa.schema([*columns, *(field for field in optional or () if field.name in tables[0].schema.names)])
+    for each in tables:
+        if each.schema.names != columns.names:
+            raise TreepackError(f"{directory}: {stem} files have the columns {each.schema.names}; write it again")
     try:
-        return table.cast(columns)
+        return pa.concat_tables(tables).cast(columns)
     except (pa.ArrowException, ValueError) as error:  # ValueError: a null in a column that has none
         reason = str(error).partition("\n")[0]
         raise TreepackError(f"{directory}: {stem} files have wrong values ({reason}); write it again") from error

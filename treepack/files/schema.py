@@ -1,6 +1,6 @@
 """File formats as Arrow schemas: the single source of truth for every column, its type and its meaning.
 
-    trie/    nodes-*.parquet (NODES)  trajectories-*.parquet (TRAJECTORIES)  manifest.json
+    trie/    nodes-*.parquet (NODES)  trajectories-*.parquet (TRAJECTORIES, plus TEMPERATURES if known)  manifest.json
     packed/  part-*.parquet (ROWS, plus TERMS if trajectories carry rewards or log-probabilities)  manifest.json
     the state of treepack select, one Parquet file (QUERIES)
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -69,6 +70,21 @@ TRAJECTORIES = pa.schema(
     ]
 )
 
+# Further columns of the trajectories of a trie; each exists only if a trajectory has such a value.
+TEMPERATURES = pa.schema(
+    [
+        _field("temperature", pa.float64(), "sampler's temperature for the whole trajectory", nullable=True),
+        _field("temperatures", pa.list_(pa.float32()), "sampler's temperature per trained token", nullable=True),
+    ]
+)
+
+
+def trajectory_columns(names: Iterable[str]) -> pa.Schema:
+    """Return `TRAJECTORIES` and those columns of `TEMPERATURES` that are among `names`."""
+    known = set(names)
+    return pa.schema([*TRAJECTORIES, *(field for field in TEMPERATURES if field.name in known)])
+
+
 # One row per packed row. The per-token lists are int32 and the pairs int64: a row of 100,000 tokens has 5e9 pairs.
 ROWS = pa.schema(
     [
@@ -107,6 +123,7 @@ TERMS = pa.schema(
         _field("term_ref_logprob", pa.list_(pa.float32()), "reference log-probability", nullable=True),
         _field("term_entropy", pa.list_(pa.float32()), "entropy of its distribution, in nats", nullable=True),
         _field("trajectory_rewards", pa.list_(pa.float64()), "reward of each trajectory", nullable=True),
+        _field("term_temperature", pa.list_(pa.float32()), "sampler's temperature", nullable=True),
     ]
 )
 
@@ -135,7 +152,7 @@ def as_json(schema: pa.Schema) -> dict[str, dict[str, str | bool]]:
 
 def documents() -> dict[str, str]:
     """Return the content of every file in schemas/, by file name."""
-    trie = {"nodes": as_json(NODES), "trajectories": as_json(TRAJECTORIES)}
+    trie = {"nodes": as_json(NODES), "trajectories": as_json(trajectory_columns(TEMPERATURES.names))}
     packed = {"rows": as_json(ROWS), "terms": as_json(TERMS)}
     formats = {
         "trie.json": (TRIE_FORMAT, FORMAT_VERSION, trie),

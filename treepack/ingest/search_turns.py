@@ -3,7 +3,7 @@
     paths of a record     p A B     p A C          p prompt, A B C turns
     one sample per turn   p A (2 paths)     p A B     p A C
 
-Two turns are the same if their record, their tokens and their trained tokens are the same, and one of them is not the
+Two turns are the same if their record, tokens, trained tokens and temperature are the same, and one of them is not the
 last of its path. Equal last turns are independent samples of one prompt, such as the choices of one request. A path
 with a reward or an advantage is never merged with a path without it.
 
@@ -88,7 +88,8 @@ def _identity(sample: Trajectory) -> tuple[object, ...]:
     arrays = (content.tokens, content.starts, content.ends, content.span_weights)
     # A path without a reward has no part in a mean.
     known = (sample.reward is None, sample.advantage is None)
-    return (sample.group_id, sample.step, *known, *(array.tobytes() for array in arrays))
+    temperatures = (sample.temperature, None if content.temperatures is None else content.temperatures.tobytes())
+    return (sample.group_id, sample.step, *known, *temperatures, *(array.tobytes() for array in arrays))
 
 
 def _merge(equal: list[Trajectory]) -> Trajectory:

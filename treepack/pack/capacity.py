@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from treepack.columns import LOGPROBS
+from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.pack.options import TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
@@ -65,7 +65,7 @@ def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:
     if not kept.any():
         return None
     num_trained = int((positions(content.starts, content.ends) < capacity).sum())
-    per_token = {name: getattr(content, name) for name in ("advantages", *LOGPROBS)}
+    per_token = {name: getattr(content, name) for name in PER_TOKEN}
     cut = {name: None if values is None else values[:num_trained] for name, values in per_token.items()}
     shorter = Tokens(
         content.tokens[:capacity],

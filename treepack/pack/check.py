@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.columns import LOGPROBS, SpanView, list_values
+from treepack.columns import LOGPROBS, SpanView, list_values, temperatures_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
@@ -76,6 +76,8 @@ def _check_terms(row: Row, terms: RowTerms) -> None:
     # The sums add up in another order than those of the packer: rounding of float64, 1e-16 for each of up to 1e4 terms.
     sums = np.bincount(terms.token, weights=terms.weight, minlength=row.num_tokens).astype(np.float64)
     _expect(row, "term_weight", _almost_equal(sums, row.loss_weight))
+    if terms.temperature is not None and ((terms.temperature < 0) | np.isinf(terms.temperature)).any():
+        raise TreepackError(f"row {row.row_id}: term_temperature has an impossible value; pack the trie again")
 
 
 def _all_below(values: Int32, limit: int) -> bool:
@@ -221,6 +223,7 @@ class _Expected:
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
         self.values = {name.removesuffix("s"): list_values(table, name) for name in LOGPROBS if name not in computed}
         self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
+        self.values["temperature"] = temperatures_of(table)
 
     def check(self, row: Row) -> None:
         paths = _RowPaths(row)

@@ -35,6 +35,7 @@ class RowTerms:
     ref_logprob: Float32 | None
     entropy: Float32 | None
     trajectory_rewards: Float64 | None
+    temperature: Float32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

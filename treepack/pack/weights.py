@@ -3,19 +3,19 @@
     loss_weight[j] = sum over the trajectories of the row that train token j of factor * span weight
 
 A term is one (trajectory, trained token) pair; rows have terms if any trajectory of the trie has a reward, an advantage
-or log-probabilities.
+or log-probabilities. Temperatures alone make no terms: without one of these, no loss depends on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import LOGPROBS, SpanView, list_values
+from treepack.columns import LOGPROBS, SpanView, list_values, temperatures_of
 from treepack.errors import TreepackError
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
@@ -81,6 +81,7 @@ class RowWeights:
         known = rewards.null_count < trie.num_trajectories
         self.rewards = rewards.to_numpy() if known else None
         self.has_terms = known or any(values is not None for values in self.values.values())
+        self.values["temperature"] = _known_only(temperatures_of(trie.trajectories))
 
     def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
         """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""
@@ -119,7 +120,10 @@ class RowWeights:
                 ]
             )
 
-        sampling, old, ref = (None if (v := gather(name)) is None else v.astype(np.float32) for name in LOGPROBS)
+        sampling, old, ref, temperature = (
+            None if (values := gather(name)) is None else values.astype(np.float32)
+            for name in (*LOGPROBS, "temperature")
+        )
         return RowTerms(
             token=np.concatenate(tokens).astype(np.int32),
             trajectory=np.repeat(np.arange(len(members), dtype=np.int32), sizes),
@@ -130,10 +134,11 @@ class RowWeights:
             ref_logprob=ref,
             entropy=None,
             trajectory_rewards=None if self.rewards is None else self.rewards[members],
+            temperature=temperature,
         )
 
 
-def _known(trie: Trie, name: str) -> list[NDArray[Any] | None] | None:
+def _known(trie: Trie, name: str) -> Sequence[NDArray[Any] | None] | None:
     """Return the values of a per-token column by trajectory, None if all are missing.
 
     A scalar advantage is an array without dimensions, which is broadcast over the trained tokens.
@@ -143,4 +148,8 @@ def _known(trie: Trie, name: str) -> list[NDArray[Any] | None] | None:
     if name == "advantages":
         scalars = table["advantage"].to_pylist()
         values = [np.array(s) if v is None and s is not None else v for v, s in zip(values, scalars, strict=True)]
+    return _known_only(values)
+
+
+def _known_only(values: Sequence[NDArray[Any] | None]) -> Sequence[NDArray[Any] | None] | None:
     return None if all(value is None for value in values) else values

@@ -217,4 +217,5 @@ def with_places(table: pa.Table, tree_id: Int32, node_id: Int32) -> pa.Table:
     columns = {name: table[name] for name in table.column_names}
     columns["tree_id"] = pa.array(tree_id, pa.int32())
     columns["node_id"] = pa.array(node_id, pa.int32())
-    return pa.Table.from_arrays([columns[name] for name in schema.TRAJECTORIES.names], schema=schema.TRAJECTORIES)
+    known = schema.trajectory_columns(columns)
+    return pa.Table.from_arrays([columns[name] for name in known.names], schema=known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from treepack.columns import LOGPROBS, SpanView, list_values
+from treepack.columns import PER_TOKEN, SpanView, list_values, temperatures_of
 from treepack.errors import TreepackError
 from treepack.trie.trie import Trie
 
@@ -57,10 +57,14 @@ def _check_trained(trie: Trie) -> None:
             f"trajectory {names[int(owner[(~good).argmax()])]}: its spans are wrong; build the trie again"
         )
     trained = spans.total(spans.sizes.astype(np.float64))
-    for column in ("advantages", *LOGPROBS):
+    for column in PER_TOKEN:
         for i, values in enumerate(list_values(trie.trajectories, column)):
             if values is not None and len(values) != trained[i]:
                 raise TreepackError(f"trajectory {names[i]}: {column} has {len(values)} values; build the trie again")
+    for i, temperatures in enumerate(temperatures_of(trie.trajectories)):
+        # NaN marks a token whose temperature is not known.
+        if temperatures is not None and ((temperatures < 0) | np.isinf(temperatures)).any():
+            raise TreepackError(f"trajectory {names[i]}: has an impossible temperature; build the trie again")
 
 
 def _refuse_equal_siblings(trie: Trie) -> None:

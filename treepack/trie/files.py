@@ -49,7 +49,8 @@ def write_trie(
         nodes.write(node_rows(trie, tree_id, a, b).table(tokens), tokens=len(tokens))
         if release is not None:
             release()
-    trajectories = PartWriter(directory, "trajectories", schema.TRAJECTORIES)
+    columns = schema.trajectory_columns(trie.trajectories.column_names)
+    trajectories = PartWriter(directory, "trajectories", columns)
     lengths = trie.lengths
     for a, b in token_slices(lengths, PART_TOKENS // TRAJECTORY_SLICES):
         # A page ends where a chunk ends. One chunk makes the bytes independent of how the table was put together.
@@ -118,7 +119,7 @@ def read_trie(directory: str | AnyPath) -> Trie:
     directory = local_copy(as_path(directory))
     manifest = read_manifest(directory, schema.TRIE_FORMAT)
     nodes = read_parts(directory, manifest, "nodes", schema.NODES)
-    trajectories = read_parts(directory, manifest, "trajectories", schema.TRAJECTORIES)
+    trajectories = read_parts(directory, manifest, "trajectories", schema.TRAJECTORIES, schema.TEMPERATURES)
     chunks = nodes["tokens"].chunks
     sizes = np.concatenate([chunk.value_lengths().to_numpy() for chunk in chunks])
     parent = nodes["parent_id"].to_numpy()

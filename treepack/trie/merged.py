@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from treepack.columns import is_repeated, unique_ids
+from treepack.columns import concatenate, is_repeated, unique_ids
+from treepack.files import schema
 from treepack.trajectory import Int32, Int64
 from treepack.trie.build import NodeArrays, forest_of
 from treepack.trie.run_merge import Merged, Range, SortedRun, merge, read_into, split
@@ -85,12 +86,14 @@ class RowPlaces:
     """Where trajectories of the trie are stored: for each the number of its table and its row.
 
     `tables` are spool, start and size of each table. `names` are the ids of the trajectories, if stored ids repeat.
+    `columns` are those of all trajectories of the trie; a table may lack some of `schema.TEMPERATURES`.
     """
 
     tables: list[tuple[int, int, int]]
     table: Int32
     row: Int32
     names: pa.Array | None
+    columns: pa.Schema
 
 
 def read_rows(spools: Sequence[Spool], places: RowPlaces) -> pa.Table:
@@ -104,7 +107,10 @@ def read_rows(spools: Sequence[Spool], places: RowPlaces) -> pa.Table:
         slices.append(read_table(spools[spool], start, size).slice(low, high - low))
         index[places.table == i] = rows - low + before
         before += high - low
-    table = pa.concat_tables(slices).combine_chunks().take(pa.array(index))
+    table = concatenate(slices).combine_chunks().take(pa.array(index))
+    for field in places.columns:
+        if field.name in schema.TEMPERATURES.names and field.name not in table.column_names:
+            table = table.append_column(field, pa.nulls(len(table), field.type))
     if places.names is not None:
         column = table.schema.get_field_index("trajectory_id")
         table = table.set_column(column, table.schema.field(column), places.names)
@@ -120,6 +126,7 @@ class MergedRuns:
     The new tokens of trajectory k, which it does not share with the one before, are tokens `begins[k] .. begins[k + 1]`
     of the trie. They are stored in spool `token_spool[k]` at byte `token_offset[k]`. Its row is row `row[k]` of table
     `table[k]`, one of `tables`: spool, start and size. `names` are the ids in order if ids of different rows repeat.
+    `table_schema` has the columns that any of the tables has, with those of the trie.
     """
 
     spools: Sequence[Spool]
@@ -133,6 +140,7 @@ class MergedRuns:
     table: Int32
     row: Int32
     names: pa.Array | None
+    table_schema: pa.Schema
 
     def token_places(self, begin: int, end: int) -> TokenPlaces:
         """Return where tokens [begin, end) of the trie are stored; `end` > `begin`."""
@@ -146,7 +154,7 @@ class MergedRuns:
         """Return where trajectories [begin, end) are stored."""
         each = slice(begin, end)
         names = None if self.names is None else self.names[begin:end]
-        return RowPlaces(self.tables, self.table[each], self.row[each], names)
+        return RowPlaces(self.tables, self.table[each], self.row[each], names, self.table_schema)
 
     def columns(self, names: list[str]) -> pa.Table:
         """Return columns of all trajectories, in the order in which they are stored; they stay in the files."""
@@ -180,8 +188,9 @@ def merge_runs(
         for values in ([run.offsets[:-1] for run, _ in opened], [run.skipped for run, _ in opened])
     )
     tables = [(run.spool, run.table_start, run.table_size) for run in runs]
+    stored = [read_table(spools[each[0]], *each[1:]) for each in tables]
     ids, sources = (
-        pa.chunked_array([chunk for each in tables for chunk in read_table(spools[each[0]], *each[1:])[name].chunks])
+        pa.chunked_array([chunk for each in stored for chunk in each[name].chunks])
         for name in ("trajectory_id", "source")
     )
     names = _unique_names(ids, sources, _arrivals(runs, [index for _, index in opened]))
@@ -200,6 +209,7 @@ def merge_runs(
         table=table,
         row=(rows - first[table]).astype(np.int32),
         names=None if names is None else names.take(pa.array(rows)),
+        table_schema=schema.trajectory_columns(name for each in stored for name in each.column_names),
     )
 
 

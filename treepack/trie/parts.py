@@ -75,7 +75,7 @@ def write_part(spools: Sequence[Spool], part: NodesPart | TrajectoriesPart) -> W
             max_token_id = max(max_token_id, int(tokens.max()))
             writer.write(rows.table(tokens), tokens=0)
     else:
-        writer = PartWriter(part.directory, "trajectories", schema.TRAJECTORIES, first=part.number)
+        writer = PartWriter(part.directory, "trajectories", part.slices[0][0].columns, first=part.number)
         for row_places, tree_id, node_id in part.slices:
             table = with_places(read_rows(spools, row_places), tree_id, node_id)
             # A page ends where a chunk ends.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from treepack.columns import SpanView, list_values
+from treepack.columns import PER_TOKEN, SpanView, list_values
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 
 
@@ -35,7 +35,7 @@ class Trie:
         num_passing: int32 [num_nodes], trajectories that pass through the node or end in it.
         end_node: int32 [num_trajectories]; trajectory i ends with the last token of this node. Trajectories are sorted,
             so these never decrease.
-        trajectories: table of `schema.TRAJECTORIES`, one row per trajectory.
+        trajectories: table of `schema.trajectory_columns`, one row per trajectory.
         share: "all", "group" or "none", see `build_trie`.
     """
 
@@ -145,11 +145,10 @@ def sequences_of(trie: Trie) -> Iterator[Int32]:
 def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     """Yield the trajectories that the trie was built from, in trie order: the inverse of `build_trie`."""
     table = trie.trajectories
-    scalars = table.select(["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source"])
+    names = ["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source", "temperature"]
+    scalars = table.select([name for name in names if name in table.column_names])
     spans = SpanView.of(table)
-    lists: dict[str, list[Any]] = {
-        name: list_values(table, name) for name in ("advantages", "sampling_logprobs", "old_logprobs", "ref_logprobs")
-    }
+    lists: dict[str, list[Any]] = {name: list_values(table, name) for name in PER_TOKEN}
     for i, (tokens, row) in enumerate(zip(sequences_of(trie), scalars.to_pylist(), strict=True)):
         starts, ends, weights = spans[i]
         content = Tokens(tokens, starts, ends, weights, **{name: values[i] for name, values in lists.items()})
