@@ -292,12 +292,11 @@ def _run_steps(
 
 def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done: int) -> Sinks:
     """Open the trackers for the steps after `done`."""
-    from treepack.train.directory import run_id
-    from treepack.train.sinks import SinkRun, Sinks
+    from treepack.train.sinks import SinkRun, Sinks, tracker_id
 
     config = {**run.options.as_record(), "packed": str(run.dataset.path), "model": run.loaded.source}
     name = run_options.run_name or place.out.name or "run"  # Path(".") has no name
-    described = SinkRun(place.folder, run_options.project, name, run_id(place.out), config, done)
+    described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done)
     return Sinks(run_options.sinks, described, lambda note: _note(run.ranks, note))
 
 

@@ -82,7 +82,7 @@ def test_trackers_get_every_step_and_a_resumed_run_continues_there(
         assert done.status == 0, done.err
         assert "gets no more metrics" not in done.err
         assert "rackio" not in done.out  # stdout has the summary only
-    run_id = json.loads((tmp_path / "out" / "run.json").read_text())["run_id"]
+    run_id = json.loads((tmp_path / "out" / "tracker.json").read_text())["run_id"]
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     expected = [(line["step"], line["loss"]) for line in lines]
     assert [step for step, _ in expected] == [1, 2, 3, 4]

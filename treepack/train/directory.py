@@ -1,6 +1,6 @@
 """The directory of a training run, from its first step to the finished model.
 
-out/run.json         written first: data, model and options, so that only the same run can be resumed; its id
+out/run.json         written first: data, model and options, so that only the same run can be resumed
 out/metrics.jsonl    a line per optimiser step; see `train.metrics`
 out/checkpoints/     see `train.checkpoint`
 out/...              weights, config and tokenizer, after training is complete
@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import secrets
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -80,7 +79,7 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
                 "more than that, or start a new --out"
             )
         return
-    record = {**_identity(run), "run_id": secrets.token_hex(4), "treepack": __version__}
+    record = {**_identity(run), "treepack": __version__}
     if isinstance(out, RemotePath):
         _begin_remote(out, record)
         return
@@ -123,15 +122,6 @@ def is_finished(out: AnyPath) -> bool:
     return _exists(out / FINISHED)
 
 
-def run_id(out: AnyPath) -> str:
-    """Return the id by which trackers know the run in `out`; a resumed run has the same one.
-
-    Raises:
-        TreepackError: run.json is damaged.
-    """
-    return str(_read(out / RUN)["run_id"])
-
-
 def num_finished(out: AnyPath) -> int | None:
     """Return the number of steps of the complete model in `out`, None if there is none.
 
@@ -172,7 +162,7 @@ def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     if run.ranks.leads:
         try:
             if lengths != {name: getattr(run.options, name) for name in LENGTH_OPTIONS}:
-                _write(out / RUN, {**_identity(run), "run_id": before["run_id"], "treepack": __version__})
+                _write(out / RUN, {**_identity(run), "treepack": __version__})
             _remove(out / FINISHED)
         except OSError as error:
             raise TreepackError(f"{out}: cannot be written ({error.strerror or error}); resume the run") from error

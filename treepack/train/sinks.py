@@ -7,12 +7,15 @@
     {"step": 7, "loss": 2.31, "eval_loss": 2.5, "skipped_rows": []}  ->  train/loss 2.31 and eval/loss 2.5 at step 7
 
 metrics.jsonl is the record of a run, see `train.metrics`; a tracker has a copy. A tracker that fails is left out from
-then on, with one note, and never stops training. A resumed run continues the same run of the tracker.
+then on, with one note, and never stops training. A resumed run continues the same run of the tracker, whose id is in
+OUT/tracker.json.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -21,7 +24,12 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from treepack.errors import TreepackError, install_hint
+from treepack.files import object_store
+from treepack.files.directory import finished_file
 from treepack.train.metrics import TensorBoardLog, scalars
+from treepack.train.place import Place
+
+TRACKER = "tracker.json"
 
 
 class Sink(Protocol):
@@ -97,6 +105,28 @@ class Sinks:
     def _leave_out(self, name: str, error: Exception) -> None:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         self._note(f"{name} gets no more metrics ({reason}); metrics.jsonl has them all")
+
+
+def tracker_id(place: Place) -> str:
+    """Return the id by which trackers know the run in `place`; a resumed run has the same one.
+
+    Raises:
+        TreepackError: tracker.json is damaged, or the store fails.
+    """
+    path = place.out / TRACKER
+    if isinstance(path, Path):
+        content = path.read_bytes() if path.exists() else None
+    else:
+        content = object_store.read(path)
+    if content is None:
+        identifier = secrets.token_hex(4)
+        with finished_file(place.folder / TRACKER, overwrite=True) as temporary:
+            temporary.write_text(json.dumps({"run_id": identifier}) + "\n")
+        return identifier
+    try:
+        return str(json.loads(content)["run_id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise TreepackError(f"{path}: is damaged ({error}); remove it to report to a new run of the tracker") from error
 
 
 def check_sinks(names: Sequence[str]) -> None:
