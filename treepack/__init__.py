@@ -60,6 +60,7 @@ _HOME = {
     "TrieSummary": "trie.directory",
     "pack_trie": "pack.directory",
     "PackSummary": "pack.directory",
+    "micro_batches": "pack.micro_batches",
     "plan_packing": "pack.packing",
     "Packing": "pack.packing",
     "stats": "analysis.stats",

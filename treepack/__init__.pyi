@@ -32,6 +32,7 @@ from treepack.pack.directory import PackSummary as PackSummary
 from treepack.pack.directory import pack_trie as pack_trie
 from treepack.pack.files import read_rows as read_rows
 from treepack.pack.files import write_packed as write_packed
+from treepack.pack.micro_batches import micro_batches as micro_batches
 from treepack.pack.options import PackOptions as PackOptions
 from treepack.pack.packing import Packing as Packing
 from treepack.pack.packing import plan_packing as plan_packing
@@ -105,6 +106,7 @@ __all__ = [
     "load_model",
     "load_values",
     "make_batch",
+    "micro_batches",
     "objective_loss",
     "open_fit",
     "open_scoring",

@@ -1,0 +1,214 @@
+"""Micro-batches for trainers that keep their own attention: siblings together, equal work on every rank. numpy only.
+
+    sequences   0: a b c    1: x y    2: a b d    3: x z    4: a b c e        in any order
+
+    sort, shared tokens with the one before    a b c (0)   a b c e (3)   a b d (2)   x y (0)   x z (1)
+    cut where little is shared                 [0, 4, 2]                             [1, 3]
+
+A micro-batch is a range of the sorted order, so a cut costs exactly the tokens that the sequences on its two sides
+share (see `pack.plan.methods.contiguous`). The work of a micro-batch is counted in score pairs: a token costs as much
+as 6 * hidden_size pairs in the linear layers (24 d^2 operations a layer, against 4 d for a pair).
+
+Ranks take micro-batches R at a time and wait for the slowest rank, so the time of a step is the sum of the maxima over
+R consecutive micro-batches, in falling order of work. Several limits on the work of one micro-batch are tried, and the
+plan with the minimum time is returned.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treepack.errors import TreepackError
+from treepack.trajectory import Int64
+
+LIMITS_TO_TRY = 16  # limits on the work of a micro-batch, if there are several ranks
+HIDDEN_SIZE = 4096  # of a model of 7 to 8 billion parameters
+
+Sequences = Sequence[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The sequences in sorted order, and sums that give the size of any range of them.
+
+    A micro-batch of the sequences a .. b - 1 has `tokens[b] - tokens[a] + again_tokens[a]` tokens, and the same with
+    work. `again_*[a]` is the part of sequence a that it shares with a - 1, so it counts again in a range that begins
+    with a. Flat micro-batches share nothing. `shared` is the number of shared tokens in both cases.
+    """
+
+    order: list[int]
+    tokens: list[int]
+    again_tokens: list[int]
+    work: list[int]
+    again_work: list[int]
+    shared: list[int]
+
+    def work_of(self, a: int, b: int) -> int:
+        return self.work[b] - self.work[a] + self.again_work[a]
+
+
+def micro_batches(
+    sequences: Sequences, capacity: int, ranks: int = 1, *, flat: bool = False, hidden_size: int = HIDDEN_SIZE
+) -> list[list[int]]:
+    """Divide sequences of token ids into micro-batches, and return the indices of the sequences of each one.
+
+    Sequences with a common prefix stay together, in the order of their trie. Every index occurs exactly once. The list
+    has a multiple of `ranks` entries: entry i belongs to rank `i % ranks`, which runs `result[rank::ranks]`. The work
+    of the entries falls, so the `ranks` entries that run at the same time have nearly equal work. The sequences of a
+    micro-batch do not depend on the order of the input, except that equal sequences are interchangeable.
+
+    Args:
+        sequences: a list of 1-D integer arrays; or a tuple (values, offsets): sequence i is
+            `values[offsets[i] : offsets[i + 1]]`.
+        capacity: maximum tokens of a micro-batch, where tokens of a shared prefix count once. A longer sequence gets
+            a micro-batch of its own.
+        ranks: number of data-parallel ranks. If there are too few sequences, some entries are empty; their ranks must
+            still take part in the collective operations of the step.
+        flat: the trainer computes each sequence by itself, so `capacity` and work count every token of every sequence.
+        hidden_size: width of the model. The larger it is, the less the score pairs of long sequences matter.
+
+    Raises:
+        TreepackError: an argument has another type or shape, or is below 1.
+    """
+    for name, value in (("capacity", capacity), ("ranks", ranks), ("hidden_size", hidden_size)):
+        if value < 1:
+            raise TreepackError(f"micro_batches: {name} is {value}; expected at least 1")
+    order = _sort(_as_list(sequences), flat=flat, pair_weight=6 * hidden_size)
+    plans = [_round_up(_cut(order, capacity, limit), order, ranks) for limit in _limits(order, capacity, ranks)]
+    # The first of equally fast plans has the highest limit, so the least repeated work.
+    starts = min(plans, key=lambda plan: (_time(plan, order, ranks), len(plan)))
+    ranges = sorted(_ranges(starts, order), key=lambda ab: (-order.work_of(*ab), ab))
+    batches = [order.order[a:b] for a, b in ranges]
+    return batches + [[] for _ in range(-len(batches) % ranks)]
+
+
+def _as_list(sequences: Sequences) -> list[NDArray[Any]]:
+    if isinstance(sequences, tuple):
+        if len(sequences) != 2 or any(np.ndim(part) != 1 for part in sequences):
+            raise TreepackError(
+                "micro_batches: a tuple must be (values, offsets), two 1-D arrays; pass sequences as a list"
+            )
+        values, offsets = (np.asarray(part) for part in sequences)
+        arrays = [values[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+    else:
+        arrays = [np.asarray(sequence) for sequence in sequences]
+    for i, array in enumerate(arrays):
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            raise TreepackError(
+                f"micro_batches: sequence {i} has shape {list(array.shape)} and dtype {array.dtype}; expected a 1-D "
+                "array of integers"
+            )
+    return arrays
+
+
+def _sort(arrays: list[NDArray[Any]], *, flat: bool, pair_weight: int) -> _Order:
+    # Big-endian bytes compare as the numbers do: 1 -> 00 .. 01 < 256 -> 00 .. 01 00. A prefix comes first.
+    keys = [array.astype(">i8").tobytes() for array in arrays]
+    order = sorted(range(len(arrays)), key=keys.__getitem__)
+    shared = [0] * len(order)
+    for k in range(1, len(order)):
+        shared[k] = _common_prefix(arrays[order[k - 1]], arrays[order[k]])
+    lengths = np.array([len(arrays[i]) for i in order], np.int64)
+    again = np.zeros_like(lengths) if flat else np.array(shared, np.int64)
+
+    def sums(values: Int64) -> list[int]:
+        totals: list[int] = np.concatenate([[0], np.cumsum(values)]).tolist()
+        return totals
+
+    def work(length: Int64) -> Int64:
+        return pair_weight * length + length * (length + 1) // 2
+
+    return _Order(
+        order=order,
+        tokens=sums(lengths - again),
+        again_tokens=again.tolist(),
+        work=sums(work(lengths) - work(again)),
+        again_work=work(again).tolist(),
+        shared=shared,
+    )
+
+
+def _common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
+    size = min(len(a), len(b))
+    different = a[:size] != b[:size]
+    first = int(different.argmax()) if size else 0
+    return first if size and different[first] else size
+
+
+def _limits(order: _Order, capacity: int, ranks: int) -> list[int]:
+    """Return the limits on work to try, falling: without effect at first, then down to the work of one sequence."""
+    unlimited = order.work[-1] + max(order.again_work, default=0)
+    if ranks == 1 or not order.order:
+        return [unlimited]  # the time is the total work, which a limit cannot lower
+    plan = _ranges(_cut(order, capacity, unlimited), order)
+    highest = max(order.work_of(a, b) for a, b in plan)
+    # The work of any plan is at least that of the whole tree, and all ranks take part.
+    lowest = max(
+        max(order.work_of(k, k + 1) for k in range(len(order.order))),
+        -(-order.work[-1] // (-(-len(plan) // ranks) * ranks)),
+    )
+    ladder = np.linspace(highest, min(lowest, highest), LIMITS_TO_TRY).astype(np.int64).tolist()
+    return [unlimited, *dict.fromkeys(ladder)]
+
+
+def _cut(order: _Order, capacity: int, limit: int) -> list[int]:
+    """Return the starts of micro-batches with minimum repeated work, then minimum number, then minimum cut prefixes.
+
+    A micro-batch has at most `capacity` tokens and `limit` work, unless it is a single sequence. O(sequences).
+    """
+    # best[k]: cost of the first k sequences, the minimum over all starts a of best[a] + cost of a cut before a. The
+    # starts a for which a .. k fits are a window that only moves forward, with a queue of its minima.
+    num = len(order.order)
+    best = [(0, 0, 0)] * (num + 1)
+    begin = [0] * num
+    window: deque[tuple[tuple[int, int, int], int]] = deque()
+    for k in range(num):
+        work, count, cut = best[k]
+        candidate = (work + order.again_work[k], count + 1, cut + order.shared[k])
+        while window and window[-1][0] > candidate:
+            window.pop()
+        window.append((candidate, k))
+        while (a := window[0][1]) < k and (
+            order.tokens[k + 1] - order.tokens[a] + order.again_tokens[a] > capacity or order.work_of(a, k + 1) > limit
+        ):
+            window.popleft()
+        best[k + 1], begin[k] = window[0]
+    # begin [0, 0, 2, 2, 4]: the last micro-batch starts at 4, the one before at begin[3] = 2, then 0 -> [0, 2, 4]
+    starts: list[int] = []
+    stop = num
+    while stop:
+        stop = begin[stop - 1]
+        starts.append(stop)
+    return starts[::-1]
+
+
+def _round_up(starts: list[int], order: _Order, ranks: int) -> list[int]:
+    """Split the micro-batches with the most work until their number is a multiple of `ranks`, if this is possible."""
+    ranges = _ranges(starts, order)
+    for _ in range(-len(ranges) % ranks):
+        whole = [(a, b) for a, b in ranges if b - a > 1]
+        if not whole:
+            break
+        a, b = max(whole, key=lambda ab: (order.work_of(*ab), ab))
+        middle = min(range(a + 1, b), key=lambda k: (max(order.work_of(a, k), order.work_of(k, b)), k))
+        ranges.remove((a, b))
+        ranges += [(a, middle), (middle, b)]
+    return sorted(a for a, _ in ranges)
+
+
+def _ranges(starts: list[int], order: _Order) -> list[tuple[int, int]]:
+    # starts [0, 2, 4] of 5 sequences -> [(0, 2), (2, 4), (4, 5)]
+    return list(zip(starts, [*starts[1:], len(order.order)], strict=True)) if starts else []
+
+
+def _time(starts: list[int], order: _Order, ranks: int) -> int:
+    """Return the sum, over groups of `ranks` micro-batches in falling order of work, of the maximum work."""
+    work = sorted((order.work_of(a, b) for a, b in _ranges(starts, order)), reverse=True)
+    # work [9, 8, 5, 4, 4], two ranks: (9, 8), (5, 4), (4) -> 9 + 5 + 4
+    return sum(work[::ranks])
