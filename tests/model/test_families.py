@@ -27,7 +27,6 @@ SAMPLES = [
     Sample((1, 2, 6, 9, 3), (0.0, 1.0, 1.0, 0.5, 1.0)),
     Sample((7, 8), (0.0, 0.5)),
 ]
-SCALED = "logits are not its output layer"
 NO_INTERFACE = "does not use transformers' attention interface"
 
 # Model type, options on top of its defaults, and the reason.
@@ -36,13 +35,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("codegen", {}, NO_INTERFACE),
     ("openai-gpt", {}, NO_INTERFACE),
     ("gpt_neox_japanese", {}, NO_INTERFACE),
-    ("cohere", {"logit_scale": 0.06}, SCALED),
-    ("cohere2", {}, SCALED),
-    ("granite", {"logits_scaling": 8.0}, SCALED),
-    ("granitemoe", {"logits_scaling": 8.0}, SCALED),
-    ("minicpm3", {}, SCALED),
-    ("modernbert-decoder", {}, SCALED),
-    ("nanochat", {}, "final_logit_softcapping is 15.0"),
     ("gemma2", {}, "attn_logit_softcapping is 50.0"),
     ("stablelm", {}, "does not pass subtree_end on to its attention"),
     ("nemotron", {}, "does not pass subtree_end on to its attention"),
@@ -54,6 +46,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba2", {}, "layer 0 is 'linear_attention'"),
 ]
 EXACT = "opt phimoe ernie4_5_moe hunyuan_v1_moe granite mixtral gemma deepseek_v3 starcoder2 olmo2".split()
+# Types that change their logits, or the hidden states before the output layer.
+MAPPED: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.06},
+    "cohere2": {},
+    "granite": {"logits_scaling": 8.0},
+    "granitemoe": {"logits_scaling": 8.0},
+    "minicpm3": {},
+    "modernbert-decoder": {},
+    "nanochat": {},
+    "gemma3_text": {"final_logit_softcapping": 3.0},
+}
 # Types that transformers 5.23 cannot make, of which 4 because their code looks up our attention in a table of its own.
 MAX_UNMADE = 15
 
@@ -88,6 +91,13 @@ def test_a_model_whose_loss_would_be_wrong_is_refused_with_its_type_and_the_reas
 @pytest.mark.parametrize("kind", EXACT)
 def test_the_loss_of_a_batch_is_that_of_every_trajectory_alone(kind: str) -> None:
     assert loss_or_refusal(kind) is None
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+def test_the_loss_is_that_of_the_logits_of_the_model(tmp_path: Path, kind: str) -> None:
+    assert loss_or_refusal(kind, **MAPPED[kind]) is None
+    loaded = load_model(saved_config(tmp_path, kind, **MAPPED[kind]), dtype=torch.float64)
+    assert verify_gradients(loaded, [make_batch(make_row(SAMPLES))]).passed
 
 
 @pytest.mark.parametrize("kind", ["opt", "ernie4_5_moe", "hunyuan_v1_moe"])
