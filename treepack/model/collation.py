@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from treepack.attention import IMPLEMENTATIONS, prepare
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.errors import TreepackError
+from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_first_batch
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.loss import CHUNK, filled_temperature
@@ -108,8 +109,9 @@ def batch_loss(model: Any, inputs: dict[str, Any], *, chunk: int = CHUNK) -> Ten
         chunk: targets whose logits are in memory at a time.
 
     Raises:
-        TreepackError: if the model uses another attention, its output layer is not a plain linear layer, or it cannot
-            be trained exactly for another reason; the first batch of a model checks this (`first_batch`).
+        TreepackError: if the model uses another attention, a dropout is active, its output layer is not a plain linear
+            layer, or it cannot be trained exactly for another reason; the first batch of a model checks the last two
+            (`first_batch`).
     """
     input_ids, parent = _flatten(inputs)
     targets = input_ids, parent, inputs["loss_weight"].flatten()
@@ -169,6 +171,7 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
         TreepackError: if the model cannot be trained exactly, or its output layer is not whole in the forward pass.
     """
     causal = _find_causal_model(model)
+    check_dropout(model)
     impl = causal.config.get_text_config()._attn_implementation.removeprefix("treepack_")
     columns = {name: inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
     # With a named implementation the schedule is computed here, once for all layers. With "auto" every layer chooses an

@@ -21,6 +21,7 @@ from treepack.attention import IMPLEMENTATIONS, Kept, prepare
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import one_line
+from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_positions
 from treepack.model.head import OutputLayer, head_replaced
 from treepack.model.layers import recomputes
@@ -47,8 +48,8 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
     A batch without a schedule is prepared first.
 
     Raises:
-        TreepackError: if positions of the row are beyond the model's table of positions, or the model was switched to
-            another attention.
+        TreepackError: if positions of the row are beyond the model's table of positions, a dropout is active, or the
+            model was switched to another attention.
     """
     states: Tensor = _call(loaded, batch, loaded.causal.base_model).last_hidden_state
     return states[0]
@@ -68,6 +69,7 @@ def _call(loaded: LoadedModel, batch: Batch, module: Any) -> Any:
             f"{loaded.source}: its attention was switched to {current!r}, which ignores subtree_end; switch back with "
             f"model.set_attn_implementation({expected!r})"
         )
+    check_dropout(loaded.model)
     if batch.schedule is None:
         batch = prepare_batch(loaded, batch)
     try:
@@ -129,7 +131,6 @@ def row_objective(
     factors: Tensor,
     objective: Objective,
     *,
-    temperature: float | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the row's part of a step's loss, and of the sums for the step's means; see `objectives.objective_loss`.
@@ -138,14 +139,14 @@ def row_objective(
         loaded: the model.
         batch: the row, with its terms, on the model's device.
         factors: float64 [num_trajectories], from `denominators.step_factors`, on the model's device.
-        objective: any but sft. dpo computes log-probabilities at the temperature 1, all others at those of the terms.
-        temperature: takes the place of temperatures that the terms lack; 1 by default.
+        objective: any but sft. dpo computes log-probabilities at the temperature 1, all others at those of the terms,
+            and at `objective.temperature` where the terms lack one.
         chunk: tokens whose logits are in memory at a time.
     """
     terms = batch.terms
     assert terms is not None, "open the dataset with terms=True"
     options: Any = {"with_entropies": objective.loss != "dpo", "chunk": chunk}
     if objective.loss != "dpo":
-        options["temperature"] = filled_temperature(terms.temperature, temperature)
+        options["temperature"] = filled_temperature(terms.temperature, objective.temperature)
     logprobs, entropies = row_logprobs(loaded, batch, terms.tokens, **options)
     return objective_loss(logprobs, entropies, terms, factors, objective)

@@ -2,9 +2,10 @@
 
     config.json | directory | hub name --read_config--> config, without dropout
                                        --build_model--> model with weights, under the reference attention
+                                       --put_adapter--> the same, or a PeftModel around it (`adapter`)
                                        --with_attention--> LoadedModel, probed, under the chosen attention
 
-    load_model = all three                 (train.sharding calls them one by one)
+    load_model = all four                 (train.sharding calls them one by one)
 
 Tree attention gives exact gradients only if nothing but attention mixes tokens, and if attention is plain softmax
 attention over the visible pairs. Two checks refuse all other models: `compatibility.check_config` by name, before any
@@ -26,6 +27,7 @@ import torch
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
 from treepack.files.hub import is_offline, load_fault
+from treepack.model.adapter import LoraOptions, assign, base_of, put_adapter, quantization
 from treepack.model.compatibility import check_config, translate_errors
 from treepack.model.dropout import disable_dropout
 from treepack.model.first_batch import mark_checked
@@ -44,28 +46,53 @@ def load_model(
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    lora: LoraOptions | None = None,
 ) -> LoadedModel:
     """Load a causal language model with tree attention.
 
     Args:
         source: a model directory or its address, a hub name, or a config file ending in .json, which gets random
-            weights.
+            weights. The directory of an adapter of PEFT gives its base model with the adapter on it.
         attention: an implementation of `attention.dispatch`, or "auto".
         dtype: dtype of the weights.
         autocast: dtype of the autocast under which the model will run; None if there is no autocast.
         device: device of the weights.
         seed: seed of random weights.
+        lora: a new adapter, and the precision of its base; None for no new adapter over a base as it is.
 
     Raises:
         TreepackError: if the model cannot be loaded or cannot be trained exactly, or if the attention cannot run it;
             the message gives the reason.
     """
-    config, notes = read_config(source, attention)
-    _log.info("loading the weights of %s", source)
-    with translate_load_errors(source), hide_progress_bars():
-        model = build_model(source, config, dtype, seed)
-    loaded = LoadedModel(model.to(device).eval(), str(source), "reference", notes, device=torch.device(device))
+    device = torch.device(device)
+    base, adapter = base_of(source, lora)
+    config, notes = read_config(base, attention)
+    quantized = quantization(base, autocast or dtype, device) if lora is not None and lora.quantize else {}
+    _log.info("loading the weights of %s", base)
+    with translate_load_errors(base), hide_progress_bars():
+        model = build_model(base, config, dtype, seed, **quantized)
+    if not quantized:  # bitsandbytes puts its weights on the device when it rounds them
+        model.to(device)
+    model, weights, more = put_adapter(model, adapter, lora, source=str(source), seed=seed)
+    assign(model, weights, torch.promote_types(dtype, torch.float32))  # float32 over a base of bf16 too
+    loaded = LoadedModel(model.eval(), str(source), "reference", (*notes, *more), device=device)
     return with_attention(loaded, attention, autocast or dtype)
+
+
+def load_merged(base: str, adapter: str | Path, *, seed: int) -> Any:
+    """Return the whole model of a base and the adapter in a directory, W + scale * B A in float32 on the CPU.
+
+    `seed` is that of random weights, if the base is a config file.
+
+    Raises:
+        TreepackError: the base cannot be loaded.
+    """
+    from peft import PeftModel
+
+    config, _ = read_config(base)
+    with translate_load_errors(base), hide_progress_bars():
+        model = build_model(base, config, torch.float32, seed)
+        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
 
 
 def with_attention(loaded: LoadedModel, attention: str, compute_dtype: torch.dtype) -> LoadedModel:
@@ -82,10 +109,10 @@ def with_attention(loaded: LoadedModel, attention: str, compute_dtype: torch.dty
     """
     _log.info("probing the model with a small tree")
     # (query and key, value) head dimensions over all layers; more than one pair if layers differ.
-    dims = loaded.compute(lambda: probe(loaded.model, source=loaded.source, device=loaded.device))
-    mark_checked(loaded.model)
+    dims = loaded.compute(lambda: probe(loaded.causal, source=loaded.source, device=loaded.device))
+    mark_checked(loaded.causal)
     chosen = resolve(attention, loaded.device, compute_dtype, *sorted(dims))
-    loaded.model.set_attn_implementation(IMPLEMENTATIONS[chosen])
+    loaded.causal.set_attn_implementation(IMPLEMENTATIONS[chosen])
     # Only "auto" may choose per row: a named implementation runs every row, so that a user can compare implementations.
     varlen = attention == "auto" and takes_chains(loaded.device, compute_dtype, *sorted(dims))
     return replace(loaded, attention=chosen, varlen=varlen)
@@ -164,10 +191,11 @@ def _config_of(source: str) -> Any:
         raise load_fault(source, error, kind="model", files=("config.json",)) from error
 
 
-def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) -> Any:
+def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int, **quantized: Any) -> Any:
     """Build the model on the CPU under the reference attention.
 
-    Its weights come from `source`; if `source` is a config file, they are random.
+    Its weights come from `source`; if `source` is a config file, they are random. `quantized` are from
+    `adapter.quantization`.
 
     Raises:
         TreepackError: if weights are missing or have another shape.
@@ -189,6 +217,7 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int) 
         ignore_mismatched_sizes=True,
         local_files_only=is_offline(local),
         **options,
+        **quantized,
     )
     # transformers only warns about missing weights and draws them at random. It does not list tied weights as missing.
     for problem in ("missing", "mismatched"):
