@@ -16,9 +16,13 @@ from support.tiny_families import KeepFloat64, family_config, tiny_family, trans
 from treepack.attention import register
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
-from treepack.model.collation import batch_loss, collate
+from treepack.model.collation import batch_logprobs, batch_loss, collate
 from treepack.model.load import load_model, read_config
 from treepack.model.verify import verify_gradients
+from treepack.pack.options import PackOptions
+from treepack.pack.packing import plan_packing
+from treepack.trajectory import trajectories_from_arrays
+from treepack.trie.build import build_trie
 
 # 1 - 2 - 3 - 4 - 5, 1 - 2 - 6 and 1 - 2 - 6 - 9 - 3 in one tree, and 7 - 8 beside it
 SAMPLES = [
@@ -98,6 +102,25 @@ def test_the_loss_is_that_of_the_logits_of_the_model(tmp_path: Path, kind: str) 
     assert loss_or_refusal(kind, **MAPPED[kind]) is None
     loaded = load_model(saved_config(tmp_path, kind, **MAPPED[kind]), dtype=torch.float64)
     assert verify_gradients(loaded, [make_batch(make_row(SAMPLES))]).passed
+
+
+@pytest.mark.parametrize("kind", ["cohere", "granite", "nanochat"])
+def test_tempered_logprobs_and_entropies_are_those_of_the_logits_of_the_model(kind: str) -> None:
+    register()
+    model, plain = (tiny_family(kind, attention=name, **MAPPED[kind]) for name in ("treepack_auto", "eager"))
+    tokens, temperature = torch.tensor([1, 2, 6, 9, 3]), 0.7
+    arrays = trajectories_from_arrays([tokens.numpy()], [[0, 1, 1, 1, 1]], rewards=[1.0])
+    inputs = collate([make_batch(row) for row in plan_packing(build_trie(arrays), PackOptions(capacity=8))])
+    with KeepFloat64():
+        logprobs, entropies = batch_logprobs(model, inputs, temperature=temperature)
+        logs = (plain(input_ids=tokens[None], use_cache=False).logits[0, :-1] / temperature).log_softmax(-1)
+        expected = logs.gather(-1, tokens[1:, None])[:, 0]
+        torch.testing.assert_close(logprobs, expected, rtol=1e-9, atol=0)
+        torch.testing.assert_close(entropies, -(logs.exp() * logs).sum(-1), rtol=1e-9, atol=0)
+        factors = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+        torch.autograd.backward((logprobs * factors + entropies * factors.flip(0)).sum())
+        torch.autograd.backward((expected * factors - (logs.exp() * logs).sum(-1) * factors.flip(0)).sum())
+    assert worst_error(gradients(model), gradients(plain)) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["opt", "ernie4_5_moe", "hunyuan_v1_moe"])
