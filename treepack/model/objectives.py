@@ -32,9 +32,9 @@ With r_t = exp(logp_t - old_t), A_t the advantage, sg() no gradient, and clip(r)
             h_i = sum over i's tokens of logp - ref
 
 plus kl * k_t - entropy * H_t, with x = ref_t - logp_t and k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x (Schulman 2020,
-http://joschu.net/blog/kl-approx.html) and H_t the entropy of the distribution of the token. With `importance_cap`, the
-term before kl and entropy is multiplied by sg(min(exp(old_t - sampling_t), cap)), a truncated importance weight between
-the sampler and the trainer (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl).
+http://joschu.net/blog/kl-approx.html) and H_t the entropy of the distribution of the token, softmax(logits / T) at the
+sampler's temperature T. With `importance_cap`, the term before kl and entropy is multiplied by sg(min(exp(old_t -
+sampling_t), cap)), a truncated importance weight (Yao et al. 2025, https://fengyao.notion.site/off-policy-rl).
 
 The pairs of DPO are all pairs of trajectories of one group with different rewards; the one with the higher reward is
 the chosen one. The loss is the mean over the pairs of the step. Without old log-probabilities, old is sg(logp): the
@@ -62,6 +62,7 @@ LOSSES = ("sft", "grpo", "ppo", "gspo", "cispo", "dpo")
 DENOMINATORS = ("token", "trajectory", "group", "global")
 ESTIMATORS = ("k1", "k2", "k3")
 
+GREEDY = ", because a greedy sampler has no probabilities whose ratios could be trained"
 # Terms whose values are in memory at a time in forward and backward: about 10 columns of float64, 10 MB.
 TERM_CHUNK = 1 << 17
 
@@ -80,12 +81,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 PRESETS = tuple(_PRESETS)
 
-_POLICY_OPTIONS = set("clip_low clip_high denominator response_length kl kl_estimator entropy importance_cap".split())
+_POLICY = "clip_low clip_high denominator response_length kl kl_estimator entropy importance_cap temperature"
+_POLICY_OPTIONS = set(_POLICY.split())
 # Options of each loss; `choose_objective` refuses all others.
-_OPTIONS = {
-    "ppo": _POLICY_OPTIONS | {"dual_clip"},
-    "grpo": _POLICY_OPTIONS | {"dual_clip"},
-    "gspo": _POLICY_OPTIONS | {"dual_clip"},
+_OPTIONS: dict[str, set[str]] = {
+    **dict.fromkeys(("ppo", "grpo", "gspo"), _POLICY_OPTIONS | {"dual_clip"}),
     "cispo": _POLICY_OPTIONS,
     "dpo": {"beta"},
     "sft": set(),
@@ -110,8 +110,9 @@ class Objective:
     """A loss with its options; `choose_objective` fills in the usual values of a loss.
 
     `clip_low` and `clip_high` are distances from 1. `kl` and `entropy` are coefficients. `importance_cap` and
-    `dual_clip` are off if None. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `preset`
-    is the name that `choose_objective` got, for messages only.
+    `dual_clip` are off if None. `temperature` is that of the sampler for terms that have none, 1 if None; sft and dpo
+    always compute at 1. `sft` is the weighted cross-entropy of `loss.weighted_nll` and has no options. `preset` is the
+    name that `choose_objective` got, for messages only.
     """
 
     loss: str = "sft"
@@ -125,6 +126,7 @@ class Objective:
     entropy: float = 0.0
     importance_cap: float | None = None
     beta: float = 0.1
+    temperature: float | None = None
     preset: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +146,8 @@ class Objective:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= minimum):
                 raise TreepackError(f"{name} is {value}; expected a finite number of at least {minimum}")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
 
     @property
     def name(self) -> str:

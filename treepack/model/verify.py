@@ -149,7 +149,7 @@ def verify_gradients(
 
 
 def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """Return the sum of `losses` and its gradient by every parameter."""
+    """Return the sum of `losses` and its gradient by every trained parameter."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for loss in losses:
@@ -158,6 +158,7 @@ def _gradients(model: Any, losses: Iterator[Tensor]) -> tuple[float, dict[str, T
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     }
     model.zero_grad(set_to_none=True)  # drops the model's references; the next call starts with new tensors
     return total, gradients
@@ -280,9 +281,10 @@ def _objective_alone(plain: _PlainModel, batch: Batch, factors: Tensor, objectiv
     """
     terms = batch.terms
     assert terms is not None
-    num = len(batch.trajectory_ids)
+    num, each = len(batch.trajectory_ids), torch.arange(len(terms.index), device=factors.device)
+    divisors = _term_temperatures(terms, objective)
     with torch.no_grad():
-        parts = [_statistics_alone(plain, batch, terms, i) for i in range(num)]
+        parts = [_statistics_alone(plain, batch, divisors, i) for i in range(num)]
     # Log-probabilities and entropies, [N] each: one value per term, even if several terms are about one token.
     columns = [torch.zeros(len(terms.index), dtype=torch.float64, device=factors.device) for _ in range(2)]
     for mine, *values in parts:
@@ -290,12 +292,11 @@ def _objective_alone(plain: _PlainModel, batch: Batch, factors: Tensor, objectiv
             column[mine] = value.double()
     logprobs, entropies = (column.requires_grad_() for column in columns)
     # index [0, 1, ..., N - 1]: each term reads its own value, where the packed row lets terms of one token share one.
-    each = torch.arange(len(terms.index), device=factors.device)
     loss, _ = objective_loss(logprobs, entropies, replace(terms, index=each), factors, objective)
     slopes = torch.autograd.grad(loss, (logprobs, entropies), allow_unused=True, materialize_grads=True)
     value = loss.detach()
     for i in range(num):
-        mine, *statistics = _statistics_alone(plain, batch, terms, i)
+        mine, *statistics = _statistics_alone(plain, batch, divisors, i)
         # sum of slope * x has the gradient sum of slope * dx, which is the chain rule
         chained = [(x.double() * slope[mine]).sum() for x, slope in zip(statistics, slopes, strict=True)]
         total = torch.stack(chained).sum()
@@ -303,20 +304,36 @@ def _objective_alone(plain: _PlainModel, batch: Batch, factors: Tensor, objectiv
         value = torch.zeros_like(value)
 
 
-def _statistics_alone(plain: _PlainModel, batch: Batch, terms: TermTensors, i: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Run trajectory `i` alone; return the indices of its terms, their log-probabilities and their entropies."""
+def _term_temperatures(terms: TermTensors, objective: Objective) -> Tensor:
+    """Return the temperature of each term, float64 [N]: that of the data, or of the objective, or 1; 1 for dpo."""
+    if objective.loss == "dpo":
+        return terms.weight.new_ones(len(terms.index))
+    fill = 1.0 if objective.temperature is None else objective.temperature
+    if terms.temperature is None:
+        return terms.weight.new_full((len(terms.index),), fill)
+    of_terms = terms.temperature[terms.index]  # float32, so the filled values are rounded to it too
+    return torch.where(of_terms.isnan(), torch.full_like(of_terms, fill), of_terms).double()
+
+
+def _statistics_alone(plain: _PlainModel, batch: Batch, divisors: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Run trajectory `i` alone; return the indices of its terms, their log-probabilities and their entropies.
+
+    `divisors` float64 [N] are the temperatures of all terms.
+    """
+    terms = batch.terms
+    assert terms is not None
     mine = (terms.trajectory == i).nonzero().squeeze(-1)
     path = torch.tensor(_path(batch.parent.tolist(), int(batch.trajectory_ends[i])), device=mine.device)
     # Row tokens to positions in the trajectory: path [0, 1, 4, 5], tokens [4, 5] -> [2, 3]. A path ascends.
     positions = torch.searchsorted(path, terms.tokens[terms.index[mine]])
     labels = batch.input_ids[path[positions]]
-    parts = plain.reduce(batch.input_ids[path], positions - 1, _label_statistics, labels)
+    parts = plain.reduce(batch.input_ids[path], positions - 1, _label_statistics, labels, divisors[mine])
     logprobs, entropies = (torch.cat(values) for values in zip(*parts, strict=True))
     return mine, logprobs, entropies
 
 
-def _label_statistics(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    logs = logits.log_softmax(-1)
+def _label_statistics(logits: Tensor, labels: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    logs = (logits / temperature.to(logits.dtype)[:, None]).log_softmax(-1)
     return logs.gather(-1, labels[:, None]).squeeze(-1), -(logs.exp() * logs).sum(-1)
 
 
