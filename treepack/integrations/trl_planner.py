@@ -1,0 +1,306 @@
+"""Planners of micro-batches for TRL's AsyncGRPOTrainer: rows of samples that share prefixes, in any order of arrival.
+
+    sample dicts of a queue --TreePlanner--> [row of rank 0, row of rank 1, ...]   like TRL's TokenBudgetBatcher
+                            --CountPlanner-> the same                              like TRL's FixedCountBatcher
+
+A planner collects a window of samples, sorts them by their tokens, and cuts the sorted list into rows, so that samples
+with a common prefix are neighbours whatever their order of arrival was. A row is packed as TRL's own rows are, for its
+own attention and its own loss: the result of `PlannedRow.pack` equals that of `TreeRow.pack` for the same samples.
+
+In TRL's layout two samples share a token only if they also agree on the next one, so each further branch costs one more
+token than in the rows of `treepack pack`:
+
+    samples 1 2 3 and 1 2 4        1 - 2 - 3         the last token shared is 1, because 2 is
+                                     \\ 2 - 4         followed by 3 in one sample, by 4 in the other
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from treepack.errors import TreepackError
+
+Sample = dict[str, Any]
+_log = logging.getLogger("treepack")
+WINDOW = 64  # samples planned together: eight groups of eight
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """Samples of one rank's forward pass, sorted by their tokens; TRL's collator reads every attribute and `pack`.
+
+    `shared` is the number of leading tokens that each sample has in common with the sample before it, 0 for the first.
+    """
+
+    samples: list[Sample]
+    shared: list[int]
+
+    @cached_property
+    def _sequences(self) -> list[np.ndarray]:
+        return [_tokens(sample) for sample in self.samples]
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The tokens to compute, int64 [N]."""
+        return np.concatenate([ids[n:] for ids, n in zip(self._sequences, self.shared, strict=True)])
+
+    @property
+    def load(self) -> int:
+        """The number of (token, visible token) pairs, which is the cost of attention."""
+        return sum(_pairs(len(ids), n) for ids, n in zip(self._sequences, self.shared, strict=True))
+
+    def pack(self) -> dict[str, torch.Tensor]:
+        """Return the row as TRL's collator expects it; see `TreeRow.pack` of trl for the keys and shapes."""
+        sequences, shared = self._sequences, self.shared
+        lengths = [len(ids) for ids in sequences]
+        starts = np.cumsum([0, *(length - n for length, n in zip(lengths, shared, strict=True))])
+        paths, path = [], np.zeros(0, np.int64)
+        is_end = np.zeros(starts[-1], bool)  # last token of a segment: no child, or several
+        for i, (length, n) in enumerate(zip(lengths, shared, strict=True)):
+            if n and length > n:
+                is_end[path[n - 1]] = True
+            # Samples 1 2 3 and 1 2 4 share 1 token: paths [0, 1, 2] and [0] + [3, 4]
+            path = np.concatenate([path[:n], np.arange(starts[i], starts[i] + length - n)])
+            is_end[path[-1]] = True
+            paths.append(path)
+        positions = np.concatenate([np.arange(n, length) for length, n in zip(lengths, shared, strict=True)])
+        ends = np.flatnonzero(is_end)
+        offsets = np.concatenate([[0], ends + 1])
+        # A segment attends to the path from the root to its own end. Its tokens are new in sample `owner`.
+        owner = np.searchsorted(starts, ends, side="right") - 1
+        visible = [paths[i][: positions[end] + 1] for i, end in zip(owner, ends, strict=True)]
+        return {
+            "input_ids": torch.from_numpy(self.tokens),
+            "position_ids": torch.from_numpy(positions),
+            "tree_kv_index": torch.from_numpy(np.concatenate(visible)),
+            "tree_cu_seqlens_q": torch.from_numpy(offsets.astype(np.int32)),
+            "tree_cu_seqlens_k": torch.from_numpy(np.cumsum([0, *map(len, visible)], dtype=np.int32)),
+            "tree_max_seqlens": torch.tensor([int(np.diff(offsets).max()), max(map(len, visible))]),
+            **self._terms(paths),
+        }
+
+    def _terms(self, paths: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        """Return the loss terms of all samples: one for each trained token, at the token that predicts it."""
+        labels = np.full(len(self.tokens), -100, np.int64)
+        columns: dict[str, list[np.ndarray]] = {
+            name: [] for name in ("token_index", "old_log_probs", "advantages", "segment_id")
+        }
+        for i, (sample, ids, path) in enumerate(zip(self.samples, self._sequences, paths, strict=True)):
+            # completion_mask [0, 1, 1] -> chosen [1, 2], predicted at path[0] and path[1]
+            chosen = np.flatnonzero(np.asarray(sample["completion_mask"])[1:]) + 1
+            sources = path[chosen - 1]
+            labels[sources] = ids[chosen]
+            columns["token_index"].append(sources)
+            columns["old_log_probs"].append(np.asarray(sample["old_log_probs"], np.float32)[chosen])
+            columns["advantages"].append(np.full(len(chosen), sample["advantage"], np.float32))
+            columns["segment_id"].append(np.full(len(chosen), i, np.int64))
+        terms = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in columns.items()}
+        return {"shift_labels": torch.from_numpy(labels), **terms}
+
+
+class TreePlanner(IterableDataset):  # type: ignore[type-arg]
+    """Micro-batches of rows of at most `token_budget` tokens, one row for each rank, in place of `TokenBudgetBatcher`.
+
+    As in TRL, a row has at most `token_budget` tokens to compute and at most as many trained tokens, and longer samples
+    are dropped with a warning. The rows of one micro-batch have similar loads, and none is empty. Within a window of
+    samples, the result does not depend on their order.
+
+    Args:
+        dataset: iterable of TRL's sample dicts.
+        num_processes: ranks, which is the number of rows of a micro-batch.
+        token_budget: maximum number of tokens of a row.
+        metrics: TRL's lists of metrics; dropped samples are counted there.
+        window: samples that are planned together. More samples share more, and wait longer.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Sample],
+        num_processes: int,
+        token_budget: int,
+        metrics: dict[str, list[Any]],
+        *,
+        window: int = WINDOW,
+    ) -> None:
+        if window < num_processes:
+            raise TreepackError(
+                f"TreePlanner: window is {window} for {num_processes} processes; expected at least one sample for each"
+            )
+        self.dataset, self.num_processes, self.token_budget = dataset, num_processes, token_budget
+        self.metrics, self.window = metrics, window
+
+    def __iter__(self) -> Iterator[list[PlannedRow]]:
+        """Yield one list of `num_processes` rows for each micro-batch."""
+        waiting: list[Sample] = []
+        for sample in self.dataset:
+            if len(sample["input_ids"]) > self.token_budget:
+                _log.warning(
+                    "dropping a sample of %d tokens; raise token_budget, which is %d",
+                    len(sample["input_ids"]),
+                    self.token_budget,
+                )
+                self.metrics["batch/dropped_oversize_total"].append(1.0)
+                continue
+            waiting.append(sample)
+            if len(waiting) >= self.window:
+                micro_batches, waiting = self._plan(waiting)
+                yield from micro_batches
+        micro_batches, waiting = self._plan(waiting)
+        yield from micro_batches
+        if waiting:
+            _log.warning("not training the last samples, %d, because they do not fill all ranks", len(waiting))
+
+    def _plan(self, samples: list[Sample]) -> tuple[list[list[PlannedRow]], list[Sample]]:
+        """Return micro-batches, and the samples of the rows that are too few for another one."""
+        ordered, shared = sort_samples(samples)
+        rows, ranks = fill_rows(ordered, shared, self.token_budget), self.num_processes
+        # 7 rows for 4 ranks -> 8 rows, if there are 8 samples or more
+        rows = _split(rows, min(len(samples), -(-len(rows) // ranks) * ranks))
+        # Ranks wait for the slowest one, so rows of similar loads go together.
+        rows.sort(key=lambda row: -row.load)
+        full = len(rows) // ranks * ranks
+        micro_batches = [rows[start : start + ranks] for start in range(0, full, ranks)]
+        return micro_batches, [sample for row in rows[full:] for sample in row.samples]
+
+
+class CountPlanner(IterableDataset):  # type: ignore[type-arg]
+    """Micro-batches of `microbatch_size` samples, one row for each rank, in place of `FixedCountBatcher`.
+
+    The rows of a micro-batch have the smallest possible maximum load over all ways to cut the sorted samples.
+
+    Args:
+        dataset: iterable of TRL's sample dicts.
+        num_processes: ranks, which is the number of rows of a micro-batch.
+        microbatch_size: samples of a micro-batch.
+        micro_batches: micro-batches that are planned together. With 1, each has the samples that it has in TRL.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Sample], num_processes: int, microbatch_size: int, *, micro_batches: int = 1
+    ) -> None:
+        if microbatch_size < num_processes:
+            raise TreepackError(
+                f"CountPlanner: a micro-batch has {microbatch_size} samples for {num_processes} processes; expected at "
+                "least one sample for each"
+            )
+        self.dataset, self.num_processes = dataset, num_processes
+        self.microbatch_size, self.micro_batches = microbatch_size, micro_batches
+
+    def __iter__(self) -> Iterator[list[PlannedRow]]:
+        """Yield one list of `num_processes` rows for each micro-batch."""
+        waiting: list[Sample] = []
+        for sample in self.dataset:
+            waiting.append(sample)
+            if len(waiting) < self.microbatch_size * self.micro_batches:
+                continue
+            ordered, shared = sort_samples(waiting)
+            for start in range(0, len(ordered), self.microbatch_size):
+                stop = start + self.microbatch_size
+                yield balance_rows(ordered[start:stop], [0, *shared[start + 1 : stop]], self.num_processes)
+            waiting = []
+
+
+def sort_samples(samples: Sequence[Sample]) -> tuple[list[Sample], list[int]]:
+    """Return the samples sorted by their tokens, and the number of tokens that each shares with the one before it."""
+    # Big-endian bytes are in the order of the numbers: [1, 2] < [1, 2, 0] < [2].
+    ordered = sorted(samples, key=lambda sample: _tokens(sample).astype(">u4").tobytes())
+    sequences = [_tokens(sample) for sample in ordered]
+    return ordered, [0, *(_shared(a, b) for a, b in pairwise(sequences))]
+
+
+def fill_rows(samples: list[Sample], shared: list[int], budget: int) -> list[PlannedRow]:
+    """Cut sorted samples into as few rows as possible, and with these into as few tokens as possible.
+
+    Takes O(n * m) for n samples of which m fit into a row.
+
+    Args:
+        samples: sorted, none longer than the budget.
+        shared: the number of tokens that each sample shares with the one before it.
+        budget: maximum number of tokens of a row, and of its trained tokens.
+    """
+    # best[j] = (rows, tokens computed again, start of the last row) of the first j samples. A cut before sample i
+    # computes shared[i] tokens again.
+    lengths = [len(_tokens(sample)) for sample in samples]
+    trained = [int(np.asarray(sample["completion_mask"]).sum()) for sample in samples]
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    for stop in range(1, len(samples) + 1):
+        options: list[tuple[int, int, int]] = []
+        tokens = terms = 0
+        for start in range(stop - 1, -1, -1):
+            # Adding sample `start` in front: the sample after it is no longer the first one and saves its shared part.
+            tokens += lengths[start] - (shared[start + 1] if start + 1 < stop else 0)
+            terms += trained[start]
+            if options and (tokens > budget or terms > budget):
+                break
+            options.append((best[start][0] + 1, best[start][1] + shared[start], start))
+        best.append(min(options))
+    cuts, stop = [], len(samples)
+    while stop:
+        cuts.append((best[stop][2], stop))
+        stop = best[stop][2]
+    return [_row(samples, shared, start, stop) for start, stop in reversed(cuts)]
+
+
+def balance_rows(samples: list[Sample], shared: list[int], count: int) -> list[PlannedRow]:
+    """Cut sorted samples into `count` rows, none empty, with the smallest possible maximum load."""
+    lengths = [len(_tokens(sample)) for sample in samples]
+
+    def cut(limit: int) -> list[PlannedRow]:
+        rows, start, load = [], 0, 0
+        for i, length in enumerate(lengths):
+            more = _pairs(length, shared[i] if i > start else 0)
+            if i > start and load + more > limit:
+                rows.append(_row(samples, shared, start, i))
+                start, load, more = i, 0, _pairs(length, 0)
+            load += more
+        return [*rows, _row(samples, shared, start, len(samples))]
+
+    low, high = max(_pairs(length, 0) for length in lengths), sum(_pairs(length, 0) for length in lengths)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(cut(middle)) <= count else (middle + 1, high)
+    return _split(cut(low), count)
+
+
+def _split(rows: list[PlannedRow], count: int) -> list[PlannedRow]:
+    """Halve the row with the largest load among those of several samples, until there are `count` rows."""
+    rows = list(rows)
+    while len(rows) < count:
+        i = max((i for i, row in enumerate(rows) if len(row.samples) > 1), key=lambda i: rows[i].load)
+        samples, shared = rows[i].samples, rows[i].shared
+        middle = len(samples) // 2
+        rows[i : i + 1] = [_row(samples, shared, 0, middle), _row(samples, shared, middle, len(samples))]
+    return rows
+
+
+def _row(samples: list[Sample], shared: list[int], start: int, stop: int) -> PlannedRow:
+    return PlannedRow(samples[start:stop], [0, *shared[start + 1 : stop]])
+
+
+def _tokens(sample: Sample) -> np.ndarray:
+    return np.asarray(sample["input_ids"], np.int64)
+
+
+def _shared(before: np.ndarray, after: np.ndarray) -> int:
+    """Return the number of tokens of `after` that TRL's layout shares with `before`."""
+    length = min(len(before), len(after))
+    differences = np.flatnonzero(before[:length] != after[:length])
+    if len(differences) == 0 and len(before) == len(after):
+        return length
+    # Samples 1 2 3 and 1 2 4 have 2 tokens in common and share 1, because the second is followed by another token.
+    common = int(differences[0]) if len(differences) else length
+    return max(common - 1, 0)
+
+
+def _pairs(length: int, shared: int) -> int:
+    # Tokens at depths shared ... length - 1 see depth + 1 tokens each.
+    return (length * (length + 1) - shared * (shared + 1)) // 2
