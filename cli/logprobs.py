@@ -35,6 +35,14 @@ _score_options = option_group(
         ),
         click.option("--entropies", is_flag=True, help="Also write the entropy of the distribution of each token."),
         click.option(
+            "--temperature",
+            type=click.FloatRange(min=0),
+            help="As in treepack train: the sampler's temperature, if the data does not have it.",
+        ),
+        click.option(
+            "--ignore-temperature", is_flag=True, help="Compute at the temperature 1, which dpo needs, for all data."
+        ),
+        click.option(
             "--dtype",
             type=click.Choice(["auto", "fp32", "bf16"]),
             default="auto",

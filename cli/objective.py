@@ -38,6 +38,11 @@ _OPTIONS = [
         type=_NOT_NEGATIVE,
         help="Weight terms by old / sampling probability, with this maximum.",
     ),
+    click.option(
+        "--temperature",
+        type=click.FloatRange(min=0),
+        help="The sampler's temperature, if the data does not have it; it is an error if the data has another one.",
+    ),
     click.option("--beta", type=_NOT_NEGATIVE, help="Inverse temperature of dpo."),
 ]
 

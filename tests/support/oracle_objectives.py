@@ -18,7 +18,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollout:
-    """Token ids, and per token its loss weight (0 if it is not trained), advantage and log-probabilities."""
+    """Token ids, and per token its loss weight (0 if it is not trained), advantage and log-probabilities.
+
+    `temperatures` has the sampler's temperature of each token; None for 1.
+    """
 
     tokens: list[int]
     weights: list[float]
@@ -28,6 +31,7 @@ class Rollout:
     sampling: list[float]
     group: str
     reward: float
+    temperatures: list[float] | None = None
 
     @property
     def trained(self) -> list[int]:
@@ -37,7 +41,11 @@ class Rollout:
 def own_logprobs(model: Any, rollout: Rollout) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
     """Log-probability and entropy at each trained position, from the plain model run on this rollout alone."""
     tokens = torch.tensor(rollout.tokens)
-    logs = model(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    if rollout.temperatures is not None:
+        # logits[j - 1] predict token j; nothing reads the last ones
+        logits = logits / torch.tensor([*rollout.temperatures[1:], 1.0], dtype=logits.dtype)[:, None]
+    logs = logits.log_softmax(-1)
     logprobs = {j: logs[j - 1, rollout.tokens[j]] for j in rollout.trained}
     entropies = {j: -(logs[j - 1].exp() * logs[j - 1]).sum() for j in rollout.trained}
     return logprobs, entropies

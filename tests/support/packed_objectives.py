@@ -73,6 +73,8 @@ def as_trajectories(samples: Sequence[Rollout], *, without: Sequence[str] = ()) 
         }
         if "reward" not in without:
             columns["reward"] = rollout.reward
+        if rollout.temperatures is not None and "temperatures" not in without:
+            columns["temperatures"] = np.array([rollout.temperatures[j] for j in rollout.trained], np.float32)
         spans = list(zip(starts, ends, weights, strict=True))
         result.append(make(f"t{i}", rollout.tokens, spans=spans, group=rollout.group, **columns))
     return result

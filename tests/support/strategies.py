@@ -25,7 +25,9 @@ def make(
     spans = [(1, len(tokens), 1.0)] if spans is None else spans
     starts, ends, weights = zip(*spans, strict=True) if spans else ((), (), ())
     per_token = {
-        key: attributes.pop(key) for key in list(attributes) if key.endswith("logprobs") or key == "advantages"
+        key: attributes.pop(key)
+        for key in list(attributes)
+        if key.endswith("logprobs") or key in ("advantages", "temperatures")
     }
     content = Tokens(
         np.array(tokens, np.int32),

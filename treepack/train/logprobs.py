@@ -10,6 +10,7 @@ get the same value, and it is the value that each trajectory alone would give.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,8 +28,10 @@ from treepack.model.compatibility import check_fits, position_limit
 from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
-from treepack.model.loss import CHUNK
+from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.memory import LOADING, memory_errors
+from treepack.model.objectives import GREEDY
+from treepack.model.temperature import refuse_temperatures, temperature_of
 from treepack.pack.files import read_rows
 from treepack.pack.row import Row
 from treepack.train.ranks import find_device, find_dtype
@@ -45,12 +48,16 @@ class ScoreOptions:
     """The columns to write and options of the model.
 
     `column` "old" is the denominator of the ratios of `train --loss`, "ref" the reference of its KL divergences and of
-    dpo. With `entropies` the column term_entropy is written too. `dtype`, `attention`, `loss_chunk`, `device` and
-    `seed` are as in `train.options.TrainOptions`.
+    dpo. With `entropies` the column term_entropy is written too. Both are about softmax(logits / temperature), at the
+    temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
+    for all terms, which dpo needs. `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in
+    `train.options.TrainOptions`.
     """
 
     column: str = "old"
     entropies: bool = False
+    temperature: float | None = None
+    ignore_temperature: bool = False
     dtype: str = "auto"
     attention: str = "auto"
     loss_chunk: int = CHUNK
@@ -66,16 +73,24 @@ class ScoreOptions:
         for name, choices in (("column", COLUMNS), ("dtype", ("auto", "fp32", "bf16"))):
             if getattr(self, name) not in choices:
                 raise TreepackError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise TreepackError(f"temperature is {self.temperature}; expected a finite number above 0{GREEDY}")
+        if self.temperature is not None and self.ignore_temperature:
+            raise TreepackError("temperature and ignore_temperature exclude each other; omit one of them")
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Rows, model and options that fit together; `notes` are for the user."""
+    """Rows, model and options that fit together; `notes` are for the user.
+
+    `temperature` is that of all terms, or a phrase, see `model.temperature.temperature_of`.
+    """
 
     dataset: PackedDataset
     loaded: LoadedModel
     options: ScoreOptions
     notes: tuple[str, ...]
+    temperature: float | str
 
 
 def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -> Scoring:
@@ -93,6 +108,9 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             f"{packed}: its rows have no terms to write log-probabilities for; give the rollouts rewards or "
             "advantages and pack them again"
         )
+    if not options.ignore_temperature:
+        refuse_temperatures([dataset], options.temperature)
+    temperature = 1.0 if options.ignore_temperature else temperature_of(dataset, options.temperature)
     with memory_errors(*LOADING):
         loaded = load_model(
             model,
@@ -113,7 +131,9 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     )
     name = f"term_{options.column}_logprob"
     notes = (f"the column {name} of {packed} is replaced",) if name in dataset.term_columns else ()
-    return Scoring(dataset, loaded, options, (*loaded.notes, *notes))
+    if options.column == "ref" and temperature != 1:
+        notes = (*notes, "the reference is computed at the sampler's temperature; for dpo add --ignore-temperature")
+    return Scoring(dataset, loaded, options, (*loaded.notes, *notes), temperature)
 
 
 def scored_rows(scoring: Scoring) -> Iterator[Row]:
@@ -126,7 +146,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
     for row in read_rows(scoring.dataset.path):
         lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=options.dtype == "bf16")
         with lower, memory_errors(f"in row {row.row_id} of {len(row.input_ids):,} tokens", _SMALLER):
-            logprobs, entropies = term_scores(loaded, row, chunk=options.loss_chunk)
+            logprobs, entropies = term_scores(loaded, row, options)
         # A ratio or divergence with such a value would make the loss of its step NaN, much later.
         if not np.isfinite(logprobs).all():
             raise TreepackError(
@@ -140,7 +160,7 @@ def scored_rows(scoring: Scoring) -> Iterator[Row]:
 
 
 @torch.no_grad()
-def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[Float64, Float64]:
+def term_scores(loaded: LoadedModel, row: Row, options: ScoreOptions) -> tuple[Float64, Float64]:
     """Return the log-probability and the entropy of each term's token, float64 [N], from one forward pass."""
     batch = make_batch(row, multiple=row_multiple(loaded.attention))
     terms = batch.terms
@@ -148,7 +168,11 @@ def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[F
     if len(terms.tokens) == 0:  # no trained token in this row: nothing to compute
         return np.zeros(0), np.zeros(0)
     # One value per trained token, which `index` repeats for its terms: values [-1, -2], index [0, 1, 1] -> [-1, -2, -2]
-    scores = row_logprobs(loaded, prepare_batch(loaded, batch), terms.tokens.to(loaded.device), chunk=chunk)
+    batch, tokens = prepare_batch(loaded, batch), terms.tokens.to(loaded.device)
+    temperature = filled_temperature(None if options.ignore_temperature else terms.temperature, options.temperature)
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.to(loaded.device)
+    scores = row_logprobs(loaded, batch, tokens, temperature=temperature, chunk=options.loss_chunk)
     logprobs, entropies = (values.double().cpu()[terms.index].numpy() for values in scores)
     return logprobs, entropies
 
@@ -156,6 +180,12 @@ def term_scores(loaded: LoadedModel, row: Row, *, chunk: int = CHUNK) -> tuple[F
 def scored_provenance(scoring: Scoring) -> Provenance:
     """Return the provenance of the scored rows: that of the input, and the model that computed each column."""
     manifest, options = scoring.dataset.manifest, scoring.options
-    model = {"model": scoring.loaded.source, "dtype": options.dtype, "attention": scoring.loaded.attention}
+    model: dict[str, Any] = {
+        "model": scoring.loaded.source,
+        "dtype": options.dtype,
+        "attention": scoring.loaded.attention,
+    }
+    if scoring.temperature != 1:
+        model["temperature"] = scoring.temperature
     logprobs = {**(manifest.get("logprobs") or {}), options.column: model}
     return replace(Provenance.of(manifest), logprobs=logprobs)
