@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -35,10 +34,10 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 # Linear layers that choose experts, which "auto" leaves as they are: their result is a choice, no feature of a token.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-# Parts of PEFT's LoraConfig that change more than linear layers token by token, or the base itself.
+# Parts of PEFT's LoraConfig that change more than products of tokens with weights, or the base itself.
 _REFUSED_PARTS = (
     "layer_replication alora_invocation_tokens arrow_config target_parameters trainable_token_indices "
-    "use_qalora use_bdlora megatron_config monteclora_config velora_config kasa_config"
+    "use_qalora use_bdlora megatron_config monteclora_config velora_config kasa_config lora_bias bias"
 ).split()
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # the others subtract the first adapter from the base
 
@@ -219,6 +218,7 @@ def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) ->
         r=options.rank,
         lora_alpha=options.scale_alpha,
         target_modules=_target_names(causal, options.targets, source),
+        fan_in_fan_out=any(isinstance(module, _conv1d()) for module in causal.modules()),
     )
     with translate_errors(f"{source}: PEFT cannot put an adapter on it", "choose other lora_targets"):
         model = get_peft_model(causal, config)
@@ -280,9 +280,14 @@ def _matches(causal: Any, target: str, linear: list[str], source: str) -> list[s
 
 
 def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | _conv1d())
+
+
+def _conv1d() -> Any:
+    """Return the class of GPT-2's linear layers, whose weights are transposed: [in, out]."""
     from transformers.pytorch_utils import Conv1D
 
-    return isinstance(module, nn.Linear | Conv1D)
+    return Conv1D
 
 
 def read_adapter(causal: Any, adapter: Adapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:
@@ -330,7 +335,7 @@ def _check_kind(config: Any, source: str) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise TreepackError(f"{source}: is an adapter of the kind {kind}; expected LORA")
-    used = next((name for name in _REFUSED_PARTS if getattr(config, name, None)), None)
+    used = next((name for name in _REFUSED_PARTS if getattr(config, name, None) not in (None, False, "none")), None)
     if used is not None:
         raise TreepackError(f"{source}: its adapter uses {used}, which treepack does not support; train another one")
     if config.init_lora_weights not in _PLAIN_INITS:
@@ -351,6 +356,27 @@ def _stored_names(model: Any) -> dict[str, str]:
     names = {id(tensor): name for name, tensor in tensors.items()}
     stored = get_peft_model_state_dict(model, state_dict=dict(tensors), save_embedding_layers=False)
     return {name: names[id(tensor)] for name, tensor in stored.items()}
+
+
+def check_trainable(source: str | Path, options: LoraOptions, *, sharded: bool) -> None:
+    """Refuse options of a training run, before its model is loaded.
+
+    Raises:
+        TreepackError: a package is missing, there is nothing to train, or a base of 4 bits would be sharded.
+    """
+    require_packages(quantize=options.quantize is not None)
+    _, adapter = base_of(source, options)
+    if adapter is None and options.rank is None:
+        raise TreepackError(f"{source}: contains no adapter to train; give lora_rank for a new one")
+    if options.quantize and sharded:
+        raise TreepackError(f"{source}: a base of 4 bits cannot be sharded over ranks; train without quantize")
+
+
+def num_weights(parameter: Tensor) -> int:
+    """Return the number of weights in a parameter, which may be rounded to 4 bits."""
+    # bitsandbytes packs two weights into a byte and remembers the shape: [16, 16] is uint8 [128, 1]
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def is_adapted(model: Any) -> bool:
@@ -374,12 +400,12 @@ def base_name(name: str) -> str:
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
+def adapter_base(model: Any) -> str:
+    """Return the name of the base of a PeftModel, as `save_adapter` writes it."""
+    return str(model.peft_config["default"].base_model_name_or_path)
+
+
 def save_adapter(model: Any, directory: Path, weights: dict[str, Any] | None) -> None:
     """Write the adapter of a PeftModel in PEFT's own format; `weights` are whole tensors of a sharded model."""
     options: dict[str, Any] = {} if weights is None else {"state_dict": weights}
     model.save_pretrained(directory, save_embedding_layers=False, **options)
-
-
-def trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that training changes: all of a whole model, those of the adapter of a PeftModel."""
-    yield from (parameter for parameter in model.parameters() if parameter.requires_grad)

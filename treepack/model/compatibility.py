@@ -99,7 +99,7 @@ def check_fits(
         TreepackError: if token ids are outside the vocabulary, another tokenizer made the data, positions are beyond
             the model's limit, or rows are longer than the model's sliding window.
     """
-    source, model = loaded.source, loaded.model
+    source, model = loaded.source, loaded.causal
     vocabulary = min(len(model.get_input_embeddings().weight), len(model.get_output_embeddings().weight))
     if max_token_id >= vocabulary:
         raise TreepackError(
@@ -129,16 +129,22 @@ def check_fits(
 def saved_tokenizer(source: str) -> Any:
     """Return the tokenizer saved with the weights at `source`, or None if a local source has none.
 
+    An adapter without a tokenizer has that of its base.
+
     Raises:
         TreepackError: if a model on the hub has no tokenizer, or the tokenizer cannot be loaded.
     """
     from treepack.ingest.tokenization import load_tokenizer
+    from treepack.model.adapter import find_adapter
     from treepack.model.source import local_source
 
     source = local_source(source)
     path = Path(source)
-    if path.suffix == ".json" or (path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES)):
+    if path.suffix == ".json":
         return None
+    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        adapter = find_adapter(source)
+        return None if adapter is None else saved_tokenizer(adapter.base)
     return load_tokenizer(source)
 
 

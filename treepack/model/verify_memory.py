@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from treepack.attention.reference import QUERIES
+from treepack.model.adapter import num_weights
 
 # Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
 _USABLE = 0.8
@@ -39,6 +40,7 @@ class ModelSizes:
     """
 
     parameters: int
+    trained: int  # those with a gradient
     embeddings: int
     layers: int
     hidden: int
@@ -92,7 +94,7 @@ def plan_memory(
         longest_path: tokens of the longest trajectory, on which the cost of attention depends.
         max_operations: maximum floating-point operations; None for any number.
     """
-    gradients = sizes.parameters * sizes.item
+    gradients = sizes.trained * sizes.item
     # Logits of a chunk with their softmax and gradient; the gradient of the output layer of a chunk, of the chunks
     # before it, and their sum.
     fixed = (4 * LOGITS_CHUNK * sizes.embeddings // max(1, sizes.hidden) + 3 * sizes.embeddings) * sizes.item
@@ -132,7 +134,8 @@ def model_sizes(model: Any, *, attention: str) -> ModelSizes:
     # Fused attention of torch takes float32 on a GPU, and both on a CPU; eager attention never is.
     fused = model._supports_sdpa and (device.type == "cpu" or dtype == torch.float32)
     return ModelSizes(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=sum(num_weights(p) for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         embeddings=model.get_output_embeddings().weight.numel(),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,

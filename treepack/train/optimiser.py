@@ -8,8 +8,8 @@ from treepack.train.run import TrainingRun
 
 
 def make_optimiser(run: TrainingRun) -> torch.optim.AdamW:
-    """Return AdamW over all parameters, without weight decay for parameters of one dimension (biases and norms)."""
-    options, parameters = run.options, list(run.loaded.model.parameters())
+    """Return AdamW over all trained parameters, without weight decay for those of one dimension (biases and norms)."""
+    options, parameters = run.options, [p for p in run.loaded.model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},

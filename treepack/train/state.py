@@ -2,7 +2,8 @@
 
     model, optimiser, generators --training_state--> dict --(torch.distributed.checkpoint, DCP)--> load_state
 
-    model.NAME            a parameter or persistent buffer, a DTensor if FSDP2 shards it; tied ones once
+    model.NAME            a parameter or persistent buffer, a DTensor if FSDP2 shards it; tied ones once; of a model
+                          with an adapter only the adapter
     optimiser.NAME.KEY    the optimiser's state of the parameter NAME; absent before its first update
     optimiser             its parameter groups: options and names
     random.RANK           states of Python's, numpy's and torch's generators on that rank
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from treepack.errors import TreepackError
+from treepack.model.adapter import is_adapted
 
 
 def training_state(model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: int) -> dict[str, Any]:
@@ -96,12 +98,15 @@ def _load(path: Path, state: dict[str, Any], collective: dict[str, Any]) -> None
 
 
 def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers (not copies), tied ones under the first of their names."""
+    """Return parameters and persistent buffers (not copies), tied ones under the first of their names.
+
+    Of a model with an adapter, only what is trained: the rest is in the files of the base model.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     # Without keep_vars, state_dict makes new tensors, and tied weights would have two identities.
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
+        if id(value) not in seen and (value.requires_grad or not is_adapted(model)):
             seen.add(id(value))
             tensors[name] = value
     return tensors

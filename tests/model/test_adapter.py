@@ -1,0 +1,307 @@
+"""LoRA: gradients of adapters equal those of trajectories alone; adapters are found, read and refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from support.oracle_model import Sample, alone, gradients, keep_norms, make_row, tiny_config, tiny_model, worst_error
+from treepack import TreepackError
+from treepack.data.batch import Batch, make_batch
+from treepack.model.adapter import LoraOptions, assign, find_adapter, initial_weights, num_weights, save_adapter
+from treepack.model.forward import row_logprobs, row_loss
+from treepack.model.layers import adapt_layers
+from treepack.model.load import load_merged, load_model
+from treepack.model.loaded import LoadedModel
+from treepack.model.verify import verify_gradients
+
+SAMPLES = [
+    Sample((1, 2, 3, 4, 5), (0, 1, 1, 1, 1)),
+    Sample((1, 2, 3, 6, 7, 8), (0, 0, 1, 2, 1, 1)),
+    Sample((1, 2, 9), (0, 1, 1)),
+    Sample((1, 2, 3), (0, 0, 0.5)),
+]
+
+
+def row() -> Batch:
+    return make_batch(make_row(SAMPLES))
+
+
+def adapted(
+    path: Path, kind: str = "qwen3", *, dtype: torch.dtype = torch.float64, lora: LoraOptions | None = None
+) -> LoadedModel:
+    """A random model with a random adapter, whose B is not 0."""
+    options: dict[str, Any] = {"attention": "reference", "dtype": dtype, "lora": lora or LoraOptions(rank=3)}
+    loaded = load_model(tiny_config(path / f"{kind}.json", kind), **options)
+    assign(loaded.model, initial_weights(loaded.model, 1, random_b=True), dtype)
+    keep_norms(loaded.causal)
+    return loaded
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    tiny_model("qwen3", dtype=torch.float32).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def saved(base: Path, **options: Any) -> Path:
+    """An adapter that PEFT itself made and saved, with a random B."""
+    config = {"r": 2, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", **options}
+    config = {"init_lora_weights": False, **config}  # False: B is random
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), peft.LoraConfig(**config))
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(base.parent / "adapter", save_embedding_layers=False)
+    return base.parent / "adapter"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_of_an_adapter_equal_those_of_trajectories_alone(
+    tmp_path: Path, kind: str, checkpointing: bool
+) -> None:
+    loaded = adapted(tmp_path, kind)
+    adapt_layers(loaded.causal, checkpointing=checkpointing, compiled=False)
+    loaded.model.train()  # recomputation works in this mode only; the embeddings are frozen
+    loss = row_loss(loaded, row())
+    torch.autograd.backward(loss)
+    packed = gradients(loaded.model)
+    loaded.causal.set_attn_implementation("sdpa")
+    expected_loss, expected = alone(loaded.model.eval(), SAMPLES)
+    trained = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-9)
+    assert all("lora_" in name and bool(expected[name].any()) for name in trained)
+    assert worst_error(packed, expected) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        {"use_rslora": True},
+        pytest.param({"rank_pattern": {"down_proj": 4}, "alpha_pattern": {"q_proj": 3}}, marks=pytest.mark.slow),
+        {"modules_to_save": ["embed_tokens"]},
+        {"lora_dropout": 0.05},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_an_adapter_of_peft_is_read_with_its_weights_and_trains_exactly(base: Path, options: dict[str, Any]) -> None:
+    directory = saved(base, **options)
+    theirs = peft.PeftModel.from_pretrained(tiny_model("qwen3", dtype=torch.float32), str(directory)).eval()
+    tokens = torch.tensor([SAMPLES[1].tokens])
+    loaded = load_model(directory, attention="reference")
+    loaded.causal.set_attn_implementation("sdpa")
+    torch.testing.assert_close(loaded.model(tokens).logits, theirs(tokens).logits)
+    loaded = load_model(directory, attention="reference", dtype=torch.float64)
+    assert any("lora_dropout set to 0" in note for note in loaded.notes) is ("lora_dropout" in options)
+    report = verify_gradients(loaded, [row()])
+    assert report.passed, report.worst
+    assert len(report.errors) == sum(p.requires_grad for p in loaded.model.parameters()) > 0
+
+
+def test_log_probabilities_of_an_adapter_are_those_of_trajectories_alone(tmp_path: Path) -> None:
+    loaded = adapted(tmp_path)
+    tokens = torch.tensor([1, 3, 4, 7])
+    logprobs, _ = row_logprobs(loaded, row(), tokens)
+    loaded.causal.set_attn_implementation("sdpa")
+    batch = row()
+    for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
+        path = [token]
+        while path[0] >= 0:
+            path.insert(0, int(batch.parent[path[0]]))
+        ids = batch.input_ids[path[1:]]
+        expected = loaded.model(input_ids=ids[None]).logits[0, -2].log_softmax(-1)[ids[-1]]
+        assert logprob == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_a_new_adapter_changes_nothing_and_has_the_same_weights_in_every_dtype(base: Path) -> None:
+    single, double = (
+        load_model(base, dtype=dtype, lora=LoraOptions(rank=3)) for dtype in (torch.float32, torch.double)
+    )
+    plain = load_model(base)
+    for loaded in (single, plain):
+        loaded.causal.set_attn_implementation("sdpa")
+    tokens = torch.tensor([SAMPLES[1].tokens])
+    assert torch.equal(single.model(tokens).logits, plain.model(tokens).logits)
+    pairs = zip(single.model.named_parameters(), double.model.named_parameters(), strict=True)
+    trained = [(name, a, b) for (name, a), (_, b) in pairs if a.requires_grad]
+    assert len(trained) == 2 * 7 * 2  # A and B of seven linear layers, twice
+    for name, a, b in trained:
+        assert torch.equal(a.double(), b), name
+        assert bool(a.any()) is ("lora_A" in name)
+
+
+def test_a_merged_model_computes_what_base_and_adapter_compute(base: Path, tmp_path: Path) -> None:
+    loaded = load_model(base, lora=LoraOptions(rank=3, targets="q_proj, layers.1.mlp.up_proj"))
+    assign(loaded.model, initial_weights(loaded.model, 1, random_b=True), torch.float32)
+    save_adapter(loaded.model, tmp_path / "adapter", None)
+    merged = load_merged(str(base), tmp_path / "adapter", seed=0)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    loaded.causal.set_attn_implementation("sdpa")
+    merged.set_attn_implementation("sdpa")
+    tokens = torch.tensor([SAMPLES[1].tokens])
+    torch.testing.assert_close(merged(tokens).logits, loaded.model(tokens).logits)
+
+
+def test_targets_choose_layers_by_the_ends_of_their_names(base: Path) -> None:
+    loaded = load_model(base, lora=LoraOptions(rank=3, targets="q_proj, layers.1.mlp.up_proj"))
+    layers = [name.removesuffix(".lora_A.default") for name, _ in loaded.causal.named_modules() if "lora_A.d" in name]
+    q_proj = [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
+    assert sorted(layers) == sorted([*q_proj, "model.layers.1.mlp.up_proj"])
+
+
+def test_routers_have_no_adapter_unless_all_linear_layers_have_one(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up_proj = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def targets(choice: str) -> list[str]:
+        loaded = load_model(tiny_config(tmp_path / "tiny.json"))
+        for layer in loaded.causal.model.layers:
+            layer.router_and_more = Layer()
+        from treepack.model.adapter import _target_names
+
+        return _target_names(loaded.causal, choice, "tiny")
+
+    both = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert set(targets("auto")) == both
+    assert set(targets("all-linear")) == both | {"gate"}
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"dropout": 0.05}, "lora_dropout is 0.05, but a token shared by branches has one hidden state"),
+        ({"merge": True, "quantize": "nf4"}, "merge is not possible over a base of 4 bits"),
+        ({"quantize": "int8"}, "quantize is 'int8'; expected nf4"),
+        ({"rank": 0}, "lora_rank is 0; expected at least 1"),
+        ({"rank": None, "alpha": 8.0}, "give lora_rank too"),
+        ({"alpha": 0.0}, "lora_alpha is 0.0; expected a positive number"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(TreepackError, match=complaint):
+        LoraOptions(**{"rank": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("targets", "complaint"),
+    [
+        ("q_proj,query", "no linear layer is named 'query'; its names are down_proj, gate_proj, .*v_proj"),
+        ("lm_head", "lm_head is the output layer, which must have no adapter"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(tmp_path: Path, targets: str, complaint: str) -> None:
+    with pytest.raises(TreepackError, match=complaint):
+        load_model(tiny_config(tmp_path / "tiny.json"), lora=LoraOptions(rank=2, targets=targets))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"target_modules": ["q_proj", "lm_head"]}, "output layer is a peft.tuners.lora.layer.Linear.* adapter on it"),
+        ({"modules_to_save": ["lm_head"]}, "output layer is a peft.utils.other.ModulesToSaveWrapper.* adapter on it"),
+        ({"trainable_token_indices": [1]}, "its adapter uses trainable_token_indices, which treepack does not support"),
+        ({"lora_bias": True}, "its adapter uses lora_bias"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "its adapter uses layer_replication"),
+        ({"init_lora_weights": "pissa"}, "its adapter starts with 'pissa', which changes the base model"),
+    ],
+)
+def test_kinds_of_lora_that_cannot_be_are_refused_by_name(base: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(TreepackError, match=complaint):
+        load_model(saved(base, **options))
+
+
+def test_other_kinds_of_adapters_are_refused_by_name(base: Path) -> None:
+    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), config)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(base.parent / "ia3")
+    with pytest.raises(TreepackError, match="is an adapter of the kind IA3; expected LORA"):
+        load_model(base.parent / "ia3")
+
+
+def test_an_adapter_that_does_not_fit_its_base_is_refused(base: Path) -> None:
+    directory = saved(base)
+    config = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "r": 3}))
+    with pytest.raises(TreepackError, match=r"lora_A.weight has the shape \[2, \d+\] in the adapter and \[3, \d+\]"):
+        load_model(directory)
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
+    with pytest.raises(TreepackError, match=r"the model has no base_model.*down_proj.lora_A.weight"):
+        load_model(directory)
+    (directory / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    with pytest.raises(TreepackError, match="names no base model"):
+        load_model(directory)
+
+
+def test_a_second_adapter_is_refused_and_a_whole_model_has_none(base: Path) -> None:
+    assert find_adapter(base) is None
+    with pytest.raises(TreepackError, match="contains an adapter, which training continues; leave out lora_rank"):
+        load_model(saved(base), lora=LoraOptions(rank=2))
+
+
+def four_bits(base: Path) -> LoadedModel:
+    loaded = load_model(base, attention="reference", lora=LoraOptions(rank=3, quantize="nf4"))
+    assign(loaded.model, initial_weights(loaded.model, 1, random_b=True), torch.float32)
+    return loaded
+
+
+def rounded_base(loaded: LoadedModel, base: Path) -> LoadedModel:
+    """The model of `loaded` in float64, with the rounded weights of its base as ordinary numbers."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    exact = load_model(base, attention="reference", dtype=torch.float64, lora=LoraOptions(rank=3))
+    parameters = dict(loaded.model.named_parameters())
+    for name, parameter in exact.model.named_parameters():
+        mine: Any = parameters[name]
+        state = getattr(mine, "quant_state", None)
+        parameter.data = (mine.data if state is None else dequantize_4bit(mine.data, state)).double()
+    keep_norms(exact.causal)
+    return exact
+
+
+def test_over_4_bits_the_error_is_at_most_twice_the_rounding_of_trajectories_alone(base: Path) -> None:
+    loaded = four_bits(base)
+    quantized = [parameter for parameter in loaded.model.parameters() if hasattr(parameter, "quant_state")]
+    assert len(quantized) == 14
+    assert sum(map(num_weights, quantized)) == 2 * sum(parameter.numel() for parameter in quantized)
+    torch.autograd.backward(row_loss(loaded, row()))
+    packed = gradients(loaded.model)
+    loaded.causal.set_attn_implementation("sdpa")
+    _, single = alone(loaded.model, SAMPLES)
+    exact = rounded_base(loaded, base)
+    exact.causal.set_attn_implementation("sdpa")
+    _, expected = alone(exact.model, SAMPLES)
+    trained = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+
+    def error(actual: dict[str, torch.Tensor]) -> float:
+        parts = [(actual[name].double() - expected[name]).norm() for name in trained]
+        return float(torch.stack(parts).norm() / torch.stack([expected[name].norm() for name in trained]).norm())
+
+    assert 0 < error(packed) <= 2 * error(single) < 1e-5
+
+
+def test_an_adapter_over_4_bits_is_read_again_over_4_bits(base: Path, tmp_path: Path) -> None:
+    loaded = four_bits(base)
+    save_adapter(loaded.model, tmp_path / "adapter", None)
+    again = load_model(tmp_path / "adapter", attention="reference", lora=LoraOptions(quantize="nf4"))
+    over_whole = load_model(tmp_path / "adapter", attention="reference")
+    losses = [row_loss(each, row()).item() for each in (loaded, again, over_whole)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_random_weights_and_float64_have_no_4_bits(base: Path, tmp_path: Path) -> None:
+    lora = LoraOptions(rank=2, quantize="nf4")
+    with pytest.raises(TreepackError, match="is a config file; quantize needs the directory of a model"):
+        load_model(tiny_config(tmp_path / "tiny.json"), lora=lora)
+    with pytest.raises(TreepackError, match="a base of 4 bits has no products in float64"):
+        load_model(base, dtype=torch.float64, lora=lora)
