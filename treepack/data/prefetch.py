@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from treepack.data.batch import Batch
-from treepack.data.dataset import AHEAD_ROWS, PackedDataset
+from treepack.data.dataset import AHEAD_ROWS
+from treepack.data.mixture import AnyDataset
 
 # Decoded rows that may wait. One is enough if all rows take equally long; the second covers for a row that must decode
 # a new row group.
@@ -28,7 +29,7 @@ class Prefetch:
     Call `close` to stop the thread early. If the thread fails on a row, `next` raises the error in place of that row.
     """
 
-    def __init__(self, dataset: PackedDataset, rows: Iterable[int | None], *, pin: bool) -> None:
+    def __init__(self, dataset: AnyDataset, rows: Iterable[int | None], *, pin: bool) -> None:
         """Start to read rows.
 
         Args:
@@ -86,7 +87,7 @@ class Prefetch:
             self._queue.put(last)
 
 
-def _announced(dataset: PackedDataset, rows: Iterable[int | None]) -> Iterator[int | None]:
+def _announced(dataset: AnyDataset, rows: Iterable[int | None]) -> Iterator[int | None]:
     """Yield `rows`, after the dataset got to know them and those that follow."""
     iterator = iter(rows)
     block = tuple(itertools.islice(iterator, AHEAD_ROWS // 2))

@@ -18,8 +18,10 @@ import torch
 from pyarrow import compute
 
 from treepack.data.dataset import PackedDataset
+from treepack.data.mixture import AnyDataset, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.model.objectives import Objective, preference_pairs
+from treepack.model.temperature import check_temperatures
 from treepack.trajectory import Float64, Int64
 
 # Remedy for each column that an objective may need and the directory may lack.
@@ -51,14 +53,33 @@ class TrajectoryTable:
     pairs: Int64 | None
 
 
-def check_columns(dataset: PackedDataset, objective: Objective) -> None:
+def check_columns(dataset: AnyDataset, objective: Objective) -> None:
     """Refuse a dataset that lacks a column of the objective or has it for some trajectories only.
+
+    Raises:
+        TreepackError: if a column is missing or incomplete, the weights are normalised already, or the loss cannot be
+            computed at the temperatures of the data.
+    """
+    if objective.loss == "sft":
+        return
+    sources = sources_of(dataset)
+    for source in sources:
+        _check_source(source, objective)
+    old = ["term_old_logprob" in source.term_columns for source in sources]
+    if objective.loss != "dpo" and any(old) and not all(old):
+        raise TreepackError(
+            f"{sources[old.index(False)].path}: has no term_old_logprob and {sources[old.index(True)].path} has it; "
+            f"{_REMEDIES['term_old_logprob']}"
+        )
+    check_temperatures(sources, objective)
+
+
+def _check_source(dataset: PackedDataset, objective: Objective) -> None:
+    """Refuse one directory, see `check_columns`.
 
     Raises:
         TreepackError: if a column is missing or incomplete, or the weights are normalised already.
     """
-    if objective.loss == "sft":
-        return
     name = objective.name
     for column in ("term_token", *objective.columns):
         if column not in dataset.term_columns:
@@ -85,7 +106,7 @@ def check_columns(dataset: PackedDataset, objective: Objective) -> None:
         )
 
 
-def trajectory_table(dataset: PackedDataset, objective: Objective) -> TrajectoryTable:
+def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTable:
     """Read the trajectory table of a directory; O(terms) in time, O(trajectories) in memory.
 
     Raises:
@@ -110,8 +131,9 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
     # counts [0, 2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
     first = np.cumsum(np.concatenate(counts))
     row = np.repeat(np.arange(len(dataset)), np.diff(first))
-    # A group name may come back in another training step; it is then another group.
-    keys = [(dataset.steps[r], name) for r, name in zip(row.tolist(), names, strict=True)]
+    # A group name may come back in another training step or directory; it is then another group.
+    source = source_of_rows(dataset).tolist()
+    keys = [(source[r], dataset.steps[r], name) for r, name in zip(row.tolist(), names, strict=True)]
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     group = np.array([codes[key] for key in keys], np.int64)
     weight: Float64 = np.concatenate(weights)
@@ -120,7 +142,7 @@ def trajectory_table(dataset: PackedDataset, objective: Objective) -> Trajectory
         reward = np.concatenate(rewards)
         pairs = _count_pairs(first, group, weight, reward)
         # A trajectory without weight is in no pair, so its reward must not split one.
-        _refuse_split_pairs(dataset, row, [name for _, name in keys], group, np.where(weight > 0, reward, np.nan))
+        _refuse_split_pairs(dataset, row, [name for _, _, name in keys], group, np.where(weight > 0, reward, np.nan))
         if not pairs.any():
             raise TreepackError(
                 f"{dataset.path}: no two trajectories of a group have different rewards, so dpo has no pair; "
@@ -148,7 +170,7 @@ def _count_pairs(first: Int64, group: Int64, weight: Float64, reward: Float64) -
     return np.array(counts, np.int64)
 
 
-def _refuse_split_pairs(dataset: PackedDataset, row: Int64, names: list[str], group: Int64, reward: Float64) -> None:
+def _refuse_split_pairs(dataset: AnyDataset, row: Int64, names: list[str], group: Int64, reward: Float64) -> None:
     """Refuse a group in several rows, unless all of its rewards are equal and it has no pair.
 
     Raises:
@@ -168,7 +190,7 @@ def _refuse_split_pairs(dataset: PackedDataset, row: Int64, names: list[str], gr
             )
 
 
-def trainable_rows(dataset: PackedDataset, table: TrajectoryTable | None) -> Int64:
+def trainable_rows(dataset: AnyDataset, table: TrajectoryTable | None) -> Int64:
     """Return the indices of the rows with a loss: rows with weight or, for dpo, rows with a pair."""
     rows: Int64 = np.flatnonzero(dataset.total_weight if table is None or table.pairs is None else table.pairs)
     return rows

@@ -55,6 +55,7 @@ from treepack.train.checkpoint_files import (
     list_steps,
     read_record,
     step_of,
+    step_of_name,
     sync_names,
     write_record,
 )
@@ -95,6 +96,7 @@ class Checkpoints:
             raise TreepackError(f"keep is {keep}; expected at least 1 checkpoint")
         self._directory, self._upload = directory, upload
         self._keep = keep
+        self._best: int | None = None
         # A group of its own: the collectives of the thread must not mix with the collectives of training, which run at
         # the same time. gloo, because the copies are on the CPU.
         self._ranks = all_ranks(new_group=True)
@@ -113,7 +115,15 @@ class Checkpoints:
         self._staged: list[str] = []
         _expect_one_process()
 
-    def save(self, step: int, model: nn.Module, optimiser: torch.optim.Optimizer, position: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimiser: torch.optim.Optimizer,
+        position: dict[str, Any],
+        *,
+        best: int | None = None,
+    ) -> None:
         """Start to write the checkpoint of `step`, after the previous one is finished.
 
         Args:
@@ -121,11 +131,13 @@ class Checkpoints:
             model: its parameters and persistent buffers are saved, tied ones once.
             optimiser: its state, if it has one yet, and its parameter groups are saved.
             position: JSON values that the caller needs to continue; the values of rank 0 are saved.
+            best: the step of a checkpoint to keep however old it is.
 
         Raises:
             TreepackError: the save before this one failed.
         """
         self.wait()
+        self._best = best  # the thread reads it, and is idle now
         record = {"step": step, "position": json.loads(json.dumps(position, allow_nan=False))}
         staged = self._copy_to_cpu(training_state(model, optimiser, rank=self._ranks.rank))
         self._pending = self._thread.submit(self._write, staged, record)
@@ -232,7 +244,7 @@ class Checkpoints:
         try:
             write_record(partial, fields, files, world_size=self._ranks.size)
             if self._upload is not None:
-                self._upload.complete(partial, path.name, keep=self._keep)
+                self._upload.complete(partial, path.name, keep=self._keep, best=self._best)
                 return None
             # A directory cannot replace another in one step. If the process dies between the two renames, `latest`
             # uses the one with the suffix .replaced-*.
@@ -252,7 +264,8 @@ class Checkpoints:
         return str(error) if is_sentence else describe_error(error)
 
     def _remove_older(self, written: Path) -> None:
-        """Remove old checkpoints: keep the one just `written` and the newest whole ones before it, `keep` in total.
+        """Remove old checkpoints: keep the one just `written`, the newest whole ones before it, in total `keep`, and
+        the best one.
 
         Later ones are kept. They do not belong to this run, which would have continued from them: they are damaged, or
         another run wrote them.
@@ -263,6 +276,8 @@ class Checkpoints:
         for path in list_steps(self._directory):
             if path == written or step_of(path) > step_of(written):
                 continue
+            if step_of(path) == self._best and has_all_files(path):
+                continue
             if num_kept < self._keep and step_of(path) < step_of(written) and has_all_files(path):
                 num_kept += 1
                 continue
@@ -272,7 +287,9 @@ class Checkpoints:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def latest(directory: Path, store: RemotePath | None = None) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
+def latest(
+    directory: Path, store: RemotePath | None = None, *, step: int | None = None
+) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
     """Return the newest whole checkpoint, or None if there is none, and a note on each newer damaged one.
 
     The size and hash of every file are compared with checkpoint.json; each rank reads a part of the files.
@@ -280,12 +297,14 @@ def latest(directory: Path, store: RemotePath | None = None) -> tuple[SavedCheck
     Args:
         directory: directory of the checkpoints; with `store` a directory for copies, which ranks may share.
         store: address of the checkpoints in an object store.
+        step: only the checkpoint of this step counts.
 
     Raises:
         TreepackError: there are checkpoints and all of them are damaged, or the store fails.
     """
     ranks = all_ranks()
     names = ranks.together(lambda: _names(directory, store) if ranks.rank == 0 else [])[0]
+    names = [name for name in names if step is None or step_of_name(name) == step]
     faults: list[str] = []
     for name in names:
         read = functools.partial(_record, directory, store, name)

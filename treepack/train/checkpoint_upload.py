@@ -43,7 +43,7 @@ class CheckpointUpload:
         for entry in files:
             self._uploads.send(folder / entry["name"], f"{self._name}/{step}/{entry['name']}")
 
-    def complete(self, folder: Path, step: str, *, keep: int) -> None:
+    def complete(self, folder: Path, step: str, *, keep: int, best: int | None = None) -> None:
         """Upload the record of a checkpoint whose other files are uploaded, and remove older checkpoints.
 
         Called on the first rank. The metrics come first, so that they have every step of a complete checkpoint.
@@ -51,7 +51,7 @@ class CheckpointUpload:
         patiently(self._uploads.push)
         patiently(self._uploads.check_owner)
         self._uploads.send(folder / RECORD, f"{self._name}/{step}/{RECORD}", expected=None)
-        patiently(lambda: self._remove_older(step, keep))
+        patiently(lambda: self._remove_older(step, keep, best))
 
     def keep(self) -> Path:
         """Keep the folder of this rank after the run, because files of it could not be uploaded; return it."""
@@ -63,11 +63,13 @@ class CheckpointUpload:
             if name == step or RECORD not in files:
                 self._remove(name, files)
 
-    def _remove_older(self, written: str, keep: int) -> None:
-        """Keep the checkpoint `written` and the newest `keep` - 1 complete ones before it; later ones are kept too."""
+    def _remove_older(self, written: str, keep: int, best: int | None) -> None:
+        """Keep the checkpoint `written`, the newest `keep` - 1 complete ones before it, `best`, and all later ones."""
         steps = list_checkpoints(self.prefix)
         num_kept = 1
         for name, files in list(steps.items())[list(steps).index(written) + 1 :]:
+            if RECORD in files and step_of_name(name) == best:
+                continue
             if RECORD in files and num_kept < keep:
                 num_kept += 1
             else:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,11 @@ from treepack.files.address import AnyPath, RemotePath, as_path
 from treepack.files.directory import RUN, finished_file, refuse_existing
 from treepack.files.object_store import ExistsError, first_line
 from treepack.files.patience import patiently
-from treepack.model.load import hide_progress_bars
+from treepack.model.adapter import adapter_base, is_adapted, save_adapter
+from treepack.model.load import hide_progress_bars, load_merged
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
-from treepack.train.run import TrainingRun
+from treepack.train.run import Packed, TrainingRun, repair_generation_config
 from treepack.train.schedule import learning_rate, plan_steps
 
 _log = logging.getLogger("treepack")
@@ -69,7 +70,7 @@ def begin(run: TrainingRun, out: AnyPath, *, overwrite: bool, resume: bool) -> N
     Raises:
         TreepackError: `out` exists and may not be replaced, or was written by a run that computes something else.
     """
-    check_out(out, inputs=[run.dataset.path, run.loaded.source], overwrite=overwrite, resume=resume)
+    check_out(out, inputs=[*run.paths, run.loaded.source], overwrite=overwrite, resume=resume)
     if resume and _exists(out / RUN):
         _check_same(run, out)
         num_steps = num_finished(out) or 0
@@ -134,18 +135,33 @@ def num_finished(out: AnyPath) -> int | None:
     return int(record["num_steps"])
 
 
-def is_same_finished_run(out: AnyPath, packed: str, model: str, options: TrainOptions, num_steps: int) -> bool:
+def is_complete(out: AnyPath, options: TrainOptions, num_steps: int) -> bool:
+    """Return true if the model in `out` is complete, and a run of `num_steps` steps has nothing to add to it.
+
+    Raises:
+        TreepackError: train.json is damaged.
+    """
+    if num_finished(out) != num_steps:
+        return False
+    record = _read(out / FINISHED)
+    # A run that ended early because of its patience goes on if it gets another patience.
+    ended_early = record.get("last_step", num_steps) < num_steps
+    return not ended_early or record["options"]["patience"] == options.patience
+
+
+def is_same_finished_run(out: AnyPath, packed: Packed, model: str, options: TrainOptions, num_steps: int) -> bool:
     """Return True if the model in `out` is complete, and certainly the result of these arguments.
 
     The weights of `model` are not read: another path to the same model gives false, and the caller opens the run.
     """
-    if num_finished(out) != num_steps:
+    if not is_complete(out, options, num_steps):
         return False
     record = _read(out / FINISHED)
     fixed = json.loads(json.dumps(options.fixed_options))
     names = fixed.keys() - LENGTH_OPTIONS
     same = {name: record["options"].get(name) for name in names} == {name: fixed[name] for name in names}
-    return same and (record["packed"], record["model"]) == (str(as_path(packed)), model)
+    paths = [packed] if isinstance(packed, str | Path) else packed
+    return same and (record["packed"], record["model"]) == (", ".join(str(as_path(path)) for path in paths), model)
 
 
 def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
@@ -178,13 +194,16 @@ def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
     )
 
 
-def finish(run: TrainingRun, place: Place, weights: dict[str, Any] | None) -> None:
+def finish(
+    run: TrainingRun, place: Place, weights: dict[str, Any] | None, outcome: Mapping[str, Any] | None = None
+) -> None:
     """Write the model in its own format, and `train.json` last; the files of an interrupted attempt are replaced.
 
     Args:
         run: the trained run.
         place: its directory.
         weights: the full tensors of a sharded model; None if the model itself contains them.
+        outcome: JSON values for `train.json`, such as the last step of a run that ended early.
 
     Raises:
         TreepackError: the disk or the store fails.
@@ -194,6 +213,7 @@ def finish(run: TrainingRun, place: Place, weights: dict[str, Any] | None) -> No
         "treepack": __version__,
         "attention": run.loaded.attention,
         "num_steps": len(run.schedule),
+        **(outcome or {}),
         "num_ranks": run.ranks.size,
         "options": run.options.as_record(),
         "notes": list(run.notes),
@@ -235,27 +255,46 @@ def _save_model(run: TrainingRun, directory: Path, weights: dict[str, Any] | Non
     run.loaded.model.eval()
     try:
         with hide_progress_bars():
-            run.loaded.model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
+            if is_adapted(run.loaded.model):
+                _save_adapted(run, directory, weights)
+            else:
+                run.loaded.model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
     except SafetensorError as error:
         raise OSError(first_line(error)) from error
     if run.tokenizer is not None:
         run.tokenizer.save_pretrained(directory)
 
 
+def _save_adapted(run: TrainingRun, directory: Path, weights: dict[str, Any] | None) -> None:
+    """Write the adapter of the model, or with `merge` the whole model with the adapter in it."""
+    options = run.options
+    save_adapter(run.loaded.model, directory, weights)
+    if options.lora is not None and options.lora.merge:
+        _log.info("merging the adapter into the model")
+        merged = load_merged(adapter_base(run.loaded.model), directory, seed=options.seed)
+        repair_generation_config(merged)
+        shutil.rmtree(directory)
+        merged.save_pretrained(directory)
+
+
 def _identity(run: TrainingRun) -> dict[str, Any]:
     """Return the entries that two runs must have in common to compute the same, if they start from equal weights."""
-    # The manifest has the hash of every part, so the hash of these hashes identifies the data without reading it.
-    parts = [entry["sha256"] for entry in run.dataset.manifest["files"]]
-    config = {name: value for name, value in run.loaded.model.config.to_dict().items() if name not in _INCIDENTAL}
+    config = {name: value for name, value in run.loaded.causal.config.to_dict().items() if name not in _INCIDENTAL}
     return {
         "format": FORMAT,
         "version": VERSION,
         "packed": str(run.dataset.path),
-        "packed_sha256": _sha256("".join(parts)),
+        "packed_sha256": _parts_sha256(run),
         "model": run.loaded.source,
         "config_sha256": _sha256(json.dumps(config, sort_keys=True, default=str)),
+        **({} if run.held_out is None else {"eval_sha256": _parts_sha256(run.held_out)}),
         "options": run.options.fixed_options,
     }
+
+
+def _parts_sha256(run: TrainingRun) -> str:
+    # The manifest has the hash of every part, so the hash of these hashes identifies the data without reading it.
+    return _sha256("".join(entry["sha256"] for entry in run.dataset.manifest["files"]))
 
 
 def _sha256(text: str) -> str:
@@ -275,6 +314,7 @@ def _check_same(run: TrainingRun, out: AnyPath) -> None:
         # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
         new_options = json.loads(json.dumps(now["options"]))
         pairs = [(name, before[name], now[name]) for name in _COMPARED]
+        pairs.append(("eval_sha256", before.get("eval_sha256"), now.get("eval_sha256")))  # absent without held-out rows
         names = sorted({*old_options, *new_options} - LENGTH_OPTIONS)
         pairs += [(name, old_options.get(name), new_options.get(name)) for name in names]
     except (KeyError, TypeError, AttributeError) as error:

@@ -20,6 +20,8 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -28,7 +30,8 @@ from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.checkpoint_upload import CheckpointUpload
-from treepack.train.directory import begin, extend, finish, is_finished, num_finished
+from treepack.train.directory import begin, extend, finish, is_complete, is_finished
+from treepack.train.evaluation import Score, evaluate
 from treepack.train.metrics import MetricsLog
 from treepack.train.optimiser import make_optimiser
 from treepack.train.place import METRICS, Place, open_place
@@ -71,7 +74,7 @@ def train(
     with ExitStack() as stack:
         place = out if isinstance(out, Place) else stack.enter_context(open_place(out, ranks))
         ranks.lead(lambda: begin(run, place.out, overwrite=overwrite, resume=resume))
-        if num_finished(place.out) == len(run.schedule):
+        if is_complete(place.out, run.options, len(run.schedule)):
             note(already_finished(place.out, len(run.schedule)))
         else:
             ranks.lead(place.claim)
@@ -93,7 +96,7 @@ def _steps(
     """
     options, ranks, model = run.options, run.ranks, run.loaded.model
     optimiser = make_optimiser(run)
-    done, skipped = _restore_position(run, place, optimiser, note)
+    done, skipped, score = _restore_position(run, place, optimiser, note)
     upload = None if place.uploads is None else CheckpointUpload(place.uploads, CHECKPOINTS)
     model.train()
     _log.info(_first_step(run, done))
@@ -102,9 +105,14 @@ def _steps(
         closing(Prefetch(run.dataset, _rank_rows(run, done), pin=run.loaded.device.type == "cuda")) as rows,
         MetricsLog(place.folder / METRICS, keep_until=done) if ranks.leads else nullcontext() as log,
     ):
-        while done < len(run.schedule):
+        while done < len(run.schedule) and not score.is_over(options.patience):
             metrics = train_step(run, optimiser, done, rows)
             done += 1
+            last = done == len(run.schedule)
+            if run.held_out is not None and (last or done % options.eval_every == 0):
+                metrics = replace(metrics, evaluation=evaluate(run.held_out))
+                score = score.after(done, metrics.evaluation["eval_loss"])
+                last = last or score.is_over(options.patience)
             # Only consecutive skips count: one bad row per epoch is tolerable, a diverged model skips every step.
             skipped = skipped + 1 if metrics.skipped_rows else 0
             if log is not None:
@@ -114,24 +122,57 @@ def _steps(
                     f"{place.out}: the loss or gradient of {skipped} steps in a row was not finite, the last in rows "
                     f"{_join_ids(metrics.skipped_rows)}; inspect these rows, or start again with a lower --lr"
                 )
-            stopped, last = ranks.any(stop()), done == len(run.schedule)
-            position = {"step": done, "skipped": skipped}
+            stopped = ranks.any(stop())
+            position: dict[str, Any] = {"step": done, "skipped": skipped}
+            position |= {} if run.held_out is None else {"score": score.as_record()}
+            best = score.best_step if options.patience else None
+            is_due = options.checkpoint_every and done % options.checkpoint_every == 0
             if last and options.checkpoint_every:
                 # Writing the model can fail (full disk, time limit of the job). With this checkpoint --resume writes
                 # it again without training. If the checkpoint fails instead, the model is still worth writing.
                 _log.info("writing the checkpoint of step %d", done)
                 with _note_errors(note):
-                    checkpoints.save(done, model, optimiser, position)
+                    checkpoints.save(done, model, optimiser, position, best=best)
                     checkpoints.wait()
-            elif stopped or (options.checkpoint_every and done % options.checkpoint_every == 0):
-                checkpoints.save(done, model, optimiser, position)
+            elif stopped or is_due or best == done:
+                checkpoints.save(done, model, optimiser, position, best=best)
             yield metrics
             if stopped and not last:
                 return
+    outcome = _take_best(run, place, optimiser, score, done, note) if options.patience and score.best_step else {}
     # All ranks take part in the gathering of the shards; only the first rank writes.
     _log.info("writing the model")
     weights = whole_state(run.loaded) if ranks.grouped else None
-    ranks.lead(lambda: finish(run, place, weights))
+    ranks.lead(lambda: finish(run, place, weights, outcome))
+
+
+def _take_best(
+    run: TrainingRun,
+    place: Place,
+    optimiser: torch.optim.Optimizer,
+    score: Score,
+    done: int,
+    note: Callable[[str], None],
+) -> dict[str, int]:
+    """Give the model the weights of the lowest held-out loss; return the entries of train.json about it."""
+    outcome = {"last_step": done, "best_step": score.best_step}
+    if score.is_over(run.options.patience) and done < len(run.schedule):
+        note(f"the run ends after step {done}: {score.stale} evaluations had no lower loss than step {score.best_step}")
+    if score.best_step == done:
+        return outcome
+    with _note_errors(note):
+        checkpoint, notes = _latest(place, step=score.best_step)
+        if checkpoint is not None:
+            restore(checkpoint, run.loaded.model, optimiser)
+            run.ranks.any(False)  # all have read the files
+            if isinstance(place.out, RemotePath):
+                shutil.rmtree(checkpoint.path.parent, ignore_errors=True)
+            note(f"the model is that of step {score.best_step}, with the held-out loss {score.best_loss:.4f}")
+            return outcome
+        for each in notes:
+            note(each)
+    note(f"there is no whole checkpoint of step {score.best_step}: the model is that of step {done}")
+    return {**outcome, "best_step": done}
 
 
 @contextmanager
@@ -165,8 +206,8 @@ def _first_step(run: TrainingRun, done: int) -> str:
 
 def _restore_position(
     run: TrainingRun, place: Place, optimiser: torch.optim.Optimizer, note: Callable[[str], None]
-) -> tuple[int, int]:
-    """Restore model and optimiser from the newest checkpoint; return steps done and consecutive steps skipped.
+) -> tuple[int, int, Score]:
+    """Restore model and optimiser from the newest checkpoint; return steps done, consecutive steps skipped, and score.
 
     Raises:
         TreepackError: the run has fewer steps than are done, or is complete and has no checkpoint to continue from.
@@ -181,7 +222,7 @@ def _restore_position(
                 f"{out}: has no checkpoint of the finished run to continue from; train the model in it with a new --out"
             )
         extend(run, out, 0)
-        return 0, 0
+        return 0, 0, Score()
     if checkpoint.step > num_steps:
         raise TreepackError(
             f"{out}: {checkpoint.step} steps are done and this run has {num_steps}; give --steps of at least "
@@ -197,15 +238,15 @@ def _restore_position(
     note(f"resumed after step {position['step']} of {num_steps}")
     if change:
         note(change)
-    return position["step"], position["skipped"]
+    return position["step"], position["skipped"], Score(**position.get("score", {}))
 
 
-def _latest(place: Place) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
+def _latest(place: Place, *, step: int | None = None) -> tuple[SavedCheckpoint | None, tuple[str, ...]]:
     """Return the newest whole checkpoint and notes, see `checkpoint.latest`; a remote one is copied to this machine."""
     if isinstance(place.out, RemotePath):
         # A folder that the ranks of this machine share.
-        return latest(place.folder.parent / CHECKPOINTS, place.out / CHECKPOINTS)
-    return latest(place.out / CHECKPOINTS)
+        return latest(place.folder.parent / CHECKPOINTS, place.out / CHECKPOINTS, step=step)
+    return latest(place.out / CHECKPOINTS, step=step)
 
 
 def _rank_rows(run: TrainingRun, first: int) -> Iterator[int | None]:

@@ -14,6 +14,7 @@ import torch
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
+from treepack.model.adapter import LoraOptions
 from treepack.model.loss import CHUNK
 from treepack.model.objectives import Objective
 from treepack.train.ranks import find_dtype
@@ -24,7 +25,7 @@ CHANGEABLE_ON_RESUME = frozenset(
 )
 # Options that define the number of steps. A resumed run may have more steps than before, or fewer, but not fewer than
 # are done.
-LENGTH_OPTIONS = frozenset({"steps", "epochs"})
+LENGTH_OPTIONS = frozenset({"steps", "epochs", "patience"})
 _MINIMUM = {
     "steps": 1,
     "epochs": 1,
@@ -33,6 +34,8 @@ _MINIMUM = {
     "keep": 1,
     "warmup_steps": 0,
     "checkpoint_every": 0,
+    "eval_every": 1,
+    "patience": 0,
     "max_skipped": 0,
 }
 _CHOICES = {"dtype": ("auto", "fp32", "bf16"), "gather_dtype": ("fp32", "bf16"), "attention": tuple(IMPLEMENTATIONS)}
@@ -45,10 +48,14 @@ class TrainOptions:
     `steps` overrides `epochs` if it is not None. `rows_per_step` counts the rows of all ranks together. `clip` is the
     maximum gradient norm, 0 for no clipping. `dtype` "bf16" keeps float32 weights and computes under autocast; "auto"
     is bf16 on a GPU that has it, else fp32, and a run records which one. `device` "auto" is a GPU if there is one, else
-    the CPU. `objective` is the loss to minimise. `gather_dtype` is the dtype in which sharded weights travel between
+    the CPU. `mix` has a share of the rows for each packed directory; None takes every row of all directories once per
+    epoch. `objective` is the loss to minimise. `gather_dtype` is the dtype in which sharded weights travel between
     ranks, and `cpu_offload` keeps these weights and the optimiser on the CPU; both have no effect in one process. A
     checkpoint is written every `checkpoint_every` steps, with 0 only when `stop` ends the run, and the newest `keep`
-    are kept. At most `max_skipped` consecutive steps may have a loss or gradient that is not finite.
+    are kept. Held-out rows, if the run has them, are evaluated every `eval_every` steps and after the last one; with
+    `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
+    most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
+    trained, and its base stays as it is.
     """
 
     steps: int | None = None
@@ -63,6 +70,7 @@ class TrainOptions:
     dtype: str = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
+    mix: tuple[float, ...] | None = None
     attention: str = "auto"
     loss_chunk: int = CHUNK
     device: str = "auto"
@@ -72,6 +80,9 @@ class TrainOptions:
     cpu_offload: bool = False
     checkpoint_every: int = 100
     keep: int = 2  # the newest may be found damaged: then the run continues from the one before
+    eval_every: int = 100
+    patience: int = 0
+    lora: LoraOptions | None = None
     max_skipped: int = 5  # more in a row mean that the model has diverged, and then it does not recover
 
     def __post_init__(self) -> None:
@@ -88,6 +99,8 @@ class TrainOptions:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise TreepackError(f"{name} is {value}; expected a finite number of at least 0")
+        if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
+            raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
         if not 0 <= self.seed < 2**63:  # torch takes a signed 64-bit seed, numpy none below 0
             raise TreepackError(f"seed is {self.seed}; expected 0 to 2**63 - 1")
         for name, choices in _CHOICES.items():
@@ -98,7 +111,7 @@ class TrainOptions:
         """Return the options as JSON values."""
         record = asdict(self)
         del record["objective"]["preset"]  # a name for values that the record has anyway
-        return {**record, "betas": list(self.betas)}
+        return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     def with_dtype(self, device: torch.device) -> Self:
         """Return the options with the dtype that "auto" is on `device`."""

@@ -8,30 +8,35 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from treepack.attention import resolve, row_multiple
-from treepack.data.dataset import PackedDataset
+from treepack.data.mixture import AnyDataset, open_packed, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.ingest.tokenization import load_tokenizer
+from treepack.model.adapter import assign, check_trainable, initial_weights, num_weights
 from treepack.model.compatibility import check_fits, position_limit, saved_tokenizer
 from treepack.model.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
+from treepack.model.objectives import Objective
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.schedule import OptimiserStep, plan_steps
 from treepack.train.sharding import load_sharded
 from treepack.trajectory import Float64
+
+Packed: TypeAlias = str | Path | Sequence[str | Path]
 
 _log = logging.getLogger("treepack")
 
@@ -46,9 +51,10 @@ class TrainingRun:
     """A checked training run: data, model, options, and the rows of every optimiser step.
 
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
+    `held_out` are rows to evaluate on, with a schedule of one step that has all of them.
     """
 
-    dataset: PackedDataset
+    dataset: AnyDataset
     loaded: LoadedModel
     options: TrainOptions
     schedule: list[OptimiserStep]
@@ -57,6 +63,13 @@ class TrainingRun:
     table: TrajectoryTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
     rewards: Float64 | None = None
+    held_out: TrainingRun | None = None
+
+    @property
+    def paths(self) -> list[str | Path]:
+        """The packed directories that the run reads, also those with held-out rows."""
+        paths: list[str | Path] = [source.path for source in sources_of(self.dataset)]
+        return paths if self.held_out is None else paths + self.held_out.paths
 
     def mean_reward(self, rows: list[int]) -> float | None:
         """Return the mean of the known rewards of the trajectories of `rows`; None if none is known."""
@@ -81,9 +94,11 @@ class TrainingRun:
 
         They decide which rows run side by side on several ranks, so their ratios matter and not their unit.
         """
-        config = self.loaded.model.config.get_text_config()
-        weights = sum(p.numel() for p in self.loaded.model.base_model.parameters())
-        weights -= self.loaded.model.get_input_embeddings().weight.numel()  # a lookup, not a product
+        causal = self.loaded.causal
+        config = causal.config.get_text_config()
+        # Frozen weights too: they cost as much forward.
+        weights = sum(num_weights(p) for p in causal.base_model.parameters())
+        weights -= causal.get_input_embeddings().weight.numel()  # a lookup, not a product
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         # 2 operations per weight and token. A pair of query and key costs 2 * size in q k^T and 2 * size in p v.
@@ -92,14 +107,22 @@ class TrainingRun:
         return costs
 
 
-def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks: Ranks | None = None) -> TrainingRun:
+def open_run(
+    packed: Packed,
+    model: str | Path,
+    options: TrainOptions,
+    ranks: Ranks | None = None,
+    *,
+    held_out: Packed | None = None,
+) -> TrainingRun:
     """Open the data, load the model, and check that they fit together.
 
     Args:
-        packed: a packed directory.
+        packed: a packed directory, or several; see `TrainOptions.mix`.
         model: a model directory, hub name or config file; see `model.load.load_model`.
         options: options of the run.
         ranks: the processes over which the model is sharded; by default this process alone.
+        held_out: a packed directory, or several, whose loss is computed every `options.eval_every` steps.
 
     Raises:
         TreepackError: the device is missing, the data is damaged, the model is not supported, or the data does not fit
@@ -109,18 +132,34 @@ def open_run(packed: str | Path, model: str | Path, options: TrainOptions, ranks
     options = options.with_dtype(device)
     lower = torch.bfloat16 if options.dtype == "bf16" else None
     check_attention(options.attention, device, lower or torch.float32)
+    if options.lora is not None:
+        check_trainable(model, options.lora, sharded=ranks.grouped)
     # The data first: it opens in seconds, and a large model loads in minutes.
     dataset, table, schedule = _open_data(packed, options)
+    evaluated = None if held_out is None else _open_held_out(held_out, options)
     with memory_errors(*_NO_ROOM):
         if ranks.grouped:
             loaded = load_sharded(model, options, device)
         else:
-            loaded = load_model(model, attention=options.attention, autocast=lower, device=device, seed=options.seed)
-            adapt_layers(loaded.model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
-    return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks))
+            loaded = load_model(
+                model,
+                attention=options.attention,
+                autocast=lower,
+                device=device,
+                seed=options.seed,
+                lora=options.lora,
+            )
+            adapt_layers(loaded.causal, checkpointing=options.gradient_checkpointing, compiled=options.compile)
+    run = TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks)
+    if evaluated is not None:
+        rows, rows_table, rows_schedule = evaluated
+        held = TrainingRun(rows, loaded, options, rows_schedule, None, (), rows_table, ranks)
+        _check_rows(held)
+        run = replace(run, held_out=held)
+    return _check_fit(run)
 
 
-def open_verification(packed: str | Path, model: str | Path, options: TrainOptions) -> TrainingRun:
+def open_verification(packed: Packed, model: str | Path, options: TrainOptions) -> TrainingRun:
     """Open a run for `model.verify.verify_gradients`: in float64, or in float32 if a fused kernel has no float64.
 
     Raises:
@@ -129,14 +168,20 @@ def open_verification(packed: str | Path, model: str | Path, options: TrainOptio
     device = find_device(options.device)
     # Only the reference implementation, and FlexAttention on a CPU, compute in float64; "auto" is one of them there.
     exact = options.attention == "reference" or (device.type == "cpu" and options.attention in ("auto", "flex"))
+    exact = exact and not (options.lora is not None and options.lora.quantize)  # no products in float64
     weights = torch.float64 if exact else torch.float32
     options = options.with_dtype(device)
     check_attention(options.attention, device, weights)
     dataset, table, schedule = _open_data(packed, options)
     with memory_errors(*_NO_ROOM):
-        loaded = load_model(model, attention=options.attention, dtype=weights, device=device, seed=options.seed)
+        loaded = load_model(
+            model, attention=options.attention, dtype=weights, device=device, seed=options.seed, lora=options.lora
+        )
+    if options.lora is not None and options.lora.rank is not None:
+        # A new adapter has B = 0, so the gradient of A is 0 and any error of it would pass.
+        assign(loaded.model, initial_weights(loaded.model, options.seed, random_b=True), weights)
     # `verify_rows` recomputes the layers if that is needed.
-    adapt_layers(loaded.model, checkpointing=False, compiled=options.compile)
+    adapt_layers(loaded.causal, checkpointing=False, compiled=options.compile)
     return _check_fit(TrainingRun(dataset, loaded, options, schedule, None, (), table))
 
 
@@ -150,7 +195,7 @@ def check_attention(attention: str, device: torch.device, dtype: torch.dtype) ->
         resolve(attention, device, dtype)  # the head dimensions are checked when the model is loaded
 
 
-def _sum_rewards(dataset: PackedDataset) -> Float64 | None:
+def _sum_rewards(dataset: AnyDataset) -> Float64 | None:
     """Return `TrainingRun.rewards`; None if the directory has no rewards."""
     if "trajectory_rewards" not in dataset.term_columns:
         return None
@@ -163,7 +208,7 @@ def _sum_rewards(dataset: PackedDataset) -> Float64 | None:
     return np.array(sums, np.float64).reshape(-1, 2)
 
 
-def count_steps(packed: str | Path, options: TrainOptions) -> int:
+def count_steps(packed: Packed, options: TrainOptions) -> int:
     """Return the number of optimiser steps of a run, without its model.
 
     Raises:
@@ -172,15 +217,50 @@ def count_steps(packed: str | Path, options: TrainOptions) -> int:
     return len(_open_data(packed, options)[2])
 
 
-def _open_data(
-    packed: str | Path, options: TrainOptions
-) -> tuple[PackedDataset, TrajectoryTable | None, list[OptimiserStep]]:
-    objective = options.objective
-    _log.info("opening %s", packed)
-    dataset = PackedDataset(packed, terms=objective.loss != "sft")  # sft reads loss weights of tokens, not terms
-    check_columns(dataset, objective)
-    table = None if objective.loss == "sft" else trajectory_table(dataset, objective)
+def _open_data(packed: Packed, options: TrainOptions) -> tuple[AnyDataset, TrajectoryTable | None, list[OptimiserStep]]:
+    dataset, table = _open_rows(packed, options.objective)
     return dataset, table, plan_steps(dataset, options, table)
+
+
+def _open_held_out(
+    packed: Packed, options: TrainOptions
+) -> tuple[AnyDataset, TrajectoryTable | None, list[OptimiserStep]]:
+    """Open rows to evaluate on; their schedule is one step with all of them.
+
+    Raises:
+        TreepackError: the data is damaged, or no row has weight.
+    """
+    dataset, table = _open_rows(packed, options.objective)
+    rows = [int(row) for row in trainable_rows(dataset, table)]
+    if not rows:
+        raise TreepackError(f"{dataset.path}: no row has a trained token; there is nothing to evaluate on")
+    return dataset, table, [OptimiserStep(0, rows)]
+
+
+def _open_rows(packed: Packed, objective: Objective) -> tuple[AnyDataset, TrajectoryTable | None]:
+    _log.info("opening %s", packed if isinstance(packed, str | Path) else ", ".join(map(str, packed)))
+    dataset = open_packed(packed, terms=objective.loss != "sft")  # sft reads loss weights of tokens, not terms
+    check_columns(dataset, objective)
+    return dataset, None if objective.loss == "sft" else trajectory_table(dataset, objective)
+
+
+def _check_rows(run: TrainingRun) -> None:
+    """Check that model and data fit together, and pad rows as the attention of the model prefers.
+
+    Raises:
+        TreepackError: the data does not fit the model.
+    """
+    dataset, loaded = run.dataset, run.loaded
+    dataset.multiple = row_multiple(loaded.attention)
+    # The largest position is read from all rows, which takes time: only for models whose positions end somewhere.
+    positions = dataset.max_position() if position_limit(loaded.causal) else 0
+    check_fits(
+        loaded,
+        capacity=dataset.manifest["capacity"],
+        max_token_id=dataset.manifest["max_token_id"],
+        tokenizer=dataset.manifest.get("tokenizer"),
+        max_position=positions,
+    )
 
 
 def _check_fit(run: TrainingRun) -> TrainingRun:
@@ -190,18 +270,9 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
         TreepackError: the data does not fit the model.
     """
     dataset, loaded, objective = run.dataset, run.loaded, run.options.objective
-    dataset.multiple = row_multiple(loaded.attention)
-    # The largest position is read from all rows, which takes time: only for models whose positions end somewhere.
-    positions = dataset.max_position() if position_limit(loaded.model) else 0
-    check_fits(
-        loaded,
-        capacity=dataset.manifest["capacity"],
-        max_token_id=dataset.manifest["max_token_id"],
-        tokenizer=dataset.manifest.get("tokenizer"),
-        max_position=positions,
-    )
+    _check_rows(run)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
-    notes = (*notes, *_repair_generation_config(loaded.model))
+    notes = (*notes, *repair_generation_config(loaded.causal))
     num_left_out = len(dataset) - len(run.trainable_rows)
     if num_left_out:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
@@ -220,7 +291,7 @@ def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any
         return None, (f"no tokenizer is saved with the model: {error}",)
 
 
-def _repair_generation_config(model: Any) -> tuple[str, ...]:
+def repair_generation_config(model: Any) -> tuple[str, ...]:
     """Repair generation settings that transformers loads but would refuse to save at the end; return notes."""
     config = model.generation_config
     if config is None or _is_savable(config):

@@ -16,16 +16,18 @@ A run is a function of its options and data alone: resumed at step n, it continu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
-from treepack.data.dataset import PackedDataset
+import numpy as np
+
 from treepack.data.epochs import epoch_order
+from treepack.data.mixture import AnyDataset, mixed_rows, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.model.denominators import TrajectoryTable, trainable_rows
 from treepack.train.options import TrainOptions
-from treepack.trajectory import Float64
+from treepack.trajectory import Float64, Int64
 
 
 @dataclass(frozen=True)
@@ -36,27 +38,53 @@ class OptimiserStep:
     rows: list[int]
 
 
-def plan_steps(
-    dataset: PackedDataset, options: TrainOptions, table: TrajectoryTable | None = None
-) -> list[OptimiserStep]:
+def plan_steps(dataset: AnyDataset, options: TrainOptions, table: TrajectoryTable | None = None) -> list[OptimiserStep]:
     """Plan the rows of every optimiser step of the run; rows that do not contribute to the loss are left out.
 
     Raises:
-        TreepackError: if no row has weight.
+        TreepackError: if no row has weight, or the shares of a mixture do not fit the directories.
     """
     trained = trainable_rows(dataset, table)
     if len(trained) == 0:
         raise TreepackError(f"{dataset.path}: no row has a trained token; nothing to train on")
+    mixture = None if options.mix is None else _mixture(dataset, trained, options)
     schedule: list[OptimiserStep] = []
     epoch, size = 0, options.rows_per_step
     while len(schedule) < options.steps if options.steps else epoch < options.epochs:
-        for part in epoch_order(dataset.steps, trained, seed=options.seed, epoch=epoch):
+        if mixture is None:
+            parts = epoch_order(dataset.steps, trained, seed=options.seed, epoch=epoch)
+        else:  # an epoch has as many rows as the directories together
+            parts = [np.fromiter(islice(mixture, len(trained)), np.int64)]
+        for part in parts:
             # A part is one training step of the rollouts. size 2: [4, 0, 2] -> [4, 0], [2], and the next part starts
             # another optimiser step.
             order = part.tolist()
             schedule += [OptimiserStep(epoch, order[i : i + size]) for i in range(0, len(order), size)]
         epoch += 1
     return schedule[: options.steps]
+
+
+def _mixture(dataset: AnyDataset, trained: Int64, options: TrainOptions) -> Iterator[int]:
+    """Return the rows of a run that takes its directories in shares.
+
+    Raises:
+        TreepackError: if the shares do not fit the directories.
+    """
+    sources = sources_of(dataset)
+    assert options.mix is not None
+    if len(options.mix) != len(sources):
+        raise TreepackError(f"mix has {len(options.mix)} shares for {len(sources)} directories; give one for each")
+    if any(step is not None for step in dataset.steps):
+        raise TreepackError(
+            f"{dataset.path}: rows of training steps keep the order of these steps and cannot be taken in shares; "
+            "omit --mix, which trains each step on the rows of all directories"
+        )
+    owner = source_of_rows(dataset)[trained]
+    rows = [trained[owner == place] for place in range(len(sources))]
+    for source, each in zip(sources, rows, strict=True):
+        if len(each) == 0:
+            raise TreepackError(f"{source.path}: no row has a trained token; leave this directory out")
+    return mixed_rows(rows, options.mix, seed=options.seed)
 
 
 def learning_rate(options: TrainOptions, step: int, num_steps: int) -> float:

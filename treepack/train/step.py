@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from treepack.data.batch import Batch
+from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
 from treepack.model.forward import prepare_batch, row_loss, row_objective
 from treepack.model.memory import memory_errors
@@ -33,7 +34,8 @@ class StepMetrics:
     one. `means` are the mean reward of the trajectories, if they have rewards, and the means of the objective.
     `seconds` is the time of this rank, and `wait_seconds` the part of it in which the rank waited for rows. A step with
     `skipped_rows` (row_id) changed no weights: if `loss` is NaN, the losses of these rows are not finite; if `loss` is
-    finite, the gradient of the step is not.
+    finite, the gradient of the step is not. `evaluation` has the numbers of `evaluation.evaluate` if the held-out rows
+    were evaluated after the step.
     """
 
     step: int
@@ -51,12 +53,13 @@ class StepMetrics:
     tokens_flat_per_second: float
     skipped_rows: list[int] = field(default_factory=list)
     means: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
 
     def as_record(self) -> dict[str, Any]:
-        """Return the object of one line of metrics.jsonl: the fields, with `means` replaced by its entries."""
+        """Return the object of one line of metrics.jsonl: the fields, with the last two replaced by their entries."""
         record = asdict(self)
-        means = record.pop("means")
-        return {**record, **means}
+        means, evaluation = record.pop("means"), record.pop("evaluation")
+        return {**record, **means, **evaluation}
 
 
 def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, rows: Prefetch) -> StepMetrics:
@@ -69,7 +72,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     optimiser.zero_grad(set_to_none=True)  # frees the memory of gradients until the first backward pass
     # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
     denominator = float(run.dataset.total_weight[step.rows].sum())
-    report = _Report(run, step.rows)
+    report = Report(run, step.rows)
     factors = dict(zip(step.rows, run.factors(step.rows), strict=True))
     for row in deal(step.rows, run.costs(), run.ranks.size)[run.ranks.rank]:
         batch = next(rows)
@@ -88,6 +91,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     weight = sums.pop("weight", 1.0)  # total weight of the terms, or pairs, by which the other sums are divided
     means = {name: value / weight for name, value in sums.items()}
     reward = run.mean_reward(step.rows)
+    means = means if reward is None else {"reward": reward, **means}
     seconds = time.perf_counter() - start
     return StepMetrics(
         step=number + 1,
@@ -104,23 +108,43 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
         tokens_per_second=tokens / seconds,
         tokens_flat_per_second=tokens_flat / seconds,
         skipped_rows=[int(run.dataset.row_ids[row]) for row in bad],
-        means=means if reward is None else {"reward": reward, **means},
+        means={**means, **_means_by_source(run, step.rows, losses, denominator)},
     )
 
 
-class _Report:
+def _means_by_source(run: TrainingRun, rows: list[int], losses: list[float], denominator: float) -> dict[str, float]:
+    """Return the mean loss (sft only) and the mean reward of each packed directory; empty if there is only one."""
+    names = source_names(run.dataset)
+    if len(names) == 1:
+        return {}
+    owners = source_of_rows(run.dataset)[rows]
+    means = {}
+    for place, name in enumerate(names):
+        own = [row for row, owner in zip(rows, owners, strict=True) if owner == place]
+        weight = float(run.dataset.total_weight[own].sum())
+        if run.options.objective.loss == "sft" and weight:
+            loss = math.fsum(loss for loss, owner in zip(losses, owners, strict=True) if owner == place)
+            means[f"loss/{name}"] = loss * denominator / weight
+        reward = run.mean_reward(own)
+        if reward is not None:
+            means[f"reward/{name}"] = reward
+    return means
+
+
+class Report:
     """The numbers of a step that are summed over ranks: the loss of every row, and the numerators of the means."""
 
     def __init__(self, run: TrainingRun, rows: list[int]) -> None:
         self.ranks, self.device, self.names = run.ranks, run.loaded.device, sum_names(run.options.objective)
-        self.places = {row: place for place, row in enumerate(rows)}  # rows [7, 2, 5] -> {7: 0, 2: 1, 5: 2}
+        # rows [7, 2, 5] -> {7: 0, 2: 1, 5: 2}; a mixture may have a row twice, and its losses are added
+        self.places = {row: place for place, row in enumerate(rows)}
         # Each rank fills the entries of its own rows and leaves 0 elsewhere, so the sum over ranks has every loss.
         self.losses = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
         self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
         self.tokens_flat = 0
 
     def add(self, row: int, batch: Batch, loss: Tensor, sums: dict[str, Tensor]) -> None:
-        self.losses[self.places[row]] = loss.detach()
+        self.losses[self.places[row]] += loss.detach()
         self.tokens_flat += batch.tokens_flat
         if sums:
             self.sums += torch.stack([sums[name] for name in self.names])
@@ -140,12 +164,29 @@ def _accumulate(
     row: int | None,
     denominator: float,
     factors: dict[int, Tensor | None],
-    report: _Report,
+    report: Report,
 ) -> None:
     """Run forward and backward of one micro-batch; `row` is None for padding, which every layer still computes."""
+    loss, sums = row_part(run, batch, denominator, None if row is None else factors[row])
+    # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
+    torch.autograd.backward(loss)
+    if row is not None:
+        report.add(row, batch, loss, sums)
+
+
+def row_part(
+    run: TrainingRun, batch: Batch, denominator: float, term_factors: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a row's part of a step's loss, and its sums for the means, see `objectives.objective_loss`.
+
+    Args:
+        run: the run.
+        batch: the row.
+        denominator: total weight of the step's rows, for sft and padding.
+        term_factors: of `TrainingRun.factors`; None for sft and padding.
+    """
     loaded, chunk = run.loaded, run.options.loss_chunk
     batch = prepare_batch(loaded, batch)
-    term_factors = None if row is None else factors[row]
 
     def part() -> tuple[Tensor, dict[str, Tensor]]:
         if term_factors is None:
@@ -153,11 +194,7 @@ def _accumulate(
         return row_objective(loaded, batch, term_factors.to(loaded.device), run.options.objective, chunk=chunk)
 
     with torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
-        loss, sums = loaded.compute(part)
-    # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
-    torch.autograd.backward(loss)
-    if row is not None:
-        report.add(row, batch, loss, sums)
+        return loaded.compute(part)
 
 
 def _clip(run: TrainingRun) -> float:

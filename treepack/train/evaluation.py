@@ -1,0 +1,75 @@
+"""The loss of held-out rows during training, and the end of a run that no longer improves it.
+
+    run.held_out --evaluate--> {"eval_loss": 1.9, "eval_seconds": 0.4}     as one optimiser step over all held-out rows
+    Score.after(step, loss) --> Score                                      the lowest loss so far, and how long ago
+
+The loss is that of the training objective, with its denominator taken over all held-out rows, and without an update:
+for sft the weighted mean of the negative log-likelihoods, for dpo the loss over all pairs, for the other losses the
+objective of the held-out rollouts. The means of the objective get the prefix `eval_` too. Nothing that the next
+optimiser step depends on changes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from treepack.data.prefetch import Prefetch
+from treepack.train.run import TrainingRun
+from treepack.train.schedule import deal
+from treepack.train.step import Report, row_part, step_memory_errors
+
+
+def evaluate(held_out: TrainingRun) -> dict[str, float]:
+    """Return the loss and the means of the rows of a run's first step, over all ranks; all ranks must call this.
+
+    Raises:
+        TreepackError: memory is too small, or a row cannot be read.
+    """
+    start, rows = time.perf_counter(), held_out.schedule[0].rows
+    denominator = float(held_out.dataset.total_weight[rows].sum())
+    factors = dict(zip(rows, held_out.factors(rows), strict=True))
+    share = deal(rows, held_out.costs(), held_out.ranks.size)[held_out.ranks.rank]
+    report, loaded = Report(held_out, rows), held_out.loaded
+    with torch.no_grad(), closing(Prefetch(held_out.dataset, share, pin=loaded.device.type == "cuda")) as batches:
+        for row, batch in zip(share, batches, strict=True):
+            with step_memory_errors(batch):
+                part = row_part(held_out, batch, denominator, None if row is None else factors[row])
+            if row is not None:
+                report.add(row, batch, *part)
+    if loaded.root is not None:
+        # A forward without a backward leaves the root gathered, and a checkpoint would save that, not the shards.
+        loaded.root.reshard()
+    losses, _, sums = report.over_ranks()
+    weight = sums.pop("weight", 1.0)
+    means = {f"eval_{name}": value / weight for name, value in sums.items()}
+    loss = math.fsum(losses) if all(map(math.isfinite, losses)) else math.nan
+    return {"eval_loss": loss, **means, "eval_seconds": time.perf_counter() - start}
+
+
+@dataclass(frozen=True)
+class Score:
+    """The evaluations of a run so far: the lowest loss and its step, and the number of evaluations after it."""
+
+    best_loss: float | None = None
+    best_step: int = 0
+    stale: int = 0
+
+    def after(self, step: int, loss: float) -> Self:
+        """Return the score after the evaluation of `step`; a loss that is not finite is no improvement."""
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
+            return type(self)(loss, step, 0)
+        return type(self)(self.best_loss, self.best_step, self.stale + 1)
+
+    def is_over(self, patience: int) -> bool:
+        """Return true if `patience` evaluations in a row were no improvement; patience 0 never ends a run."""
+        return 0 < patience <= self.stale
+
+    def as_record(self) -> dict[str, Any]:
+        """Return JSON values from which `Score(**values)` makes an equal score."""
+        return asdict(self)
