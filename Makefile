@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The environment of the trainers that treepack works inside; verl needs an older transformers than .venv has.
+TRAINERS := .venv-integrations
 # Pinned, so that an index or wheel folder with the CPU build of this version serves it; a looser range takes the newest,
 # with gigabytes of CUDA libraries. Any torch from 2.11 on works: make TORCH='torch --index-url URL' ...
 TORCH ?= torch==2.13.0
@@ -14,7 +16,7 @@ pathlib.Path(sysconfig.get_path("purelib"), "treepack-checkout.pth").write_text(
 endef
 export CHECKOUT_PTH
 
-.PHONY: demo test test-slow test-s3 lint types imports schemas docs clean
+.PHONY: demo test test-slow test-s3 test-integrations lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +31,15 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 
 $(VENV)/s3.stamp: $(VENV)/dev.stamp
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test-s3]'
+	touch $@
+
+# All pinned, so pip has nothing to resolve. Compiling 30,000 files that no test imports would take a minute.
+$(TRAINERS)/stamp: tests/integrations/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile $(TORCH)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r tests/integrations/requirements.txt
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(TRAINERS)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
 demo: $(VENV)/run.stamp
@@ -50,6 +61,10 @@ test-slow: $(VENV)/dev.stamp
 test-s3: $(VENV)/s3.stamp
 	$(BIN)/python -m pytest -n auto -m s3
 
+# Inside the trainers themselves, and treepack's own model tests with the transformers that verl needs.
+test-integrations: $(TRAINERS)/stamp
+	$(TRAINERS)/bin/python -m pytest -n auto -m "not slow and not s3" tests/integrations tests/model tests/attention
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -67,5 +82,5 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
