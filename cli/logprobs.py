@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .lora import quantize_option
 from .option_groups import option_group
 from .output import reserve_directory, show
 from .paths import READ, WRITE
@@ -33,6 +34,7 @@ _score_options = option_group(
             show_default=True,
             help="old: the policy before training, the denominator of ratios. ref: the reference of KL and dpo.",
         ),
+        quantize_option,
         click.option("--entropies", is_flag=True, help="Also write the entropy of the distribution of each token."),
         click.option(
             "--temperature",
@@ -80,7 +82,7 @@ _score_options = option_group(
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
-    help="Causal LM directory, hub name, or config file (random weights).",
+    help="Causal LM directory, hub name, or config file (random weights); or an adapter of PEFT.",
 )
 @click.option("--out", type=WRITE, required=True, help="Packed directory to write.")
 @_score_options

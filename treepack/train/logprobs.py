@@ -24,6 +24,7 @@ from treepack.data.batch import make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
+from treepack.model.adapter import LoraOptions
 from treepack.model.compatibility import check_fits, position_limit
 from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.load import load_model
@@ -50,12 +51,13 @@ class ScoreOptions:
     `column` "old" is the denominator of the ratios of `train --loss`, "ref" the reference of its KL divergences and of
     dpo. With `entropies` the column term_entropy is written too. Both are about softmax(logits / temperature), at the
     temperatures of the data; `temperature` is for terms without one, 1 by default. With `ignore_temperature` it is 1
-    for all terms, which dpo needs. `dtype`, `attention`, `loss_chunk`, `device` and `seed` are as in
-    `train.options.TrainOptions`.
+    for all terms, which dpo needs. `quantize` rounds the model as `LoraOptions` do. `dtype`, `attention`, `loss_chunk`,
+    `device` and `seed` are as in `train.options.TrainOptions`.
     """
 
     column: str = "old"
     entropies: bool = False
+    quantize: str | None = None
     temperature: float | None = None
     ignore_temperature: bool = False
     dtype: str = "auto"
@@ -111,6 +113,7 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     if not options.ignore_temperature:
         refuse_temperatures([dataset], options.temperature)
     temperature = 1.0 if options.ignore_temperature else temperature_of(dataset, options.temperature)
+    lora = None if options.quantize is None else LoraOptions(quantize=options.quantize)
     with memory_errors(*LOADING):
         loaded = load_model(
             model,
@@ -119,9 +122,10 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
             autocast=autocast,
             device=device,
             seed=options.seed,
+            lora=lora,
         )
     # Reads a column of all rows, so only for models that have a maximum position.
-    positions = dataset.max_position() if position_limit(loaded.model) else 0
+    positions = dataset.max_position() if position_limit(loaded.causal) else 0
     check_fits(
         loaded,
         capacity=dataset.manifest["capacity"],
@@ -185,6 +189,8 @@ def scored_provenance(scoring: Scoring) -> Provenance:
         "dtype": options.dtype,
         "attention": scoring.loaded.attention,
     }
+    if options.quantize is not None:
+        model["quantize"] = options.quantize
     if scoring.temperature != 1:
         model["temperature"] = scoring.temperature
     logprobs = {**(manifest.get("logprobs") or {}), options.column: model}
