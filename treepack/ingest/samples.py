@@ -8,6 +8,7 @@ The prompts of successive turns begin alike, so only their new text is tokenised
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from treepack.ingest.append_only import continues
 from treepack.ingest.chat_template import RenderedTurn
 from treepack.ingest.encoder import Encoder
 from treepack.ingest.template.texts import Text, common
-from treepack.trajectory import FIRST_TOKEN_NOTE, Int32, Skipped, Tokens, Trajectory
+from treepack.trajectory import FIRST_TOKEN_NOTE, Chat, Int32, Skipped, Tokens, Trajectory, with_temperatures
 
 SPLIT_NOTE = "split where the template rewrites earlier turns"
 TRAILING_NOTE = "messages after the last trained turn left out, because the template rewrites earlier turns"
@@ -40,23 +41,27 @@ def samples_of_turns(
     spans = [[span for turn in run for span in spans_of(turn)] for run in runs]
     prompts = Prompts(encoder)
     pieces = (prompts.pieces(text, spans_of_text) for text, spans_of_text in zip(texts, spans, strict=True))
-    yield from samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces)
+    yield from samples_of_pieces(replace(item, notes=item.notes + notes), names, pieces, runs)
 
 
 def samples_of_prompts(item: Trajectory, encoder: Encoder, turns: list[RenderedTurn]) -> Iterator[Trajectory | Skipped]:
     """Yield one sample for each turn, with its prompt."""
     names = [f"{item.trajectory_id}/turn-{turn.index}" for turn in turns]
     prompts = Prompts(encoder)
-    yield from samples_of_pieces(item, names, (prompts.pieces(turn.text, spans_of(turn)) for turn in turns))
+    pieces = (prompts.pieces(turn.text, spans_of(turn)) for turn in turns)
+    yield from samples_of_pieces(item, names, pieces, [[turn] for turn in turns])
 
 
 def samples_of_pieces(
-    item: Trajectory, names: list[str], pieces: Iterable[list[tuple[Int32, float]]]
+    item: Trajectory, names: list[str], pieces: Iterable[list[tuple[Int32, float]]], runs: list[list[RenderedTurn]]
 ) -> Iterator[Trajectory | Skipped]:
-    """Yield one sample per name. Only the first sample carries the notes of the trajectory, so they count once."""
-    for number, (name, pieces_of_sample) in enumerate(zip(names, pieces, strict=True)):
+    """Yield one sample per name, with the turns of one of `runs`.
+
+    Only the first sample carries the notes of the trajectory, so they count once.
+    """
+    for number, (name, pieces_of_sample, turns) in enumerate(zip(names, pieces, runs, strict=True)):
         notes = item.notes if number == 0 else ()
-        yield sample_of(replace(item, trajectory_id=name, notes=notes), pieces_of_sample)
+        yield sample_of(replace(item, trajectory_id=name, notes=notes), pieces_of_sample, turns)
 
 
 def _runs_of_turns(turns: list[RenderedTurn]) -> list[list[RenderedTurn]]:
@@ -120,21 +125,28 @@ def pieces_of(encoder: Encoder, text: str, spans: list[tuple[int, int, float]]) 
     return [*pieces, (encoder.encode(text[position:]), 0.0)]
 
 
-def sample_of(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory | Skipped:
-    """Join the `pieces` of ids into the content of `item`; trained pieces become spans, without the first token."""
+def sample_of(
+    item: Trajectory, pieces: list[tuple[Int32, float]], turns: Iterable[RenderedTurn] = ()
+) -> Trajectory | Skipped:
+    """Join the `pieces` of ids into the content of `item`; trained pieces become spans, without the first token.
+
+    `turns` are those whose spans are the pieces, if the content of `item` is a chat.
+    """
     # Pieces of 3, 2, 0 tokens -> bounds 0 3 5 5; weights 1, 0, 1 -> span [1, 3): position 0 is never trained.
     bounds = np.cumsum([0, *(len(ids) for ids, _ in pieces)])
-    trained = [
+    spans = [
         (max(int(start), 1), int(end), weight)
         for start, end, (_, weight) in zip(bounds, bounds[1:], pieces, strict=False)
-        if weight > 0 and end > max(start, 1)
+        if weight > 0
     ]
+    temperatures = _span_temperatures(item.content, turns, len(spans))
+    trained = [(*span, value) for span, value in zip(spans, temperatures, strict=True) if span[0] < span[1]]
     first = next(((ids, weight) for ids, weight in pieces if len(ids)), None)
     if first is None:
         return Skipped(item.source, "empty trajectory")
     if not trained:
         return Skipped(item.source, "no trained token")
-    starts, ends, weights = zip(*trained, strict=True)
+    starts, ends, weights, values = zip(*trained, strict=True)
     content = Tokens(
         tokens=np.concatenate([ids for ids, _ in pieces]),
         starts=np.array(starts, np.int32),
@@ -142,4 +154,14 @@ def sample_of(item: Trajectory, pieces: list[tuple[Int32, float]]) -> Trajectory
         span_weights=np.array(weights, np.float64),
     )
     notes = (FIRST_TOKEN_NOTE,) if first[1] > 0 else ()
-    return replace(item, content=content, notes=item.notes + notes)
+    sample = replace(item, content=content, notes=item.notes + notes)
+    # Spans [1, 3) at 0.7 and [5, 6) at 1 -> 0.7 0.7 1
+    return with_temperatures(sample, np.repeat(np.array(values, np.float64), content.ends - content.starts))
+
+
+def _span_temperatures(content: object, turns: Iterable[RenderedTurn], num_spans: int) -> list[float]:
+    """Return the temperature of each of the `num_spans` spans of `turns`, NaN if it is not known."""
+    if not isinstance(content, Chat) or content.message_temperatures is None:
+        return [math.nan] * num_spans
+    values = [content.message_temperatures[turn.message] for turn in turns for _ in turn.spans]
+    return [math.nan if value is None else value for value in values]

@@ -330,7 +330,7 @@ class Tokenisation:
             sequence = append_only_text(chat, turns, render, template.special_tokens)
         except UnfaithfulError:  # the template refuses a short conversation; counted like one without a sequence
             sequence = None
-        sample = sample_of(item, pieces_of(encoder, *sequence)) if sequence else None
+        sample = sample_of(item, pieces_of(encoder, *sequence), turns) if sequence else None
         if isinstance(sample, Trajectory):
             return totals + _sequence_totals(sample)
         longest = max(samples, key=lambda each: len(_tokens(each).tokens))

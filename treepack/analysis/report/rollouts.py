@@ -77,12 +77,13 @@ def rollouts_of(trie: Trie) -> Rollouts:
     of = np.array([rank[key] for key in keys], np.int64)
     _, first = np.unique(of, return_index=True)
     metadata = table["metadata"].to_pylist()
+    temperatures = table["temperature"].to_pylist() if "temperature" in table.column_names else [None] * len(of)
     members = defaultdict(list)
     for i, (step, group, _) in enumerate(order):
         members[step, group].append(i)
     labels = [""] * len(order)
     for rollouts in members.values():
-        facts = [_facts(metadata[first[i]]) for i in rollouts]
+        facts = [_facts(metadata[first[i]], temperatures[first[i]]) for i in rollouts]
         for i, label in zip(rollouts, short_names([order[i][2] for i in rollouts], facts), strict=True):
             labels[i] = label
     return Rollouts(
@@ -138,8 +139,10 @@ def _common(parts: Sequence[Sequence[str]]) -> int:
     return next((i for i in range(size) if len({part[i] for part in parts}) > 1), size)
 
 
-def _facts(metadata: str) -> dict[str, str]:
-    """Return the short facts in the metadata of a trajectory, which are a JSON object."""
+def _facts(metadata: str, temperature: float | None) -> dict[str, str]:
+    """Return the short facts in the metadata of a trajectory, which are a JSON object, and its temperature."""
     fields: dict[str, Any] = json.loads(metadata)
+    if temperature is not None:
+        fields["temperature"] = temperature
     values = {key: fields[key] for key in FACTS if isinstance(fields.get(key), str | int | float)}
     return {key: str(value) for key, value in values.items() if len(str(value)) <= MAX_FACT}

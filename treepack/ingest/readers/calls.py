@@ -38,12 +38,13 @@ from treepack.trajectory import (
     Tokens,
     Trajectory,
     as_token_ids,
+    check_temperatures,
     derived_group,
     prompt_messages,
     prompt_tokens,
 )
 
-MASK = "loss_mask"
+MASK, TEMPERATURES = "loss_mask", "temperatures"
 SPLIT_NOTE = "split where the prompt of a call does not continue the calls before it"
 EMPTY_NOTE = "call without a response not used"
 
@@ -53,8 +54,9 @@ class TokenCall:
     """One call by its token ids.
 
     `values` belong to the response: a `loss_mask` with one value per token (without it, all tokens are trained), and
-    numbers under names of the `tokens` reader (`rollout_log_probs, old_log_probs, ref_log_prob, advantages`): one per
-    token of the response, one per trained token, or one for all. None and empty lists count as absent.
+    numbers under names of the `tokens` reader (`rollout_log_probs, old_log_probs, ref_log_prob, advantages,
+    temperatures`): one per token of the response, one per trained token, or one for all. None and empty lists count as
+    absent.
     """
 
     prompt: Any
@@ -64,12 +66,16 @@ class TokenCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """One call by its messages, as logged. The assistant messages of the response are trained, the prompt is not."""
+    """One call by its messages, as logged. The assistant messages of the response are trained, the prompt is not.
+
+    `temperature` is that of the sampler for the response, None if it is not known.
+    """
 
     prompt: Sequence[Any]
     response: Sequence[Any]
     tools: Any = None
     chat_template_kwargs: Any = None
+    temperature: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +169,11 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
         start = len(logged[longest]) if equal_runs else 0
         done = normalise_messages(whole[start:], source=where, before=_messages(runs[longest]) if equal_runs else None)
         tools = normalise_tools(call.tools, source=where)
+        if call.temperature is not None:
+            check_temperatures(np.array([call.temperature]), source=where, name="temperature")
         variables = normalise_template_kwargs(call.chat_template_kwargs, source=where)
         weights = [0.0] * num_prompt + done.weights[num_prompt:]
+        temperatures = [None] * num_prompt + [call.temperature] * (len(done.messages) - num_prompt)
         # Equal as logged is not enough (the tools may differ), and not needed (null and "" are the same content).
         continued = [
             i
@@ -173,18 +182,28 @@ def join_chats(calls: Sequence[ChatCall], *, source: str) -> list[JoinedChat]:
             and run.content.messages == done.messages[: min(num_prompt, len(run.content.messages))]
         ]
         if not continued:
-            runs.append(JoinedChat((number,), Chat(done.messages, weights, tools, variables), done.notes))
+            content = _chat(done.messages, weights, tools, variables, temperatures)
+            runs.append(JoinedChat((number,), content, done.notes))
             logged.append(whole)
             continue
         longest = max(continued, key=lambda i: len(runs[i].content.messages))
         before = runs[longest]
         # Weights 0 1 of the run, 0 0 0 1 of the call -> 0 1 0 1: a prompt must not untrain an earlier response.
         earlier = before.content.message_weights
-        content = Chat(done.messages, [*earlier, *weights[len(earlier) :]], tools, variables)
+        weights = [*earlier, *weights[len(earlier) :]]
+        temperatures = [*(before.content.message_temperatures or [None] * len(earlier)), *temperatures[len(earlier) :]]
+        content = _chat(done.messages, weights, tools, variables, temperatures)
         notes = tuple(dict.fromkeys((*before.notes, *done.notes)))  # each note once, in order
         runs[longest] = JoinedChat((*before.calls, number), content, notes)
         logged[longest] = whole
     return runs
+
+
+def _chat(
+    messages: list[dict[str, Any]], weights: list[float], tools: Any, variables: Any, temperatures: list[float | None]
+) -> Chat:
+    known = any(temperature is not None for temperature in temperatures)
+    return Chat(messages, weights, tools, variables, temperatures if known else None)
 
 
 def _split(message: Any, parts: dict[int, list[Any]]) -> list[Any]:
@@ -217,13 +236,15 @@ class _CallChain:
 
     def join(self) -> Joined:
         names = dict.fromkeys(name for _, values in self._parts for name in values)
-        common = [name for name in names if all(name in values for _, values in self._parts)]
+        # Temperatures may be known for some calls only; the others have NaN, as untrained tokens do.
+        common = [name for name in names if name == TEMPERATURES or all(name in values for _, values in self._parts)]
         fields: dict[str, Any] = {"input_ids": self.ids}
         # ids P a T b, responses a at 1 and b at 3 -> loss_mask 0 m 0 m, log-probabilities NaN p NaN p.
         for name in common:
             whole = np.full(len(self.ids), 0.0 if name == MASK else np.nan)
             for start, values in self._parts:
-                whole[start : start + len(values[name])] = values[name]
+                if name in values:
+                    whole[start : start + len(values[name])] = values[name]
             fields[name] = whole
         notes = tuple(f"{name} of some calls only, not used" for name in names if name not in common)
         return Joined(tuple(self._calls), fields, notes)

@@ -9,6 +9,7 @@ neither the reader nor `describe` uses becomes metadata if it is small, otherwis
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ IDS = ("rollout_id", "trajectory_id", "session_id", "trace_id", "id", "index")
 GROUPS = ("uid", "group_id", "group_index", "example_id", "task_id", "data_id", "prompt_id")
 STEPS = ("step", "global_step")
 REWARDS = ("reward", "score", "reward_score", "rewards", "rm_scores", "token_level_scores", "token_level_rewards")
+# Objects with the settings of the sampler, of which the temperature is read.
+SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "generation_config")
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
@@ -79,7 +82,8 @@ def describe(
     step, step_field = _step(value, source)
     reward, reward_field = reward_of(value, source, reward_key=options.reward_key)
     weight = value.get("weight")
-    taken = {group_field, id_field, step_field, reward_field, "weight"}
+    temperature, temperature_field = _temperature(value)
+    taken = {group_field, id_field, step_field, reward_field, "weight", temperature_field}
     metadata, dropped = _metadata({k: v for k, v in value.items() if k not in used and k not in taken})
     return check_scalars(
         Trajectory(
@@ -93,8 +97,31 @@ def describe(
             advantage=advantage,
             metadata=metadata,
             notes=notes + dropped,
+            temperature=temperature,
         )
     )
+
+
+def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:
+    """Return the temperature of the sampler and the name of the field that has it: a number, or an object of settings.
+
+    A `temperature` that is not a number stays metadata: it may be about something else.
+    """
+    if (temperature := temperature_of(value)) is not None:
+        return temperature, "temperature"
+    settings = ((temperature_of(value.get(name)), name) for name in SAMPLING_DICTS)
+    return next(((temperature, name) for temperature, name in settings if temperature is not None), (None, None))
+
+
+def temperature_of(settings: Any) -> float | None:
+    """Return the `temperature` of an object of settings, None if it has none or `settings` is not an object."""
+    value = settings.get("temperature") if isinstance(settings, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # refused as other temperatures that are not finite
 
 
 def marked(value: dict[str, Any], name: str) -> Any:

@@ -21,6 +21,7 @@ MASK, LABELS, ATTENTION, PROMPT_MASK = "mask", "labels", "attention", "prompt ma
 POSITIONS, RESPONSE_LENGTH, LENGTHS = "positions", "response length", "lengths"
 ADVANTAGE, RETURN = "advantages", "returns"
 SAMPLING, OLD, REFERENCE = "sampling log-probabilities", "old log-probabilities", "reference log-probabilities"
+TEMPERATURE = "temperatures"
 IGNORED_LABEL = -100  # of torch's cross_entropy
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -45,6 +46,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     OLD: ("old_log_probs", "old_per_token_logps", "action_log_probs"),
     REFERENCE: tuple("ref_log_prob ref_logprobs reference_logprobs ref_per_token_logps base_action_log_probs".split()),
+    TEMPERATURE: ("temperatures",),
 }
 KINDS = {name: kind for kind, names in NAMES.items() for name in names}
 TOKEN_IDS = frozenset({IDS, PROMPT, RESPONSE})

@@ -15,7 +15,7 @@ from typing import Any
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields import ReadOptions, temperature_of
 from treepack.ingest.readers.format import LINEAGE, OBJECT, OBJECTS, REWARDS, Format, one_of
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import Skipped, Trajectory
@@ -54,7 +54,8 @@ def _call(exchange: Exchange) -> ChatCall:
     system: list[Any] = [{"role": "system", "content": request["system"]}] if request.get("system") else []
     messages = request["messages"] if isinstance(request["messages"], list) else [request["messages"]]
     response = [{"role": "assistant", "content": exchange.response["content"]}]
-    return ChatCall([*system, *messages], response, request.get("tools") or None)
+    tools = request.get("tools") or None
+    return ChatCall([*system, *messages], response, tools, temperature=temperature_of(request))
 
 
 FORMAT = Format(
@@ -71,11 +72,11 @@ FORMAT = Format(
     ],
     checked="none",
     used="""
-        request.system request.messages request.tools response.content response.id response.model session_id group_id
-        reward
+        request.system request.messages request.tools request.temperature response.content response.id response.model
+        session_id group_id reward
     """.split(),
     dropped=(
-        "the other settings of request and response (sampling, usage, stop_reason)",
+        "the other settings of request and response (usage, stop_reason)",
         "encrypted reasoning (a note counts it)",
     ),
     keeps={REWARDS, LINEAGE},

@@ -28,7 +28,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import beside, folder_and_document, read_document
 from treepack.ingest.readers.calls import TokenCall, read_calls
-from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, reward_of, shown
+from treepack.ingest.readers.fields import ReadOptions, as_objects, describe, reward_of, shown, temperature_of
 from treepack.ingest.readers.format import ANY, EVERYTHING, LIST, Fields, Format, has_fields, starting
 from treepack.ingest.readers.messages import normalise_messages, normalise_tools
 from treepack.ingest.readers.records import NoObjectError, Record
@@ -145,6 +145,7 @@ def _read_document(record: Record, trial: dict[str, Any], options: ReadOptions) 
         **trial,
         "agent": agent.get("name"),
         "model": agent.get("model_name"),
+        "temperature": temperature_of(agent.get("extra")),
     }
     if "trajectory_id" not in facts:
         facts["trajectory_id"] = value.get("trajectory_id") or value.get("session_id")
@@ -301,7 +302,7 @@ FORMAT = Format(
         steps.source steps.message steps.reasoning_content steps.tool_calls steps.observation.results
         steps.metrics.prompt_token_ids steps.metrics.completion_token_ids steps.metrics.logprobs
         steps.is_copied_context steps.llm_call_count agent.tool_definitions agent.name agent.model_name
-        session_id subagent_trajectories task_name trial_name verifier_result.rewards
+        agent.extra.temperature session_id subagent_trajectories task_name trial_name verifier_result.rewards
         step_results.verifier_result.rewards agent_result.rollout_details
     """.split(),
     dropped=(

@@ -22,7 +22,7 @@ from typing import Any
 
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, temperature_of
 from treepack.ingest.readers.format import LINEAGE, MASKS, OBJECT, OBJECTS, REWARDS, TEXT, Format
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -118,7 +118,8 @@ def _calls(sample: Sample, source: str) -> tuple[list[ChatCall], tuple[str, ...]
             reason = skip_reason([*(prompt if inputs else []), response])
             reason = reason or next((reasons[place] for place in places if reasons[place]), None)
             if reason is None:
-                calls.append(ChatCall(prompt, [response], event.get("tools") or None))
+                temperature = temperature_of(event.get("config"))
+                calls.append(ChatCall(prompt, [response], event.get("tools") or None, temperature=temperature))
             else:
                 notes[f"call not used: {reason}"] = None
     return calls, tuple(notes)
@@ -204,7 +205,7 @@ FORMAT = Format(
     used="""
         eval.task eval.model samples.id samples.epoch samples.messages samples.scores samples.attachments samples.events
         samples.events_data.messages samples.events.input_refs samples.events.output.choices samples.events.tools
-        samples.error
+        samples.events.config.temperature samples.error
     """.split(),
     dropped=(
         "samples.store, samples.metadata, samples.output (repeats the last response)",

@@ -19,7 +19,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, as_number, quoted, shown
+from treepack.ingest.readers.fields import ReadOptions, as_number, quoted, shown, temperature_of
 from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, REWARDS, TEXT, Fields, Format, first, no
 from treepack.ingest.readers.messages import READ, is_messages
 from treepack.ingest.readers.records import Record
@@ -152,13 +152,18 @@ def _read(name: str, trace: _Trace, options: ReadOptions) -> Iterator[Trajectory
 def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
     """Yield one call for each response. A run may have several prompts, and each prompt may have several responses."""
     inputs, outputs = _object(run.get("inputs")), _object(run.get("outputs"))
-    params = _object(_object(run.get("extra")).get("invocation_params"))
+    extra = _object(run.get("extra"))
+    params = _object(extra.get("invocation_params"))
     tools = inputs.get("tools") or params.get("tools") or params.get("functions") or None
+    temperature = temperature_of(params)
+    if temperature is None:
+        temperature = temperature_of({"temperature": _object(extra.get("metadata")).get("ls_temperature")})
     # The form of OpenAI's Responses API.
     if "input" in inputs and isinstance(outputs.get("output"), list):
         system = [{"role": "system", "content": inputs["instructions"]}] if inputs.get("instructions") else []
         prompt = messages_of_items(inputs["input"], source=source).messages
-        yield ChatCall([*system, *prompt], messages_of_items(outputs["output"], source=source).messages, tools)
+        said = messages_of_items(outputs["output"], source=source).messages
+        yield ChatCall([*system, *prompt], said, tools, temperature=temperature)
         return
     messages = inputs.get("messages")
     if not isinstance(messages, list):
@@ -171,7 +176,8 @@ def _calls(run: dict[str, Any], source: str) -> Iterator[ChatCall]:
             prompt_messages.insert(0, {"role": "system", "content": inputs["system"]})
         for response in responses:
             said = _messages(response, source)
-            yield ChatCall(prompt_messages, [each | {"role": "assistant"} for each in said], tools)
+            response_messages = [each | {"role": "assistant"} for each in said]
+            yield ChatCall(prompt_messages, response_messages, tools, temperature=temperature)
 
 
 def _responses(outputs: dict[str, Any], source: str) -> list[list[Any]]:
@@ -270,9 +276,9 @@ FORMAT = Format(
     recognised_by="`run_type` beside `inputs` or `dotted_order`, or `runs` of such",
     requires=[{"runs": first(RUN)}, {"runs": no(FILLED), **RUN}],
     used="""
-        id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs
-        outputs.choices.message extra.invocation_params.tools extra.metadata.ls_model_name feedback_stats
-        reference_example_id child_runs
+        id run_type trace_id dotted_order inputs.messages outputs.generations.message.kwargs outputs.choices.message
+        extra.invocation_params.tools extra.invocation_params.temperature extra.metadata.ls_model_name
+        extra.metadata.ls_temperature feedback_stats reference_example_id child_runs
     """.split(),
     dropped=(
         "chains, tools, retrievers and parsers",

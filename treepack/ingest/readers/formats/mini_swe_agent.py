@@ -20,7 +20,7 @@ from typing import Any
 
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, temperature_of
 from treepack.ingest.readers.format import ANY, LINEAGE, LOGPROBS, MASKS, OBJECTS, TOKEN_IDS, Format, starting
 from treepack.ingest.readers.formats.openai_chat import SOME_NOTE, token_call
 from treepack.ingest.readers.messages import is_messages
@@ -127,15 +127,21 @@ def _description(record: Record) -> dict[str, Any]:
         "trajectory_id": f"{run}/{task}" if run else task,
         "group_id": task,
         "model": _model_name(info),
+        "temperature": temperature_of(_model(info).get("model_kwargs")),
         "exit_status": info.get("exit_status"),
         "mini_version": info.get("mini_version"),
     }
 
 
-def _model_name(info: dict[str, Any]) -> str | None:
+def _model(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the model, {} if the file has none."""
     config = info.get("config")
     model = config.get("model") if isinstance(config, dict) else None
-    name = model.get("model_name") if isinstance(model, dict) else None
+    return model if isinstance(model, dict) else {}
+
+
+def _model_name(info: dict[str, Any]) -> str | None:
+    name = _model(info).get("model_name")
     return name if isinstance(name, str) else None
 
 
@@ -151,10 +157,10 @@ FORMAT = Format(
         messages messages.extra.interrupt_type messages.extra.response messages.tools info.exit_status
         messages.extra.response.prompt_token_ids messages.extra.response.choices.logprobs
         messages.extra.response.choices.provider_specific_fields.token_ids info.mini_version
-        info.config.model.model_name instance_id
+        info.config.model.model_name info.config.model.model_kwargs.temperature instance_id
     """.split(),
     dropped=(
-        "info.config (all but the model's name)",
+        "info.config (all but the model's name and temperature)",
         "info.submission (repeats the edits)",
         "info.model_stats",
         "messages.extra (costs, times, parsed actions, raw outputs)",

@@ -17,7 +17,7 @@ from typing import Any
 
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import GROUPS, IDS, ReadOptions
+from treepack.ingest.readers.fields import GROUPS, IDS, ReadOptions, temperature_of
 from treepack.ingest.readers.format import EVERYTHING, OBJECT, Format
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.response_items import Item, messages_of_items
@@ -126,7 +126,11 @@ def _description(value: dict[str, Any], response: dict[str, Any]) -> dict[str, A
     """Return the fields of the record besides its calls, under the names that all formats share."""
     rest = without(value, USED)
     agent = value.get("agent_ref")
-    names = {"model": response.get("model") or None, "agent": agent.get("name") if isinstance(agent, dict) else None}
+    names: dict[str, Any] = {
+        "model": response.get("model") or None,
+        "agent": agent.get("name") if isinstance(agent, dict) else None,
+        "temperature": temperature_of(value["responses_create_params"]),
+    }
     task = response.get("group_id") if value.get(TASK) is None else value[TASK]
     if task is None:
         return names | rest
@@ -145,12 +149,13 @@ FORMAT = Format(
     requires=[{"responses_create_params": OBJECT}],
     used="""
         responses_create_params.input responses_create_params.instructions responses_create_params.tools
-        response.output response.model response.output.prompt_token_ids response.output.generation_token_ids
-        response.output.generation_log_probs reward _ng_task_index _ng_rollout_index agent_ref.name mask_sample
+        responses_create_params.temperature response.output response.model response.output.prompt_token_ids
+        response.output.generation_token_ids response.output.generation_log_probs reward _ng_task_index
+        _ng_rollout_index agent_ref.name mask_sample
     """.split(),
     dropped=(
         "routed_experts",
-        "the other settings of request and response (sampling, usage)",
+        "the other settings of request and response (usage)",
         "reasoning.encrypted_content",
         "hosted tools but mcp_call (named in a note)",
     ),

@@ -18,7 +18,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
-from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.fields import ReadOptions, shown, temperature_of
 from treepack.ingest.readers.format import EVERYTHING, Format
 from treepack.ingest.readers.messages import READ, is_messages
 from treepack.ingest.readers.records import Record
@@ -113,12 +113,14 @@ def _calls(exchange: Exchange) -> list[_Choice]:
         # A refusal is text that the model wrote, in place of the content.
         if said.get("content") is None and isinstance(message.get("refusal"), str):
             said["content"] = message["refusal"]
-        chat = ChatCall(request["messages"], [said], request.get("tools") or request.get("functions") or None)
-        calls.append(_Choice(chat, token_call(exchange.response, choice), bool(_parts(choice))))
+        tools, temperature = request.get("tools") or request.get("functions") or None, temperature_of(request)
+        chat = ChatCall(request["messages"], [said], tools, temperature=temperature)
+        tokens = token_call(exchange.response, choice, temperature)
+        calls.append(_Choice(chat, tokens, bool(_parts(choice))))
     return calls
 
 
-def token_call(response: dict[str, Any], choice: dict[str, Any]) -> TokenCall | None:
+def token_call(response: dict[str, Any], choice: dict[str, Any], temperature: float | None = None) -> TokenCall | None:
     """Return the call of a `choice` of `response` by its token ids; None if the server added none."""
     message, extra = (_object(choice.get(name)) for name in ("message", "provider_specific_fields"))
     parts = _parts(choice)
@@ -130,7 +132,7 @@ def token_call(response: dict[str, Any], choice: dict[str, Any]) -> TokenCall | 
     if not prompt or not generated:
         return None
     logprobs = message.get("generation_log_probs") or [part.get("logprob") for part in parts]
-    return TokenCall(prompt, generated, {"rollout_log_probs": logprobs})
+    return TokenCall(prompt, generated, {"rollout_log_probs": logprobs, "temperatures": temperature})
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -157,12 +159,11 @@ FORMAT = Format(
     requires=is_exchange,
     checked="none",
     used="""
-        request.messages request.tools response.choices.message response.choices.logprobs.content
-        response.prompt_token_ids response.choices.token_ids response.id response.model session_id group_id
-        reward
+        request.messages request.tools request.temperature response.choices.message response.choices.logprobs.content
+        response.prompt_token_ids response.choices.token_ids response.id response.model session_id group_id reward
     """.split(),
     dropped=(
-        "the other settings of request and response (sampling, usage, finish_reason)",
+        "the other settings of request and response (usage, finish_reason)",
         "top_logprobs",
     ),
     keeps=EVERYTHING,

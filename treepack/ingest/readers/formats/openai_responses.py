@@ -18,7 +18,7 @@ from typing import Any
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
 from treepack.ingest.readers.exchanges import Exchange, description, read_exchanges, request_and_response
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields import ReadOptions, temperature_of
 from treepack.ingest.readers.format import LINEAGE, MASKS, REWARDS, Format
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -138,7 +138,8 @@ def _add(
     # The response repeats the tools of its request, which a log may lack.
     tools = request.get("tools") or response.get("tools") or None
     rollout.exchanges.append(exchange)
-    rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools))
+    temperature = temperature_of(request if request.get("temperature") is not None else response)
+    rollout.calls.append(ChatCall([*system, *prompt], output.messages, tools, temperature=temperature))
     rollout.notes |= dict.fromkeys((*question.notes, *output.notes))
     return [*prompt, *output.messages]
 
@@ -159,10 +160,10 @@ FORMAT = Format(
     requires=is_exchange,
     checked="none",
     used="""
-        id input output instructions tools previous_response_id conversation.id model group_id reward
+        id input output instructions tools temperature previous_response_id conversation.id model group_id reward
     """.split(),
     dropped=(
-        "the other settings of request and response (sampling, usage)",
+        "the other settings of request and response (usage)",
         "reasoning.summary, reasoning.encrypted_content",
         "logprobs (without token ids)",
         "hosted tools but mcp_call (named in a note)",

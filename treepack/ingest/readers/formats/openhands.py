@@ -22,7 +22,7 @@ from typing import Any
 from treepack.ingest.readers.beside import folder_and_document, read_document
 from treepack.ingest.readers.calls import read_chats
 from treepack.ingest.readers.event_views import EventView
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, temperature_of
 from treepack.ingest.readers.format import MASKS, REWARDS, TEXT, Fields, Format, first
 from treepack.ingest.readers.inputs import STDIN
 from treepack.ingest.readers.openhands_actions import add_action_event
@@ -116,12 +116,13 @@ def _description(record: Record) -> dict[str, Any]:
         return value
     folder, stem = folder_and_document(record)
     metadata, instance = _object(value.get("metadata")), value.get("instance_id")
-    model = _object(metadata.get("llm_config") or metadata.get("llm")).get("model")
+    model = _object(metadata.get("llm_config") or metadata.get("llm"))
     return {
         "trajectory_id": "/".join(part for part in (folder, stem, str(instance or record.label)) if part),
         "group_id": None if instance is None else str(instance),
         "reward": _reward(value),
-        "model": model,
+        "model": model.get("model"),
+        "temperature": temperature_of(model),
         "error": value.get("error") if isinstance(value.get("error"), str) else None,
     }
 
@@ -150,9 +151,9 @@ FORMAT = Format(
     checked="first",
     used="""
         history instance_id instruction report.resolved test_result.final_score metadata.llm_config.model
-        history.id history.action history.args history.source history.observation history.content history.extras
-        history.tool_call_metadata kind llm_message thought reasoning_content tool_call llm_response_id tool_call_id
-        observation system_prompt tools forgotten_event_ids summary
+        metadata.llm_config.temperature history.id history.action history.args history.source history.observation
+        history.content history.extras history.tool_call_metadata kind llm_message thought reasoning_content tool_call
+        llm_response_id tool_call_id observation system_prompt tools forgotten_event_ids summary
     """.split(),
     dropped=(
         "git_patch, metrics, instance",

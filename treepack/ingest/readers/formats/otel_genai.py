@@ -22,7 +22,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, read_chats
 from treepack.ingest.readers.content_blocks import skip_reason
-from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.fields import ReadOptions, shown, temperature_of
 from treepack.ingest.readers.format import LIST, REWARDS, SET, Format, Kind
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -33,7 +33,7 @@ CALLS = (None, "chat", "generate_content", "text_completion")
 # Names of events and attributes in the conventions.
 EVALUATION = "gen_ai.evaluation.result"
 INSTRUCTIONS, INPUT, OUTPUT = "gen_ai.system_instructions", "gen_ai.input.messages", "gen_ai.output.messages"
-TOOLS = "gen_ai.tool.definitions"
+TOOLS, TEMPERATURE = "gen_ai.tool.definitions", "gen_ai.request.temperature"
 RENAMED_ROLES = {"Human": "user", "AI": "assistant", "model": "assistant"}  # as LangChain and Gemini have them
 NO_CALL_NOTE = "span without an LLM call"
 NO_CONTENT_NOTE = "LLM call whose messages were not captured"
@@ -168,7 +168,8 @@ def _calls(span: _TraceSpan) -> Iterator[ChatCall]:
         raise TreepackError(f"{span.source}: {OUTPUT} is {shown(responses)}; expected a list of messages")
     for response in responses:
         said = _messages([{"role": "assistant"} | response], span, OUTPUT)
-        yield ChatCall(prompt, said, _parse(span, TOOLS) or None)
+        temperature = temperature_of({"temperature": span.attributes.get(TEMPERATURE)})
+        yield ChatCall(prompt, said, _parse(span, TOOLS) or None, temperature=temperature)
 
 
 def _parse(span: _TraceSpan, name: str) -> Any:
@@ -254,7 +255,7 @@ FORMAT = Format(
         resourceSpans.scopeSpans.spans.attributes resourceSpans.scopeSpans.spans.events context.trace_id start_time
         attributes.gen_ai.operation.name attributes.gen_ai.conversation.id attributes.gen_ai.system_instructions
         attributes.gen_ai.input.messages attributes.gen_ai.tool.definitions attributes.gen_ai.request.model
-        attributes.gen_ai.agent.name events.attributes.gen_ai.output.messages
+        attributes.gen_ai.request.temperature attributes.gen_ai.agent.name events.attributes.gen_ai.output.messages
         events.attributes.gen_ai.evaluation.score.value
     """.split(),
     dropped=(

@@ -38,7 +38,7 @@ LENGTHS = ("sequence_lengths", "seq_lens")
 # Settings of the sampler, and metrics that the trainer computes from the other fields.
 DROPPED = frozenset(
     """
-    temperatures routed_experts mm_kwargs mm_token_type_ids position_ids env_names rank micro_step
+    routed_experts mm_kwargs mm_token_type_ids position_ids env_names rank micro_step
     micro_sequence_idx schema_version entropy mismatch_kl prob_delta log_importance_ratio importance_ratio
     is_masked is_masked_high is_masked_low
     """.split()
@@ -128,11 +128,11 @@ FORMAT = Format(
     recognised_by="`token_ids` or `input_ids` beside `env_name` and a mask, or `inference_logprobs`",
     requires=[{IDS_OF: ARRAY, MASKS_OF: ARRAY, ("env_name", "inference_logprobs"): ANY}],
     used="""
-        token_ids mask logprobs env_name ref_logprobs advantages rl_weights ce_weights input_ids loss_mask
+        token_ids mask logprobs temperatures env_name ref_logprobs advantages rl_weights ce_weights input_ids loss_mask
         inference_logprobs sequence_lengths position_ids env_names step trainer_logprobs export_sequence_idx
     """.split(),
     dropped=(
-        "temperatures and routed_experts",
+        "routed_experts",
         "ref_kl_weights, and ce_weights beside rl_weights (noted)",
         "mm_kwargs (samples that have some are skipped)",
         "what an export computes: entropy, ratios, which tokens were clipped",

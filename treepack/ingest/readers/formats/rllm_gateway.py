@@ -18,7 +18,7 @@ import numpy as np
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
-from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown, temperature_of
 from treepack.ingest.readers.format import ANY, LOGPROBS, MASKS, TEXT, TOKEN_IDS, Format
 from treepack.ingest.readers.records import Record
 from treepack.ingest.readers.trajectories import without
@@ -69,6 +69,7 @@ def _read_session(session: str, traces: list[Record], options: ReadOptions) -> I
             yield Skipped(trace.source, ORPHAN)
             continue
         values = {"rollout_log_probs": trace.value.get("logprobs")}
+        values["temperatures"] = temperature_of(trace.value.get("raw_request"))
         calls.append(TokenCall(prompt, _ids(trace, "completion_token_ids"), values))
     if calls:
         yield from read_calls(one, calls, options)
@@ -116,9 +117,8 @@ def _chat_call(trace: Record) -> ChatCall:
     if response is not None and not isinstance(response, dict):
         raise TreepackError(f"{trace.source}: response_message is {shown(response)}; expected a message")
     request = trace.value.get("raw_request")
-    return ChatCall(
-        messages, [response] if response else [], request.get("tools") if isinstance(request, dict) else None
-    )
+    tools = request.get("tools") if isinstance(request, dict) else None
+    return ChatCall(messages, [response] if response else [], tools, temperature=temperature_of(request))
 
 
 FORMAT = Format(
@@ -133,7 +133,7 @@ FORMAT = Format(
     dropped=(
         "routing_matrices",
         "finish_reason, latency_ms, token_counts and timestamp",
-        "raw_request but for its tools, and raw_response",
+        "raw_request but for its tools and temperature, and raw_response",
     ),
     keeps={TOKEN_IDS, MASKS, LOGPROBS},
     read_file=read_file,

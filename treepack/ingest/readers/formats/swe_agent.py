@@ -14,13 +14,14 @@ Demonstrations are not trained, nor is the text of the program in the model's na
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from treepack.ingest.readers.beside import folder_and_document
 from treepack.ingest.readers.calls import ChatCall, read_chats
-from treepack.ingest.readers.fields import ReadOptions, as_objects
+from treepack.ingest.readers.fields import ReadOptions, as_objects, temperature_of
 from treepack.ingest.readers.format import ANY, FILLED, LINEAGE, MASKS, OBJECT, OBJECTS, Fields, Format, each, no
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -57,7 +58,8 @@ def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Ite
     run = record.value
     info = without(run["info"], REPEATED)
     rest = without(run, ("history", "trajectory", "replay_config", "info"))
-    slim = replace(record, value=rest | {"info": info, "trajectory_id": name, "group_id": task})
+    facts = {"info": info, "trajectory_id": name, "group_id": task, "temperature": _temperature(run)}
+    slim = replace(record, value=rest | facts)
     steps = as_objects(run["trajectory"], source=record.source, name="trajectory")
     if any(step.get("query") or step.get("messages") for step in steps):
         calls, notes = _calls(steps, run["history"], record.source)
@@ -69,6 +71,19 @@ def _read_run(record: Record, name: str, task: str, options: ReadOptions) -> Ite
         seen = [each for each in run["history"] if agent is None or each.get("agent") in (None, agent)]
         item = conversation(slim, [_message(each) for each in seen], options)
         yield item if agent is None else replace(item, trajectory_id=f"{name}/{agent}")
+
+
+def _temperature(run: dict[str, Any]) -> float | None:
+    """Return the temperature in the configuration of a run, which is an object or JSON text."""
+    settings = run.get("replay_config")
+    if isinstance(settings, str):
+        try:
+            settings = json.loads(settings)
+        except (ValueError, RecursionError):
+            return None
+    for name in ("agent", "model"):
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return temperature_of(settings)
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
@@ -153,14 +168,14 @@ FORMAT = Format(
     requires=[{"attempts": each(RUN, minimum=1)}, {"attempts": no(FILLED), **RUN}],
     used="""
         history history.is_demo history.tool_calls history.tool_call_ids trajectory.query trajectory.messages
-        trajectory.response trajectory.action attempts info environment
+        trajectory.response trajectory.action attempts info environment replay_config
     """.split(),
     dropped=(
         "trajectory.observation, trajectory.state, trajectory.execution_time",
         "trajectory.extra_info",
         "info.submission and info.edited_files (repeat the edits)",
         "info.review, info.chooser (of another model)",
-        "replay_config",
+        "replay_config but for the temperature of its model",
     ),
     keeps={MASKS, LINEAGE},
     read=read,

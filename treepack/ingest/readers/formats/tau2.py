@@ -20,7 +20,7 @@ from typing import Any
 
 from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import beside, read_document
-from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown, temperature_of
 from treepack.ingest.readers.format import ANY, LINEAGE, MASKS, OBJECT, REWARDS, Fields, Format, has_fields
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -95,6 +95,7 @@ def _read_simulation(record: Record, run: dict[str, Any], options: ReadOptions) 
         "reward_info": value.get("reward_info"),
         "model": agent.get("llm"),
         "agent": agent.get("implementation"),
+        "temperature": temperature_of(agent.get("llm_args")),
     }
     cut = any(message.get("context_truncation") for message in value["messages"])
     notes = (TRUNCATED_NOTE,) if cut else ()
@@ -179,10 +180,10 @@ FORMAT = Format(
     requires=[RUN, SIMULATION],
     used="""
         info.environment_info.policy info.environment_info.domain_name info.environment_info.tool_defs
-        info.agent_info.llm tasks.id tasks.initial_state.message_history simulations.task_id simulations.trial
-        simulations.reward_info.reward simulations.messages.role simulations.messages.tool_calls.requestor
-        simulations.messages.tool_messages simulations.messages.requestor simulations.termination_reason
-        simulations.policy
+        info.agent_info.llm info.agent_info.llm_args.temperature tasks.id tasks.initial_state.message_history
+        simulations.task_id simulations.trial simulations.reward_info.reward simulations.messages.role
+        simulations.messages.tool_calls.requestor simulations.messages.tool_messages simulations.messages.requestor
+        simulations.termination_reason simulations.policy
     """.split(),
     dropped=(
         "what the user did with tools (the agent does not see it)",

@@ -26,7 +26,6 @@ from treepack.ingest.readers.format import EVERYTHING, IDS, Format
 from treepack.ingest.readers.records import Record
 from treepack.trajectory import (
     FIRST_TOKEN_NOTE,
-    Float32,
     Float64,
     Int32,
     Int64,
@@ -35,9 +34,11 @@ from treepack.trajectory import (
     Trajectory,
     as_token_ids,
     spans_of_mask,
+    with_temperatures,
 )
 
 Mask = NDArray[np.uint8] | Float64
+LOGPROBS = {"sampling_logprobs": tf.SAMPLING, "old_logprobs": tf.OLD, "ref_logprobs": tf.REFERENCE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +83,19 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
         yield Skipped(record.source, "no trained token")
         return
     advantage, advantages = _advantages(fields, mask, layout)
+    logprobs = {name: _per_token(fields, kind, mask, layout) for name, kind in LOGPROBS.items()}
     content = Tokens(
         tokens=ids[layout.start : layout.end],
         starts=starts,
         ends=ends,
         span_weights=weights,
         advantages=advantages,
-        sampling_logprobs=_logprobs(fields, tf.SAMPLING, mask, layout),
-        old_logprobs=_logprobs(fields, tf.OLD, mask, layout),
-        ref_logprobs=_logprobs(fields, tf.REFERENCE, mask, layout),
+        **{name: None if values is None else values.astype(np.float32) for name, values in logprobs.items()},
     )
     used = [name for names in fields.values() for name in names]
-    yield describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
+    item = describe(record, content, used=used, options=options, advantage=advantage, notes=notes)
+    temperatures = _per_token(fields, tf.TEMPERATURE, mask, layout)
+    yield item if temperatures is None else with_temperatures(item, temperatures)
 
 
 def _ids(fields: tf.Fields, record: Record) -> tuple[Int32, int | None]:
@@ -348,11 +350,12 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -
             continue
         numbers = tf.number_values(values, source=layout.source, name=name)
         picked = _at_trained(numbers, name, mask, layout)
-        if kind != tf.ADVANTAGE:
+        if kind not in (tf.ADVANTAGE, tf.TEMPERATURE):
             # The trie stores float32. Two fields that differ by less agree, and an overflow is refused below as inf.
             with np.errstate(over="ignore"):
                 picked = picked.astype(np.float32).astype(np.float64)
-        bad = np.flatnonzero(~np.isfinite(picked))
+        # A temperature may be unknown.
+        bad = np.flatnonzero(np.isinf(picked) if kind == tf.TEMPERATURE else ~np.isfinite(picked))
         if len(bad):
             raise TreepackError(
                 f"{layout.source}: {name} is {picked[bad[0]]} at trained token {bad[0]}; expected finite numbers there"
@@ -361,11 +364,6 @@ def _per_token(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -
             raise TreepackError(f"{layout.source}: {first} and {name} differ; drop the wrong one")
         agreed, first = (picked, name) if agreed is None else (agreed, first)
     return agreed
-
-
-def _logprobs(fields: tf.Fields, kind: str, mask: Mask, layout: _FieldLayout) -> Float32 | None:
-    values = _per_token(fields, kind, mask, layout) if kind in fields else None
-    return None if values is None else values.astype(np.float32)
 
 
 def _advantages(fields: tf.Fields, mask: Mask, layout: _FieldLayout) -> tuple[float | None, Float64 | None]:
@@ -393,7 +391,7 @@ FORMAT = Format(
     recognised_by="ids, whole or as prompt and response, under one of the names of [inputs](inputs.md#tokens)",
     requires=[{tf.NAMES[tf.IDS]: IDS}, {tf.NAMES[tf.PROMPT]: IDS, tf.NAMES[tf.RESPONSE]: IDS}],
     checked="none",
-    used="input_ids loss_mask logprobs reward group_id".split(),
+    used="input_ids loss_mask logprobs reward group_id temperature temperatures".split(),
     dropped=("fields without a name in [inputs](inputs.md#tokens) that are no short metadata",),
     keeps=EVERYTHING,
     arrays=tf.NUMBERS,

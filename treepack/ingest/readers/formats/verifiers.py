@@ -22,7 +22,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.readers import graphs
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
 from treepack.ingest.readers.content_blocks import MEDIA_REASON, skip_reason
-from treepack.ingest.readers.fields import ReadOptions, as_objects, shown
+from treepack.ingest.readers.fields import ReadOptions, as_objects, shown, temperature_of
 from treepack.ingest.readers.format import (
     ANY,
     EVERYTHING,
@@ -96,6 +96,7 @@ def _read_trace(
         yield Skipped(record.source, "no call with a response")
         return
     one = replace(record, value=_facts(episode, trace, agent, record.source))
+    temperatures = _temperatures(trace, agent, record.source)
     ids = graphs.ids_of(nodes, source=record.source)
     if (reason := _skip_reason(trace, ids, record.source)) is not None:
         yield Skipped(record.source, reason)
@@ -106,12 +107,27 @@ def _read_trace(
     notes: tuple[str, ...] = (WEIGHTS_NOTE,) if any(node.get("loss_weights") for node in nodes) else ()
     if has_tokens:
         calls = [_token_call(nodes, ids, paths[number], number, record.source) for number in sampled]
+        for call, number in zip(calls, sampled, strict=True):
+            call.values["temperatures"] = temperatures.get(number)
         items = read_calls(one, calls, options)
     else:
         notes += (PARTIAL_NOTE,) if any(len(ids[number]) > 0 for number in needed) else ()
-        chats = [_chat_call(trace, paths[number], number, record.source) for number in sampled]
+        chats = [
+            replace(_chat_call(trace, paths[number], number, record.source), temperature=temperatures.get(number))
+            for number in sampled
+        ]
         items = read_chats(one, chats, options)
     yield from with_notes(items, notes)
+
+
+def _temperatures(trace: dict[str, Any], agent: dict[str, Any], source: str) -> dict[int, float]:
+    """Return the temperature of each node of which one is known: that of its call, or else that of the agent."""
+    usual = temperature_of(_object(agent, "config", source).get("sampling"))
+    known = dict.fromkeys(range(len(trace.get("nodes") or [])), usual)
+    for call in as_objects(trace.get("calls"), source=source, name="calls"):
+        if isinstance(node := call.get("node"), int) and (own := temperature_of(call.get("sampling"))) is not None:
+            known[node] = own
+    return {number: temperature for number, temperature in known.items() if temperature is not None}
 
 
 def _token_call(nodes: list[dict[str, Any]], ids: list[Any], path: list[int], number: int, source: str) -> TokenCall:
@@ -195,7 +211,7 @@ FORMAT = Format(
         "traces.nodes.loss_weights (noted)",
         "traces.nodes.is_content, entropies, semantic_parents and timestamp",
         "traces.root_reply and numbers of tokens",
-        "traces.calls but for the model (usage, times, sampling)",
+        "traces.calls but for model and temperature (usage, times)",
         "timing, errors, rewrites, versions and extra_usage",
         "task.data",
     ),

@@ -17,7 +17,7 @@ from typing import Any
 from treepack.errors import TreepackError
 from treepack.ingest.readers.beside import beside, read_document
 from treepack.ingest.readers.calls import ChatCall, TokenCall, read_calls, read_chats
-from treepack.ingest.readers.fields import ReadOptions, shown
+from treepack.ingest.readers.fields import ReadOptions, shown, temperature_of
 from treepack.ingest.readers.format import ANY, EVERYTHING, TALK, Fields, Format, Kind, has_fields, no, optional
 from treepack.ingest.readers.messages import is_messages
 from treepack.ingest.readers.records import Record
@@ -42,12 +42,12 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     if has_fields(record.value, [RUN]):
         yield Skipped(record.source, "summary of a run, read with its results", is_rollout=False)
         return
-    # The model is the same for all lines of the file.
+    # Model and settings of the sampler are the same for all lines of the file.
     summary = beside(record, SUMMARY)
-    yield from _read_rollout(record, None if summary is None else read_document(summary).get("model"), options)
+    yield from _read_rollout(record, {} if summary is None else read_document(summary), options)
 
 
-def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[Trajectory | Skipped]:
+def _read_rollout(record: Record, run: dict[str, Any], options: ReadOptions) -> Iterator[Trajectory | Skipped]:
     value, source = record.value, record.source
     steps = value.get("trajectory") or []
     if not is_messages(steps):
@@ -58,7 +58,9 @@ def _read_rollout(record: Record, model: Any, options: ReadOptions) -> Iterator[
     repeated = DROPPED | (metrics.keys() - {"reward"})  # the record repeats each metric as a field
     rest = without(value, repeated)
     rest |= {"trajectory_id": _name(value, steps, record), "extra": metrics or None}
-    rest["model"] = rest.get("model") or model
+    rest["model"] = rest.get("model") or run.get("model")
+    if (temperature := temperature_of(run.get("sampling_args"))) is not None:
+        rest = {"temperature": temperature} | rest
     one = replace(record, value=rest)
     tokens = [step.get("tokens") for step in steps]
     if steps and all(isinstance(each, dict) for each in tokens):
@@ -131,9 +133,9 @@ FORMAT = Format(
         {"example_id": no(ANY), **RUN},
     ],
     used="""
-        example_id prompt completion reward metrics info answer is_truncated tool_defs
-        trajectory.tokens.prompt_ids trajectory.tokens.completion_ids trajectory.tokens.completion_mask
-        trajectory.tokens.completion_logprobs trajectory.advantage trajectory.trajectory_id model
+        example_id prompt completion reward metrics info answer is_truncated tool_defs trajectory.tokens.prompt_ids
+        trajectory.tokens.completion_ids trajectory.tokens.completion_mask trajectory.tokens.completion_logprobs
+        trajectory.advantage trajectory.trajectory_id model sampling_args.temperature
     """.split(),
     dropped=(
         "timing, token_usage and errors",

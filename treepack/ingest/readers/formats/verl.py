@@ -19,7 +19,7 @@ from typing import Any
 
 from treepack.ingest.readers.batches import rows_of
 from treepack.ingest.readers.content_blocks import MEDIA_REASON
-from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.fields import ReadOptions, temperature_of
 from treepack.ingest.readers.format import ANY, COLUMN, EVERYTHING, IDS, Fields, Format, has_fields
 from treepack.ingest.readers.formats import tokens
 from treepack.ingest.readers.records import Record
@@ -51,10 +51,10 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     Raises:
         TreepackError: columns of different lengths, or an error of the `tokens` reader.
     """
-    value = record.value
+    value, temperature = record.value, None
     if has_fields(value, [BATCH]):
         # Tensors are in `batch`, texts and objects in `non_tensor_batch`; both have one value per row.
-        others = value.get("non_tensor_batch")
+        others, temperature = value.get("non_tensor_batch"), temperature_of(value.get("meta_info"))
         value = value["batch"] | (others if isinstance(others, dict) else {})
     elif not has_fields(value, [COLUMNS]):
         yield from _read_row(record, options)
@@ -62,6 +62,7 @@ def read(record: Record, options: ReadOptions) -> Iterator[Trajectory | Skipped]
     else:
         value = record.with_lists().value  # a row of a column is a plain number
     for number, row in enumerate(rows_of(value, first="prompts", source=record.source)):
+        row = {"temperature": temperature} | row if temperature is not None else row
         yield from _read_row(replace(record, source=f"{record.source}[{number}]", value=row), options)
 
 
