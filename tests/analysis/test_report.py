@@ -42,7 +42,8 @@ from treepack.pack.rows import pack_rows
 from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
 from treepack.trie.files import write_trie
-from treepack.trie.trie import Trie, paths, trajectories_of
+from treepack.trie.nodes import paths
+from treepack.trie.trie import Trie, trajectories_of
 
 SHAPE = read_shape("qwen3-8b")
 SHARES = st.sampled_from(["all", "group", "none"])

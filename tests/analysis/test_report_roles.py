@@ -15,7 +15,8 @@ from treepack.analysis.report.roles import ROLES, Roles, learn_headers, mark_rol
 from treepack.analysis.report.texts import decoder_of, ids_as_text
 from treepack.ingest.tokenization import load_tokenizer
 from treepack.trie.build import build_trie
-from treepack.trie.trie import Trie, paths
+from treepack.trie.nodes import paths
+from treepack.trie.trie import Trie
 
 TOOL = {
     "type": "function",

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.trie.build import common_prefix
+from treepack.trie.nodes import common_prefix
 from treepack.trie.run_merge import Merged, SortedRun, merge, split
 from treepack.trie.spool import token_offsets
 

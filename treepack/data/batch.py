@@ -181,7 +181,7 @@ def make_batch(row: Row, *, multiple: int = 1) -> Batch:
 
 
 def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
-    tokens, index, temperature = _scored_tokens(terms, length)
+    tokens, index, temperature = scored_tokens(terms.token, terms.temperature, length)
     # Groups are numbered by first appearance: ["x", "y", "x"] -> [0, 1, 0].
     codes = {name: code for code, name in enumerate(dict.fromkeys(groups))}
     columns: dict[str, Any] = {
@@ -197,24 +197,27 @@ def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
     )
 
 
-def _scored_tokens(terms: RowTerms, length: int) -> tuple[Int64, Int32, Float32 | None]:
-    """Return `tokens`, `index` and `temperature` of `TermTensors` for a row of `length` tokens."""
-    temperatures = None if terms.temperature is None else np.unique(terms.temperature)  # ascending, NaN once, last
-    if terms.temperature is not None and temperatures is not None and len(temperatures) > 1:
+def scored_tokens(token: Int32, temperature: Float32 | None, length: int) -> tuple[Int64, Int32, Float32 | None]:
+    """Return `tokens`, `index` and `temperature` of `TermTensors` for the terms of a row of `length` tokens.
+
+    `token` int32 [N] and `temperature` float32 [N] are those of each term.
+    """
+    temperatures = None if temperature is None else np.unique(temperature)  # ascending, NaN once, last
+    if temperature is not None and temperatures is not None and len(temperatures) > 1:
         # As one key per pair. Temperatures .5 and 1 with the codes 0 and 1, token [4, 4, 7] at [1, .5, .5]:
         #   keys 2 token + code [9, 8, 14] -> sorted [8, 9, 14], index [1, 0, 2] -> tokens [4, 4, 7] at [.5, 1, .5]
-        codes = np.searchsorted(temperatures, terms.temperature)  # it finds NaN, too: NaN is sorted after all numbers
-        keys, index = np.unique(terms.token.astype(np.int64) * len(temperatures) + codes, return_inverse=True)
+        codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
+        keys, index = np.unique(token.astype(np.int64) * len(temperatures) + codes, return_inverse=True)
         tokens, code = np.divmod(keys, len(temperatures))
         return tokens, index.astype(np.int32), temperatures[code]
     # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:
-    #   terms.token   [1, 2, 1, 3]    one entry per term
+    #   token         [1, 2, 1, 3]    one entry per term
     #   trained       [F, T, T, T]    one entry per token
     #   rank         [-1, 0, 1, 2]    number of trained tokens before this one
-    #   tokens        [1, 2, 3]       and index = rank[terms.token] = [0, 1, 0, 2]
+    #   tokens        [1, 2, 3]       and index = rank[token] = [0, 1, 0, 2]
     trained = np.zeros(length, bool)
-    trained[terms.token] = True
+    trained[token] = True
     rank = np.cumsum(trained, dtype=np.int32) - np.int32(1)
     tokens = np.flatnonzero(trained)
     one = None if temperatures is None else np.resize(temperatures, len(tokens))  # [.7] -> [.7, .7, ...]
-    return tokens, rank[terms.token], one
+    return tokens, rank[token], one

@@ -9,13 +9,31 @@ Every column is then a value per node, repeated over the node's tokens, plus the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from treepack.pack.child_order import arrange, node_tiles
-from treepack.pack.plan.plan import Plan
 from treepack.trajectory import Int32, Int64
-from treepack.trie.trie import Trie
+
+if TYPE_CHECKING:
+    from treepack.pack.plan.plan import Plan
+    from treepack.trie.trie import Trie
+
+
+class TokenNodes(Protocol):
+    """The fields of a `Trie` that place the nodes of its rows."""
+
+    @property
+    def tokens(self) -> Int32: ...
+    @property
+    def node_start(self) -> Int64: ...
+    @property
+    def parent(self) -> Int32: ...
+    @property
+    def depth(self) -> Int64: ...
+    @property
+    def end_node(self) -> Int32: ...
 
 
 def unordered_tiles(trie: Trie, plan: Plan) -> int:
@@ -55,10 +73,10 @@ class PlacedNodes:
 class RowPlacer:
     """Placement of the nodes of rows, for all rows of one trie."""
 
-    def __init__(self, trie: Trie) -> None:
+    def __init__(self, trie: TokenNodes) -> None:
         self.trie = trie
         self.parents = trie.parent.tolist()
-        self.lengths = trie.node_length
+        self.lengths = np.diff(trie.node_start)
 
     def nodes(self, members: Int64) -> Int64:
         """Return the nodes on the paths of `members`, in the depth-first order of the trie."""

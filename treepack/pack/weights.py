@@ -20,7 +20,8 @@ from treepack.errors import TreepackError
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
 from treepack.trajectory import Float64, Int32, Int64, positions
-from treepack.trie.trie import Trie, paths
+from treepack.trie.nodes import paths
+from treepack.trie.trie import Trie
 
 
 def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:

@@ -21,7 +21,7 @@ from treepack.files.cache import local_copy, naming_addresses
 from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
 from treepack.files.parts import PART_TOKENS, PartWriter, read_parts, token_slices
 from treepack.trajectory import Int32
-from treepack.trie.build import NodeArrays
+from treepack.trie.nodes import NodeArrays
 from treepack.trie.trie import Trie
 
 # Nodes are written as slices of so many to a part, and trajectories too; this bounds memory.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from treepack.columns import concatenate, is_repeated, unique_ids
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
-from treepack.trie.build import NodeArrays, forest_of
+from treepack.trie.nodes import NodeArrays, forest_of
 from treepack.trie.run_merge import Merged, Range, SortedRun, merge, read_into, split
 from treepack.trie.spool import RunIndex, Spool, StoredRun, read_index, read_table, token_offsets
 

@@ -28,7 +28,8 @@ import pyarrow as pa
 from treepack.columns import Sequences, join
 from treepack.errors import TreepackError
 from treepack.trajectory import Int32, Int64
-from treepack.trie.build import Partition, partitions, shared_with_previous, sorted_by_tokens
+from treepack.trie.build import Partition, partitions
+from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
 
 # Arrow reads buffers without a copy if they start at a multiple of 64 bytes.
 ALIGNMENT = 64
@@ -197,8 +198,8 @@ def _write_run(
     sequences: Sequences, spool: Spool, pieces: list[tuple[int, int]], *, share: str, number: int
 ) -> StoredRun:
     partition, distinct = partitions(sequences.table, share=share)
-    order = sorted_by_tokens(sequences, partition, range(len(partition)))
-    shared = np.array(shared_with_previous(sequences, order, partition), np.int64)
+    order = sorted_by_tokens(sequences.tokens, sequences.offsets, partition, range(len(partition)))
+    shared = np.array(shared_with_previous(sequences.tokens, sequences.offsets, partition, order), np.int64)
     # The new tokens of each: offsets [0, 4, 9], order [1, 0], shared [0, 3] -> [4, 9) and [0 + 3, 4).
     begins, ends = sequences.offsets[:-1][order], sequences.offsets[1:][order]
     stored_from = begins + (shared if share != "none" else 0)

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from treepack.columns import PER_TOKEN, SpanView, list_values
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
+from treepack.trie.nodes import paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +97,6 @@ class Trie:
     @property
     def tokens_tree(self) -> int:
         return len(self.tokens)
-
-
-def paths(ends: Int32 | Int64, starts: Int64, depth: Int64) -> Iterator[Int64]:
-    """Yield for each node of `ends` the token positions from the root to its end; a view, valid until the next one.
-
-    `ends` must be in ascending order. `starts` [nodes + 1] are the offsets of the nodes' tokens and `depth` [nodes] the
-    tokens before each on its path. One array contains the current path. In depth-first order, a node that is entered
-    only replaces positions at its own depths and deeper ones, which belong to branches that are finished.
-    """
-    # Nodes [a b], [c d], [e], [x] of the header, ends [1, 2, 3] -> [0 1 2 3], [0 1 2 3 4], [0 1 5].
-    path = np.zeros(int((depth + np.diff(starts)).max(initial=0)), np.int64)
-    begins, depths = starts.tolist(), depth.tolist()
-    node = -1
-    for end in ends.tolist():
-        while node < end:
-            node += 1
-            a, b = begins[node], begins[node + 1]
-            path[depths[node] : depths[node] + b - a] = np.arange(a, b)
-        yield path[: depths[end] + begins[end + 1] - begins[end]]
 
 
 def unshared(trie: Trie) -> Trie:

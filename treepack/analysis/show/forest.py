@@ -19,7 +19,8 @@ import numpy as np
 from treepack.columns import SpanView
 from treepack.pack.row import Row
 from treepack.trajectory import Float64, Int32, Int64, Tokens, Trajectory, positions
-from treepack.trie.trie import Trie, paths
+from treepack.trie.nodes import paths
+from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)

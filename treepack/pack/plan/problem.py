@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treepack.columns import SpanView
 from treepack.trajectory import Int64
-from treepack.trie.trie import Trie
+
+if TYPE_CHECKING:
+    from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,8 @@ def forest_of(trie: Trie, *, split_ends: bool = False) -> PlanForest:
     through the same end or ends there too. Limits on loss terms need this, because then duplicates and prefixes of
     other trajectories are no longer free.
     """
+    from treepack.columns import SpanView  # with Arrow, which the rest of this file does not need
+
     parent, end, ends = (array.astype(np.int64) for array in (trie.parent, trie.node_end, trie.end_node))
     nodes = _NodeLists(trie.depth, trie.path_length, parent, end)
     if split_ends:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from treepack.columns import SpanView
 from treepack.pack.plan.problem import path_pairs
 from treepack.trajectory import Int64
-from treepack.trie.trie import Trie
+
+if TYPE_CHECKING:
+    from treepack.trie.trie import Trie
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ def row_sizes(trie: Trie, row_of: Int64, num_rows: int) -> RowSizes:
 
 def trained_tokens(trie: Trie) -> Int64:
     """Return the loss terms of each trajectory, int64 [num_trajectories]."""
+    from treepack.columns import SpanView  # with Arrow, which the rest of this file does not need
+
     spans = SpanView.of(trie.trajectories)
     return spans.total(spans.sizes.astype(np.float64)).astype(np.int64)
 

@@ -32,20 +32,20 @@ class _Measure:
     limit: int
 
 
+def _measure(whole: Int64, again: Int64, limit: int) -> _Measure:
+    # The worked tree of docs/packing.md: lengths [6, 9, 7, 9, 12], shared [0, 4, 5, 4, 8] -> new tokens [6, 5, 2, 5, 4]
+    # -> total [0, 6, 11, 13, 18, 22]. The row of leaves 2 and 3 has 18 - 11 + 5 = 12 tokens.
+    return _Measure(np.concatenate([[0], np.cumsum(whole - again)]).tolist(), again.tolist(), limit)
+
+
 def _measures(tree: PlanTree, limits: Limits, order: Int64, shared: Int64) -> list[_Measure]:
     """Return a measure for each limit that is set; each leaf of `order` shares `shared` tokens with the one before."""
     lengths = tree.length[order]
-    # The worked tree of docs/packing.md: lengths [6, 9, 7, 9, 12], shared [0, 4, 5, 4, 8] -> new tokens [6, 5, 2, 5, 4]
-    # -> total [0, 6, 11, 13, 18, 22]. The row of leaves 2 and 3 has 18 - 11 + 5 = 12 tokens.
-
-    def measure(whole: Int64, again: Int64, limit: int) -> _Measure:
-        return _Measure(np.concatenate([[0], np.cumsum(whole - again)]).tolist(), again.tolist(), limit)
-
-    measures = [measure(lengths, shared, limits.capacity)]
+    measures = [_measure(lengths, shared, limits.capacity)]
     if limits.pairs is not None:
-        measures.append(measure(path_pairs(lengths), path_pairs(shared), limits.pairs))
+        measures.append(_measure(path_pairs(lengths), path_pairs(shared), limits.pairs))
     if limits.terms is not None:
-        measures.append(measure(tree.terms[order], np.zeros_like(shared), limits.terms))
+        measures.append(_measure(tree.terms[order], np.zeros_like(shared), limits.terms))
     return measures
 
 
@@ -59,9 +59,25 @@ def contiguous(tree: PlanTree, limits: Limits, search: Search) -> Solution:
     The leaves a whose row can end at leaf k - 1 are a window that only moves forward, so a queue of window minima finds
     the best one.
     """
-    num, shared = tree.num_leaves, tree.shared
-    repeated = shared.tolist()
-    measures = [(m.total, m.again, m.limit) for m in _measures(tree, limits, np.arange(num), shared)]
+    shared = tree.shared
+    return Solution(_cut(_measures(tree, limits, np.arange(tree.num_leaves), shared), shared.tolist()))
+
+
+def cut_in_order(lengths: Int64, shared: Int64, capacity: int) -> Int64:
+    """Return the row of each leaf, as `contiguous`, for leaves that are not a `PlanTree`.
+
+    Args:
+        lengths: tokens of each leaf, int64 [leaves], at most `capacity`, in the order of the trie.
+        shared: tokens that each leaf shares with the leaf before it, int64 [leaves], 0 for the first.
+        capacity: maximum tokens of a row.
+    """
+    return _cut([_measure(lengths, shared, capacity)], shared.tolist())
+
+
+def _cut(limited: list[_Measure], repeated: list[int]) -> Int64:
+    """Return the row of each leaf, for the tokens `repeated` that each leaf shares with the leaf before it."""
+    num = len(repeated)
+    measures = [(m.total, m.again, m.limit) for m in limited]
     best = [(0, 0)] + [(0, 0)] * num
     begin = [0] * num
     # (cost, a) with rising costs: the first is the minimum. A later candidate stays in the window longer, so it makes
@@ -77,7 +93,7 @@ def contiguous(tree: PlanTree, limits: Limits, search: Search) -> Solution:
             while total[k + 1] - total[window[0][1]] + again[window[0][1]] > limit:
                 window.popleft()
         best[k + 1], begin[k] = window[0]
-    return Solution(_rows_of_begins(begin))
+    return _rows_of_begins(begin)
 
 
 def _rows_of_begins(begin: list[int]) -> Int64:
