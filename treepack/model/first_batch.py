@@ -72,7 +72,7 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         check_positions(position_ids, causal, source)
         return
     check_config(causal.config.get_text_config(), source=source)
-    groups = _sharding_groups(model)
+    groups = sharding_groups(model)
     if groups is None:
         probe(causal, source=source, device=position_ids.device)
     check_positions(position_ids, causal, source)
@@ -101,7 +101,7 @@ def _complaint(seen: Observation, causal: Any, source: str) -> TreepackError | N
     return None
 
 
-def _sharding_groups(model: nn.Module) -> list[Any] | None:
+def sharding_groups(model: nn.Module) -> list[Any] | None:
     """Return the process groups over which weights are sharded, in the same order on all ranks; None if they are whole.
 
     Weights are sharded by FSDP2 or tensor parallelism (DTensor), FSDP1, or ZeRO-3 of DeepSpeed (parameters with ds_id).

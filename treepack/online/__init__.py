@@ -1,1 +1,23 @@
-"""Rollouts in memory: their log-probabilities, computed on trees, in the shape of the caller."""
+"""Rollouts in memory: their log-probabilities, computed on trees, in the shape of the caller.
+
+sequences     a padded, jagged or listed batch as one array of tokens
+planning      its trie, and the sequences of each row
+batch         the rows as tensors, and the way back to the shape of the caller
+statistics    log-probabilities and entropies, one row in memory at a time
+ranks         what several ranks must agree on
+"""
+
+from treepack.online.batch import OnlineBatch, plan_batch
+from treepack.online.options import OnlineOptions
+from treepack.online.ranks import agree_on_rows
+from treepack.online.statistics import batch_statistics, row_statistics, tree_logprobs_like
+
+__all__ = [
+    "OnlineBatch",
+    "OnlineOptions",
+    "agree_on_rows",
+    "batch_statistics",
+    "plan_batch",
+    "row_statistics",
+    "tree_logprobs_like",
+]

@@ -1,0 +1,47 @@
+"""Options of online batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treepack.errors import TreepackError
+from treepack.model.loss import CHUNK
+from treepack.pack.options import EFFORTS
+
+METHODS = ("contiguous", "auto")
+DEFAULT_CAPACITY = 1 << 16  # tokens; the memory of a longer row is seldom there
+
+
+@dataclass(frozen=True)
+class OnlineOptions:
+    """How a batch in memory is planned and computed.
+
+    Attributes:
+        capacity: maximum tokens of a row; a longer sequence gets a row of its own. None is `DEFAULT_CAPACITY`, so that
+            a trainer's micro-batch is usually one row. It has no more tokens than the micro-batch.
+        method: "contiguous" cuts the order of the trie into rows with the minimum number of tokens; "auto" searches
+            longer for rows with fewer tokens, as `plan_rows` does.
+        effort: the work that "auto" may do, one of `pack.options.EFFORTS`.
+        with_entropies: False omits the entropies.
+        chunk: tokens whose logits are in memory at a time.
+        recompute: True keeps the activations of one row for the backward pass and computes the other rows again. False
+            keeps those of all rows.
+
+    Raises:
+        TreepackError: if a value is not one of these.
+    """
+
+    capacity: int | None = None
+    method: str = "contiguous"
+    effort: str = "low"
+    with_entropies: bool = True
+    chunk: int = CHUNK
+    recompute: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("method", self.method, METHODS), ("effort", self.effort, EFFORTS)):
+            if value not in known:
+                raise TreepackError(f"OnlineOptions: {name} is {value!r}; expected one of {', '.join(known)}")
+        for name, number in (("capacity", self.capacity), ("chunk", self.chunk)):
+            if number is not None and number < 1:
+                raise TreepackError(f"OnlineOptions: {name} is {number}; expected at least 1")
