@@ -6,6 +6,7 @@
     plan_packing                           a forest to training rows             (treepack.pack)
     make_batch, row_loss                   rows to tensors and a loss            (treepack.data, treepack.model: torch)
     PackedDataset, collate, batch_loss     packed directories for other trainers
+    tree_logprobs_like, plan_batch         batches in memory, in the shape of the caller   (treepack.online: torch)
 
     build_trie_directory, pack_trie, stats, check, report    the commands of the same names, as functions
 
@@ -46,6 +47,12 @@ _HOME = {
     "collate": "model.collation",
     "batch_loss": "model.collation",
     "batch_logprobs": "model.collation",
+    "OnlineOptions": "online.options",
+    "OnlineBatch": "online.batch",
+    "plan_batch": "online.batch",
+    "tree_logprobs_like": "online.statistics",
+    "batch_statistics": "online.statistics",
+    "row_statistics": "online.statistics",
     "tree_attention": "attention",
     "register_attention": "attention:register",
     "allow_generation": "attention",

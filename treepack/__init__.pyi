@@ -28,6 +28,12 @@ from treepack.model.loss import weighted_nll as weighted_nll
 from treepack.model.objectives import choose_objective as choose_objective
 from treepack.model.objectives import objective_loss as objective_loss
 from treepack.model.verify import verify_gradients as verify_gradients
+from treepack.online.batch import OnlineBatch as OnlineBatch
+from treepack.online.batch import plan_batch as plan_batch
+from treepack.online.options import OnlineOptions as OnlineOptions
+from treepack.online.statistics import batch_statistics as batch_statistics
+from treepack.online.statistics import row_statistics as row_statistics
+from treepack.online.statistics import tree_logprobs_like as tree_logprobs_like
 from treepack.pack.directory import PackSummary as PackSummary
 from treepack.pack.directory import pack_trie as pack_trie
 from treepack.pack.files import read_rows as read_rows

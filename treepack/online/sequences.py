@@ -44,7 +44,7 @@ class Form:
         if self.shape is not None:
             return values.view(self.shape)
         if self.jagged is None:
-            return list(torch.split(values, self.lengths)) if self.lengths else []
+            return list(torch.split(values, list(self.lengths))) if self.lengths else []
         # The caller's own offsets: torch combines two nested tensors only if they have the same ones.
         offsets, lengths = self.jagged
         return torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
