@@ -14,7 +14,15 @@ from torch import nn
 from support.oracle_model import Sample, alone, gradients, keep_norms, make_row, tiny_config, tiny_model, worst_error
 from treepack import TreepackError
 from treepack.data.batch import Batch, make_batch
-from treepack.model.adapter import LoraOptions, assign, find_adapter, initial_weights, num_weights, save_adapter
+from treepack.model.adapter import (
+    LoraOptions,
+    assign,
+    check_trainable,
+    find_adapter,
+    initial_weights,
+    num_weights,
+    save_adapter,
+)
 from treepack.model.forward import row_logprobs, row_loss
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model
@@ -297,6 +305,11 @@ def test_an_adapter_over_4_bits_is_read_again_over_4_bits(base: Path, tmp_path: 
     over_whole = load_model(tmp_path / "adapter", attention="reference")
     losses = [row_loss(each, row()).item() for each in (loaded, again, over_whole)]
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_a_base_of_4_bits_is_not_sharded(base: Path) -> None:
+    with pytest.raises(TreepackError, match="a base of 4 bits cannot be sharded over ranks; train without quantize"):
+        check_trainable(base, LoraOptions(rank=2, quantize="nf4"), sharded=True)
 
 
 def test_random_weights_and_float64_have_no_4_bits(base: Path, tmp_path: Path) -> None:

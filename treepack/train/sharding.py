@@ -12,6 +12,7 @@ never averaged: each rank divides the loss of its rows by the denominator of the
 
 Weights are read shard by shard from safetensors, so that no rank holds the whole model. If transformers renames or
 merges weights when it loads them, each rank loads the whole model on the CPU and keeps its shard, and a note is made.
+Every rank has the whole weights of an adapter on its CPU for a moment, because they are few.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
+from treepack.model.adapter import assign, base_name, base_of, is_adapted, put_adapter
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import build_model, hide_progress_bars, read_config, translate_load_errors, with_attention
 from treepack.model.loaded import LoadedModel
@@ -59,33 +61,42 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     Raises:
         TreepackError: as `model.load.load_model`, and if the model has no layers that can be found.
     """
-    config, notes = read_config(source, options.attention)
-    files = None if str(source).endswith(".json") else weight_files(source)
-    with translate_load_errors(source), hide_progress_bars():
+    base, adapter = base_of(source, options.lora)
+    config, notes = read_config(base, options.attention)
+    files = None if base.endswith(".json") else weight_files(base)
+    with translate_load_errors(base), hide_progress_bars():
         if files:
-            model = _build_without_memory(source, config)
+            causal = _build_without_memory(base, config)
         else:
-            model = build_model(source, config, torch.float32, options.seed)
+            causal = build_model(base, config, torch.float32, options.seed)
     # Names in the files that differ from the names in the model mean that transformers renames or merges weights.
-    readable = files is not None and set(_stored_tensors(model)) <= set(files)
+    readable = files is not None and set(_stored_tensors(causal)) <= set(files)
     if files is not None and not readable:
         notes = (*notes, "transformers converts these weights when it loads them: every rank read the whole model once")
-        with translate_load_errors(source), hide_progress_bars():
-            model = build_model(source, config, torch.float32, options.seed)
+        with translate_load_errors(base), hide_progress_bars():
+            causal = build_model(base, config, torch.float32, options.seed)
+    model, weights, more = put_adapter(causal, adapter, options.lora, source=str(source), seed=options.seed)
     model.eval()
-    if not readable and not options.cpu_offload:
-        model.to(device)
-    root = _shard(model, options, device)
+    if readable:
+        model.to("meta")  # the parameters of the adapter too
+    else:
+        assign(model, weights, torch.float32)
+        if not options.cpu_offload:
+            model.to(device)
+    root = _shard(model, causal, options, device)
     if readable:
         assert files is not None
-        _fill(model, files, torch.device("cpu") if options.cpu_offload else device, source)
+        _fill(causal, files, torch.device("cpu") if options.cpu_offload else device, base)
+        for name, parameter in model.named_parameters():
+            if name in weights:
+                _copy_part(weights[name], parameter)
     for module in model.modules():  # FSDP moves only parameters: with --cpu-offload buffers would stay on the CPU
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-    loaded = LoadedModel(model, str(source), "reference", notes, device=device, root=root)
+    loaded = LoadedModel(model, str(source), "reference", (*notes, *more), device=device, root=root)
     loaded = with_attention(loaded, options.attention, torch.bfloat16 if options.dtype == "bf16" else torch.float32)
     # After the probe in `with_attention`: compiled for its few tokens, the layers would be compiled again for rows.
-    adapt_layers(model, checkpointing=options.gradient_checkpointing, compiled=options.compile)
+    adapt_layers(causal, checkpointing=options.gradient_checkpointing, compiled=options.compile)
     # The probe is a forward without a backward, which leaves the root gathered. An optimiser made now would take the
     # gathered parameters in place of the shards.
     root.reshard()
@@ -104,8 +115,8 @@ def _build_without_memory(source: str | Path, config: Any) -> Any:
     return model
 
 
-def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
-    """Shard each layer, and the rest of the model as the root; return the root module.
+def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device) -> Any:
+    """Shard each layer of `causal`, and the rest of `model`, which contains it, as the root; return the root module.
 
     Raises:
         TreepackError: the layers are not found.
@@ -121,9 +132,9 @@ def _shard(model: Any, options: TrainOptions, device: torch.device) -> Any:
     }
     if options.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    layers = find_layers(model)
+    layers = find_layers(causal)
     if not layers:
-        raise TreepackError(f"{type(model).__name__} has no layers to shard over ranks; train it in one process")
+        raise TreepackError(f"{type(causal).__name__} has no layers to shard over ranks; train it in one process")
     for layer in layers:
         fully_shard(layer, **settings)
     root = _Root(model)
@@ -176,7 +187,9 @@ def _stored_tensors(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(model: Any, files: dict[str, Path], device: torch.device, source: str | Path) -> None:
-    """Allocate the memory of a sharded model on the meta device, and read this rank's part of the weights.
+    """Allocate the memory of a sharded model on the meta device, and read this rank's part of the frozen weights.
+
+    The parameters of an adapter are in no file of the base, and stay NaN.
 
     Raises:
         TreepackError: a file cannot be read, or a tensor has another shape than in the configuration.
@@ -190,7 +203,8 @@ def _fill(model: Any, files: dict[str, Path], device: torch.device, source: str 
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.is_floating_point():
             local.fill_(torch.nan)  # a tensor that is forgotten below must not pass the probe
-    stored = _stored_tensors(model)
+    stored = {base_name(name): tensor for name, tensor in _stored_tensors(model).items()}
+    stored = {name: tensor for name, tensor in stored.items() if name in files}
     by_file: dict[Path, list[str]] = {}
     for name in stored:
         by_file.setdefault(files[name], []).append(name)
@@ -211,13 +225,19 @@ def _read_part(stored: Any, tensor: Tensor, label: str) -> None:
     Raises:
         TreepackError: the shapes differ.
     """
-    from torch.distributed.tensor import DTensor
-
     if list(stored.get_shape()) != list(tensor.shape):
         raise TreepackError(
             f"{label} has the shape {stored.get_shape()} in the weights and {list(tensor.shape)} by the configuration; "
             "download the whole checkpoint"
         )
+    _copy_part(stored, tensor)
+
+
+@torch.no_grad()
+def _copy_part(stored: Any, tensor: Tensor) -> None:
+    """Copy this rank's rows of a whole tensor, or of a tensor on disk, into `tensor`."""
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[:] if tensor.ndim else stored[...])
         return
@@ -230,9 +250,12 @@ def _read_part(stored: Any, tensor: Tensor, label: str) -> None:
 
 
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:
-    """Return the whole tensors of the model on the CPU of rank 0, and {} on the other ranks; all ranks must call it."""
+    """Return the whole tensors of the model on the CPU of rank 0, and {} on the other ranks; all ranks must call it.
+
+    Of a model with an adapter, only what is trained.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=is_adapted(loaded.model))
     state: dict[str, Any] = get_model_state_dict(loaded.model, options=options)
     return state
