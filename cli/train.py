@@ -10,25 +10,48 @@ import click
 
 from treepack.files.address import AnyPath
 
+from .lora import lora_options
 from .objective import objective_options
 from .optimiser import OptimiserOptions, optimiser_options
 from .output import show
 from .paths import WRITE
 from .progress import quiet_option
-from .training import RunOptions, run_options, stage_lines, train_model, use_cache
+from .run_options import RunOptions, run_options
+from .training import stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
+    from treepack.model.adapter import LoraOptions
     from treepack.model.objectives import Objective
     from treepack.train.options import TrainOptions
 
 
+def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if value is None else tuple(float(share) for share in value.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r} is no list of numbers such as 0.7,0.3", param=parameter) from error
+
+
 @click.command()
-@click.argument("packed")  # not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows"
+# Not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows".
+@click.argument("packed", nargs=-1, required=True)
+@click.option(
+    "--mix",
+    metavar="SHARE,SHARE",
+    callback=_parse_mix,
+    help="Share of the rows for each PACKED, in their order, such as 0.7,0.3; by default every row of each of them "
+    "comes once per epoch.",
+)
 @click.option(
     "--model",
     required=True,
     metavar="DIR|NAME|JSON",
-    help="Causal LM directory, its address, hub name, or config file (random weights).",
+    help="Causal LM directory, its address, hub name, or config file (random weights); or an adapter of PEFT.",
+)
+@click.option(
+    "--init-from",
+    metavar="RUN|CHECKPOINT|MODEL",
+    help="Start with the weights of another run, of one of its checkpoints, or of a model of the same shapes.",
 )
 # Required, except with --verify; checked in the command.
 @click.option("--out", type=WRITE, help="Directory to write the trained model to, or its address in s3:// or gs://.")
@@ -40,6 +63,14 @@ if TYPE_CHECKING:
     help="Optimiser steps; overrides --epochs. With --resume and a larger number, training continues.",
 )
 @optimiser_options(epochs=1, lr=1e-5)
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "adamw-8bit"]),
+    default="adamw",
+    show_default=True,
+    help="adamw-8bit keeps the states of AdamW in 8 bits (needs bitsandbytes; one process).",
+)
+@lora_options
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "fp32", "bf16"]),
@@ -98,13 +129,17 @@ if TYPE_CHECKING:
 )
 @quiet_option
 def train(
-    packed: str,
+    packed: tuple[str, ...],
+    mix: tuple[float, ...] | None,
     model: str,
+    init_from: str | None,
     out: AnyPath | None,
     objective: Objective,
     run: RunOptions,
     steps: int | None,
     optimiser: OptimiserOptions,
+    optimizer: str,
+    lora: LoraOptions | None,
     dtype: str,
     compiled: bool,
     attention: str,
@@ -119,10 +154,10 @@ def train(
 ) -> None:
     """Train a Hugging Face causal language model on packed rows.
 
-    PACKED is a packed directory, on this machine or at an address (s3://, gs://, hf://). The output is a model
-    directory for from_pretrained, with metrics.jsonl (a line per optimiser step). The loss of a step is one mean over
-    all its rows. The rows define how --loss sft is normalised; for other losses --denominator defines it. Options of
-    these losses default to the usual values of each loss.
+    PACKED is a packed directory, on this machine or at an address (s3://, gs://, hf://), or several. The output is a
+    model directory for from_pretrained, with metrics.jsonl (a line per optimiser step). The loss of a step is one mean
+    over all its rows. The rows define how --loss sft is normalised; for other losses --denominator defines it. Options
+    of these losses default to the usual values of each loss.
 
     With --resume a run that was interrupted, or stopped by SIGTERM, continues from its newest checkpoint; with more
     --steps or --epochs also a run that is finished. On several GPUs: torchrun --nproc-per-node 8 --no-python treepack
@@ -134,7 +169,11 @@ def train(
     # `resume`, trackers and `plot` of `run` are for the command and not part of the options that are stored.
     options = TrainOptions(
         steps=steps,
+        mix=mix,
+        init_from=init_from,
         **asdict(optimiser),
+        optimizer=optimizer,
+        lora=lora,
         dtype=dtype,
         compile=compiled,
         attention=attention,
@@ -147,7 +186,11 @@ def train(
         checkpoint_every=run.checkpoint_every,
         keep=run.keep,
         max_skipped=run.max_skipped,
+        eval_every=run.eval_every,
+        patience=run.patience,
     )
+    if run.patience and run.held_out is None:
+        raise click.UsageError("--patience counts evaluations; give held-out rows with --eval.")
     if verify:
         _verify(packed, model, options, verify_rows)
     elif out is None:
@@ -158,7 +201,7 @@ def train(
         train_model(packed, model, options, out, run, overwrite=overwrite)
 
 
-def _verify(packed: str, model: str, options: TrainOptions, num_rows: int) -> None:
+def _verify(packed: tuple[str, ...], model: str, options: TrainOptions, num_rows: int) -> None:
     """Compare packed with one-by-one gradients of the shortest rows, and print the result.
 
     Raises:

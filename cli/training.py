@@ -1,4 +1,4 @@
-"""Execution of a training run: options that do not change its result, signals, progress and the summary.
+"""Execution of a training run: signals, progress, trackers and the summary.
 
 [3.1 s] loading the weights of Qwen/Qwen3-0.6B      a line for each part before the first step: `stage_lines`
 [9.8 s] step 1, which compiles ...
@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,9 @@ import click
 
 from treepack.files.address import AnyPath
 
-from .option_groups import option_group
 from .output import show
 from .progress import is_quiet, short, step_progress
+from .run_options import RunOptions
 
 if TYPE_CHECKING:
     from treepack.train.options import TrainOptions
@@ -33,85 +32,6 @@ if TYPE_CHECKING:
     from treepack.train.run import TrainingRun
     from treepack.train.sinks import Sinks
     from treepack.train.step import StepMetrics
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of `run_options`; those from `resume` to `plot` are not fields of `train.options.TrainOptions`."""
-
-    resume: bool
-    tensorboard: bool
-    report_to: tuple[str, ...]
-    project: str
-    run_name: str | None
-    plot: bool
-    checkpoint_every: int
-    keep: int
-    max_skipped: int
-    gather_dtype: str
-    cpu_offload: bool
-
-    @property
-    def sinks(self) -> tuple[str, ...]:
-        """The names of the trackers that get the metrics."""
-        return (*(("tensorboard",) if self.tensorboard else ()), *self.report_to)
-
-
-run_options = option_group(
-    "run",
-    [
-        click.option(
-            "--resume", is_flag=True, help="Continue from the newest whole checkpoint in --out, if there is one."
-        ),
-        click.option(
-            "--checkpoint-every",
-            type=click.IntRange(min=0),
-            default=100,
-            show_default=True,
-            help="Optimiser steps from one checkpoint to the next; 0 for none.",
-        ),
-        click.option(
-            "--keep",
-            type=click.IntRange(min=1),
-            default=2,
-            show_default=True,
-            help="Number of checkpoints to keep, the newest ones.",
-        ),
-        click.option(
-            "--max-skipped",
-            type=click.IntRange(min=0),
-            default=5,
-            show_default=True,
-            help="Maximum number of consecutive steps that are skipped because their loss or gradient is not finite.",
-        ),
-        click.option(
-            "--gather-dtype",
-            type=click.Choice(["fp32", "bf16"]),
-            default="fp32",
-            show_default=True,
-            help="Dtype of weights sent between ranks; bf16 halves the traffic and rounds all weights, norms too.",
-        ),
-        click.option("--cpu-offload", is_flag=True, help="Keep sharded weights and optimiser on the CPU."),
-        click.option(
-            "--report-to",
-            type=click.Choice(["tensorboard", "wandb", "trackio"]),
-            multiple=True,
-            help="Send the metrics to this tracker too; may be repeated.",
-        ),
-        click.option("--tensorboard", is_flag=True, help="The same as --report-to tensorboard."),
-        click.option(
-            "--project",
-            default="treepack",
-            show_default=True,
-            envvar="WANDB_PROJECT",
-            show_envvar=True,
-            help="Project of the run in wandb and trackio.",
-        ),
-        click.option("--run-name", help="Name of the run in wandb and trackio; by default the name of --out."),
-        click.option("--plot", is_flag=True, help="Draw the curves of metrics.jsonl to metrics.png at the end."),
-    ],
-    RunOptions,
-)
 
 
 _START = "treepack.start"  # time of the first line of the command, in its context
@@ -188,7 +108,13 @@ def use_cache(folder: Path | None, size: str | None) -> None:
 
 
 def train_model(
-    packed: str, model: str, options: TrainOptions, out: AnyPath, run_options: RunOptions, *, overwrite: bool
+    packed: tuple[str, ...],
+    model: str,
+    options: TrainOptions,
+    out: AnyPath,
+    run_options: RunOptions,
+    *,
+    overwrite: bool,
 ) -> None:
     """Train until the last step or SIGTERM, from the first step or the newest checkpoint, and print a summary.
 
@@ -200,7 +126,8 @@ def train_model(
     from treepack.train.ranks import find_device, join_ranks, leave_ranks
 
     # All checks that do not need the model come first, because a large model takes minutes to load.
-    check_out(out, inputs=[packed, model], overwrite=overwrite, resume=run_options.resume)
+    held_out = () if run_options.held_out is None else (run_options.held_out,)
+    check_out(out, inputs=[*packed, *held_out, model], overwrite=overwrite, resume=run_options.resume)
     _require_extras(run_options)
     keep_compiled_code()
     ranks = join_ranks(find_device(options.device))
@@ -217,7 +144,7 @@ def train_model(
 
 def _train_in(
     place: Place,
-    packed: str,
+    packed: tuple[str, ...],
     model: str,
     options: TrainOptions,
     run_options: RunOptions,
@@ -232,7 +159,7 @@ def _train_in(
         if run_options.plot:
             ranks.lead(place.claim)  # for the metrics, which the curves are drawn from
         return {"steps": 0, "saved": str(place.out), **_draw(place, run_options, ranks)}
-    run = open_run(packed, model, options, ranks)
+    run = open_run(packed, model, options, ranks, held_out=run_options.held_out)
     for note in run.notes:
         _note(ranks, note)
     with _catch_sigterm() as stop:
@@ -240,7 +167,7 @@ def _train_in(
     return _summary(run, place.out, steps) | _draw(place, run_options, ranks)
 
 
-def _is_finished(packed: str, model: str, options: TrainOptions, out: AnyPath, ranks: Ranks) -> bool:
+def _is_finished(packed: tuple[str, ...], model: str, options: TrainOptions, out: AnyPath, ranks: Ranks) -> bool:
     """Return True if the run in `out` needs no step, and print a note; the model is not loaded for this."""
     from treepack.train.directory import is_finished, is_same_finished_run
     from treepack.train.loop import already_finished
@@ -294,7 +221,7 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
     """Open the trackers for the steps after `done`."""
     from treepack.train.sinks import SinkRun, Sinks, tracker_id
 
-    config = {**run.options.as_record(), "packed": str(run.dataset.path), "model": run.loaded.source}
+    config = {**run.options.as_record(), "packed": [str(path) for path in run.paths], "model": run.loaded.source}
     name = run_options.run_name or place.out.name or "run"  # Path(".") has no name
     described = SinkRun(place.folder, run_options.project, name, tracker_id(place), config, done)
     return Sinks(run_options.sinks, described, lambda note: _note(run.ranks, note))
@@ -302,10 +229,11 @@ def _open_sinks(run: TrainingRun, place: Place, run_options: RunOptions, *, done
 
 def _step_values(metrics: StepMetrics) -> dict[str, str]:
     """Return the values of a step for its line."""
-    reward = metrics.means.get("reward")
+    reward, held_out = metrics.means.get("reward"), metrics.evaluation.get("eval_loss")
     return {
         "loss": f"{metrics.loss:.4f}",
         **({} if reward is None else {"reward": f"{reward:.3g}"}),
+        **({} if held_out is None else {"held-out loss": f"{held_out:.4f}"}),
         "lr": f"{metrics.lr:.3g}",
         "grad norm": f"{metrics.grad_norm:.3g}",
         "tok/s": short(metrics.tokens_per_second),
@@ -365,6 +293,10 @@ def _summary(run: TrainingRun, out: AnyPath, steps: list[StepMetrics]) -> dict[s
             "flat-equivalent tokens per second": flat / seconds,
             "time spent waiting for rows": f"{sum(metrics.wait_seconds for metrics in steps) / seconds:.1%}",
         }
+        evaluations = [(each.evaluation["eval_loss"], each.step) for each in steps if each.evaluation]
+        if evaluations:
+            loss, step = min(evaluations)
+            record |= {"last held-out loss": evaluations[-1][0], "lowest held-out loss": f"{loss:.4f} at step {step}"}
         skipped = sum(bool(metrics.skipped_rows) for metrics in steps)
         record |= {"skipped steps": skipped} if skipped else {}
     # Only SIGTERM ends a run early without an error, and only after a step: `steps` has at least one.

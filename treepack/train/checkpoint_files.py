@@ -28,6 +28,7 @@ from treepack.files.manifest import file_sha256
 
 FORMAT = "treepack-checkpoint"
 VERSION = 1
+CHECKPOINTS = "checkpoints"  # their folder in the directory of a run
 RECORD = "checkpoint.json"
 
 # "step-00000010" and "step-00000010.replaced-1f2e3d4c", but not ".step-00000010.partial-1f2e3d4c"

@@ -29,6 +29,7 @@ from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
+from treepack.train.checkpoint_files import CHECKPOINTS
 from treepack.train.checkpoint_upload import CheckpointUpload
 from treepack.train.directory import begin, extend, finish, is_complete, is_finished
 from treepack.train.evaluation import Score, evaluate
@@ -36,11 +37,10 @@ from treepack.train.metrics import MetricsLog
 from treepack.train.optimiser import make_optimiser
 from treepack.train.place import METRICS, Place, open_place
 from treepack.train.run import TrainingRun
+from treepack.train.sampling_check import compare_sampling
 from treepack.train.schedule import deal
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors, train_step
-
-CHECKPOINTS = "checkpoints"
 
 _log = logging.getLogger("treepack")
 
@@ -64,7 +64,8 @@ def train(
         overwrite: replace an existing `out`.
         resume: continue from the newest whole checkpoint in `out`, or start from the first step if it has none.
         stop: called after every step; if it returns true on any rank, a checkpoint is written and the iterator ends.
-        note: called with a sentence about the step from which the run continues and about each damaged checkpoint.
+        note: called with a sentence about the step from which the run continues, about each damaged checkpoint, and
+            about recorded log-probabilities that are of another distribution; see `sampling_check`.
 
     Raises:
         TreepackError: `out` exists or another process trains in it, too many steps were skipped, memory is too small,
@@ -99,6 +100,8 @@ def _steps(
     done, skipped, score = _restore_position(run, place, optimiser, note)
     upload = None if place.uploads is None else CheckpointUpload(place.uploads, CHECKPOINTS)
     model.train()
+    if done == 0 and (remark := compare_sampling(run)) is not None:
+        note(remark)
     _log.info(_first_step(run, done))
     with (
         _close_after(Checkpoints(place.folder / CHECKPOINTS, keep=options.keep, upload=upload)) as checkpoints,

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 import torch
 
-from treepack.train.run import TrainingRun
+from treepack.errors import TreepackError, install_hint
+from treepack.train.options import TrainOptions
+
+if TYPE_CHECKING:
+    from treepack.train.ranks import Ranks
+    from treepack.train.run import TrainingRun
 
 
-def make_optimiser(run: TrainingRun) -> torch.optim.AdamW:
-    """Return AdamW over all trained parameters, without weight decay for those of one dimension (biases and norms)."""
+def check_optimizer(options: TrainOptions, ranks: Ranks) -> None:
+    """Refuse an optimiser that cannot run, before a model is loaded.
+
+    Raises:
+        TreepackError: bitsandbytes is missing, or the weights are sharded.
+    """
+    if options.optimizer != "adamw-8bit":
+        return
+    if find_spec("bitsandbytes") is None:
+        raise TreepackError(
+            f"optimizer adamw-8bit needs bitsandbytes, which is not installed; {install_hint('bitsandbytes')}"
+        )
+    if ranks.grouped:
+        raise TreepackError(
+            "optimizer adamw-8bit quantises whole tensors, which sharded weights are not; train in one process, or "
+            "with adamw and --cpu-offload"
+        )
+
+
+def make_optimiser(run: TrainingRun) -> torch.optim.Optimizer:
+    """Return AdamW over all trained parameters, without weight decay for those of one dimension (biases and norms).
+
+    With "adamw-8bit" the states of a parameter of 4,096 values or more have 8 bits (arXiv 2110.02861).
+    """
     options, parameters = run.options, [p for p in run.loaded.model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": options.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # a model may have no parameter of one dimension
+    if options.optimizer == "adamw-8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        eight_bits: torch.optim.Optimizer = AdamW8bit(groups, lr=options.lr, betas=options.betas)
+        return eight_bits
     fused = run.loaded.device.type == "cuda" and not options.cpu_offload
     return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=fused)

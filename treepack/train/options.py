@@ -38,7 +38,12 @@ _MINIMUM = {
     "patience": 0,
     "max_skipped": 0,
 }
-_CHOICES = {"dtype": ("auto", "fp32", "bf16"), "gather_dtype": ("fp32", "bf16"), "attention": tuple(IMPLEMENTATIONS)}
+_CHOICES = {
+    "optimizer": ("adamw", "adamw-8bit"),
+    "dtype": ("auto", "fp32", "bf16"),
+    "gather_dtype": ("fp32", "bf16"),
+    "attention": tuple(IMPLEMENTATIONS),
+}
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,14 @@ class TrainOptions:
     maximum gradient norm, 0 for no clipping. `dtype` "bf16" keeps float32 weights and computes under autocast; "auto"
     is bf16 on a GPU that has it, else fp32, and a run records which one. `device` "auto" is a GPU if there is one, else
     the CPU. `mix` has a share of the rows for each packed directory; None takes every row of all directories once per
-    epoch. `objective` is the loss to minimise. `gather_dtype` is the dtype in which sharded weights travel between
-    ranks, and `cpu_offload` keeps these weights and the optimiser on the CPU; both have no effect in one process. A
-    checkpoint is written every `checkpoint_every` steps, with 0 only when `stop` ends the run, and the newest `keep`
-    are kept. Held-out rows, if the run has them, are evaluated every `eval_every` steps and after the last one; with
-    `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
-    most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
-    trained, and its base stays as it is.
+    epoch. `init_from` is a run, checkpoint or model whose weights replace those of the model at the start. `optimizer`
+    "adamw-8bit" is AdamW of bitsandbytes, with states of 8 bits. `objective` is the loss to minimise. `gather_dtype` is
+    the dtype in which sharded weights travel between ranks, and `cpu_offload` keeps these weights and the optimiser on
+    the CPU; both have no effect in one process. A checkpoint is written every `checkpoint_every` steps, with 0 only
+    when `stop` ends the run, and the newest `keep` are kept. Held-out rows, if the run has them, are evaluated every
+    `eval_every` steps and after the last one; with `patience`, the run ends after so many evaluations without a lower
+    loss, and its model is that of the lowest. At most `max_skipped` consecutive steps may have a loss or gradient that
+    is not finite. With `lora` only an adapter is trained, and its base stays as it is.
     """
 
     steps: int | None = None
@@ -67,10 +73,12 @@ class TrainOptions:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
+    optimizer: str = "adamw"
     dtype: str = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
     mix: tuple[float, ...] | None = None
+    init_from: str | None = None
     attention: str = "auto"
     loss_chunk: int = CHUNK
     device: str = "auto"

@@ -30,6 +30,8 @@ from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import Objective
+from treepack.train.initial_weights import find_weights
+from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import Ranks, find_device
 from treepack.train.schedule import OptimiserStep, plan_steps
@@ -134,15 +136,18 @@ def open_run(
     check_attention(options.attention, device, lower or torch.float32)
     if options.lora is not None:
         check_trainable(model, options.lora, sharded=ranks.grouped)
+    check_optimizer(options, ranks)
     # The data first: it opens in seconds, and a large model loads in minutes.
     dataset, table, schedule = _open_data(packed, options)
     evaluated = None if held_out is None else _open_held_out(held_out, options)
+    initial = None if options.init_from is None else find_weights(options.init_from, model)
+    source = model if initial is None else initial.source
     with memory_errors(*_NO_ROOM):
         if ranks.grouped:
-            loaded = load_sharded(model, options, device)
+            loaded = load_sharded(source, options, device)
         else:
             loaded = load_model(
-                model,
+                source,
                 attention=options.attention,
                 autocast=lower,
                 device=device,
@@ -150,6 +155,9 @@ def open_run(
                 lora=options.lora,
             )
             adapt_layers(loaded.causal, checkpointing=options.gradient_checkpointing, compiled=options.compile)
+        if initial is not None:
+            initial.fill(loaded.model)
+            loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
     run = TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks)
     if evaluated is not None:
         rows, rows_table, rows_schedule = evaluated

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -41,7 +42,7 @@ def training_state(model: nn.Module, optimiser: torch.optim.Optimizer, *, rank: 
     state = {
         f"optimiser.{order[number]}.{key}": value
         for number, values in saved["state"].items()
-        for key, value in values.items()
+        for key, value in _flat(values).items()
     }
     model_state = {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
     return model_state | state | {"optimiser": groups, f"random.{rank}": _random_states()}
@@ -92,6 +93,20 @@ def load_state(
         _set_random_states(objects[f"random.{rank}"])
 
 
+def load_weights(path: Path, model: nn.Module, *, collective: dict[str, Any]) -> None:
+    """Load the parameters and persistent buffers alone from DCP's files in `path`; arguments as in `load_state`.
+
+    Raises:
+        TreepackError: the tensors differ from the saved ones, or cannot be read.
+    """
+    tensors = _model_tensors(model)
+    try:
+        _check_tensors(path, tensors, FileSystemReader(path).read_metadata().state_dict_metadata)
+        _load(path, {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}, collective)
+    except (OSError, CheckpointException) as error:
+        raise TreepackError(f"{path}: cannot be read ({error}); check that its disk is mounted") from error
+
+
 def _load(path: Path, state: dict[str, Any], collective: dict[str, Any]) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     state_dict_loader.load(state, storage_reader=FileSystemReader(path), planner=planner, **collective)
@@ -116,6 +131,16 @@ def _parameter_order(tensors: dict[str, Tensor], optimiser: torch.optim.Optimize
     """Return the names of the optimiser's parameters, in the order in which its state_dict numbers them."""
     names = {id(tensor): name for name, tensor in tensors.items()}
     return [names[id(parameter)] for group in optimiser.param_groups for parameter in group["params"]]
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter without nested dicts.
+
+    The 8-bit optimisers of bitsandbytes put their tensors into one, and would get pickled; they load the flat form too.
+    """
+    # {"step": 3, "__bnb_...": {"state1": a, "absmax1": b}} -> {"step": 3, "state1": a, "absmax1": b}
+    nested = {key: value for each in values.values() if isinstance(each, dict) for key, value in each.items()}
+    return {key: value for key, value in values.items() if not isinstance(value, dict)} | nested
 
 
 def _state_key(key: str) -> tuple[str, str]:
@@ -147,12 +172,12 @@ def _check_tensors(path: Path, tensors: dict[str, Tensor], saved: dict[str, Any]
     for name in [*tensors, *entries]:
         if name not in entries or name not in tensors:
             lacking = "the checkpoint" if name not in entries else "the model"
-            raise TreepackError(f"{path}: {lacking} has no {name}; resume with the model that was trained")
+            raise TreepackError(f"{path}: {lacking} has no {name}; take the model that was trained")
         tensor, entry = tensors[name], entries[name]
         if (tensor.shape, tensor.dtype) != (entry.size, entry.properties.dtype):
             raise TreepackError(
                 f"{path}: {name} is {entry.properties.dtype} of shape {tuple(entry.size)} in the checkpoint and "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model; resume with the model that was trained"
+                f"{tensor.dtype} of shape {tuple(tensor.shape)} in the model; take the model that was trained"
             )
 
 

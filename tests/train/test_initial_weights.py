@@ -1,0 +1,102 @@
+"""A run that starts with the weights of another run's checkpoint or model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
+from support.strategies import make
+from treepack.errors import TreepackError
+from treepack.train.loop import train
+from treepack.train.options import TrainOptions
+from treepack.train.run import TrainingRun, open_run
+
+OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=1, steps=3, checkpoint_every=1, keep=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with rows, a configuration, and a run that is complete."""
+    packed_directory(tmp_path / "packed", [make(f"t{i}", [1, 2, 3 + i, 4]) for i in range(4)], capacity=8)
+    tiny_config(tmp_path / "tiny.json")
+    list(train(opened(tmp_path), tmp_path / "first"))
+    return tmp_path
+
+
+def opened(folder: Path, init_from: Path | None = None, seed: int = 0) -> TrainingRun:
+    options = replace(OPTIONS, init_from=None if init_from is None else str(init_from), seed=seed)
+    return open_run(folder / "packed", folder / "tiny.json", options)
+
+
+def weights(run: TrainingRun) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in run.loaded.model.state_dict().items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_complete_run_gives_its_model_and_a_checkpoint_its_step(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "first").state_dict()
+    run = opened(folder, folder / "first", seed=1)
+    assert_equal(weights(run), model)
+    assert run.loaded.notes[-1] == f"the run starts with the weights of {folder / 'first'}"
+    assert run.loaded.source == str(folder / "tiny.json")
+    steps = [weights(opened(folder, folder / "first" / "checkpoints" / f"step-{n:08d}", seed=1)) for n in (2, 3)]
+    assert_equal(steps[1], model)
+    assert not all(torch.equal(steps[0][name], tensor) for name, tensor in model.items())
+
+
+def test_a_run_that_is_not_complete_gives_its_newest_checkpoint(folder: Path) -> None:
+    (folder / "first" / "train.json").unlink()
+    found = weights(opened(folder, folder / "first", seed=1))
+    assert_equal(found, weights(opened(folder, folder / "first" / "checkpoints" / "step-00000003")))
+
+
+def test_a_new_run_starts_at_its_first_step_and_resumes(folder: Path) -> None:
+    list(train(opened(folder, folder / "first"), folder / "whole"))
+    first = train(opened(folder, folder / "first"), folder / "parts")
+    assert next(first).step == 1
+    first.close()  # type: ignore[attr-defined]
+    assert [each.step for each in train(opened(folder, folder / "first"), folder / "parts", resume=True)] == [2, 3]
+    one, other = ((folder / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+    with pytest.raises(TreepackError, match="cannot resume: init_from was"):
+        list(train(opened(folder), folder / "parts", resume=True))
+
+
+def test_other_shapes_are_refused_by_name(folder: Path) -> None:
+    tiny_config(folder / "tiny.json", intermediate_size=48)
+    with pytest.raises(TreepackError, match=r"first: its model\.layers\.0\.mlp\.\w+\.weight is of shape .* start from"):
+        opened(folder, folder / "first")
+    with pytest.raises(TreepackError, match=r"step-00000003: model\.layers\.0\.mlp.* in the checkpoint and .* in the"):
+        opened(folder, folder / "first" / "checkpoints" / "step-00000003")
+
+
+def test_a_run_without_a_checkpoint_and_a_damaged_one_are_named(folder: Path) -> None:
+    (folder / "empty").mkdir()
+    (folder / "empty" / "run.json").write_text("{}")
+    with pytest.raises(TreepackError, match="empty: is a run without a checkpoint; wait for its first one"):
+        opened(folder, folder / "empty")
+    step = folder / "first" / "checkpoints" / "step-00000003"
+    data = next(step.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(TreepackError, match="step-00000003 is damaged"):
+        opened(folder, step)
+
+
+@pytest.mark.slow
+def test_sharded_weights_start_from_a_checkpoint_too(folder: Path) -> None:
+    changes = {"init_from": str(folder / "first" / "checkpoints" / "step-00000002"), "steps": 2}
+    cases = [Case("run", folder / "packed", folder / "tiny.json", changes)]
+    results = [train_over(size, folder, cases)["run"] for size in (2, 0)]
+    losses = [[record["loss"] for record in result["records"]] for result in results]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
