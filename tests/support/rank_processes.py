@@ -47,7 +47,7 @@ def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str
 
     Returns:
         of each name: `out`, `records` of the steps with the number of `graphs` compiled so far, full `gradients` of
-        the last step, `notes`.
+        the last step, `notes`, and `remarks` during the run.
     """
     out = folder / str(size)
     out.mkdir(exist_ok=True)
@@ -95,7 +95,10 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
     with counted_graphs() as graphs:
         run = open_run(case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks)
         records: list[dict[str, Any]] = []
-        steps = train(run, case.out or out, resume=True, stop=lambda: len(records) + 1 == case.until)
+        remarks: list[str] = []
+        steps = train(
+            run, case.out or out, resume=True, stop=lambda: len(records) + 1 == case.until, note=remarks.append
+        )
         for metrics in steps:
             records.append({**metrics.as_record(), "graphs": len(graphs)})
     gradients = {}
@@ -103,5 +106,6 @@ def _train(ranks: Ranks, case: Case, out: Path) -> None:
         gradient: Any = parameter.grad
         gradients[name] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     if ranks.leads:
-        outcome = {"out": case.out or out, "records": records, "gradients": gradients, "notes": run.notes}
+        outcome: dict[str, Any] = {"out": case.out or out, "records": records, "gradients": gradients}
+        outcome |= {"notes": run.notes, "remarks": remarks}
         torch.save(outcome, out.with_suffix(".pt"))

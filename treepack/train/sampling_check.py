@@ -1,0 +1,192 @@
+"""Compare the recorded log-probabilities of the sampler with those of the model, before the first step.
+
+    recorded s_t of the terms of a row, own logp_t at the temperature of each term    gap = mean |s_t - logp_t|
+    the same at T = 0.3, 0.4, ... 2.0                                                  gap_T
+    the same as gap, but with recorded values moved by one token                       gap_shifted
+
+Rounding of the sampler and some steps of training between sampler and trainer give a small gap that no other
+temperature explains. A large gap, or one that another explanation at least halves, means that the two are not of one
+distribution, and then ratios and importance weights are wrong. The result is one sentence for the user, never an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treepack.data.batch import Batch, TermTensors
+from treepack.model.forward import prepare_batch, row_logprobs
+from treepack.model.loss import filled_temperature
+from treepack.train.run import TrainingRun
+from treepack.train.schedule import deal
+
+# Candidates for the temperature of the recorded values: those that people use, and their neighbours.
+TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
+MAX_TERMS = 512  # terms of each rank that are compared; each is computed at every temperature
+
+# In nats per token. A sampler in bf16 and a trainer that is some updates ahead differ by up to about 0.02; ratios
+# beyond e^0.5 are outside the clip range of every loss.
+NOISE, UNRELATED = 0.02, 0.5
+CLEAR, BETTER = 0.25, 0.5  # gap of an explanation over the gap that it explains
+ONE_SIDED = 0.97  # share of the differing tokens whose recorded value is the larger one
+
+
+@dataclass(frozen=True)
+class SamplingGap:
+    """Mean differences of recorded and own log-probabilities, in nats, over the compared terms of all ranks.
+
+    Attributes:
+        num_terms: the number of compared terms.
+        gap: mean |recorded - own| at the temperatures of the run.
+        mean: the same without absolute values.
+        at: the gap at each of `TEMPERATURES`.
+        shifted: the gap if each recorded value belongs to the token before it, or after it.
+        larger: the share of terms with a larger recorded value, among those that differ by more than 0.01.
+    """
+
+    num_terms: int
+    gap: float
+    mean: float
+    at: dict[float, float]
+    shifted: tuple[float, float]
+    larger: float
+
+
+def compare_sampling(run: TrainingRun) -> str | None:
+    """Return a sentence if recorded and own log-probabilities cannot be of one distribution, else None.
+
+    Every rank must call this function; it runs one row of the first step on each of them, without gradients. None if
+    the loss has no terms of a sampler, or the data has no recorded values.
+    """
+    objective = run.options.objective
+    if objective.loss in ("sft", "dpo") or "term_sampling_logprob" not in run.dataset.term_columns:
+        return None
+    found = measure_gap(run)
+    return None if found is None else describe_gap(found, run)
+
+
+def measure_gap(run: TrainingRun) -> SamplingGap | None:
+    """Compare one row of the first step on every rank; None if it has no recorded values."""
+    row = deal(run.schedule[0].rows, run.costs(), run.ranks.size)[run.ranks.rank][0]
+    batch = run.dataset.padding() if row is None else run.dataset[row]
+    sums = run.ranks.sum(_sums(run, batch).to(run.loaded.device)).tolist()
+    count, gap, mean, larger, different, *rest = sums
+    if not count:
+        return None
+    num = len(TEMPERATURES)
+    (before, num_before), (after, num_after) = rest[num : num + 2], rest[num + 2 :]
+    return SamplingGap(
+        num_terms=int(count),
+        gap=gap / count,
+        mean=mean / count,
+        at={t: total / count for t, total in zip(TEMPERATURES, rest[:num], strict=True)},
+        shifted=(before / max(num_before, 1), after / max(num_after, 1)),
+        larger=larger / max(different, 1),
+    )
+
+
+def _sums(run: TrainingRun, batch: Batch) -> Tensor:
+    """Return count, sums of |d|, d, [d > .01], [|d| > .01], sums of |d| by temperature, and sum and count by shift."""
+    loaded, terms = run.loaded, batch.terms
+    assert terms is not None
+    chosen, recorded = _choose_terms(terms)
+    tokens = terms.tokens[terms.index[chosen].long()]
+    temperature = filled_temperature(terms.temperature, run.options.objective.temperature)
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((len(terms.tokens),), temperature)
+    # All temperatures in one pass: tokens [4, 7] at [.7, 1] -> [4, 7, 4, 7, ...] at [.7, 1, .3, .3, .4, .4, ...]
+    columns = [temperature[terms.index[chosen].long()].float(), *(torch.full((len(tokens),), t) for t in TEMPERATURES)]
+    options: Any = {"temperature": torch.cat(columns).to(loaded.device), "chunk": run.options.loss_chunk}
+    batch = prepare_batch(loaded, batch)
+
+    def score() -> Tensor:
+        every = tokens.to(loaded.device).repeat(len(columns))
+        return row_logprobs(loaded, batch, every, with_entropies=False, **options)[0]
+
+    lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16")
+    # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.
+    with torch.no_grad(), lower, torch.compiler.set_stance("force_eager"):
+        own = loaded.compute(score).double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
+    if loaded.root is not None:
+        loaded.root.reshard()  # a forward pass without a backward pass leaves the root gathered
+    differences = recorded[chosen] - own
+    d = differences[0]
+    values = [d.new_tensor(len(d)), d.abs().sum(), d.sum(), (d > 0.01).sum(), (d.abs() > 0.01).sum()]
+    values += differences[1:].abs().sum(1).unbind()
+    for step in (-1, 1):
+        gap = (_moved(recorded, terms, step)[chosen] - own[0]).abs()
+        values += [gap.nansum(), (~gap.isnan()).sum()]
+    return torch.stack([value.double() for value in values])
+
+
+def _choose_terms(terms: TermTensors) -> tuple[Tensor, Tensor]:
+    """Return at most `MAX_TERMS` evenly spaced terms with a recorded value, int64, and the values of all terms."""
+    if terms.sampling_logprob is None:
+        return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+    known = terms.sampling_logprob.isfinite().nonzero().squeeze(-1)
+    # 10 terms, at most 4 of them -> places 0, 3, 6, 9
+    places = torch.linspace(0, len(known) - 1, min(MAX_TERMS, len(known))).long()
+    return known[places], terms.sampling_logprob.double()
+
+
+def _moved(recorded: Tensor, terms: TermTensors, step: int) -> Tensor:
+    """Return, for each term, the recorded value of the term `step` places later in its trajectory; NaN if none."""
+    # step 1, trajectory [0, 0, 1], recorded [a, b, c] -> [b, nan, nan]
+    values, owners = torch.roll(recorded, -step), torch.roll(terms.trajectory, -step)
+    moved = torch.where(owners == terms.trajectory, values, torch.nan)
+    if len(moved):
+        moved[-1 if step > 0 else 0] = torch.nan  # roll wraps around
+    return moved
+
+
+def describe_gap(found: SamplingGap, run: TrainingRun) -> str | None:
+    """Return the sentence for the user; None if the values may be of one distribution."""
+    if not found.gap > NOISE:
+        return None
+    start = (
+        f"the sampler's recorded log-probabilities differ from the model's own ones by {found.gap:.3f} nats per token "
+        f"({found.num_terms:,} tokens of the first step, {_temperature_phrase(run)})"
+    )
+    temperature = min(found.at, key=found.at.__getitem__)
+    shift = min(found.shifted)
+    best = min(found.at[temperature], shift)
+    if best <= CLEAR * found.gap or (best <= BETTER * found.gap and found.larger < ONE_SIDED):
+        if shift == best:
+            return (
+                f"{start}, but by {shift:.3f} if they are moved by one token: give every token its own "
+                "log-probability, not that of the token before or after it"
+            )
+        return f"{start}, but by {best:.3f} at the temperature {temperature:g}: {_temperature_remedy(run, temperature)}"
+    if found.larger >= ONE_SIDED and found.gap < UNRELATED:
+        return (
+            f"{start} and are larger for {found.larger:.0%} of them, as after top-p, top-k or min-p: sample without "
+            "these, or record log-probabilities of the whole distribution"
+        )
+    if found.gap > UNRELATED:
+        return (
+            f"{start}, and no temperature explains this: they are of another policy, or the tokenizer or chat template "
+            "of the data is another one; train the policy that sampled the rollouts"
+        )
+    return None
+
+
+def _temperature_phrase(run: TrainingRun) -> str:
+    if "term_temperature" in run.dataset.term_columns:
+        return "at the temperatures of the data"
+    return f"at the temperature {run.options.objective.temperature or 1:g}"
+
+
+def _temperature_remedy(run: TrainingRun, temperature: float) -> str:
+    option = run.options.objective.temperature
+    raw = (
+        "they were recorded before the logits were divided by the temperature; record them after it (in vLLM, "
+        "logprobs_mode='processed_logprobs')"
+    )
+    if "term_temperature" in run.dataset.term_columns:
+        return raw if temperature == 1 else "the temperatures of the data are not those of the sampler; correct them"
+    if option is None:
+        return f"the sampler's temperature was not 1; train with --temperature {temperature:g}, if that was it"
+    return f"if --temperature {option:g} is right, {raw}" if temperature == 1 else "correct --temperature"
