@@ -29,6 +29,7 @@ from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
+from treepack.train.checkpoint_files import CHECKPOINTS
 from treepack.train.checkpoint_upload import CheckpointUpload
 from treepack.train.directory import begin, extend, finish, is_complete, is_finished
 from treepack.train.evaluation import Score, evaluate
@@ -40,8 +41,6 @@ from treepack.train.sampling_check import compare_sampling
 from treepack.train.schedule import deal
 from treepack.train.sharding import whole_state
 from treepack.train.step import StepMetrics, step_memory_errors, train_step
-
-CHECKPOINTS = "checkpoints"
 
 _log = logging.getLogger("treepack")
 
