@@ -98,7 +98,7 @@ def filled_page(name: str) -> str:
     """The page `name` with its generated blocks written again."""
     blocks: dict[str, Callable[[], str]] = {
         "nodes": lambda: _columns(schema.NODES),
-        "trajectories": lambda: _columns(schema.TRAJECTORIES),
+        "trajectories": lambda: _columns(schema.trajectory_columns(schema.TEMPERATURES.names)),
         "rows": lambda: _columns(schema.ROWS),
         "terms": lambda: _columns(schema.TERMS),
         "queries": lambda: _columns(schema.QUERIES),
@@ -115,7 +115,7 @@ def filled_page(name: str) -> str:
 
 def _token_fields() -> str:
     shared = {"id": fields.IDS, "group": fields.GROUPS, "step": fields.STEPS, "reward": fields.REWARDS}
-    rows = {**token_fields.NAMES, **shared, "weight": ("weight",)}
+    rows = {**token_fields.NAMES, **shared, "weight": ("weight",), "temperature": ("temperature",)}
     lines = ["| what | names |", "|---|---|"]
     lines += [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in rows.items()]
     return "\n".join(lines) + "\n"
