@@ -1,0 +1,51 @@
+"""TRL's trainers with every shared prefix computed once; made for trl 1.16.
+
+    tree_trainer(GRPOTrainer)   log-probabilities and entropies on rows of siblings             trl_policy
+    tree_trainer(RLOOTrainer)   the same
+    tree_trainer(DPOTrainer)    the two answers of a pair share their prompt                    trl_pairs
+    tree_trainer(SFTTrainer)    rows of a packed directory, with treepack's loss                trl_packed
+    TreePlanner, CountPlanner   micro-batches of AsyncGRPOTrainer that share more               trl_planner
+
+The losses of reinforcement learning and of pairs, KL, masks, metrics, generation and vLLM stay TRL's. What a class does
+not compute is refused by name when the trainer is made (`trl_checks`).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from treepack.errors import TreepackError
+from treepack.integrations.trl_packed import packed_trainer
+from treepack.integrations.trl_pairs import pair_trainer
+from treepack.integrations.trl_planner import CountPlanner, TreePlanner
+from treepack.integrations.trl_policy import policy_trainer
+from treepack.online import OnlineOptions
+
+__all__ = ["CountPlanner", "TreePlanner", "tree_trainer"]
+
+Trainer = TypeVar("Trainer")
+
+
+def tree_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> type[Trainer]:
+    """Return a subclass of a TRL trainer that computes every shared prefix once.
+
+    The subclass takes the arguments of `base`, except that SFTTrainer gets a `PackedDataset` as its train_dataset. The
+    model must be one that `load_model` accepts; the subclass switches it to tree attention.
+
+    Args:
+        base: GRPOTrainer, RLOOTrainer, DPOTrainer or SFTTrainer of trl, or a subclass of one.
+        options: how rows are planned and computed; not used for SFTTrainer.
+
+    Raises:
+        TreepackError: if `base` is another class. The subclass raises it for options that treepack does not compute.
+    """
+    names = {kind.__name__ for kind in base.__mro__}
+    if names & {"GRPOTrainer", "RLOOTrainer"}:
+        return policy_trainer(base, options)
+    if "DPOTrainer" in names:
+        return pair_trainer(base, options)
+    if "SFTTrainer" in names:
+        return packed_trainer(base)
+    raise TreepackError(
+        f"tree_trainer: {base.__name__} is not supported; expected GRPOTrainer, RLOOTrainer, DPOTrainer or SFTTrainer"
+    )
