@@ -79,6 +79,7 @@ _HOME = {
     "write_packed": "pack.files",
     "Provenance": "files.manifest",
     "load_model": "model.load",
+    "LoraOptions": "model.adapter",
     "row_loss": "model.forward",
     "row_logprobs": "model.forward",
     "row_objective": "model.forward",

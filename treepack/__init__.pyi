@@ -16,6 +16,7 @@ from treepack.ingest.options import BuildOptions as BuildOptions
 from treepack.ingest.read_log import ReadLog as ReadLog
 from treepack.ingest.readers.registry import read_trajectories as read_trajectories
 from treepack.ingest.tokenization import tokenize as tokenize
+from treepack.model.adapter import LoraOptions as LoraOptions
 from treepack.model.collation import batch_logprobs as batch_logprobs
 from treepack.model.collation import batch_loss as batch_loss
 from treepack.model.collation import collate as collate
@@ -79,6 +80,7 @@ __all__ = [
     "AdvantageOptions",
     "AdvantagesSummary",
     "BuildOptions",
+    "LoraOptions",
     "PackOptions",
     "PackSummary",
     "PackedDataset",

@@ -318,3 +318,14 @@ def test_random_weights_and_float64_have_no_4_bits(base: Path, tmp_path: Path) -
         load_model(tiny_config(tmp_path / "tiny.json"), lora=lora)
     with pytest.raises(TreepackError, match="a base of 4 bits has no products in float64"):
         load_model(base, dtype=torch.float64, lora=lora)
+
+
+@pytest.mark.parametrize(("package", "extra"), [("peft", "lora"), ("bitsandbytes", "bitsandbytes")])
+def test_a_missing_package_is_one_sentence_with_its_command(
+    base: Path, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    monkeypatch.setattr("treepack.model.adapter.find_spec", lambda name: None if name == package else object())
+    with pytest.raises(
+        TreepackError, match=rf"needs {package}, which is not installed; run pip install '\.\[{extra}\]"
+    ):
+        load_model(base, lora=LoraOptions(rank=2, quantize="nf4"))

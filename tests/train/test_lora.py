@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from support.command_line import Run
@@ -25,6 +25,7 @@ from treepack.model.adapter import LoraOptions
 from treepack.model.load import load_model
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
+from treepack.train.predictor.model import start_values
 from treepack.train.run import open_run
 from treepack.train.step import StepMetrics
 
@@ -154,6 +155,12 @@ def test_only_the_adapter_has_state_in_the_optimiser_and_frozen_weights_count_as
     quantized = open_run(packed, base, replace(OPTIONS, lora=replace(LORA, quantize="nf4")))
     assert (run.costs() > plain.costs()).all()
     np.testing.assert_array_equal(quantized.costs(), run.costs())
+
+
+def test_a_predictor_is_fitted_from_a_whole_model(packed: Path, base: Path, tmp_path: Path) -> None:
+    go(packed, base, tmp_path / "out", steps=1)
+    with pytest.raises(TreepackError, match="is an adapter; fit a whole model"):
+        start_values(tmp_path / "out", "fp32", "reference", torch.device("cpu"), 0)
 
 
 def test_without_an_adapter_there_is_nothing_to_train_over_4_bits(packed: Path, base: Path) -> None:

@@ -138,7 +138,7 @@ def require_packages(*, quantize: bool) -> None:
     Raises:
         TreepackError: with the command that installs it.
     """
-    needs = [("peft", "LoRA", "lora"), *([("bitsandbytes", "quantize", "4bit")] if quantize else [])]
+    needs = [("peft", "LoRA", "lora"), *([("bitsandbytes", "quantize", "bitsandbytes")] if quantize else [])]
     for package, name, extra in needs:
         if find_spec(package) is None:
             raise TreepackError(f"{name} needs {package}, which is not installed; {install_hint(extra)}")

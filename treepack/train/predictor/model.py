@@ -33,6 +33,7 @@ from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import TokenizerEntry, check_part, file_sha256, read_manifest
+from treepack.model.adapter import is_adapted
 from treepack.model.compatibility import check_fits
 from treepack.model.forward import hidden_states, prepare_batch
 from treepack.model.load import hide_progress_bars, load_model
@@ -145,6 +146,8 @@ def start_values(source: str | Path, dtype: str, attention: str, device: torch.d
         return load_values(local, dtype=dtype, attention=attention, device=str(device))
     lower = torch.bfloat16 if dtype == "bf16" else None
     loaded = load_model(source, attention=attention, autocast=lower, device=device, seed=seed)
+    if is_adapted(loaded.model):
+        raise TreepackError(f"{source}: is an adapter; fit a whole model, which `treepack train --merge` writes")
     return ValueModel(loaded, new_head(loaded))
 
 
