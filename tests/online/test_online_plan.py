@@ -93,7 +93,8 @@ def test_a_token_has_one_entry_for_each_temperature(batch: MemoryBatch, form: st
     entries = []
     terms = []
     for row in plan.rows:
-        assert row.terms is not None and row.terms.temperature is not None
+        assert row.terms is not None
+        assert row.terms.temperature is not None
         paths = [prefix(row, token) for token in row.terms.tokens.tolist()]
         entries += list(zip(paths, row.terms.temperature.tolist(), strict=True))
         terms += [entries[k] for k in row.terms.index.tolist()]
@@ -105,7 +106,8 @@ def test_a_token_has_one_entry_for_each_temperature(batch: MemoryBatch, form: st
 def test_the_temperature_of_each_sequence_is_that_of_its_tokens() -> None:
     plan = plan_batch([np.array([1, 2, 3]), np.array([1, 2])], temperature=torch.tensor([0.5, 2.0]))
     (row,) = plan.rows
-    assert row.terms is not None and row.terms.temperature is not None
+    assert row.terms is not None
+    assert row.terms.temperature is not None
     assert list(zip(row.terms.tokens.tolist(), row.terms.temperature.tolist(), strict=True)) == [
         (1, 0.5),
         (1, 2.0),
