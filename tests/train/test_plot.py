@@ -59,6 +59,17 @@ def test_a_run_has_four_panels_over_the_same_steps_and_each_other_mean_one_more(
     assert len({axes.get_xlim() for axes in rich.values()}) == 1
 
 
+def test_the_loss_of_held_out_rows_is_a_second_line_at_its_steps(tmp_path: Path) -> None:
+    records = [record(1), record(2, eval_loss=1.5, eval_seconds=9.0), record(3), record(4, eval_loss=1.25)]
+    axes_of = panels(curves_figure(write_log(tmp_path / "m", *records)))
+    assert list(axes_of) == BASE
+    each, held_out = axes_of["Loss"].lines
+    assert points(each) == [(1, 2), (2, 1), (3, 2 / 3), (4, 0.5)]
+    assert points(held_out) == [(2, 1.5), (4, 1.25)]
+    names = {text.get_text(): to_rgba(text.get_color()) for text in axes_of["Loss"].texts}
+    assert names == {"training": to_rgba(each.get_color()), "held-out": to_rgba(held_out.get_color())}
+
+
 def test_panels_about_the_old_policy_are_left_out_while_every_ratio_is_one(tmp_path: Path) -> None:
     means = {"reward": 0.5, "ratio": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0, "old_kl": 0.0}
     records = [record(step, **means, entropy=2.0) for step in (1, 2)]

@@ -16,7 +16,7 @@ imported only when a picture is drawn.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ _MIN_LOG_RANGE = 100  # largest over smallest value: from two decades on, a line
 _SMOOTH_SHARE = 50  # a moving mean takes 1/50 of the steps to each side, which keeps trends visible
 
 # Numbers about the input of a step, which have no panel; the line above the panels has the sums of some of them.
-_INPUT_COLUMNS = set("step epoch num_rows tokens tokens_flat total_weight seconds wait_seconds".split())
+_INPUT_COLUMNS = set("step epoch num_rows tokens tokens_flat total_weight seconds wait_seconds eval_seconds".split())
 # Constant if the policy that is trained is the one that sampled.
 _OFF_POLICY_COLUMNS = set("ratio clip_fraction_low clip_fraction_high old_kl".split())
 _TERMS, _PAIRS, _NATS, _ODDS = "share of terms", "share of pairs", "nats per token", "mean over pairs"
@@ -176,10 +176,12 @@ def _read_steps(metrics: Path) -> _Steps:
 
 def _panels(steps: _Steps) -> list[_Panel]:
     """Return the main panels, and one panel for each other column that has a number."""
-    excluded = {name for panel in _MAIN_PANELS for name in panel.columns} | _INPUT_COLUMNS
+    panels = [*_MAIN_PANELS]
+    if len(steps.points("eval_loss")[0]):  # held-out rows have a second line in the panel of the loss
+        panels[0] = replace(panels[0], columns={"loss": ("training", _BLUE), "eval_loss": ("held-out", _RED)})
+    excluded = {name for panel in panels for name in panel.columns} | _INPUT_COLUMNS
     if _is_on_policy(steps):
         excluded |= _OFF_POLICY_COLUMNS
-    panels = [*_MAIN_PANELS]
     for name in steps.columns:
         if name not in excluded and len(steps.points(name)[0]):
             # A column without an entry: "old_entropy" -> "Old entropy", without a unit.
