@@ -140,6 +140,8 @@ def test_a_rank_without_a_sequence_gets_an_empty_micro_batch() -> None:
     [
         (([np.zeros((2, 2), np.int64)], 4), "sequence 0 has shape"),
         (([np.zeros(2)], 4), "dtype float64"),
+        (([np.array(3)], 4), "has shape"),
+        (([np.array([3, -1])], 4), "token ids are -1 to 3"),
         (((np.zeros(2, np.int64),), 4), "a tuple must be"),
         (([], 0), "capacity is 0"),
         (([], 4, 0), "ranks is 0"),

@@ -25,7 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
-from treepack.trajectory import Int64
+from treepack.pack.plan.problem import path_pairs
+from treepack.trajectory import Int32, Int64
+from treepack.trie.nodes import shared_with_previous, sorted_by_tokens
 
 LIMITS_TO_TRY = 16  # limits on the work of a micro-batch, if there are several ranks
 HIDDEN_SIZE = 4096  # of a model of 7 to 8 billion parameters
@@ -79,7 +81,7 @@ def micro_batches(
     for name, value in (("capacity", capacity), ("ranks", ranks), ("hidden_size", hidden_size)):
         if value < 1:
             raise TreepackError(f"micro_batches: {name} is {value}; expected at least 1")
-    order = _sort(_as_list(sequences), flat=flat, pair_weight=6 * hidden_size)
+    order = _sort(*_flatten(sequences), flat=flat, pair_weight=6 * hidden_size)
     plans = [_round_up(_cut(order, capacity, limit), order, ranks) for limit in _limits(order, capacity, ranks)]
     # The first of equally fast plans has the highest limit, so the least repeated work.
     starts = min(plans, key=lambda plan: (_time(plan, order, ranks), len(plan)))
@@ -88,14 +90,18 @@ def micro_batches(
     return batches + [[] for _ in range(-len(batches) % ranks)]
 
 
-def _as_list(sequences: Sequences) -> list[NDArray[Any]]:
+def _flatten(sequences: Sequences) -> tuple[Int32, Int64]:
+    """Return the tokens of all sequences, and offsets int64 [num_sequences + 1].
+
+    Raises:
+        TreepackError: an array has another shape or dtype, or a token id is out of range.
+    """
     if isinstance(sequences, tuple):
         if len(sequences) != 2 or any(np.ndim(part) != 1 for part in sequences):
             raise TreepackError(
                 "micro_batches: a tuple must be (values, offsets), two 1-D arrays; pass sequences as a list"
             )
-        values, offsets = (np.asarray(part) for part in sequences)
-        arrays = [values[a:b] for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
+        arrays = [np.asarray(sequences[0])]
     else:
         arrays = [np.asarray(sequence) for sequence in sequences]
     for i, array in enumerate(arrays):
@@ -104,25 +110,28 @@ def _as_list(sequences: Sequences) -> list[NDArray[Any]]:
                 f"micro_batches: sequence {i} has shape {list(array.shape)} and dtype {array.dtype}; expected a 1-D "
                 "array of integers"
             )
-    return arrays
+    # Sequences of 3, 0 and 2 tokens -> [0, 3, 3, 5]
+    offsets = sequences[1] if isinstance(sequences, tuple) else np.cumsum([0, *map(len, arrays)])
+    tokens = np.concatenate([np.zeros(0, np.int32), *arrays])
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < 2**31):
+        raise TreepackError(f"micro_batches: token ids are {tokens.min()} to {tokens.max()}; expected 0 to 2**31 - 1")
+    return tokens.astype(np.int32), np.asarray(offsets, np.int64)
 
 
-def _sort(arrays: list[NDArray[Any]], *, flat: bool, pair_weight: int) -> _Order:
-    # Big-endian bytes compare as the numbers do: 1 -> 00 .. 01 < 256 -> 00 .. 01 00. A prefix comes first.
-    keys = [array.astype(">i8").tobytes() for array in arrays]
-    order = sorted(range(len(arrays)), key=keys.__getitem__)
-    shared = [0] * len(order)
-    for k in range(1, len(order)):
-        shared[k] = _common_prefix(arrays[order[k - 1]], arrays[order[k]])
-    lengths = np.array([len(arrays[i]) for i in order], np.int64)
-    again = np.zeros_like(lengths) if flat else np.array(shared, np.int64)
+def _sort(tokens: Int32, offsets: Int64, *, flat: bool, pair_weight: int) -> _Order:
+    num = len(offsets) - 1
+    one = np.zeros(num, np.int64)  # all sequences may share prefixes
+    order = sorted_by_tokens(tokens, offsets, one, range(num))
+    shared = np.array(shared_with_previous(tokens, offsets, one, order), np.int64)
+    lengths = np.diff(offsets)[order]
+    again = np.zeros_like(lengths) if flat else shared
 
     def sums(values: Int64) -> list[int]:
         totals: list[int] = np.concatenate([[0], np.cumsum(values)]).tolist()
         return totals
 
     def work(length: Int64) -> Int64:
-        return pair_weight * length + length * (length + 1) // 2
+        return pair_weight * length + path_pairs(length)
 
     return _Order(
         order=order,
@@ -130,15 +139,8 @@ def _sort(arrays: list[NDArray[Any]], *, flat: bool, pair_weight: int) -> _Order
         again_tokens=again.tolist(),
         work=sums(work(lengths) - work(again)),
         again_work=work(again).tolist(),
-        shared=shared,
+        shared=shared.tolist(),
     )
-
-
-def _common_prefix(a: NDArray[Any], b: NDArray[Any]) -> int:
-    size = min(len(a), len(b))
-    different = a[:size] != b[:size]
-    first = int(different.argmax()) if size else 0
-    return first if size and different[first] else size
 
 
 def _limits(order: _Order, capacity: int, ranks: int) -> list[int]:
