@@ -17,6 +17,7 @@ from .output import show
 from .paths import WRITE
 from .progress import quiet_option
 from .run_options import RunOptions, run_options
+from .sections import SectionedCommand
 from .training import stage_lines, train_model, use_cache
 
 if TYPE_CHECKING:
@@ -32,7 +33,21 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.BadParameter(f"{value!r} is no list of numbers such as 0.7,0.3", param=parameter) from error
 
 
-@click.command()
+_SECTIONS = {
+    "Data, model and output": "mix model init-from out overwrite resume cache cache-size",
+    "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
+    "temperature beta",
+    "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
+    "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
+    "Held-out rows": "eval eval-every patience",
+    "Checkpoints": "checkpoint-every keep max-skipped",
+    "Metrics": "report-to tensorboard project run-name plot quiet",
+    "Speed and memory": "device dtype compile attention gradient-checkpointing loss-chunk gather-dtype cpu-offload",
+    "Verification": "verify verify-rows help",
+}
+
+
+@click.command(cls=SectionedCommand, sections=_SECTIONS)
 # Not a Path, which would make "s3://bucket/rows" "s3:/bucket/rows".
 @click.argument("packed", nargs=-1, required=True)
 @click.option(

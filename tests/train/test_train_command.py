@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -56,6 +57,50 @@ def test_curves_of_a_complete_run_are_drawn_without_training(
     assert "loading the weights" not in done.err
     assert (tmp_path / "out" / "metrics.png").exists()
     assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_help_has_every_option_in_a_section(treepack: Run) -> None:
+    done = treepack("train", "--help")
+    assert done.status == 0
+    assert "\nHeld-out rows:\n  --eval PACKED" in done.out
+    assert "Other options" not in done.out
+
+
+def test_held_out_rows_are_in_the_line_of_their_step_and_in_the_summary(
+    treepack: Run, arguments: list[str], tmp_path: Path
+) -> None:
+    done = treepack(*arguments, "--eval", arguments[1], "--eval-every", "4", "--patience", "3")
+    assert done.status == 0, done.err
+    steps = [line for line in done.err.splitlines() if line.startswith("training: step ")]
+    assert ["held-out loss" in line for line in steps] == [False, False, False, True] * 2
+    assert re.search(r"lowest held-out loss +\d\.\d{4} at step [48]\n", done.out)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--patience", "3"], "--patience counts evaluations; give held-out rows with --eval"),
+        (["--mix", "0.5,half"], "'0.5,half' is no list of numbers such as 0.7,0.3"),
+    ],
+)
+def test_options_of_mixtures_and_evaluations_that_mean_nothing_are_wrong_usage(
+    treepack: Run, arguments: list[str], options: list[str], complaint: str
+) -> None:
+    done = treepack(*arguments, *options)
+    assert (done.status, done.out) == (2, "")
+    assert complaint in done.err
+
+
+def test_without_bitsandbytes_its_optimizer_is_refused_before_the_model_is_loaded(
+    treepack: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    monkeypatch.setattr("treepack.train.optimiser.find_spec", importlib.util.find_spec)
+    done = treepack(*arguments, "--optimizer", "adamw-8bit")
+    assert (done.status, done.out) == (1, "")
+    assert "optimizer adamw-8bit needs bitsandbytes, which is not installed; run pip install" in done.err
+    assert "loading the weights" not in done.err
 
 
 def test_resume_and_overwrite_exclude_each_other(treepack: Run, arguments: list[str], tmp_path: Path) -> None:
