@@ -162,6 +162,15 @@ def test_merged_turns_have_the_gradient_of_one_sample_for_each_path(tokenizer: A
     assert sum(sample.metadata.get("num_paths", 1) for sample in merged) == len(apart)
 
 
+def test_a_turn_that_was_sampled_at_two_temperatures_is_two_samples(tokenizer: Any) -> None:
+    def samples(*temperatures: float) -> list[Trajectory]:
+        paths = [path_of(name, [*"A", name], temperature=t) for name, t in zip("BC", temperatures, strict=True)]
+        return turns_of(paths, tokenizer)
+
+    assert [sample.temperature for sample in samples(0.5, 0.5)] == [0.5] * 3
+    assert [sample.temperature for sample in samples(0.5, 1.0)] == [0.5, 0.5, 1.0, 1.0]
+
+
 @settings(max_examples=10)
 @given(search_trees())
 def test_a_path_in_two_parts_is_merged_too(tmp_path_factory: pytest.TempPathFactory, paths: list[Trajectory]) -> None:
