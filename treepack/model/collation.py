@@ -57,7 +57,7 @@ def collate(batches: Sequence[Batch]) -> dict[str, Any]:
 
 def _pad(batch: Batch, name: str, length: int) -> Tensor:
     column: Tensor = getattr(batch, name)
-    tail: Tensor = getattr(empty_batch(length - len(column)), name)
+    tail: Tensor = getattr(empty_batch(length - len(column)), name).to(column.device)
     # subtree_end [2, 2] padded to 4 tokens: the tail [1, 2] is shifted by 2 -> [2, 2, 3, 4]
     return torch.cat([column, tail + len(column) if name == "subtree_end" else tail])
 
