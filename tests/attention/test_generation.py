@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from support.oracle_model import tiny_model
@@ -149,6 +150,24 @@ def test_a_copy_of_the_model_generates_too() -> None:
     model = tree_model("qwen3")
     allow_generation(model)
     assert torch.equal(generate(deepcopy(model), PROMPTS, MASK), generate(model, PROMPTS, MASK))
+
+
+def test_a_model_with_adapters_generates_and_trains() -> None:
+    models = []
+    for model in (tree_model("qwen3"), tiny_model("qwen3").eval()):
+        torch.manual_seed(3)
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # 0 at first, which would make the adapters no part of the model
+                torch.nn.init.normal_(parameter.data)
+        models.append(adapted.eval())
+    allow_generation(models[0])
+    # A keyword argument, because the method of peft takes no others.
+    ours, theirs = (each.generate(input_ids=PROMPTS, attention_mask=MASK, max_new_tokens=6) for each in models)
+    assert torch.equal(ours, theirs)
+    assert models[0](**ROW).logits.requires_grad
+    with pytest.raises(TreepackError, match="gradients are recorded"):
+        models[0](PROMPTS, attention_mask=MASK)
 
 
 def test_the_option_is_not_saved(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from support.oracle_model import gradients, worst_error, write_rows
 from support.oracle_objectives import Rollout, step_loss
 from support.packed_objectives import as_trajectories, opened, packed_model, plain, rollouts
 from treepack.data.dataset import PackedDataset
+from treepack.data.mixture import MixedDataset
 from treepack.errors import TreepackError
 from treepack.files.manifest import Provenance
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
@@ -148,6 +149,15 @@ def test_contradictions_are_refused(
     dataset = opened(tmp_path / "packed", with_temperatures(rollouts(), setting), [0] * 10)
     with pytest.raises(TreepackError, match=message):
         check_columns(dataset, choose_objective("grpo", temperature=option))
+
+
+def test_a_directory_without_temperatures_beside_one_with_them_is_a_gap(tmp_path: Path) -> None:
+    samples = with_temperatures(rollouts(), SETTINGS["one"])
+    without = opened(tmp_path / "without", without_temperatures(samples), [0] * 10)
+    both = MixedDataset([opened(tmp_path / "with", samples, [0] * 10), without])
+    with pytest.raises(TreepackError, match="without: has no temperatures and other rows have them"):
+        check_columns(both, choose_objective("grpo"))
+    check_columns(both, choose_objective("grpo", temperature=T))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, nan, float("inf")])

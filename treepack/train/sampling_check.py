@@ -22,6 +22,7 @@ from treepack.model.forward import prepare_batch, row_logprobs
 from treepack.model.loss import filled_temperature
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal
+from treepack.train.step import step_memory_errors
 
 # Candidates for the temperature of the recorded values: those that people use, and their neighbours.
 TEMPERATURES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.2, 1.3, 1.5, 2.0)
@@ -108,7 +109,7 @@ def _sums(run: TrainingRun, batch: Batch) -> Tensor:
 
     lower = torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16")
     # Eager, because layers that --compile prepared would be compiled again for a pass without gradients.
-    with torch.no_grad(), lower, torch.compiler.set_stance("force_eager"):
+    with torch.no_grad(), lower, torch.compiler.set_stance("force_eager"), step_memory_errors(batch):
         own = loaded.compute(score).double().cpu().reshape(len(columns), -1)  # [1 + temperatures, terms]
     if loaded.root is not None:
         loaded.root.reshard()  # a forward pass without a backward pass leaves the root gathered
