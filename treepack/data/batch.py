@@ -197,17 +197,19 @@ def _make_terms(terms: RowTerms, groups: list[str], length: int) -> TermTensors:
     )
 
 
-def scored_tokens(token: Int32, temperature: Float32 | None, length: int) -> tuple[Int64, Int32, Float32 | None]:
+def scored_tokens(
+    token: Int32 | Int64, temperature: Float32 | None, length: int
+) -> tuple[Int64, Int32, Float32 | None]:
     """Return `tokens`, `index` and `temperature` of `TermTensors` for the terms of a row of `length` tokens.
 
-    `token` int32 [N] and `temperature` float32 [N] are those of each term.
+    `token` [N] and `temperature` float32 [N] are those of each term.
     """
     temperatures = None if temperature is None else np.unique(temperature)  # ascending, NaN once, last
     if temperature is not None and temperatures is not None and len(temperatures) > 1:
         # As one key per pair. Temperatures .5 and 1 with the codes 0 and 1, token [4, 4, 7] at [1, .5, .5]:
         #   keys 2 token + code [9, 8, 14] -> sorted [8, 9, 14], index [1, 0, 2] -> tokens [4, 4, 7] at [.5, 1, .5]
         codes = np.searchsorted(temperatures, temperature)  # it finds NaN, too: NaN is sorted after all numbers
-        keys, index = np.unique(token.astype(np.int64) * len(temperatures) + codes, return_inverse=True)
+        keys, index = np.unique(token.astype(np.int64, copy=False) * len(temperatures) + codes, return_inverse=True)
         tokens, code = np.divmod(keys, len(temperatures))
         return tokens, index.astype(np.int32), temperatures[code]
     # Two trajectories 0 - 1 - 2 and 0 - 1 - 3 with tokens 1, 2 and 3 trained, in a row of 4 tokens:

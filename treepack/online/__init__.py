@@ -7,10 +7,16 @@ statistics    log-probabilities and entropies, one row in memory at a time
 ranks         what several ranks must agree on
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from treepack.online.batch import OnlineBatch, plan_batch
 from treepack.online.options import OnlineOptions
-from treepack.online.ranks import agree_on_rows
-from treepack.online.statistics import batch_statistics, row_statistics, tree_logprobs_like
+
+if TYPE_CHECKING:
+    from treepack.online.ranks import agree_on_rows
+    from treepack.online.statistics import batch_statistics, row_statistics, tree_logprobs_like
 
 __all__ = [
     "OnlineBatch",
@@ -21,3 +27,16 @@ __all__ = [
     "row_statistics",
     "tree_logprobs_like",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The planner alone, in a process that prepares batches, does not wait for the imports of the model half.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "agree_on_rows":
+        from treepack.online.ranks import agree_on_rows
+
+        return agree_on_rows
+    from treepack.online import statistics
+
+    return getattr(statistics, name)

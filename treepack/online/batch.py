@@ -150,7 +150,7 @@ class _RowMaker:
     def row(self, row_id: int, members: Int64) -> Batch:
         """Return the row of the sequences at the places `members` of the sorted order."""
         nodes = self.placer.place(members)
-        columns = self.placer.columns(nodes)
+        columns = self.placer.columns(nodes, np.int64)
         length = int(nodes.begin[-1])
         ids = [self.order[k] for k in nodes.members.tolist()]
         token, at = [], []
@@ -158,12 +158,12 @@ class _RowMaker:
         for path, i in zip(paths(nodes.ends_at, nodes.begin, depth), ids, strict=True):
             mine = self.sequences.scored[self.bounds[i] : self.bounds[i + 1]]
             # Sequence 2 begins at 5 and is the row's tokens [0, 1, 7]: scored [6, 7] -> depths [1, 2] -> tokens [1, 7]
-            token.append(path[mine - self.starts[i]].astype(np.int32))
+            token.append(path[mine - self.starts[i]])
             at.append(mine)
         counts = [len(each) for each in token]
-        tokens, index, temperatures = scored_tokens(np.concatenate(token), self._temperature(ids), length)
+        joined = np.concatenate(token)
+        tokens, index, temperatures = scored_tokens(joined, self._temperature(ids), length)
         self.places.append(self.sequences.places[np.concatenate(at)])
-        weight = np.bincount(tokens[index], minlength=length).astype(np.float64)
         terms = TermTensors(
             tokens=torch.from_numpy(tokens),
             index=torch.from_numpy(index),
@@ -180,14 +180,14 @@ class _RowMaker:
         return Batch(
             row_id=row_id,
             step=None,
-            input_ids=torch.from_numpy(columns["input_ids"]).long(),
-            position_ids=torch.from_numpy(columns["position_ids"]).long(),
-            parent=torch.from_numpy(columns["parent"]).long(),
+            input_ids=torch.from_numpy(columns["input_ids"]),
+            position_ids=torch.from_numpy(columns["position_ids"]),
+            parent=torch.from_numpy(columns["parent"]),
             subtree_end=torch.from_numpy(columns["subtree_end"]),
             scale=torch.from_numpy(columns["scale"]),
-            loss_weight=torch.from_numpy(weight),
+            loss_weight=torch.from_numpy(np.bincount(joined, minlength=length).astype(np.float64)),
             trajectory_ids=tuple(map(str, ids)),
-            trajectory_ends=torch.from_numpy(columns["trajectory_ends"]).long(),
+            trajectory_ends=torch.from_numpy(columns["trajectory_ends"].astype(np.int64)),
             num_tokens=length,
             total_weight=float(len(index)),
             tokens_flat=int(columns["scale"].sum(dtype=np.int64)),

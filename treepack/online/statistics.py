@@ -132,7 +132,8 @@ class _RowByRow(torch.autograd.Function):
         ctx.autocast = _autocast_state(run.batch.places.device.type)
         ctx.exchange = run.replicas is not None and run.replicas.require_backward_grad_sync
         values = [run.values(i) for i in range(run.num_rows - 1, 0, -1)]
-        # Autocast keeps the weights that it converted without a graph, and would use them in the pass with a graph.
+        # Autocast of some versions of torch keeps the weights that it converted without a graph, and uses them again in
+        # a pass with a graph, where they would get no gradient.
         torch.clear_autocast_cache()
         # Only the last row of the backward pass exchanges gradients, and this row is the first.
         with torch.enable_grad(), gradient_exchange(run.replicas, exchange=False):

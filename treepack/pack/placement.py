@@ -9,7 +9,7 @@ Every column is then a value per node, repeated over the node's tokens, plus the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -105,27 +105,30 @@ class RowPlacer:
         source = np.repeat(trie.node_start[nodes] - begin[:-1], sizes) + np.arange(begin[-1])
         return PlacedNodes(nodes, begin, end[order], members[by_end], ends_at[by_end], source)
 
-    def columns(self, nodes: PlacedNodes) -> dict[str, Int32]:
-        """Return the columns that are int32, all except the loss weights and the names of trajectories."""
+    def columns(self, nodes: PlacedNodes, index_type: type[np.signedinteger[Any]] = np.int32) -> dict[str, Any]:
+        """Return the columns that are integers, all except the loss weights and the names of trajectories.
+
+        input_ids, position_ids and parent are of `index_type`: int32 as in files, or int64, which torch indexes with.
+        """
         trie, begin = self.trie, nodes.begin
         sizes = np.diff(begin)
-        # int32 from the start saves a pass over the tokens for each column.
-        index = np.arange(begin[-1], dtype=np.int32)
+        # The type of the result from the start saves a pass over the tokens for each column.
+        index = np.arange(begin[-1], dtype=index_type)
         # The parent is the token before, except for the first token of a node: [-1, 0, 1, 2, 3, 4] with
         # begin [0, 2, 4] and last tokens above [-1, 1, 1] -> [-1, 0, 1, 2, 1, 4].
-        parent = index - np.int32(1)
+        parent = index - index_type(1)
         parent[begin[:-1]] = self._last_tokens_above(nodes)
         # A node counts the trajectories that end in its subtree: ends_at [1, 2] -> passing [0, 0, 1, 2] -> the root
         # passing[3] - passing[0] = 2, the branches 1 each.
         stop = np.searchsorted(begin, nodes.end)
         passing = np.concatenate([[0], np.cumsum(np.bincount(nodes.ends_at, minlength=len(sizes)))])
 
-        def repeat(values: Int64) -> Int32:
-            return np.repeat(values.astype(np.int32), sizes)
+        def repeat(values: Int64, kind: type[np.signedinteger[Any]] = np.int32) -> Any:
+            return np.repeat(values.astype(kind), sizes)
 
         return {
-            "input_ids": trie.tokens[nodes.source],
-            "position_ids": repeat(trie.depth[nodes.nodes] - begin[:-1]) + index,
+            "input_ids": trie.tokens[nodes.source].astype(index_type, copy=False),
+            "position_ids": repeat(trie.depth[nodes.nodes] - begin[:-1], index_type) + index,
             "parent": parent,
             "subtree_end": repeat(nodes.end),
             "scale": repeat(passing[stop] - passing[:-1]),
