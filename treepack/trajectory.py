@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,27 @@ def check_temperatures(values: Float64 | Float32, *, source: str, name: str) -> 
     bad = values[~((values >= 0) & (values <= np.finfo(np.float32).max))]
     if len(bad):
         raise TreepackError(f"{source}: {name} is {bad[0]}; expected a finite number that is not negative")
+
+
+def with_temperatures(trajectory: Trajectory, values: Float64) -> Trajectory:
+    """Return a tokenised `trajectory` with `values` as the temperatures of its trained tokens.
+
+    They are float64 [num_trained], NaN if unknown; then the temperature of the whole trajectory counts. Equal values
+    become one for the whole trajectory.
+
+    Raises:
+        TreepackError: a value is not a temperature.
+    """
+    assert isinstance(trajectory.content, Tokens)
+    check_temperatures(values[~np.isnan(values)], source=trajectory.source, name="a temperature")
+    if trajectory.temperature is not None:
+        values = np.where(np.isnan(values), trajectory.temperature, values)
+    if np.isnan(values).all():
+        return trajectory
+    if (values == values[0]).all():
+        return replace(trajectory, temperature=float(values[0]))
+    content = replace(trajectory.content, temperatures=values.astype(np.float32))
+    return replace(trajectory, content=content, temperature=None)
 
 
 def is_weight(value: float) -> bool:
