@@ -20,10 +20,10 @@ from treepack.model.adapter import (
     check_trainable,
     find_adapter,
     initial_weights,
-    num_weights,
     save_adapter,
 )
 from treepack.model.forward import row_logprobs, row_loss
+from treepack.model.four_bits import num_weights
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_merged, load_model
 from treepack.model.loaded import LoadedModel
@@ -84,9 +84,21 @@ def test_gradients_of_an_adapter_equal_those_of_trajectories_alone(
     loaded.causal.set_attn_implementation("sdpa")
     expected_loss, expected = alone(loaded.model.eval(), SAMPLES)
     trained = [name for name, parameter in loaded.model.named_parameters() if parameter.requires_grad]
+    assert trained
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-9)
     assert all("lora_" in name and bool(expected[name].any()) for name in trained)
     assert worst_error(packed, expected) <= 1e-9
+
+
+@pytest.mark.slow
+def test_gradients_of_an_adapter_between_experts_equal_those_of_trajectories_alone(tmp_path: Path) -> None:
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = tiny_config(tmp_path / "moe.json", model_type="qwen3_moe", **experts)
+    loaded = load_model(config, attention="reference", dtype=torch.float64, lora=LoraOptions(rank=3))
+    assert set(loaded.model.peft_config["default"].target_modules) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assign(loaded.model, initial_weights(loaded.model, 1, random_b=True), torch.float64)
+    report = verify_gradients(loaded, [row()])
+    assert report.passed, report.worst
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from support.command_line import Run
-from support.oracle_model import packed_directory, tiny_model
+from support.oracle_model import packed_directory, tiny_config, tiny_model
 from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack import TreepackError
@@ -73,6 +73,8 @@ def weights_of(out: Path) -> dict[str, torch.Tensor]:
 def test_a_run_lowers_the_loss_and_writes_an_adapter_for_peft(packed: Path, base: Path, tmp_path: Path) -> None:
     steps = go(packed, base, tmp_path / "out", epochs=4)
     assert steps[-1].loss < steps[0].loss
+    notes = json.loads((tmp_path / "out" / "train.json").read_text())["notes"]
+    assert "an adapter of 1,392 weights is trained, 0.2 of all" in notes
     assert not (tmp_path / "out" / "model.safetensors").exists()
     theirs = peft.PeftModel.from_pretrained(tiny_model("qwen3", dtype=torch.float32), str(tmp_path / "out")).eval()
     assert theirs.peft_config["default"].base_model_name_or_path == str(base)
@@ -205,8 +207,25 @@ def test_options_that_exclude_each_other_are_refused_before_anything_is_loaded(
 def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     go(packed, base, tmp_path / "saved", epochs=1)
+    adapter: dict[str, Any] = {
+        "r": 2,
+        "target_modules": ["q_proj", "down_proj"],
+        "task_type": "CAUSAL_LM",
+        "init_lora_weights": False,
+    }
+    kinds: dict[str, dict[str, Any]] = {
+        "dora": {"use_dora": True},
+        "embedding": {"modules_to_save": ["embed_tokens"]},
+    }
+    for name, changes in kinds.items():
+        model = peft.get_peft_model(tiny_model("qwen3", dtype=torch.float32), peft.LoraConfig(**adapter, **changes))
+        model.peft_config["default"].base_model_name_or_path = str(base)
+        model.save_pretrained(tmp_path / name, save_embedding_layers=False)
     uneven = {"epochs": 2, "rows_per_step": 3}  # the second rank runs out of rows
     cases = [
+        Case("of DoRA", packed, tmp_path / "dora", uneven),
+        Case("with an embedding", packed, tmp_path / "embedding", uneven),
+        Case("random base", packed, tiny_config(tmp_path / "tiny.json"), {**uneven, "lora": LORA}),
         Case("new", packed, base, {"epochs": 2, "lora": LORA}),
         Case("saved", packed, tmp_path / "saved", uneven),
         Case("offloaded", packed, base, {**uneven, "lora": LORA, "gradient_checkpointing": True, "cpu_offload": True}),
@@ -221,6 +240,9 @@ def test_two_ranks_train_the_adapter_of_one_process(packed: Path, base: Path, tm
             torch.testing.assert_close(mine[name], weight, rtol=1e-3, atol=2e-5)
         losses = [[record["loss"] for record in each[case.name]["records"]] for each in (results, expected)]
         assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+    graphs = [record["graphs"] for record in results["compiled"]["records"]]
+    assert graphs[0] == expected["compiled"]["records"][0]["graphs"] > 0, "sharding compiles nothing more"
+    assert set(graphs) == {graphs[0]}, "rows of other lengths compile nothing more"
 
 
 @pytest.mark.slow

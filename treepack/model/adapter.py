@@ -1,4 +1,4 @@
-"""LoRA adapters over a causal language model, in the format of PEFT, and bases of 4 bits for them.
+"""LoRA adapters over a causal language model, in the format of PEFT.
 
     --model DIR --find_adapter--> Adapter(directory, base), None if DIR is a whole model
     causal, LoraOptions --new_adapter--> PeftModel, initial weights        B is zero, so the model is unchanged
@@ -142,29 +142,6 @@ def require_packages(*, quantize: bool) -> None:
     for package, name, extra in needs:
         if find_spec(package) is None:
             raise TreepackError(f"{name} needs {package}, which is not installed; {install_hint(extra)}")
-
-
-def quantization(source: str | Path, compute_dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for a base of 4 bits (NF4, with quantised constants; arXiv 2305.14314).
-
-    Raises:
-        TreepackError: `source` is a config file, whose random weights transformers does not round, or the products
-            would be in float64.
-    """
-    require_packages(quantize=True)
-    if str(source).endswith(".json"):
-        raise TreepackError(f"{source}: is a config file; quantize needs the directory of a model with weights")
-    if compute_dtype == torch.float64:
-        raise TreepackError(f"{source}: a base of 4 bits has no products in float64; use float32")
-    from transformers import BitsAndBytesConfig
-
-    settings = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-    )
-    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def base_of(source: str | Path, options: LoraOptions | None) -> tuple[str, Adapter | None]:
@@ -370,13 +347,6 @@ def check_trainable(source: str | Path, options: LoraOptions, *, sharded: bool) 
         raise TreepackError(f"{source}: contains no adapter to train; give lora_rank for a new one")
     if options.quantize and sharded:
         raise TreepackError(f"{source}: a base of 4 bits cannot be sharded over ranks; train without quantize")
-
-
-def num_weights(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter, which may be rounded to 4 bits."""
-    # bitsandbytes packs two weights into a byte and remembers the shape: [16, 16] is uint8 [128, 1]
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else math.prod(state.shape)
 
 
 def is_adapted(model: Any) -> bool:

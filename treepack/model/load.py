@@ -27,10 +27,11 @@ import torch
 from treepack.attention import IMPLEMENTATIONS, register, resolve, takes_chains
 from treepack.errors import TreepackError
 from treepack.files.hub import is_offline, load_fault
-from treepack.model.adapter import LoraOptions, assign, base_of, put_adapter, quantization
+from treepack.model.adapter import LoraOptions, assign, base_of, put_adapter
 from treepack.model.compatibility import check_config, translate_errors
 from treepack.model.dropout import disable_dropout
 from treepack.model.first_batch import mark_checked
+from treepack.model.four_bits import quantization
 from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
 from treepack.model.source import local_source

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from treepack.attention.reference import QUERIES
-from treepack.model.adapter import num_weights
+from treepack.model.four_bits import num_weights
 
 # Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
 _USABLE = 0.8

@@ -22,9 +22,10 @@ from treepack.data.mixture import AnyDataset, open_packed, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.ingest.tokenization import load_tokenizer
-from treepack.model.adapter import assign, check_trainable, initial_weights, num_weights
+from treepack.model.adapter import adapter_base, assign, check_trainable, initial_weights, is_adapted
 from treepack.model.compatibility import check_fits, position_limit, saved_tokenizer
 from treepack.model.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
+from treepack.model.four_bits import num_weights
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
@@ -280,7 +281,7 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     dataset, loaded, objective = run.dataset, run.loaded, run.options.objective
     _check_rows(run)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
-    notes = (*notes, *repair_generation_config(loaded.causal))
+    notes = (*notes, *repair_generation_config(loaded.causal), *_adapter_notes(run))
     num_left_out = len(dataset) - len(run.trainable_rows)
     if num_left_out:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
@@ -288,6 +289,19 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     if objective.loss not in ("sft", "dpo") and "term_old_logprob" not in dataset.term_columns:
         notes = (*notes, "the rows have no old log-probabilities: every update counts as on-policy, with ratios of 1")
     return replace(run, tokenizer=tokenizer, notes=(*loaded.notes, *notes), rewards=_sum_rewards(dataset))
+
+
+def _adapter_notes(run: TrainingRun) -> tuple[str, ...]:
+    model = run.loaded.model
+    if not is_adapted(model):
+        return ()
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    total = sum(num_weights(parameter) for parameter in model.parameters())
+    notes: tuple[str, ...] = (f"an adapter of {trained:,} weights is trained, {trained / total:.2g} of all",)
+    base = adapter_base(model)
+    if base.endswith(".json"):
+        notes = (*notes, f"the base has random weights: the adapter fits load_model({base!r}, seed={run.options.seed})")
+    return notes
 
 
 def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any, tuple[str, ...]]:
