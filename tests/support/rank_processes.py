@@ -30,7 +30,7 @@ CPU = TrainOptions(device="cpu", lr=1e-2, rows_per_step=5, clip=0.5)
 class Case:
     """A training run in the directory `out`, by default one named after it; `changes` are to the options `CPU`.
 
-    It is resumed if possible, and stops after the step `until`.
+    It is resumed if possible, and stops after the step `until`. `held_out` are rows to evaluate on.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Case:
     loss: str = "sft"
     out: str | Path | None = None
     until: int | None = None
+    held_out: Path | None = None
 
 
 def train_over(size: int, folder: Path, cases: list[Case]) -> dict[str, dict[str, Any]]:
@@ -93,7 +94,9 @@ def _process(rank: int, size: int, out: Path, cases: list[Case], environment: di
 def _train(ranks: Ranks, case: Case, out: Path) -> None:
     objective = Objective() if case.loss == "sft" else choose_objective(case.loss)
     with counted_graphs() as graphs:
-        run = open_run(case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks)
+        run = open_run(
+            case.packed, case.model, replace(CPU, objective=objective, **case.changes), ranks, held_out=case.held_out
+        )
         records: list[dict[str, Any]] = []
         remarks: list[str] = []
         steps = train(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from support.oracle_model import packed_directory, tiny_config
+from support.rank_processes import Case, train_over
 from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.model.objectives import choose_objective
@@ -137,3 +138,23 @@ def test_other_held_out_rows_are_refused_at_a_resumption(folder: Path) -> None:
     run = open_run(folder / "packed", folder / "tiny.json", OPTIONS, held_out=folder / "other")
     with pytest.raises(TreepackError, match="cannot resume: eval_sha256 was"):
         list(train(run, folder / "out", resume=True))
+
+
+@pytest.mark.slow
+def test_two_ranks_end_early_with_the_best_model_of_one_process(folder: Path) -> None:
+    # Rows of one trajectory each, so that the second rank runs out of rows in an evaluation too.
+    changes = {"steps": 12, "eval_every": 1, "patience": 2, "lr": 0.3, "clip": 1.0, "rows_per_step": 2}
+    case = Case("run", folder / "packed", folder / "tiny.json", changes, held_out=folder / "held-out")
+    two, one = (train_over(size, folder, [case])["run"] for size in (2, 0))
+    assert len(one["records"]) == len(two["records"]) < 12
+    for name in ("loss", "eval_loss"):
+        losses = [[record[name] for record in result["records"]] for result in (one, two)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)  # large steps amplify the rounding of sums over ranks
+    best = [json.loads((result["out"] / "train.json").read_text())["best_step"] for result in (one, two)]
+    assert best[0] == best[1] < len(one["records"])
+    # The saved models, evaluated in one process, have the losses of their best evaluations.
+    for result in (one, two):
+        saved = open_run(folder / "packed", result["out"], OPTIONS, held_out=folder / "held-out")
+        assert saved.held_out is not None
+        expected = result["records"][best[0] - 1]["eval_loss"]
+        assert evaluate(saved.held_out)["eval_loss"] == pytest.approx(expected, rel=1e-5)

@@ -122,6 +122,21 @@ def test_a_remote_run_is_the_local_one(packed: Path, config: Path, tmp_path: Pat
     assert len(in_cache("parts")) == len([*packed.glob("part-*")]) + 1  # and .room
 
 
+def test_the_best_model_of_a_remote_run_is_that_of_the_local_one(
+    packed: Path, config: Path, tmp_path: Path, s3: Store
+) -> None:
+    changes = replace(OPTIONS, epochs=9, lr=1.0, eval_every=1, patience=2, keep=1, warmup_steps=0)
+    notes: list[str] = []
+    for rows, out in ((packed, tmp_path / "whole"), (s3.address("packed"), s3.address("run"))):
+        list(train(open_run(rows, config, changes, held_out=rows), out, note=notes.append))
+    assert_equal_runs(s3, "run", tmp_path / "whole")
+    record = json.loads(s3.read("run/train.json"))
+    best, last = (f"step-{record[name]:08d}" for name in ("best_step", "last_step"))
+    assert sorted(checkpoints(s3, "run")) == [best, last]
+    assert len(notes) == 4
+    assert notes[:2] == notes[2:]  # the end, and the step of the model
+
+
 def test_a_stopped_run_continues_and_may_be_extended(packed: Path, config: Path, s3: Store) -> None:
     out = s3.address("run")
     for until in (3, 4):
