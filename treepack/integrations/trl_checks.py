@@ -1,4 +1,4 @@
-"""What the classes of `integrations.trl` share: refusals by name before training, and the switch to tree attention."""
+"""Refusals by name before training, and the switch to tree attention, for the classes of `integrations.trl`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_trainer(trainer: Any) -> None:
     """
     args, name = trainer.args, type(trainer).__name__
     if getattr(trainer, "_is_vlm", False):
-        raise TreepackError(f"{name}: the processing class is of a vision-language model; pass a tokenizer")
+        raise TreepackError(f"{name}: the processing class belongs to a vision-language model; pass a tokenizer")
     if getattr(trainer, "aux_loss_enabled", False):
         raise TreepackError(
             f"{name}: router_aux_loss_coef is {trainer.router_aux_loss_coef}, but the auxiliary loss of experts is not "
@@ -35,7 +35,7 @@ def check_trainer(trainer: Any) -> None:
             "use_vllm=True"
         )
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
-    if parallel is not None and max(parallel.cp_size, parallel.sp_size, parallel.tp_size) > 1:
+    if any(getattr(parallel, size, 1) > 1 for size in ("cp_size", "sp_size", "tp_size")):
         raise TreepackError(f"{name}: context, sequence and tensor parallelism cut rows; use data parallelism only")
     for config in getattr(trainer.model, "peft_config", {}).values():
         if config.is_prompt_learning:
@@ -63,7 +63,7 @@ def use_tree_attention(model: nn.Module, args: Any) -> None:
 
     Args:
         model: the model.
-        args: the training arguments, which say the device and the precision.
+        args: the training arguments, with the device and the precision.
 
     Raises:
         TreepackError: if there is no model of transformers inside.

@@ -4,8 +4,8 @@
                             --CountPlanner-> the same                              like TRL's FixedCountBatcher
 
 A planner collects a window of samples, sorts them by their tokens, and cuts the sorted list into rows, so that samples
-with a common prefix are neighbours whatever their order of arrival was. A row is packed as TRL's own rows are, for its
-own attention and its own loss: the result of `PlannedRow.pack` equals that of `TreeRow.pack` for the same samples.
+with a common prefix are neighbours whatever their order of arrival was. TRL's own attention and
+loss compute the rows: the result of `PlannedRow.pack` equals that of `TreeRow.pack` for the same samples.
 
 In TRL's layout two samples share a token only if they also agree on the next one, so each further branch costs one more
 token than in the rows of `treepack pack`:
@@ -272,7 +272,7 @@ def balance_rows(samples: list[Sample], shared: list[int], count: int) -> list[P
 
 
 def _split(rows: list[PlannedRow], count: int) -> list[PlannedRow]:
-    """Halve the row with the largest load among those of several samples, until there are `count` rows."""
+    """Halve the row of several samples with the largest load, until there are `count` rows."""
     rows = list(rows)
     while len(rows) < count:
         i = max((i for i, row in enumerate(rows) if len(row.samples) > 1), key=lambda i: rows[i].load)

@@ -70,8 +70,8 @@ def policy_trainer(base: type[Trainer], options: OnlineOptions | None = None) ->
             inputs = super()._prepare_inputs(generation_batch)
             if self._buffered_inputs is buffered or fixed_order(self) is not None:
                 return inputs
-            # Micro-batches of one optimiser step are consecutive, and both numbers are multiples of `window`: with 6
-            # micro-batches of a generation and 4 of a step, the steps 0-3, 4-7, ... never part 0-1, 2-3, 4-5.
+            # Micro-batches of one optimiser step are consecutive, and `window` divides both numbers. A generation of 6
+            # micro-batches has the windows 0-1, 2-3, 4-5; every step of 4 is made of two windows.
             window = gcd(self.args.steps_per_generation, self.args.gradient_accumulation_steps)
             self._buffered_inputs = regroup(self._buffered_inputs, window)
             return self._buffered_inputs[self._step % self.args.steps_per_generation]
