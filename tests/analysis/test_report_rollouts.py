@@ -98,6 +98,11 @@ def test_names_show_what_differs_inside_a_group(names: list[str], models: list[s
     assert short_names(names, [{"model": model} if model else {} for model in models]) == labels
 
 
+def test_rollouts_that_differ_in_temperature_are_told_apart_by_it() -> None:
+    made = [make(f"t/{i}", [1, i + 2], temperature=value) for i, value in enumerate((0.5, 1.0))]
+    assert rollouts_of(build_trie(made)).labels == ["0.5 #0", "1.0 #1"]
+
+
 def trie_of_outcomes() -> Trie:
     """Group a has the outcomes 1, 0; b 0, 0; c 1 and one that is unknown; d has one rollout of two turns."""
     rewards = {"a0": 1.0, "a1": 0.0, "b0": 0.0, "b1": 0.0, "c0": 1.0, "c1": None}

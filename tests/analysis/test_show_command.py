@@ -57,6 +57,16 @@ def test_no_rollout_drives_the_terminal(
     assert as_json.strip().isprintable()
 
 
+def test_a_rollout_shows_its_temperature_or_the_mean_of_each_turn(treepack: Run, tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    rollout = {"id": "a", "input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
+    path.write_text(json.dumps(rollout | {"temperature": 0.7}) + "\n")
+    assert "temperature 0.7" in treepack("show", path, "--trajectory", "a").out
+    path.write_text(json.dumps(rollout | {"temperatures": [1, 0.5]}) + "\n")
+    shown = treepack("show", path, "--trajectory", "a").out
+    assert re.findall(r"turn (\d): 1 token, mean temperature ([\d.]+)", shown) == [("1", "1"), ("2", "0.5")]
+
+
 def test_colours_are_only_for_terminals_that_want_them(treepack: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("show", SAMPLES / "tokens.jsonl", "--group", "estimate-0")
     plain = treepack(*command).out

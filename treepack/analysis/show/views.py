@@ -104,6 +104,7 @@ def _facts(trajectory: Trajectory) -> dict[str, Any]:
         "weight": trajectory.weight,
         "reward": trajectory.reward,
         "advantage": trajectory.advantage,
+        **({} if trajectory.temperature is None else {"temperature": trajectory.temperature}),
         "source": trajectory.source,
         "metadata": trajectory.metadata or None,
         "notes": "; ".join(trajectory.notes) or None,
