@@ -116,7 +116,7 @@ def _temperature(value: dict[str, Any]) -> tuple[float | None, str | None]:
 def temperature_of(settings: Any) -> float | None:
     """Return the `temperature` of an object of settings, None if it has none or `settings` is not an object."""
     value = settings.get("temperature") if isinstance(settings, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating | np.integer):
         return None
     try:
         return float(value)
