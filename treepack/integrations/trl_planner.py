@@ -4,8 +4,8 @@
                             --CountPlanner-> the same                              like TRL's FixedCountBatcher
 
 A planner collects a window of samples, sorts them by their tokens, and cuts the sorted list into rows, so that samples
-with a common prefix are neighbours whatever their order of arrival was. TRL's own attention and
-loss compute the rows: the result of `PlannedRow.pack` equals that of `TreeRow.pack` for the same samples.
+with a common prefix are neighbours whatever their order of arrival was. TRL's own attention and loss compute the rows:
+the result of `PlannedRow.pack` equals that of `TreeRow.pack` for the same samples.
 
 In TRL's layout two samples share a token only if they also agree on the next one, so each further branch costs one more
 token than in the rows of `treepack pack`:
