@@ -111,10 +111,15 @@ def best(function: Callable[[], int], repeats: int) -> tuple[int, float, float]:
     return tokens, min(clock for clock, _ in results), min(processor for _, processor in results)
 
 
-def run_trl(samples: Samples, capacity: int, *, shuffled: bool) -> int:
-    """Plan with TRL, and return the packed tokens."""
+def trl_planner() -> Any:
+    """Return TRL's planner; the first import of its trainer takes seconds."""
     from trl.experimental.async_grpo.async_grpo_trainer import TokenBudgetBatcher
 
+    return TokenBudgetBatcher
+
+
+def run_trl(samples: Samples, capacity: int, *, shuffled: bool) -> int:
+    """Plan with TRL, and return the packed tokens."""
     order = np.random.default_rng(1).permutation(len(samples.tokens)) if shuffled else range(len(samples.tokens))
     source = [
         {
@@ -127,7 +132,7 @@ def run_trl(samples: Samples, capacity: int, *, shuffled: bool) -> int:
         for i in order
     ]
     budget = max(capacity, *map(len, samples.tokens))
-    batcher: Iterator[Any] = iter(TokenBudgetBatcher(source, 1, budget, {"batch/dropped_oversize_total": []}))
+    batcher: Iterator[Any] = iter(trl_planner()(source, 1, budget, {"batch/dropped_oversize_total": []}))
     return sum(len(row.pack()["input_ids"]) for rows in batcher for row in rows)
 
 
@@ -165,6 +170,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"first call in a process, after the import of torch: {first_call(values.capacity):.2f} s")
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors\n")
+    trl_planner()
     print("| samples | flat tokens | planner | packed / tree tokens | s clock | s processor | M tokens/s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     art = load_art(values.art) if values.art else None
