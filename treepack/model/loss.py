@@ -21,38 +21,15 @@ time, in forward and in backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
 
+from treepack.model.token_statistics import LogitMap, token_statistics
+
 # Targets whose logits are in memory at a time: enough rows for a fast product, 1.2 GB in float32 with 151,936 words.
 CHUNK = 2048
-
-
-@dataclass(frozen=True)
-class LogitMap:
-    """The last step of some models: logits = cap * tanh(scale * x / cap) of the output layer's result x.
-
-    Without a cap, logits = scale * x (Cohere, Granite). Gemma 2 has the scale 1 and a cap of 30.
-    """
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the logits of `x`; `x` itself if nothing changes."""
-        if self.scale != 1:
-            x = x * self.scale
-        return x if self.cap is None else (x / self.cap).tanh() * self.cap
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of `logits` by the output layer's result."""
-        # d/dx cap tanh(s x / cap) = s (1 - tanh^2) = s (1 - (logits / cap)^2)
-        return self.scale if self.cap is None else (1 - (logits / self.cap).square_()).mul_(self.scale)
 
 
 def weighted_nll(
@@ -61,7 +38,7 @@ def weighted_nll(
     targets: tuple[Tensor, Tensor, Tensor],
     *,
     bias: Tensor | None = None,
-    logit_map: LogitMap = LogitMap(),  # a frozen value
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
     chunk: int = CHUNK,
 ) -> Tensor:
     """Return the sum over the row's tokens j with loss_weight[j] != 0 of loss_weight[j] * nll(j | hidden[parent[j]]).
@@ -101,9 +78,11 @@ def _chunk_nll(
     weight, bias, logit_map = layer
     # [n, D] x [D, V] -> [n, V]. If a root has weight by mistake, `source` contains its parent -1: index_select then
     # fails, while hidden[source] would take the last token of the row without an error.
-    logits = linear(hidden.index_select(0, source), weight, bias)
-    logits = logit_map(logits if logits.dtype == torch.float64 else logits.float())
-    nll = cross_entropy(logits, labels, reduction="none")
+    x = linear(hidden.index_select(0, source), weight, bias)
+    if x.is_cuda and x.dtype != torch.float64:  # one kernel in each direction, without logits in float32
+        nll = -token_statistics(x, labels, None, logit_map, with_entropies=False)[0]
+    else:
+        nll = cross_entropy(logit_map(x if x.dtype == torch.float64 else x.float()), labels, reduction="none")
     return (nll.double() * weights).sum()
 
 
@@ -116,7 +95,7 @@ def tree_logprobs(
     *,
     bias: Tensor | None = None,
     temperature: Tensor | float = 1.0,
-    logit_map: LogitMap = LogitMap(),  # a frozen value
+    logit_map: LogitMap = LogitMap(),  # noqa: B008  # a frozen value
     with_entropies: bool = True,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
@@ -185,60 +164,4 @@ def _chunk_logprobs(
 ) -> tuple[Tensor, Tensor]:
     weight, bias, logit_map = layer
     x = linear(hidden.index_select(0, source), weight, bias)
-    x = x if x.dtype == torch.float64 else x.float()
-    arguments = x, labels, temperature, logit_map, with_entropies
-    statistics: tuple[Tensor, Tensor] = _TokenStatistics.apply(*arguments)  # type: ignore[no-untyped-call]
-    return statistics
-
-
-class _TokenStatistics(torch.autograd.Function):
-    """Log-probability of the labels and entropy of each row of logits; these are the only [n, V] tensor it saves.
-
-    With z = logit_map(x) / T, p = softmax(z), l = log p[label] and H = -sum p log p:
-
-        dl/dz = onehot(label) - p        dH/dz = -p (log p + H)        dz/dx = logit_map'(x) / T
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, labels: Tensor, temperature: Tensor | None, logit_map: LogitMap, with_entropies: bool
-    ) -> tuple[Tensor, Tensor]:
-        z = logit_map(x)
-        if temperature is not None:
-            temperature = temperature.to(x.dtype)[:, None]
-            z = z / temperature if z is x else z.div_(temperature)
-        total = z.logsumexp(-1)  # [n]
-        # entr(p) = -p log p, with 0 for p = 0; exp_ works in place to allocate one [n, V] tensor less
-        entropies = torch.full_like(total, torch.nan)
-        if with_entropies:
-            entropies = torch.special.entr((z - total[:, None]).exp_()).sum(-1)
-        else:
-            ctx.mark_non_differentiable(entropies)
-        ctx.save_for_backward(z, labels, total, entropies, temperature)
-        ctx.logit_map = logit_map
-        ctx.set_materialize_grads(False)  # an unused output has the gradient None, which saves its share of backward
-        return z.gather(-1, labels[:, None]).squeeze(-1) - total, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
-        z, labels, total, entropies, temperature = ctx.saved_tensors
-        logprob_grad, entropy_grad = grads
-        if logprob_grad is None and entropy_grad is None:
-            return None, None, None, None, None
-        p = (z - total[:, None]).exp_()  # [n, V], the softmax again
-        if entropy_grad is None:
-            assert logprob_grad is not None
-            result = p.mul_(-logprob_grad[:, None])
-        else:
-            # -p (log p + H) = entr(p) - p H
-            result = (torch.special.entr(p) - p * entropies[:, None]).mul_(entropy_grad[:, None])
-            if logprob_grad is not None:
-                result.addcmul_(p, logprob_grad[:, None], value=-1)
-        if logprob_grad is not None:
-            # the onehot(label) part: one element of each row
-            result.scatter_add_(-1, labels[:, None], logprob_grad[:, None])
-        if temperature is not None:
-            result.div_(temperature)
-        if ctx.logit_map != LogitMap():
-            result.mul_(ctx.logit_map.slope(z if temperature is None else z * temperature))
-        return result, None, None, None, None
+    return token_statistics(x, labels, temperature, logit_map, with_entropies)
