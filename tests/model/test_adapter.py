@@ -170,6 +170,11 @@ def test_a_merged_model_computes_what_base_and_adapter_compute(base: Path, tmp_p
     torch.testing.assert_close(merged(tokens).logits, loaded.model(tokens).logits)
 
 
+def test_a_new_adapter_makes_no_warning(base: Path, recwarn: pytest.WarningsRecorder) -> None:
+    load_model(base, lora=LoraOptions(rank=3))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_targets_choose_layers_by_the_ends_of_their_names(base: Path) -> None:
     loaded = load_model(base, lora=LoraOptions(rank=3, targets="q_proj, layers.1.mlp.up_proj"))
     layers = [name.removesuffix(".lora_A.default") for name, _ in loaded.causal.named_modules() if "lora_A.d" in name]

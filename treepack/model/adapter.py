@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -168,11 +169,15 @@ def put_adapter(
     Raises:
         TreepackError: as `new_adapter` and `read_adapter`.
     """
-    if adapter is not None:
-        return read_adapter(causal, adapter, source=source)
-    if options is None or options.rank is None:
+    if adapter is None and (options is None or options.rank is None):
         return causal, {}, ()
-    return (*new_adapter(causal, options, source=source, seed=seed), ())
+    with warnings.catch_warnings():
+        # PEFT asks models for a flag that transformers has renamed, which users can do nothing about.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        if adapter is not None:
+            return read_adapter(causal, adapter, source=source)
+        assert options is not None
+        return (*new_adapter(causal, options, source=source, seed=seed), ())
 
 
 def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) -> tuple[Any, dict[str, Tensor]]:
