@@ -63,7 +63,7 @@ test-s3: $(VENV)/s3.stamp
 
 # Inside the trainers themselves, and treepack's own model tests with the transformers that verl needs.
 test-integrations: $(TRAINERS)/stamp
-	$(TRAINERS)/bin/python -m pytest -n auto -m "not slow and not s3" tests/integrations tests/model tests/attention
+	$(TRAINERS)/bin/python -m pytest -n auto --dist loadfile -m "not slow and not s3" tests/integrations tests/model tests/attention
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

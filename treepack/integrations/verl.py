@@ -1,0 +1,244 @@
+"""An engine for verl 0.9 that computes every shared prefix once; importing this module registers it.
+
+    actor_rollout_ref.model.external_lib=treepack.integrations.verl      imports this module in every worker
+    actor_rollout_ref.actor.strategy=treepack                            verl's FSDP2 engine, on trees
+    actor_rollout_ref.actor.strategy=treepack_fsdp                       verl's FSDP engine, on trees
+
+    verl                                                   here
+    mini-batch                     --forward_backward-->   micro-batches of siblings, equally many on every rank
+    micro-batch, jagged ids        --forward_step----->    one row, its log-probabilities and entropies, jagged
+    losses, KL, rollout correction, metrics, optimiser, checkpoints, weights for the rollouts: verl's
+
+The log-probability of token j is at place j - 1, as in verl. The last place of a sequence is 0; verl has a value there
+that no loss uses.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor, distributed
+from verl.utils import tensordict_utils
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.device import get_device_id, get_device_name
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import detach_tree, postprocess_batch_func
+
+from treepack.attention import register
+from treepack.errors import TreepackError
+from treepack.integrations.trl_checks import check_model, use_tree_attention
+from treepack.online import OnlineOptions, batch_statistics, plan_batch
+from treepack.pack.micro_batches import micro_batches
+
+# Options of a batch that need more than log-probabilities and entropies.
+_NOT_COMPUTED = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "use_fused_kernels")
+
+
+class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    """verl's engine for language models with rows of treepack; `strategy` is what verl calls its own."""
+
+    strategy: str
+
+    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+        _check_options(model_config, engine_config)
+        super().__init__(
+            model_config, replace(engine_config, strategy=self.strategy), optimizer_config, checkpoint_config
+        )
+
+    def _build_module(self) -> Any:
+        register()
+        # verl's default is flash attention, which transformers refuses to load where it is not installed.
+        self.model_config.hf_config._attn_implementation = "sdpa"
+        module = super()._build_module()
+        check_model(module)
+        return module
+
+    def _build_model_optimizer(self) -> None:
+        super()._build_model_optimizer()
+        dtype = self._autocast_dtype
+        use_tree_attention(
+            self.module,
+            SimpleNamespace(
+                bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, device=torch.device(get_device_name())
+            ),
+        )
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run a mini-batch, and return what verl's engine returns: outputs in the order of `data`, losses, metrics."""
+        get = tensordict_utils.get_non_tensor_data
+        group = self.get_data_parallel_group()
+        num_tokens = data["loss_mask"].sum().to(get_device_id())
+        distributed.all_reduce(num_tokens, group=group)
+        # verl's losses divide by these.
+        tensordict_utils.assign_non_tensor(
+            data, sp_size=1, dp_size=self.get_data_parallel_size(), batch_num_tokens=num_tokens.item()
+        )
+        batches = _cut(data, group)
+        outputs = []
+        for i, indices in enumerate(batches):
+            is_last = i == len(batches) - 1
+            exchange = nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=is_last)
+            with torch.set_grad_enabled(not forward_only), exchange:
+                micro_batch = tensordict_utils.index_select_tensor_dict(data, indices)
+                loss, output = self.forward_step(micro_batch, loss_function, forward_only)
+                if not forward_only:
+                    (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                    if not get(data, "return_model_output", False):
+                        del output["model_output"]  # of the size of the whole mini-batch, and unused in training
+            outputs.append(output)
+        # Without `use_dynamic_bsz` verl assumes that micro-batches are in the order of the data.
+        return postprocess_batch_func(output_lst=outputs, indices=batches, data=TensorDict({}, batch_size=[]))
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> tuple[Tensor, Any]:
+        """Return the loss of a micro-batch, and what verl's engine returns beside it."""
+        with_entropies = tensordict_utils.get_non_tensor_data(micro_batch, "calculate_entropy", False)
+        sequences = _read_sequences(micro_batch)
+        capacity = max(1, sum(len(each) for each in sequences))  # one row, whose backward pass needs no second forward
+        options = OnlineOptions(capacity=capacity, with_entropies=with_entropies)
+        rows = plan_batch(sequences, options=options, temperature=micro_batch["temperature"])
+        micro_batch, rows = micro_batch.to(get_device_id()), rows.to(get_device_name())
+        offsets = micro_batch["input_ids"].offsets()
+        dtype = self._autocast_dtype
+        with nullcontext() if dtype == torch.float32 else torch.autocast(get_device_name(), dtype):
+            logprobs, entropies = batch_statistics(self.module, rows, options)
+            model_output = {"log_probs": _to_predecessors(logprobs, offsets)}
+            if with_entropies:
+                model_output["entropy"] = _to_predecessors(entropies, offsets)
+            if loss_function is None:
+                loss, metrics = torch.ones((), device=get_device_name()), {}
+            else:
+                loss, metrics = loss_function(
+                    model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
+                )
+        return loss, {"model_output": detach_tree(model_output), "loss": loss.detach().item(), "metrics": metrics}
+
+
+@EngineRegistry.register(model_type="language_model", backend="treepack", device=["cuda", "cpu"])
+class TreeFSDP2Engine(_TreeEngine):
+    """verl's FSDP2 engine on trees."""
+
+    strategy = "fsdp2"
+
+
+@EngineRegistry.register(model_type="language_model", backend="treepack_fsdp", device=["cuda", "cpu"])
+class TreeFSDPEngine(_TreeEngine):
+    """verl's FSDP engine on trees."""
+
+    strategy = "fsdp"
+
+
+@EngineRegistry.register(model_type="value_model", backend=["treepack", "treepack_fsdp"], device=["cuda", "cpu"])
+class _RefusedValueEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
+    def __init__(self, **configs: Any) -> None:
+        raise TreepackError("verl: a critic is not computed on trees; set critic.strategy=fsdp2")
+
+
+def _check_options(model_config: Any, engine_config: Any) -> None:
+    """Refuse options of verl that the engine does not compute.
+
+    Raises:
+        TreepackError: naming the option.
+    """
+    if engine_config.ulysses_sequence_parallel_size > 1:
+        raise TreepackError(
+            "verl: ulysses_sequence_parallel_size cuts rows over ranks, which tree attention does not support; set it "
+            "to 1"
+        )
+    refused = {
+        "model.use_fused_kernels": model_config.use_fused_kernels,
+        "model.enable_activation_offload": model_config.enable_activation_offload,
+        "model.mtp.enable": model_config.mtp.enable,
+        "fsdp_config.pad_to_length": engine_config.pad_to_length,
+        "fsdp_config.qat.enable": engine_config.qat.enable,
+    }
+    for name, value in refused.items():
+        if value:
+            raise TreepackError(f"verl: {name} is not supported by strategy=treepack; set it to False")
+    if hasattr(model_config.hf_config, "vision_config"):
+        raise TreepackError(
+            f"verl: {model_config.hf_config.model_type} is a vision-language model; strategy=treepack computes text "
+            "models only, so use strategy=fsdp2"
+        )
+
+
+def _read_sequences(data: TensorDict) -> list[Tensor]:
+    """Return the ids of each sequence.
+
+    Raises:
+        TreepackError: the batch asks for something that is not computed; the message names it.
+    """
+    get = tensordict_utils.get_non_tensor_data
+    for name in _NOT_COMPUTED:
+        if get(data, name, False):
+            raise TreepackError(f"verl: {name} is not computed on trees; switch it off, or use strategy=fsdp2")
+    mode = get(data, "pad_mode", DatasetPadMode.NO_PADDING)
+    if mode != DatasetPadMode.NO_PADDING:
+        raise TreepackError(f"verl: pad_mode is {mode}; strategy=treepack expects no_padding")
+    ids, positions = data["input_ids"], data["position_ids"]
+    # Jagged positions 0 1 2 0 1 of sequences of 3 and 2 tokens: each index less the start of its sequence.
+    starts = torch.repeat_interleave(ids.offsets()[:-1], ids.offsets().diff())
+    plain = torch.arange(len(ids.values()), device=starts.device) - starts
+    if any(get(data, "multi_modal_inputs", [])) or positions.dim() != 2 or not torch.equal(positions.values(), plain):
+        raise TreepackError(
+            "verl: a micro-batch has images or positions that do not count its tokens from 0; strategy=treepack "
+            "computes text models only"
+        )
+    return list(ids.unbind())
+
+
+def _to_predecessors(values: list[Tensor], offsets: Tensor) -> Tensor:
+    """Move the value of token j to place j - 1, and return a nested tensor with the offsets of the ids."""
+    # The first token of a sequence has the value 0, which moves to the last place of the sequence before:
+    # [0 a b] [0 c] -> a b 0 c 0
+    return torch.nested.nested_tensor_from_jagged(torch.cat(values).roll(-1), offsets)
+
+
+def _cut(data: TensorDict, group: Any) -> list[list[int]]:
+    """Return the indices of the sequences of each micro-batch; siblings together, equally many on every rank.
+
+    verl's limit of tokens holds for the row of a micro-batch, where a shared prefix counts once.
+
+    Raises:
+        TreepackError: on all ranks, if one of them has fewer sequences than another has micro-batches.
+    """
+    get = tensordict_utils.get_non_tensor_data
+    if get(data, "force_group_size", 1) != 1:
+        raise TreepackError(
+            "verl: force_group_size fixes the micro-batches; strategy=treepack cuts them itself, set it to 1"
+        )
+    values, offsets = (each.cpu().numpy() for each in (data["input_ids"].values(), data["input_ids"].offsets()))
+    if get(data, "use_dynamic_bsz", True):
+        batches = micro_batches((values, offsets), int(data["max_token_len_per_gpu"]))
+    else:
+        size = int(data["micro_batch_size_per_gpu"])
+        order = [i for batch in micro_batches((values, offsets), max(len(values), 1)) for i in batch]
+        batches = [order[i : i + size] for i in range(0, len(order), size)]
+    # The maximum of the counts, and the minimum of the numbers of sequences, in one message.
+    limits = torch.tensor([len(batches), -len(offsets) + 1], device=get_device_name())
+    distributed.all_reduce(limits, distributed.ReduceOp.MAX, group=group)
+    count, fewest = int(limits[0]), -int(limits[1])
+    if count > fewest:
+        raise TreepackError(
+            f"verl: a rank has {count} micro-batches and another one only {fewest} sequences; give all ranks the same "
+            "number of sequences"
+        )
+    return _split(batches, count, np.diff(offsets).tolist())
+
+
+def _split(batches: list[list[int]], count: int, lengths: list[int]) -> list[list[int]]:
+    """Split the micro-batches with the most tokens in two until there are `count`."""
+    result = list(batches)
+    for _ in range(count - len(batches)):
+        large = max(
+            (i for i in range(len(result)) if len(result[i]) > 1), key=lambda i: sum(lengths[k] for k in result[i])
+        )
+        middle = len(result[large]) // 2
+        result[large : large + 1] = [result[large][:middle], result[large][middle:]]
+    return result
