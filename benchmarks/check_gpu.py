@@ -14,6 +14,7 @@ of a parameter's gradient, packed against one by one. Exits 1 if an error exceed
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -34,8 +35,10 @@ from candidates import mend_interpreter
 from treepack.attention.flex import BLOCK
 from treepack.data.batch import Batch, make_batch
 from treepack.model.load import load_model
+from treepack.model.token_statistics import LogitMap, TokenStatistics
 from treepack.model.verify import verify_gradients
 
+STATISTICS = "token statistics"
 QUICK = ("6/2/64 bfloat16", "6/2/64 float32", "4/4/128 bfloat16")
 COMMON: dict[str, Any] = {"vocab_size": 320, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -116,6 +119,42 @@ def check_model(name: str, device: torch.device) -> list[Result]:
     return [Result(name, worst, attention, (largest, report.loss_error), (report.tolerance,) * 2)]
 
 
+def check_statistics(device: torch.device, *, quick: bool) -> list[Result]:
+    """Check log-probabilities, entropies and their gradients of a vocabulary against torch in float64."""
+    from treepack.model.fused_statistics import FusedStatistics
+
+    results = []
+    generator = torch.Generator(device).manual_seed(0)
+    # Relative to the largest value. A logit of 300 has a rounding error of 1.5e-5, and the probability the same
+    # relative error; the gradient is also rounded to the dtype of the logits.
+    unit = {torch.float32: 2.0**-15, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+    for words, spread in itertools.product((1000, 3000) if quick else (1000, 151_936), (1.0, 20.0)):
+        for dtype, cap, tempered in itertools.product(unit, (None, 30.0), (False, True)):
+            x = (torch.randn(64, words, generator=generator, device=device) * spread).to(dtype)
+            labels = torch.randint(words, (64,), generator=generator, device=device)
+            temperature = torch.linspace(0.3, 2, 64, device=device) if tempered else None
+            outputs = [
+                _statistics(function, each, labels, temperature, LogitMap(1.0, cap), True)
+                for function, each in ((FusedStatistics, x), (TokenStatistics, x.double()))
+            ]
+            errors = tuple(
+                float((ours.double() - exact).abs().max() / exact.abs().max())
+                for ours, exact in zip(*outputs, strict=True)
+            )
+            case = f"{words} words, {str(dtype)[6:]}, spread {spread:g}, cap {cap}, {'several' if tempered else 'no'} T"
+            results.append(Result(STATISTICS, case, "triton", errors, (1e-5, 1e-5, unit[dtype])))
+    return results
+
+
+def _statistics(function: Any, x: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
+    x.requires_grad_()
+    outputs = function.apply(x, *arguments)
+    factors = torch.linspace(-1, 2, len(x), device=x.device)
+    torch.autograd.backward(outputs, [factors.to(output.dtype) for output in outputs])
+    assert x.grad is not None
+    return [*(output.detach() for output in outputs), x.grad]
+
+
 def model_names(*, quick: bool) -> list[str]:
     """Return the name of every model check: each kind in each attention that models use."""
     ways = ("reference float64", "flex float32", "triton float32")
@@ -127,6 +166,8 @@ def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
     device = torch.device(kind)
     if kind == "cpu":
         mend_interpreter()
+    if name == STATISTICS:
+        return check_statistics(device, quick=quick)
     return check(name, device, quick=quick) if name in CHECKS or name in LAST else check_model(name, device)
 
 
@@ -169,7 +210,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny rows on the CPU")
     options = parser.parse_args()
     quick, began = options.quick or options.dry_run, time.time()
-    names = [*CHECKS, *model_names(quick=quick), *LAST]
+    names = [STATISTICS, *CHECKS, *model_names(quick=quick), *LAST]
     if quick:
         names = [name for name in names if "/" not in name or name in QUICK]
     wanted = options.only.split(",")
