@@ -70,8 +70,15 @@ def saved(base: Path, **options: Any) -> Path:
     return base.parent / "adapter"
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        ("qwen3", True),
+        ("gpt2", False),
+        pytest.param("qwen3", False, marks=pytest.mark.slow),
+        pytest.param("gpt_neox", True, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_an_adapter_equal_those_of_trajectories_alone(
     tmp_path: Path, kind: str, checkpointing: bool
 ) -> None:
@@ -105,7 +112,7 @@ def test_gradients_of_an_adapter_between_experts_equal_those_of_trajectories_alo
     "options",
     [
         {"use_dora": True},
-        {"use_rslora": True},
+        pytest.param({"use_rslora": True}, marks=pytest.mark.slow),
         pytest.param({"rank_pattern": {"down_proj": 4}, "alpha_pattern": {"q_proj": 3}}, marks=pytest.mark.slow),
         {"modules_to_save": ["embed_tokens"]},
         {"lora_dropout": 0.05},

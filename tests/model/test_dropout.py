@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -53,7 +54,6 @@ def test_a_rate_of_0_a_flag_and_a_name_pass() -> None:
 
 
 def test_the_dropout_of_an_adapter_is_refused_with_the_option_to_change() -> None:
-    peft = pytest.importorskip("peft")
     options = {"r": 2, "target_modules": ["0"]}
     model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(lora_dropout=0.05, **options))
     with pytest.raises(TreepackError, match=r"lora_dropout.default has a dropout of 0.05 .* set lora_dropout to 0"):

@@ -75,7 +75,10 @@ def test_a_run_lowers_the_loss_and_writes_an_adapter_for_peft(packed: Path, base
     assert steps[-1].loss < steps[0].loss
     notes = json.loads((tmp_path / "out" / "train.json").read_text())["notes"]
     assert "an adapter of 1,392 weights is trained, 0.2 of all" in notes
-    assert not (tmp_path / "out" / "model.safetensors").exists()
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == set(
+        "adapter_config.json adapter_model.safetensors checkpoints metrics.jsonl run.json train.json".split()
+    )
     theirs = peft.PeftModel.from_pretrained(tiny_model("qwen3", dtype=torch.float32), str(tmp_path / "out")).eval()
     assert theirs.peft_config["default"].base_model_name_or_path == str(base)
     loaded = load_model(tmp_path / "out", attention="reference")
@@ -139,6 +142,7 @@ def test_a_saved_adapter_trains_on_from_its_weights(packed: Path, base: Path, tm
     assert config["base_model_name_or_path"] == str(base)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_trains_the_same_adapter(packed: Path, base: Path, tmp_path: Path) -> None:
     go(packed, base, tmp_path / "kept")
     go(packed, base, tmp_path / "recomputed", gradient_checkpointing=True)

@@ -384,3 +384,4 @@ def save_adapter(model: Any, directory: Path, weights: dict[str, Any] | None) ->
     """Write the adapter of a PeftModel in PEFT's own format; `weights` are whole tensors of a sharded model."""
     options: dict[str, Any] = {} if weights is None else {"state_dict": weights}
     model.save_pretrained(directory, save_embedding_layers=False, **options)
+    (directory / "README.md").unlink(missing_ok=True)  # PEFT's empty form of a model card
