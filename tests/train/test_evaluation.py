@@ -132,6 +132,17 @@ def test_a_stopped_run_keeps_its_count_of_evaluations(folder: Path) -> None:
     assert one == other
 
 
+def test_a_run_that_ended_early_continues_with_more_patience(folder: Path) -> None:
+    changes = {"steps": 40, "eval_every": 1, "lr": 1.0}
+    ended = list(train(opened(folder, **changes, patience=1), folder / "parts"))
+    longer = list(train(opened(folder, **changes, patience=2), folder / "parts", resume=True))
+    whole = list(train(opened(folder, **changes, patience=2), folder / "whole"))
+    assert longer
+    assert [step.step for step in [*ended, *longer]] == [step.step for step in whole]
+    one, other = ((folder / name / "model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+
 def test_other_held_out_rows_are_refused_at_a_resumption(folder: Path) -> None:
     list(train(opened(folder), folder / "out", stop=lambda: True))
     packed_directory(folder / "other", rollouts(2, 3), capacity=40)
