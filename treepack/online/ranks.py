@@ -40,6 +40,13 @@ def agree_on_rows(model: nn.Module, num_rows: int) -> int:
     return int(most)
 
 
+def uses_deepspeed(model: nn.Module) -> bool:
+    """Return whether DeepSpeed reduces the gradients of the model: it takes one backward pass between two forward ones."""
+    # By names, because DeepSpeed is not imported here: its engine, and parameters that ZeRO-3 has sharded.
+    wrapped = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
+    return wrapped or any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 @contextmanager
 def gradient_exchange(replicas: DistributedDataParallel | None, exchange: bool) -> Iterator[None]:
     """Exchange gradients after the passes in the block, or not. Without replicas nothing changes."""

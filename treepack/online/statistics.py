@@ -24,7 +24,7 @@ from treepack.errors import TreepackError
 from treepack.model.collation import batch_logprobs, collate
 from treepack.online.batch import OnlineBatch, plan_batch
 from treepack.online.options import OnlineOptions
-from treepack.online.ranks import agree_on_rows, find_replicas, gradient_exchange
+from treepack.online.ranks import agree_on_rows, find_replicas, gradient_exchange, uses_deepspeed
 from treepack.online.sequences import Flags, Ids
 
 Values = tuple[Tensor, Tensor | None]  # log-probabilities, and entropies if they are wanted
@@ -67,13 +67,20 @@ def batch_statistics(
         if they are not wanted. float64 for models in float64 and float32 for all others.
 
     Raises:
-        TreepackError: as `batch_logprobs`; or at a second backward pass.
+        TreepackError: as `batch_logprobs`; at a second backward pass; or for several rows under DeepSpeed with
+            `recompute`.
     """
     run = _Run(model, batch, options, agree_on_rows(model, len(batch.rows)), find_replicas(model))
     has_graph = torch.is_grad_enabled() and any(each.requires_grad for each in model.parameters())
     if not has_graph or not options.recompute or run.num_rows == 1:
         logprobs, entropies = _columns([run.values(i) for i in range(run.num_rows)])
     else:
+        if uses_deepspeed(model):
+            raise TreepackError(
+                f"batch_statistics: DeepSpeed reduces gradients once per backward pass, but {run.num_rows} rows with "
+                "recompute=True have one each; set recompute=False, or a larger capacity, or call row_statistics and "
+                "engine.backward for each row"
+            )
         # A leaf that requires a gradient makes torch call backward, which finds the parameters by itself.
         leaf = torch.zeros((), requires_grad=True)
         joined, joined_entropies, counts = _RowByRow.apply(leaf, run)  # type: ignore[no-untyped-call]
