@@ -72,8 +72,7 @@ def test_the_rows_are_those_of_the_directories_in_order(directories: list[Path])
     mixed.multiple = 4
     alone = [batch for path in directories for batch in PackedDataset(path, multiple=4)]
     assert len(mixed) == len(alone) == 7
-    for row, expected in enumerate(alone):
-        found = mixed[row]
+    for row, (found, expected) in enumerate(zip(mixed, alone, strict=True)):
         assert (found.row_id, found.trajectory_ids) == (row, expected.trajectory_ids)
         torch.testing.assert_close(found.input_ids, expected.input_ids)
     assert mixed.total_weight.tolist() == [batch.total_weight for batch in alone]

@@ -252,6 +252,7 @@ def test_the_server_is_away_in_the_middle_of_an_epoch_and_of_an_upload(
     trained: list[StepMetrics] = []
     s3.fault = fault
     run = open_run(s3.address("packed"), config, OPTIONS)
+    assert isinstance(run.dataset, PackedDataset)
     run.dataset._reader._files.clear()
     for metrics in train(run, s3.address("run")):
         trained.append(metrics)

@@ -86,6 +86,10 @@ class MixedDataset:
         place = self._place(index)
         return replace(self.sources[place][index - int(self.first[place])], row_id=index)
 
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield all rows in order."""
+        return (self[row] for row in range(len(self)))
+
     def expect(self, rows: Sequence[int]) -> None:
         """Download the remote parts that these rows need, which come next in this order; return at once."""
         indices = np.asarray(rows, np.int64)
