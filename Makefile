@@ -63,7 +63,8 @@ test-s3: $(VENV)/s3.stamp
 
 # Inside the trainers themselves, and treepack's own model tests with the transformers that verl needs.
 test-integrations: $(TRAINERS)/stamp
-	$(TRAINERS)/bin/python -m pytest -n auto --dist loadfile -m "not slow and not s3" tests/integrations tests/model tests/attention
+	$(TRAINERS)/bin/python -m pytest -n auto --dist loadfile -m "not slow and not s3" tests/integrations tests/model \
+		tests/attention/test_generation.py tests/attention/test_reference.py
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

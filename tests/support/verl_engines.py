@@ -170,6 +170,7 @@ def make_engine(model: Path, case: Case, *, on_trees: bool) -> Any:
     """Return verl's engine of a case, or treepack's, with the same weights."""
     from verl.workers.engine.fsdp import transformer_impl
 
+    torch.manual_seed(0)  # of the adapters
     options: dict[str, Any] = {"lora_rank": case.lora_rank}
     if on_trees:
         options["external_lib"] = "treepack.integrations.verl"
