@@ -57,7 +57,7 @@ def test_a_loaded_model_samples_under_another_attention_and_trains_again(tmp_pat
     ready = load_model(tiny_config(tmp_path / "config.json"))
     batch, prompt = make_batch(make_row(SAMPLES)), torch.tensor([[1, 2]])
     before = row_loss(ready, batch)
-    with pytest.raises(TreepackError, match=r"call model.set_attn_implementation\('sdpa'\) before generate\(\)"):
+    with pytest.raises(TreepackError, match=r"call treepack.allow_generation\(model\) before generate\(\)"):
         ready.model.generate(prompt, max_new_tokens=2)
     ready.model.set_attn_implementation("sdpa")
     assert ready.model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 5)
