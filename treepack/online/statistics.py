@@ -78,8 +78,7 @@ def batch_statistics(
         if uses_deepspeed(model):
             raise TreepackError(
                 f"batch_statistics: DeepSpeed reduces gradients once per backward pass, but {run.num_rows} rows with "
-                "recompute=True have one each; set recompute=False, or a larger capacity, or call row_statistics and "
-                "engine.backward for each row"
+                "recompute=True have one backward pass each; set recompute=False or a larger capacity"
             )
         # A leaf that requires a gradient makes torch call backward, which finds the parameters by itself.
         leaf = torch.zeros((), requires_grad=True)
