@@ -46,6 +46,7 @@ def test_ranks_with_one_and_five_rows_train_as_one_through_every_wrapper(tmp_pat
             for step in ("first", "second"):
                 assert worst_error(outcome[step], expected) < 1e-9, where
             if "accumulated" in outcome:
+                assert outcome["exchanges"] == 2, where  # one for each of two backward passes of five rows
                 before, after = outcome["accumulated"]
                 assert worst_error(before, of_each[rank]) < 1e-9, where  # not exchanged yet
                 assert worst_error(after, {k: 2 * v for k, v in expected.items()}) < 1e-9, where

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from support.fresh_processes import PROCESSES
 from support.oracle_model import Sample as WeightedSample
@@ -94,6 +95,16 @@ def _outcome(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any
     batch = plan_batch([torch.tensor(each) for each in SHARES[rank]], options=OPTIONS, temperature=0.5)
     model = wrap(tree_model())
     outcome: dict[str, Any] = {"rows": len(batch.rows)}
+    exchanged: list[Any] = []
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        group: Any = distributed.group.WORLD
+
+        # DistributedDataParallel compares annotations of a hook with its own types, so this one has none.
+        def exchange(state, bucket):  # type: ignore[no-untyped-def]
+            exchanged.append(bucket.index())
+            return allreduce_hook(state, bucket)
+
+        model.register_comm_hook(group, exchange)
     with torch.no_grad():
         outcome["old"] = batch_statistics(model, batch, OPTIONS)[0]
     for name in ("first", "second"):  # two optimiser steps: the state of the wrapper must be as before
@@ -101,6 +112,7 @@ def _outcome(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any
         logprobs, entropies = batch_statistics(model, batch, OPTIONS)
         torch.autograd.backward(loss_of(logprobs, entropies))
         outcome[name] = whole_gradients(model)
+    outcome["exchanges"] = len(exchanged)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.zero_grad()
         for last in (False, True):  # a trainer that accumulates two micro-batches
