@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from support.oracle_model import Sample, alone, gradients, make_row, worst_error
@@ -35,7 +37,7 @@ NO_INTERFACE = "does not use transformers' attention interface"
 
 # Model type, options on top of its defaults, and the reason.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("bloom", {}, NO_INTERFACE),
+    ("bloom", {}, f"{NO_INTERFACE}|makes an attention mask of its own"),
     ("codegen", {}, NO_INTERFACE),
     ("openai-gpt", {}, NO_INTERFACE),
     ("gpt_neox_japanese", {}, NO_INTERFACE),
@@ -47,8 +49,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mpt", {}, "fails on a packed row, which has .* no attention mask"),
     ("bert", {}, "the attention is not causal"),
     ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 is 'conv'"),
-    ("mamba2", {}, "layer 0 is 'linear_attention'"),
+    ("mamba2", {}, "layer 0 is '(linear_attention|mamba)'"),
 ]
+# Before 5.11, transformers' own code of these types cannot be compared: it has no MiniCPM3, Nemotron takes no other
+# attention, OPT makes masks (and is refused), and the tiny Phi-MoE and DeepSeek-V3 do not run in float64.
+IS_OLD = Version(transformers.__version__) < Version("5.11")
+NOT_COMPARED = frozenset("minicpm3 nemotron opt phimoe deepseek_v3".split() if IS_OLD else [])
 EXACT = "opt phimoe ernie4_5_moe hunyuan_v1_moe granite mixtral gemma deepseek_v3 starcoder2 olmo2".split()
 # Types that change their logits, or the hidden states before the output layer.
 MAPPED: dict[str, dict[str, Any]] = {
@@ -65,8 +71,14 @@ MAPPED: dict[str, dict[str, Any]] = {
 MAX_UNMADE = 15
 
 
+def skip_old(kind: str) -> None:
+    if kind in NOT_COMPARED:
+        pytest.skip(f"{kind} of transformers {transformers.__version__}: see NOT_COMPARED")
+
+
 def loss_or_refusal(kind: str, **fields: Any) -> str | None:
     """Compare batch_loss and its gradient with the trajectories alone; return the refusal instead if there is one."""
+    skip_old(kind)
     register()
     model = tiny_family(kind, attention="treepack_auto", **fields)
     with KeepFloat64():
@@ -125,6 +137,7 @@ def test_tempered_logprobs_and_entropies_are_those_of_the_logits_of_the_model(ki
 
 @pytest.mark.parametrize("kind", ["opt", "ernie4_5_moe", "hunyuan_v1_moe"])
 def test_a_loaded_model_has_the_gradients_of_the_plain_one(tmp_path: Path, kind: str) -> None:
+    skip_old(kind)
     for dtype in (torch.float32, torch.float64):
         loaded = load_model(saved_config(tmp_path, kind), dtype=dtype)
         assert verify_gradients(loaded, [make_batch(make_row(SAMPLES))]).passed

@@ -140,8 +140,8 @@ class KeepFloat64(TorchFunctionMode):
     """Inside a `with` block, float64 tensors stay float64: routers, norms and softmax cast to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
+        if func is torch.Tensor.float and args[0].dtype in (torch.float64, torch.int64):  # int64: positions
+            return args[0].double()
         is_double = any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in args)
 
         def widen(value: Any) -> Any:
