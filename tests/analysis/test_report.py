@@ -270,6 +270,7 @@ def test_a_page_loads_nothing_and_has_no_markup_of_a_rollout() -> None:
     assert "default-src 'none'" in page
 
 
+@pytest.mark.slow
 def test_equal_input_gives_equal_bytes_in_whatever_order_it_comes(tmp_path: Path, treepack: Run) -> None:
     records = [json.loads(line) for line in (ROOT / "sample_data" / "tokens.jsonl").read_text().splitlines()[:12]]
     lines = [json.dumps(record | {"rollout_id": f"r{i}"}) for i, record in enumerate(records)]

@@ -161,6 +161,7 @@ def test_a_weight_for_every_token_does_not_cut_a_turn_to_pieces() -> None:
     assert [len(node["segments"]) for node in views.as_json(views.rollout_view(rollout), None)["nodes"]] == [39]
 
 
+@pytest.mark.slow
 def test_ten_thousand_branches_are_counted_where_they_are_left_out() -> None:
     # One trunk of 3 tokens and 10,000 branches of 1 to 7 tokens, of which the 99 largest are drawn.
     trie = build_trie([make(f"r{i}", [1, 2, 3, 10 + i] + [4] * (i % 7), reward=float(i % 2)) for i in range(10_000)])

@@ -129,7 +129,7 @@ def test_every_size_of_block_and_tile(monkeypatch: pytest.MonkeyPatch, block: in
     check(make_inputs(end), end)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), pytest.param(6, 2, marks=pytest.mark.slow), (4, 1)])
 def test_grouped_heads_and_batches(heads: int, kv_heads: int) -> None:
     end = torch.cat([random_tree(150, seed=0), comb(30, 20, 6), torch.arange(1, 151)[None].int()])
     check(make_inputs(end, heads=heads, kv_heads=kv_heads), end)
@@ -157,6 +157,7 @@ def test_a_row_of_padding_gives_back_its_values(length: int) -> None:
     check(inputs, end)
 
 
+@pytest.mark.slow
 def test_branches_at_every_offset_are_exact_one_by_one() -> None:
     # 33 is odd, so 128 branches of 33 tokens start at all 128 offsets modulo 128: 1, 34, 67, 100, 5, ...
     end = star(1, 128, 33)

@@ -38,7 +38,7 @@ def can_make_pid_namespaces() -> bool:
     return subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("namespace", [False, True])
+@pytest.mark.parametrize("namespace", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_second_command_is_refused_and_the_first_ends_well(treepack: Run, tmp_path: Path, namespace: bool) -> None:
     if namespace and not can_make_pid_namespaces():
         pytest.skip("no permission to make a pid namespace, as a container has one")

@@ -259,7 +259,7 @@ def test_padding_has_the_terms_of_no_trajectory(tmp_path: Path) -> None:
     assert (float(loss.detach()), loss.requires_grad, float(sums["weight"])) == (0.0, True, 0.0)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_loader_takes_it_as_it_is(packed: Path, workers: int, context: str) -> None:
     dataset = PackedDataset(packed, multiple=8)

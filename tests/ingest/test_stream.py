@@ -166,6 +166,7 @@ def test_text_without_a_tokenizer_is_one_sentence(tmp_path: Path, workers: int) 
         columns([str(tmp_path)], BuildOptions(workers=workers))
 
 
+@pytest.mark.slow
 def test_standard_input_is_shared_among_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     data = jsonl(token_rollouts(1500))
     results = []

@@ -23,8 +23,10 @@ from treepack.ingest.file_tokenizer import FileTokenizer
 from treepack.ingest.tokenization import fingerprint, load_tokenizer, read_tokenizer, tokenize
 from treepack.trajectory import Skipped, Trajectory
 
-# Later versions, and versions with marks for training, of templates that are tested too.
-VERSION = re.compile(r".*(_training|_v[234])")
+# Later versions, versions with marks for training, and other sizes, of templates that are tested too.
+VERSION = re.compile(
+    r".*(_training|_v[2-5]|_vl|_next|_nothink)|diffusion_gemma|cohere2|nemotron_3_(super|nano|5_lightning)"
+)
 NAMES = [
     pytest.param(name, marks=pytest.mark.slow) if VERSION.fullmatch(name) else name for name in real_templates.names()
 ]

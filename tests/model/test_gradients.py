@@ -91,7 +91,9 @@ def has_weight(samples: Sequence[Sample]) -> bool:
     return any(any(sample.weights) for sample in samples)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("llama", "gpt_neox") else k for k in KINDS]
+)
 @given(samples=sample_sets(), room=st.integers(0, 20), semantics=st.sampled_from(["branch", "once"]), data=st.data())
 @settings(max_examples=25, derandomize=True, deadline=None)
 def test_packed_gradients_are_the_sum_over_trajectories(

@@ -212,6 +212,7 @@ def test_the_output_may_be_a_link_and_what_it_held_is_gone(packed: Path, config:
     assert len(lines(out)) == lines(out)[-1]["step"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(packed: Path, config: Path, tmp_path: Path) -> None:
     changes = {"epochs": 3, "rows_per_step": 3}
     parts = tmp_path / "parts"

@@ -15,6 +15,7 @@ and from the configuration only, so hooks on the model's forward pass say whethe
 
 from __future__ import annotations
 
+import functools
 from contextvars import ContextVar
 from typing import Any
 
@@ -67,19 +68,24 @@ def allow_generation(model: nn.Module) -> None:
             f"{type(model).__name__}: no part of it uses treepack's attention; load it with treepack.load_model, or "
             "with attn_implementation='treepack_auto' after treepack.register_attention()"
         )
+    enter, leave = _hooks()
     for module in models:
-        if _enter not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
+        if enter not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(enter, with_kwargs=True)
             # After a failed forward pass too.
-            module.register_forward_hook(_leave, always_call=True)
+            module.register_forward_hook(leave, always_call=True)
 
 
-@disable  # type: ignore[untyped-decorator]
+@functools.cache
+def _hooks() -> tuple[Any, Any]:
+    # Not decorators: `disable` imports the compiler and with it triton, which takes seconds.
+    return disable(_enter), disable(_leave)  # type: ignore[no-untyped-call]
+
+
 def _enter(_: nn.Module, __: tuple[Any, ...], options: dict[str, Any]) -> None:
     _RUNNING.set((*_RUNNING.get(), options.get("subtree_end") is not None))
 
 
-@disable  # type: ignore[untyped-decorator]
 def _leave(*_: object) -> None:
     _RUNNING.set(_RUNNING.get()[:-1])
 
