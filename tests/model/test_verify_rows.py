@@ -29,12 +29,12 @@ from treepack.trajectory import Trajectory
 
 H100 = 80e9
 QWEN3_0_6B = ModelSizes(
-    parameters=596_049_920, trained=596_049_920, embeddings=155_582_464, layers=28, hidden=1024, heads=16, head_size=128, projections=4096,
-    intermediate=3072, item=4, quadratic=False, reference=False,
+    parameters=596_049_920, trained=596_049_920, embeddings=155_582_464, layers=28, hidden=1024, heads=16,
+    head_size=128, projections=4096, intermediate=3072, item=4, quadratic=False, reference=False,
 )  # fmt: skip
 QWEN3_8B = ModelSizes(
-    parameters=8_190_735_360, trained=8_190_735_360, embeddings=622_329_856, layers=36, hidden=4096, heads=32, head_size=128, projections=6144,
-    intermediate=12288, item=4, quadratic=False, reference=False,
+    parameters=8_190_735_360, trained=8_190_735_360, embeddings=622_329_856, layers=36, hidden=4096, heads=32,
+    head_size=128, projections=6144, intermediate=12288, item=4, quadratic=False, reference=False,
 )  # fmt: skip
 
 
