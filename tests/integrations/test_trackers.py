@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
 
@@ -74,14 +75,14 @@ def trackio_steps(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return steps
 
 
-def test_trackers_get_every_step_and_a_resumed_run_continues_there(
-    treepack: Run, arguments: list[str], tmp_path: Path
-) -> None:
+def test_trackers_get_every_step_and_a_resumed_run_continues_there(arguments: list[str], tmp_path: Path) -> None:
     for options in (["--steps", "2", "--min-lr-ratio", "1"], ["--steps", "4", "--min-lr-ratio", "1", "--resume"]):
-        done = treepack(*arguments, *options)
-        assert done.status == 0, done.err
-        assert "gets no more metrics" not in done.err
-        assert "rackio" not in done.out  # stdout has the summary only
+        # A process of its own: trackio chooses its folder when it is imported, and other tests may have imported it.
+        command = [sys.executable, "-c", "from treepack_cli import main; main()", *arguments, *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "gets no more metrics" not in done.stderr
+        assert "rackio" not in done.stdout  # stdout has the summary only
     run_id = json.loads((tmp_path / "out" / "tracker.json").read_text())["run_id"]
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     expected = [(line["step"], line["loss"]) for line in lines]
