@@ -112,6 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_several_workers_read_what_one_reads(folder: Path, tokenizer: str) -> None:
     for expand in ("trajectory", "turns"):
         one, log, digest = columns([str(folder)], BuildOptions(tokenizer=tokenizer, expand=expand))
