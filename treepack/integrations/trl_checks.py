@@ -1,16 +1,12 @@
-"""Refusals by name before training, and the switch to tree attention, for the classes of `integrations.trl`."""
+"""Refusals by name before training, for the classes of `integrations.trl`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
 
-from treepack.attention import IMPLEMENTATIONS, register, resolve
 from treepack.errors import TreepackError
-from treepack.model.compatibility import check_config
-from treepack.model.probe import probe
 
 
 def check_trainer(trainer: Any) -> None:
@@ -42,50 +38,6 @@ def check_trainer(trainer: Any) -> None:
             raise TreepackError(f"{name}: {config.peft_type} adds virtual tokens, which no tree has; use LoRA")
 
 
-def find_causal(model: nn.Module) -> Any:
-    """Return the model of transformers inside the wrappers of a trainer.
-
-    Raises:
-        TreepackError: if there is none.
-    """
-    from transformers import PreTrainedModel
-
-    causal = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if causal is None:
-        raise TreepackError(f"{type(model).__name__}: contains no model of transformers; pass one, wrapped or not")
-    return causal
-
-
-def use_tree_attention(model: nn.Module, args: Any) -> None:
-    """Switch a model of transformers, wrapped or not, to the implementation of tree attention for a trainer's device.
-
-    A named implementation is used, and not auto, so that its schedule is computed once for all layers of a row.
-
-    Args:
-        model: the model.
-        args: the training arguments, with the device and the precision.
-
-    Raises:
-        TreepackError: if there is no model of transformers inside.
-    """
-    register()
-    causal = find_causal(model)
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else causal.dtype
-    config = causal.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Values with a head dimension of their own, as of latent attention: each layer chooses for itself.
-    is_plain = getattr(config, "v_head_dim", head_dim) == head_dim
-    chosen = resolve("auto", args.device, dtype, (head_dim, head_dim)) if is_plain else "auto"
-    causal.set_attn_implementation(IMPLEMENTATIONS[chosen])
-
-
-def check_model(causal: Any) -> None:
-    """Refuse a model that cannot be trained exactly on trees, unless its weights are not here yet.
-
-    Raises:
-        TreepackError: naming the reason.
-    """
-    source = f"{type(causal).__name__} (model type {causal.config.get_text_config().model_type})"
-    check_config(causal.config.get_text_config(), source=source)
-    if all(not parameter.is_meta and not hasattr(parameter, "ds_id") for parameter in causal.parameters()):
-        probe(causal, source=source)
+def compute_dtype(args: Any) -> torch.dtype | None:
+    """Return the dtype of a trainer's autocast, None if it has none."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

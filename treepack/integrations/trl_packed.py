@@ -16,7 +16,8 @@ from torch import Tensor
 
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
-from treepack.integrations.trl_checks import check_trainer, use_tree_attention
+from treepack.integrations.tree_model import use_tree_attention
+from treepack.integrations.trl_checks import check_trainer, compute_dtype
 from treepack.model.collation import batch_loss, collate
 
 Trainer = TypeVar("Trainer")
@@ -58,7 +59,7 @@ def packed_trainer(base: type[Trainer]) -> type[Trainer]:
                 **more,
             )
             check_trainer(self)
-            use_tree_attention(self.model, self.args)
+            use_tree_attention(self.model, self.args.device, compute_dtype(self.args))
 
         def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Tensor]:
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.integrations.trl_checks import check_model, check_trainer, find_causal, use_tree_attention
+from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
+from treepack.integrations.trl_checks import check_trainer, compute_dtype
 from treepack.online import OnlineOptions, plan_batch
 
 Trainer = TypeVar("Trainer")
@@ -89,7 +90,7 @@ def pair_trainer(base: type[Trainer], options: OnlineOptions | None = None) -> t
             check_trainer(self)
             for model in (self.model, self.ref_model):
                 if model is not None:
-                    use_tree_attention(model, self.args)
+                    use_tree_attention(model, self.args.device, compute_dtype(self.args))
                     check_model(find_causal(model))
                     share_prefixes(find_causal(model), options=options)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func
 
 from treepack.attention import register
 from treepack.errors import TreepackError
-from treepack.integrations.trl_checks import check_model, use_tree_attention
+from treepack.integrations.tree_model import check_model, use_tree_attention
 from treepack.online import OnlineOptions, batch_statistics, plan_batch
 from treepack.pack.micro_batches import micro_batches
 
@@ -62,13 +61,8 @@ class _TreeEngine(FSDPEngineWithLMHead):  # type: ignore[misc]
 
     def _build_model_optimizer(self) -> None:
         super()._build_model_optimizer()
-        dtype = self._autocast_dtype
-        use_tree_attention(
-            self.module,
-            SimpleNamespace(
-                bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, device=torch.device(get_device_name())
-            ),
-        )
+        lower = None if self._autocast_dtype == torch.float32 else self._autocast_dtype
+        use_tree_attention(self.module, torch.device(get_device_name()), lower)
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
         """Run a mini-batch, and return what verl's engine returns: outputs in the order of `data`, losses, metrics."""
