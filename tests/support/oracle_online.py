@@ -35,7 +35,7 @@ class MemoryBatch:
 
 @st.composite
 def random_batches(draw: st.DrawFn, *, most: int = 6) -> MemoryBatch:
-    """Up to `most` sequences, maybe none; each continues a prefix of an earlier one or starts anew."""
+    """Up to `most` sequences, maybe none; each continues a prefix of an earlier one or none."""
     sequences: list[list[int]] = []
     for _ in range(draw(st.integers(0, most))):
         base = draw(st.sampled_from([[], *sequences]))

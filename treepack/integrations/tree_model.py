@@ -1,4 +1,4 @@
-"""A model of a trainer: find it in its wrappers, refuse what cannot be exact, and switch it to tree attention."""
+"""Models of trainers: find them in their wrappers, refuse inexact ones, and switch them to tree attention."""
 
 from __future__ import annotations
 

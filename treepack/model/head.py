@@ -42,7 +42,7 @@ _MAPS: weakref.WeakKeyDictionary[nn.Module, LogitMap] = weakref.WeakKeyDictionar
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The whole weights [V, D] and bias [V] of an output layer, and what the model does with its result."""
+    """The whole weights [V, D] and bias [V] of an output layer, and the change that the model makes to its result."""
 
     weight: Tensor
     bias: Tensor | None

@@ -51,7 +51,7 @@ def weighted_nll(
         weight: [V, D], the output embedding.
         targets: input_ids int64 [T], parent int64 [T] and loss_weight float [T] of the row.
         bias: [V], if the output layer has one.
-        logit_map: what the model does with the result of its output layer.
+        logit_map: the change that the model makes to the result of its output layer.
         chunk: targets whose logits are in memory at a time.
 
     Returns:
@@ -112,7 +112,7 @@ def tree_logprobs(
         parent: int64 [T].
         bias: [V], if the output layer has one.
         temperature: one for all, or float [n], one for each entry of `tokens`; all above 0.
-        logit_map: what the model does with the result of its output layer.
+        logit_map: the change that the model makes to the result of its output layer.
         with_entropies: if False, the entropies are not computed, and NaN takes their place.
         chunk: tokens whose logits are in memory at a time.
 
