@@ -10,6 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -246,7 +248,12 @@ def test_adapters_in_training_mode_pass() -> None:
     assert layer.mlp.down_proj.up.weight.grad.norm() > 0
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "glm4_moe"])
+IS_OLD = Version(transformers.__version__) < Version("5.11")  # its tiny DeepSeek-V3 does not run
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.skipif(IS_OLD, reason="layout"))]
+)
 def test_experts_in_bfloat16_pass(kind: str) -> None:
     register()
     batch_loss(tiny_family(kind, attention="treepack_auto").bfloat16(), inputs())
