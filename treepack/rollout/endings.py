@@ -1,0 +1,49 @@
+"""Reasons for which a path ends, checked after each segment."""
+
+from __future__ import annotations
+
+from treepack.rollout.engine import STOP
+from treepack.rollout.options import TreeOptions
+from treepack.rollout.tree import ANSWER, REPETITION, TOO_DEEP, TOO_LONG, Node
+from treepack.trajectory import Int32
+
+MAX_PERIOD = 64  # tokens: longer runs are seldom repeated exactly, and the check costs time linear in the period
+MIN_REPEATED = 64  # tokens: a ruler of 20 dashes or the digits of 1/3 are no failure
+
+
+def ending(node: Node, finish: str, *, num_prompt: int, options: TreeOptions) -> str | None:
+    """Return the reason for which the path of a new `node` ends, or None if it goes on.
+
+    An answer has priority, then repetition, then the limits. `finish` is that of the engine: a stop token ends the
+    turn, which is left to the environment.
+    """
+    if options.is_answer is not None and options.is_answer(node.turn):
+        return ANSWER
+    if finish == STOP:
+        return None
+    if options.max_repeats and repeats(node.turn, options.max_repeats):
+        return REPETITION
+    return limit(node, num_prompt=num_prompt, options=options)
+
+
+def limit(node: Node, *, num_prompt: int, options: TreeOptions) -> str | None:
+    """Return the limit that the path of `node` has reached, or None."""
+    if node.end - num_prompt >= options.max_tokens:
+        return TOO_LONG
+    return TOO_DEEP if options.depth is not None and node.depth >= options.depth else None
+
+
+def repeats(ids: Int32, times: int) -> bool:
+    """Return True if `ids` ends with `times` or more copies of a run of at most `MAX_PERIOD` tokens.
+
+    The copies must be `MIN_REPEATED` tokens or more in total. The ids are those of the whole turn, so a repetition
+    counts also where segments cut it.
+    """
+    for period in range(1, MAX_PERIOD + 1):
+        # 5 | 1 2 1 2 1 2: with period 2, the last 6 tokens are 3 copies if each equals the token 2 before it.
+        size = max(times, -(-MIN_REPEATED // period)) * period
+        if size > len(ids):
+            continue
+        if (ids[len(ids) - size + period :] == ids[len(ids) - size : len(ids) - period]).all():
+            return True
+    return False

@@ -1,0 +1,132 @@
+"""The one seam between samplers and engines: continue a list of token ids `count` times by at most `max_tokens` tokens.
+
+    Engine.extend([7, 1, 2], count=2, max_tokens=3, seed=5)  ->  Segment([4, 9, 9], "length"), Segment([4, 0], "stop")
+
+Everything above this seam (forks, depths, weights, environments) is the samplers'; everything below it (prefix caches,
+batches, processes) is the engine's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from treepack.errors import TreepackError
+from treepack.trajectory import Float32, Int32
+
+STOP, LENGTH, ABORT = "stop", "length", "abort"
+
+
+class EngineError(TreepackError):
+    """An answer of the engine that cannot be used; asking again would not help."""
+
+
+class TemporaryError(EngineError):
+    """A failure of the engine that may be over at the next attempt: a lost connection, an overloaded server."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Settings of the distribution that an engine samples from; one for a whole run.
+
+    `temperature` must be positive. `top_p` and `top_k` cut the distribution off; 1 and 0 leave it whole.
+    `stop_token_ids` end a continuation; the stop token is its last token.
+
+    Raises:
+        TreepackError: a value that makes no sense, by its name.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, naming the field."""
+        if not 0 < self.temperature <= 100:
+            raise TreepackError(f"temperature is {self.temperature}; expected a positive number of at most 100")
+        if not 0 < self.top_p <= 1:
+            raise TreepackError(f"top_p is {self.top_p}; expected a share above 0 and at most 1, where 1 keeps all")
+        if self.top_k < 0:
+            raise TreepackError(f"top_k is {self.top_k}; expected a number of tokens, where 0 keeps all")
+        if any(token < 0 for token in self.stop_token_ids):
+            raise TreepackError(f"stop_token_ids are {list(self.stop_token_ids)}; expected token ids, which are >= 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One continuation.
+
+    `tokens` int32 [n] includes the stop token. `logprobs` float32 [n] are log-probabilities in nats at the temperature
+    of the sampling, or None. `finish` is "stop" (a stop token), "length" (`max_tokens` reached) or "abort" (the engine
+    gave up). `version` names the policy that sampled it, "" if the engine does not know. `num_cached` is the number of
+    request tokens whose keys came from the engine's cache, None if unknown.
+    """
+
+    tokens: Int32
+    logprobs: Float32 | None
+    finish: str
+    version: str = ""
+    num_cached: int | None = None
+
+
+class Engine(Protocol):
+    """Continues token ids. Calls may run at the same time, and a cancelled call leaves nothing behind."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """The distribution that every call samples from."""
+        ...
+
+    async def extend(self, ids: Int32, *, count: int, max_tokens: int, seed: int) -> list[Segment]:
+        """Continue `ids` int32 [n] `count` times, by 1 to `max_tokens` tokens each.
+
+        `seed`, in [0, 2**62), makes the answer repeatable where the engine can do it.
+
+        Raises:
+            TemporaryError: another attempt may succeed.
+            EngineError: it will not.
+        """
+        ...
+
+    async def publish(self, version: str) -> None:
+        """Announce that the weights have changed: later segments have this version, and no old keys are reused."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections, threads and memory; calls still under way fail."""
+        ...
+
+
+def check_segments(segments: list[Segment], *, count: int, max_tokens: int) -> None:
+    """Check that an engine's answer is what was asked for.
+
+    Raises:
+        EngineError: too few or too many continuations, an empty or too long one, or log-probabilities that do not fit.
+    """
+    if len(segments) != count:
+        raise EngineError(f"the engine answered {len(segments)} continuations; expected {count}, as requested")
+    for segment in segments:
+        if not 1 <= len(segment.tokens) <= max_tokens:
+            raise EngineError(
+                f"the engine continued a prompt by {len(segment.tokens)} tokens; expected 1 to {max_tokens}"
+            )
+        if segment.finish not in (STOP, LENGTH):
+            raise EngineError(f"the engine ended a continuation with {segment.finish!r}; expected stop or length")
+        if segment.finish == LENGTH and len(segment.tokens) < max_tokens:
+            raise EngineError(
+                f"the engine stopped after {len(segment.tokens)} of {max_tokens} tokens without a stop token; "
+                "give it room for longer sequences, or lower --max-tokens"
+            )
+        logprobs = segment.logprobs
+        if logprobs is not None and (len(logprobs) != len(segment.tokens) or not np.isfinite(logprobs).all()):
+            raise EngineError("the engine's log-probabilities are not one finite number per token; check its version")
+
+
+def derived_seed(*parts: int | str) -> int:
+    """Return a seed in [0, 2**62) that depends on all `parts` and on nothing else."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
