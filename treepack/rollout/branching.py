@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from treepack.errors import TreepackError
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.tree import FINISHED_WELL, Node
 from treepack.trajectory import Float64, Int64
@@ -42,13 +43,16 @@ def divide(total: int, shares: Float64, rng: np.random.Generator) -> Int64:
 
 
 def _mean_logprobs(active: list[Node]) -> Float64:
-    assert all(node.logprobs is not None for node in active)
-    return np.array([float(np.mean(node.logprobs)) for node in active if node.logprobs is not None])
+    means = [float(np.mean(node.logprobs)) for node in active if node.logprobs is not None]
+    if len(means) < len(active):
+        raise TreepackError("the engine returns no log-probabilities to branch by; use --branching even")
+    return np.array(means)
 
 
 def _softmax(logprobs: Float64, level: int, options: TreeOptions) -> Float64:
     begin, end = options.branching_temperature
-    progress = min(1.0, level / options.depth) if options.depth else 0.0
+    # depth 4 -> levels 1, 2, 3 have forks, with progress 0, 1/2, 1.
+    progress = min(1.0, (level - 1) / (options.depth - 2)) if options.depth and options.depth > 2 else 0.0
     scores = (logprobs if options.branching == "likely" else -logprobs) / (begin + (end - begin) * progress)
     powers = np.exp(scores - scores.max())
     shares: Float64 = powers / powers.sum()

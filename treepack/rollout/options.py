@@ -22,11 +22,13 @@ class TreeOptions:
         max_tokens: maximum tokens of a path after the prompt, observations included.
         segment: tokens of a segment; None continues to the end of the turn.
         depth: maximum segments of a path; None for no limit.
-        first_forks: continuations of the prompt, a number or the bounds of a number drawn for each query.
+        first_forks: continuations of the prompt: a number, the bounds of a number drawn for each query, or None for
+            `width`, which makes all leaves independent. Never more than `width`.
         branches: continuations of every later node, before the budget of finished paths is transferred.
         branching: "even" divides the forks of a level evenly, "likely" and "unlikely" by a softmax over the mean
             log-probability of the last segment, or over its negative.
-        branching_temperature: temperature of this softmax at the first level and at `depth`; linear in between.
+        branching_temperature: temperature of this softmax at the first and at the last level with forks, linear in
+            between; without a `depth` the first number only.
         fallback: "random" returns to random segment boundaries of finished paths until `width` is reached; "none" does
             not.
         max_repeats: repetitions of a run of tokens at the end of a path that end it; 0 never does.
@@ -40,7 +42,7 @@ class TreeOptions:
     max_tokens: int = 7168
     segment: int | None = 512
     depth: int | None = 14
-    first_forks: int | tuple[int, int] = 2
+    first_forks: int | tuple[int, int] | None = 2
     branches: int = 2
     branching: str = "even"
     branching_temperature: tuple[float, float] = (2.0, 2.0)
@@ -72,7 +74,9 @@ class TreeOptions:
     @property
     def forks_of_prompt(self) -> tuple[int, int]:
         """Smallest and largest number of continuations of a prompt."""
-        return self.first_forks if isinstance(self.first_forks, tuple) else (self.first_forks, self.first_forks)
+        if isinstance(self.first_forks, tuple):
+            return self.first_forks
+        return (self.width, self.width) if self.first_forks is None else (self.first_forks, self.first_forks)
 
 
 def independent(*, width: int, max_tokens: int, depth: int | None = None, max_repeats: int = 0) -> TreeOptions:
@@ -82,7 +86,7 @@ def independent(*, width: int, max_tokens: int, depth: int | None = None, max_re
         max_tokens=max_tokens,
         segment=None,
         depth=depth,
-        first_forks=width,
+        first_forks=None,
         branches=1,
         fallback="none",
         max_repeats=max_repeats,

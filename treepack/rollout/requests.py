@@ -1,14 +1,15 @@
 """Requests to an engine with a limit on their number, attempts and time; and queries that run side by side.
 
-Engine --with_limits--> Engine        at most n requests under way, each repeated after a temporary failure
-queries, sample --run_queries--> results as they are complete
+Engine --LimitedEngine--> Engine      at most n requests under way, each repeated after a temporary failure
+coroutines --run_queries--> results as they are complete
+coroutines --all_or_none--> results in order, or the first error
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 from treepack.rollout.engine import ABORT, Engine, EngineError, Sampling, Segment, TemporaryError
 from treepack.trajectory import Int32
@@ -49,7 +50,7 @@ class LimitedEngine:
                 return await self._attempt(ids, count=count, max_tokens=max_tokens, seed=seed)
             except TemporaryError as error:
                 if attempt == self.attempts:
-                    raise EngineError(f"{error} ({attempt} attempts)") from error
+                    raise EngineError(f"{error} ({attempt} attempts)" if attempt > 1 else str(error)) from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         raise AssertionError("unreachable")
@@ -79,11 +80,15 @@ class LimitedEngine:
 
 async def run_queries(
     coroutines: Iterable[Callable[[], Awaitable[Result]]], *, max_queries: int
-) -> AsyncIterator[Result]:
-    """Run at most `max_queries` coroutines at a time, and yield each result as soon as it is there.
+) -> AsyncGenerator[Result]:
+    """Run at most `max_queries` coroutines at a time, and yield each result as soon as it is complete.
 
-    When the caller stops or a coroutine raises, the others are cancelled, and awaited before the error goes on.
+    If a coroutine raises, the others are cancelled and awaited before the error reaches the caller. Use it inside
+    `contextlib.aclosing`: then the same happens when the caller leaves its loop or is cancelled. A cancelled caller
+    never gets the results that were complete but not yielded yet; a coroutine that saves its result itself, as its
+    last step, loses none.
     """
+    assert max_queries > 0
     waiting = iter(coroutines)
     running: set[asyncio.Task[Result]] = set()
     try:
@@ -104,3 +109,21 @@ async def run_queries(
 
 async def _awaited(start: Callable[[], Awaitable[Result]]) -> Result:
     return await start()
+
+
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run `coroutines` side by side and return their results in order.
+
+    When one raises, the others are cancelled, and awaited before its error reaches the caller (`asyncio.gather` leaves
+    them running).
+    """
+    failure: BaseException | None = None
+    tasks: list[asyncio.Task[Result]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks += [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        failure = failures.exceptions[0]
+    if failure is not None:
+        raise failure
+    return [task.result() for task in tasks]

@@ -10,7 +10,6 @@ the order in which answers arrive.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +20,7 @@ from treepack.rollout.engine import STOP, Engine, Segment, check_segments, deriv
 from treepack.rollout.episode import Episode
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
+from treepack.rollout.requests import all_or_none
 from treepack.rollout.tree import NO_TOKENS, STOPPED, Node, Tree, Usage
 
 
@@ -70,7 +70,7 @@ class _Growth:
 
     async def extend(self, forks: dict[Node, int], *, is_fallback: bool = False) -> list[Node]:
         """Continue each node as often as `forks` says, and return the new nodes whose paths go on, in order."""
-        answers = await asyncio.gather(*(self._request(node, count) for node, count in forks.items()))
+        answers = await all_or_none(self._request(node, count) for node, count in forks.items())
         new: list[tuple[Node, str]] = []
         # Nodes are numbered in the order of the forks, not of the answers, so that a tree is repeatable.
         for node, segments in zip(forks, answers, strict=True):
@@ -90,7 +90,7 @@ class _Growth:
                 self.num_nodes += 1
                 node.children.append(child)
                 new.append((child, segment.finish))
-        await asyncio.gather(*(self._settle(node, finish) for node, finish in new))
+        await all_or_none(self._settle(node, finish) for node, finish in new)
         self.leaves += [node for node, _ in new if node.finish is not None]
         return [node for node, _ in new if node.finish is None]
 
