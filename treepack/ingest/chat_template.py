@@ -125,6 +125,15 @@ class ChatTemplate:
         setting, forms = self._setting(chat, tools, source)
         return render([forms.convert(message) for message in chat.messages], setting, prompt=prompt)
 
+    def prompt(self, chat: Chat, *, tools: Tools, source: str) -> str:
+        """Render all messages of `chat` and the generation prompt, after which a model continues.
+
+        Raises:
+            UnfaithfulError: the template refuses the messages, or leaves some of them out.
+        """
+        self._setting(chat, tools, source)[1].check(chat.messages, source)
+        return self.whole(chat, tools=tools, source=source, prompt=True)
+
     @property
     def texts(self) -> tuple[str, str]:
         """The templates for conversations without and with tools, which may be the same."""
