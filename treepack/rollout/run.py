@@ -1,0 +1,173 @@
+"""Sample the trees of many queries into one file: `treepack rollout` as a function.
+
+    queries, engine, options --sample_rollouts--> rollouts.jsonl, RolloutSummary
+
+Every query has a coroutine of its own. Its tree is appended to the file in the moment in which it is complete, so an
+interrupt, a failure of another query or a killed process loses no finished tree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from treepack.errors import TreepackError
+from treepack.files.address import AnyPath
+from treepack.processes import Progress, ReportProgress
+from treepack.rollout.engine import Engine, Sampling, Segment
+from treepack.rollout.episode import Episode, SingleTurn
+from treepack.rollout.options import TreeOptions
+from treepack.rollout.output import RolloutFile, open_output, waiting_queries
+from treepack.rollout.query import Query
+from treepack.rollout.records import tree_lines
+from treepack.rollout.requests import LimitedEngine, run_queries
+from treepack.rollout.sampler import sample_tree
+from treepack.rollout.summary import RolloutSummary, Tally
+from treepack.trajectory import Int32
+
+StartEpisode = Callable[[Query], Awaitable[tuple[Int32, Episode]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run besides the shape of its trees.
+
+    Attributes:
+        seed: seed of all random choices and of all requests.
+        concurrency: maximum number of requests at a time.
+        max_queries: maximum number of trees that grow at a time.
+        timeout: seconds that an attempt of a request may take.
+        attempts: attempts of a request; only temporary failures are repeated.
+        resume: continue a file that exists.
+        settings: names and JSON values of everything else that decides what is sampled, such as the engine's model and
+            the reward function. A run is resumed only with the same ones.
+
+    Raises:
+        TreepackError: a value that makes no sense, by its name.
+    """
+
+    seed: int = 0
+    concurrency: int = 64
+    max_queries: int = 32
+    timeout: float = 600.0
+    attempts: int = 5
+    resume: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no sense, naming the option."""
+        for name in ("concurrency", "max_queries", "attempts"):
+            if getattr(self, name) < 1:
+                raise TreepackError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if not self.timeout > 0:
+            raise TreepackError(f"timeout is {self.timeout}; expected a positive number of seconds")
+
+
+async def sample_rollouts(
+    queries: Sequence[Query],
+    engine: Engine,
+    options: TreeOptions,
+    *,
+    out: str | AnyPath,
+    run: RunOptions = RunOptions(),
+    start: StartEpisode | None = None,
+    progress: ReportProgress | None = None,
+) -> RolloutSummary:
+    """Sample a tree for each query and append its rollouts to the file `out` (JSON lines).
+
+    Args:
+        queries: prompts or prefixes, with distinct keys.
+        engine: continues token ids; it stays open.
+        options: shape of the trees.
+        out: a new file, or with `run.resume` one whose finished trees are not sampled again.
+        run: seed, limits and attempts.
+        start: returns the prompt of a query and its episode; by default a single turn without a reward.
+        progress: called with the tokens decoded so far.
+
+    Returns:
+        The figures of the trees of this call.
+
+    Raises:
+        TreepackError: bad options or queries, an output that cannot be used, or a failure of the engine, an environment
+            or a reward; trees that were finished before stay in `out`.
+    """
+    begin = time.monotonic()
+    with open_output(out, _settings(engine.sampling, options, run), resume=run.resume) as file:
+        waiting = waiting_queries(list(queries), file)
+        tally = Tally()
+        counting = _Counting(
+            LimitedEngine(engine, max_requests=run.concurrency, attempts=run.attempts, timeout=run.timeout),
+            tally,
+            len(waiting),
+            progress,
+        )
+
+        async def sample(query: Query) -> None:
+            prompt, episode = (query.prompt, SingleTurn()) if start is None else await start(query)
+            prompted = replace(query, prompt=prompt)
+            tree = await sample_tree(prompted, counting, options, episode=episode, seed=run.seed)
+            # Nothing is awaited from here on, so a cancelled run has either written the whole tree or none of it.
+            file.append(tree_lines(tree))
+            tally.add(tree)
+            counting.report()
+
+        try:
+            coroutines = (partial(sample, query) for query in waiting)
+            async with aclosing(run_queries(coroutines, max_queries=run.max_queries)) as done:
+                async for _ in done:
+                    pass
+        except TreepackError as error:
+            raise TreepackError(f"{error}; {_state(file, len(queries))}") from error
+        return tally.summary(
+            num_before=len(file.finished), num_removed=file.num_removed, seconds=time.monotonic() - begin
+        )
+
+
+def _state(file: RolloutFile, num_queries: int) -> str:
+    finished = len(file.finished) + file.num_appended
+    if finished == 0:
+        return "no tree was finished"
+    return f"{finished:,} of {num_queries:,} trees are in {file.path}, continue with --resume"
+
+
+def _settings(sampling: Sampling, options: TreeOptions, run: RunOptions) -> dict[str, Any]:
+    """Return everything that decides what is sampled, besides the queries, as JSON values."""
+    shape = asdict(replace(options, is_answer=None))
+    del shape["is_answer"]
+    return {**run.settings, "seed": run.seed, **shape, **asdict(sampling)}
+
+
+class _Counting:
+    """An engine that reports its decoded tokens as progress."""
+
+    def __init__(self, engine: Engine, tally: Tally, num_queries: int, progress: ReportProgress | None) -> None:
+        self.engine = engine
+        self._tally = tally
+        self._num_queries = num_queries
+        self._progress = progress
+        self._decoded = 0
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.engine.sampling
+
+    async def extend(self, ids: Int32, *, count: int, max_tokens: int, seed: int) -> list[Segment]:
+        segments = await self.engine.extend(ids, count=count, max_tokens=max_tokens, seed=seed)
+        self._decoded += sum(len(segment.tokens) for segment in segments)
+        self.report()
+        return segments
+
+    async def publish(self, version: str) -> None:
+        await self.engine.publish(version)
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    def report(self) -> None:
+        if self._progress is not None:
+            share = self._tally.num_trees / self._num_queries if self._num_queries else None
+            self._progress(Progress("sampling", self._decoded, None, "tokens", share))
