@@ -24,11 +24,11 @@ from treepack.rl.advantages.estimate import (
     AdvantageOptions,
     Estimates,
     estimate_advantages,
-    group_codes,
     with_advantages,
 )
 from treepack.rl.advantages.flat import dr_grpo, grpo, rloo
 from treepack.rl.advantages.tree import tree_grpo_segments, treerpo
+from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import segment_tree
 from treepack.trajectory import Float64, Tokens, Trajectory, positions
 from treepack.trie.build import build_trie

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import oracle_rl as oracle
 from support.command_line import Run
 from support.strategies import make
-from treepack.rl.advantages.estimate import group_codes
+from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import segment_tree
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.trajectory import Tokens

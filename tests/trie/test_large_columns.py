@@ -24,7 +24,7 @@ from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.planning import plan_rows
 from treepack.pack.plan.problem import Limits
 from treepack.pack.rows import pack_rows
-from treepack.rl.advantages.estimate import group_codes
+from treepack.rl.group_tree import group_codes
 from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
 from treepack.trie.check import check_trie

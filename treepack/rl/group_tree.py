@@ -1,5 +1,6 @@
 """Paths through a trie, and the small tree that one group's trajectories form in it.
 
+    Trie --group_codes--> group of each trajectory, as a number
     Trie --node_paths--> NodePaths        ancestor of any node by token offset, lowest common ancestors
     Trie, group of each trajectory --group_tree--> GroupTree       end nodes and branch nodes of the group, no others
     GroupTree, first trained tokens --find_origins--> Origins      the trajectory that each trajectory continues
@@ -22,8 +23,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from treepack.columns import text_codes
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
+
+
+def group_codes(trie: Trie) -> Int64:
+    """Code of each trajectory's group (its `group_id` in its training step), from 0; int64 [num_trajectories]."""
+    # One number for step and name: step_rank [0, 0, 1], names [0, 1, 0] -> keys [0, 1, 2] -> three groups.
+    names = text_codes(trie.trajectories["group_id"])
+    keys = trie.step_rank * (int(names.max(initial=0)) + 1) + names
+    codes: Int64 = np.unique(keys, return_inverse=True)[1].astype(np.int64)
+    return codes
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
-from treepack.ingest.readers.fields import METADATA_DICTS
+from treepack.ingest.readers.fields import METADATA_DICTS, SEGMENT_IDS, SEGMENTS
 from treepack.rl.group_tree import NodePaths, Origins, find_origins, group_tree
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
-SEGMENTS = ("auto", "recorded", "turn", "node")
+METHODS = ("auto", "recorded", "turn", "node")
 MAX_SIZE = 2**31 - 1  # tokens: positions are int32 in files, so a longer segment cannot exist
 
 
@@ -39,11 +39,13 @@ class Cuts(NamedTuple):
     """The token `start` of every segment, and its `owner`, an index into the members; int64, distinct, in any order.
 
     `segment` is the method that was used: the requested one, or the one that "auto" chose. A member may have no cuts.
+    `sample` int64 is a code of the recorded id of every segment, None if no member has ids.
     """
 
     segment: str
     owner: Int64
     start: Int64
+    sample: Int64 | None = None
 
 
 def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, segment: str) -> Cuts:
@@ -56,13 +58,13 @@ def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, seg
     """
     if segment.isdecimal() and 0 < int(segment) <= MAX_SIZE:
         return Cuts(segment, *_even_cuts(trie, paths, members, group, size=int(segment)))
-    if segment not in SEGMENTS:
-        raise TreepackError(f"segment is {segment!r}; expected {', '.join(SEGMENTS)} or a number of tokens")
+    if segment not in METHODS:
+        raise TreepackError(f"segment is {segment!r}; expected {', '.join(METHODS)} or a number of tokens")
     if segment == "turn":
         return Cuts(segment, *_turn_cuts(trie, paths, members, group))
-    recorded = None if segment == "node" else _recorded_cuts(trie, members)
+    recorded = None if segment == "node" else recorded_segments(trie, members)
     if recorded is not None:
-        return Cuts("recorded", *recorded)
+        return _recorded_cuts(recorded, group)
     if segment == "recorded":
         raise TreepackError("no trajectory has 'segments' in its metadata; record them or give another --segment")
     return Cuts("node", *_branch_cuts(trie, paths, members, group))
@@ -178,11 +180,19 @@ def _slices(parts: list[tuple[Int64, Int64, Int64]]) -> tuple[Int64, Int64]:
     return np.concatenate(owners), np.concatenate(values)
 
 
-def _recorded_cuts(trie: Trie, members: Int64) -> tuple[Int64, Int64] | None:
-    """Return the offsets in the metadata of all members, owner and token of each, or None if no member has any.
+class RecordedSegments(NamedTuple):
+    """The lists `segments` and `segment_ids` in the metadata of a rollout, and the rollout's `source` for messages."""
+
+    source: str
+    starts: list[int]
+    ids: list[int] | None
+
+
+def recorded_segments(trie: Trie, members: Int64) -> list[RecordedSegments] | None:
+    """Return the segments in the metadata of all `members`, or None if no member has any.
 
     Raises:
-        TreepackError: some members have offsets and others do not, or offsets are malformed.
+        TreepackError: some members have offsets and others do not, or offsets or ids are malformed.
     """
     table: pa.Table = trie.trajectories.select(["metadata", "source"]).take(pa.array(members))
     # A search for the name is far cheaper than parsing: most tries record no segments.
@@ -190,36 +200,75 @@ def _recorded_cuts(trie: Trie, members: Int64) -> tuple[Int64, Int64] | None:
     if not mentioned.any():
         return None
     rows = table.to_pylist()
-    lists = [_recorded_offsets(row["metadata"]) for row in rows]
-    if all(offsets is None for offsets in lists):  # the word occurs somewhere else in the metadata
+    lists = [_recorded_lists(row["metadata"]) for row in rows]
+    if all(offsets is None for offsets, _ in lists):  # the word occurs somewhere else in the metadata
         return None
-    for row, offsets, length in zip(rows, lists, trie.lengths[members].tolist(), strict=True):
+    for row, (offsets, ids), length in zip(rows, lists, trie.lengths[members].tolist(), strict=True):
         if fault := _fault(offsets, length):
             raise TreepackError(
                 f"{row['source']}: {fault}; expected the ascending token offsets of its segments, or --segment node"
             )
-    starts = np.array([offset for offsets in lists for offset in offsets], np.int64)
-    return np.repeat(np.arange(len(members)), [len(offsets) for offsets in lists]), starts
+        if fault := _fault_of_ids(ids, len(offsets)):
+            raise TreepackError(f"{row['source']}: {fault}; expected one integer per offset in 'segments'")
+    return [RecordedSegments(row["source"], *each) for row, each in zip(rows, lists, strict=True)]
 
 
-def _recorded_offsets(metadata: str) -> Any:
-    """Return "segments" of a metadata object or of an object nested in it, unchecked; None if there is none."""
+def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> Cuts:
+    """Return the recorded offsets of all members as cuts.
+
+    Raises:
+        TreepackError: some rollouts of a group have ids of their segments and others do not.
+    """
+    has_ids: dict[int, bool] = {}
+    for rollout, code in zip(recorded, group.tolist(), strict=True):
+        if has_ids.setdefault(code, rollout.ids is not None) != (rollout.ids is not None):
+            raise TreepackError(
+                f"{rollout.source}: of the rollouts of its group, some have 'segment_ids' and others do not; "
+                "record them in all, or give --segment node"
+            )
+    owner = np.repeat(np.arange(len(recorded)), [len(rollout.starts) for rollout in recorded])
+    start = np.array([offset for rollout in recorded for offset in rollout.starts], np.int64)
+    if not any(has_ids.values()):
+        return Cuts("recorded", owner, start)
+    # Ids may exceed int64, so number them: [[5, 2**63], [5, 9]] -> [0, 1, 0, 2]. Ids are only compared within a group,
+    # where all rollouts have them.
+    codes: dict[int, int] = {}
+    numbers = (number for rollout in recorded for number in rollout.ids or [0] * len(rollout.starts))
+    sample = [codes.setdefault(number, len(codes)) for number in numbers]
+    return Cuts("recorded", owner, start, np.array(sample, np.int64))
+
+
+def _recorded_lists(metadata: str) -> tuple[Any, Any]:
+    """Return "segments" and "segment_ids" of a metadata object or of an object nested in it, unchecked."""
     fields = orjson.loads(metadata)
     nested = [fields[name] for name in sorted(METADATA_DICTS) if isinstance(fields.get(name), dict)]
-    return next((level["segments"] for level in (fields, *nested) if "segments" in level), None)
+    level = next((level for level in (fields, *nested) if SEGMENTS in level), {})
+    return level.get(SEGMENTS), level.get(SEGMENT_IDS)
 
 
 def _fault(offsets: Any, length: int) -> str | None:
     if offsets is None:
         return "its metadata has no 'segments' and that of other trajectories has"
-    # type() because True and False are integers for isinstance.
-    if not isinstance(offsets, list) or not offsets or any(type(offset) is not int for offset in offsets):
+    if not offsets or not _is_integers(offsets):
         return "'segments' is no list of integers"
     if any(a >= b for a, b in itertools.pairwise(offsets)):
         return "'segments' does not ascend"
     if not 0 < offsets[0] <= offsets[-1] < length:
         return f"'segments' leaves 1 .. {length - 1}, the tokens after the first"
     return None
+
+
+def _fault_of_ids(ids: Any, num_segments: int) -> str | None:
+    if ids is None:
+        return None
+    if not _is_integers(ids):
+        return "'segment_ids' is no list of integers"
+    return f"'segment_ids' has {len(ids)} numbers for {num_segments} segments" if len(ids) != num_segments else None
+
+
+def _is_integers(value: Any) -> bool:
+    # type() because True and False are integers for isinstance.
+    return isinstance(value, list) and all(type(each) is int for each in value)
 
 
 def _branch_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:

@@ -9,7 +9,8 @@
 
 Two trajectories share a segment if their tokens are equal up to the end of it and they have the same cuts so far. The
 last segment of a trajectory is a leaf that nobody shares, even if another trajectory has the same tokens, because it
-was sampled twice. A group whose trajectories have one cut each, after the prompt, is a star.
+was sampled twice. If the sampler recorded ids of the segments, a shared segment must also have the same id, so that two
+samples of the same tokens are two nodes. A group whose trajectories have one cut each, after the prompt, is a star.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
 
     `segment` selects the tokens where segments start:
 
-        recorded   the token offsets under "segments" in the metadata of each trajectory
+        recorded   the token offsets under "segments" in the metadata of each trajectory, with the ids in "segment_ids"
+                   if there are any
         turn       each run of trained tokens; in the prompt of a continuation, the cuts of the rollout it continues
         node       the branches of the group's trajectories in the trie
         a number   every so many tokens, from the first token on the path that the group trains
@@ -89,12 +91,12 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
     there are compared in the node above.
 
     Raises:
-        TreepackError: unknown `segment`, recorded offsets missing or malformed, or a trie that shares nothing.
+        TreepackError: unknown `segment`, recorded offsets or ids missing or malformed, or a trie that shares nothing.
     """
     if trie.share == "none" and trie.num_trajectories > 1:
         raise TreepackError("the trie was built with --share none and has no branches; build it with --share group")
     paths = node_paths(trie)
-    segment, owner, start = find_cuts(trie, paths, members, group, segment=segment)
+    segment, owner, start, sample = find_cuts(trie, paths, members, group, segment=segment)
     # First cut of each member; the cuts come in any order, so take a minimum by owner.
     first = np.full(len(members), np.iinfo(np.int64).max)
     np.minimum.at(first, owner, start)
@@ -104,12 +106,14 @@ def segment_tree(trie: Trie, members: Int64, group: Int64, *, segment: str = "au
     uncut = np.flatnonzero(np.bincount(owner, minlength=len(members)) == 0)
     owner, start = np.concatenate([owner[deep], uncut]), np.concatenate([start[deep], np.zeros_like(uncut)])
     order = np.lexsort((start, owner))
-    return _build_tree(trie, paths, members, group, Cuts(segment, owner[order], start[order]))
+    if sample is not None:
+        sample = np.concatenate([sample[deep], np.zeros_like(uncut)])[order]
+    return _build_tree(trie, paths, members, group, Cuts(segment, owner[order], start[order], sample))
 
 
 def _build_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64, cuts: Cuts) -> SegmentTree:
     """Build the tree of segments from `cuts`, ascending; the first cut of each trajectory is the end of its root."""
-    segment, owner, start = cuts
+    segment, owner, start, sample = cuts
     num_groups = int(group.max(initial=-1)) + 1
     # The cuts of b, a, c in the header: owner [0 0 1 1 2], start [3 7 3 7 3] -> last [F T F T T], shared [0 2].
     last = np.append(owner[1:] != owner[:-1], True)
@@ -126,6 +130,9 @@ def _build_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64, cuts
     # The header: position [6 -1 6 -1 -1], first [3 3 3 3 3] -> keys [27 -1 27 -1 -1] -> rank [1 0 1 0 0].
     first = start[begin[owner]]
     _, rank = np.unique(position * (int(first.max(initial=0)) + 1) + first, return_inverse=True)
+    if sample is not None:
+        # Equal tokens that were sampled twice have two ids: rank [1 0 1], sample [4 2 5] -> keys [10 2 11] -> [1 0 2].
+        _, rank = np.unique(rank * (int(sample.max(initial=0)) + 1) + sample, return_inverse=True)
     counts = np.bincount(owner, minlength=len(members))
     node, parents, level_start = np.zeros(len(owner), np.int64), [np.full(num_groups, -1)], [0, num_groups]
     active, above, level = np.arange(len(members)), group.astype(np.int64), 0

@@ -31,6 +31,7 @@ SAMPLING_DICTS = ("sampling_params", "sampling_args", "generation_params", "gene
 METADATA_DICTS = frozenset({"metadata", "info", "extra_info", "extra"})
 UNTRAINED_PREFIX = "untrained_prefix"  # tokens of an augmented query, which its rollouts never train
 SEGMENTS = "segments"  # token offsets at which a sampler began its segments: a list of integers of any length
+SEGMENT_IDS = "segment_ids"  # one integer per segment, equal in two rollouts of a group if it is the same sample
 MAX_METADATA = 2000  # characters of one field: enough for settings and scores, too few for a transcript
 MAX_DEPTH = 100  # of nested values: far from 1000, at which Python's json raises RecursionError
 
@@ -288,8 +289,8 @@ def _metadata(rest: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     for name, value in rest.items():
         if value is None:
             continue
-        if name == SEGMENTS and (offsets := _integers(value)):
-            metadata[name] = offsets
+        if name in (SEGMENTS, SEGMENT_IDS) and (listed := _integers(value)):
+            metadata[name] = listed
             continue
         if not isinstance(value, str | int | float) and not (name in METADATA_DICTS and isinstance(value, dict)):
             notes.append(f"field '{name}' not used")

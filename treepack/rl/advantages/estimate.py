@@ -19,11 +19,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import SpanView, text_codes
+from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.rl.advantages.flat import EPSILON, dr_grpo, grpo, reinforce_pp, rloo
 from treepack.rl.advantages.tree import tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
+from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.build import build_trie
@@ -121,15 +122,6 @@ class Estimates:
         values = self.advantage if self.per_token is None else self.per_token
         assert values is not None
         return values
-
-
-def group_codes(trie: Trie) -> Int64:
-    """Code of each trajectory's group (its `group_id` in its training step), from 0; int64 [num_trajectories]."""
-    # One number for step and name: step_rank [0, 0, 1], names [0, 1, 0] -> keys [0, 1, 2] -> three groups.
-    names = text_codes(trie.trajectories["group_id"])
-    keys = trie.step_rank * (int(names.max(initial=0)) + 1) + names
-    codes: Int64 = np.unique(keys, return_inverse=True)[1].astype(np.int64)
-    return codes
 
 
 def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:

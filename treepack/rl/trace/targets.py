@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treepack.errors import TreepackError, install_hint
-from treepack.rl.advantages.estimate import group_codes
+from treepack.rl.group_tree import group_codes
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
