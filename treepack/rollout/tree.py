@@ -29,7 +29,7 @@ ANSWER, STOPPED, TOO_LONG, TOO_DEEP, REPETITION = "answer", "stop", "length", "d
 FINISHED_WELL = frozenset({ANSWER, STOPPED})
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Node:
     """One segment: the tokens that an engine added in one request, and what the environment appended after them.
 
@@ -52,6 +52,10 @@ class Node:
     finish: str | None = None
     reward: float | None = None
     children: list[Node] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        """Without parent and children, because asyncio prints the results of its tasks: a whole tree takes seconds."""
+        return f"Node({self.number}, start={self.start}, num_tokens={len(self.tokens)}, finish={self.finish!r})"
 
     @property
     def end(self) -> int:
