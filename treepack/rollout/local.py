@@ -69,7 +69,7 @@ def load_engine(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    options: LocalOptions = LocalOptions(),  # noqa: B008 (immutable)
+    options: LocalOptions = LocalOptions(),
 ) -> LocalEngine:
     """Load a model and return an engine that samples from it.
 
@@ -152,7 +152,7 @@ class LocalEngine:
         model: torch.nn.Module,
         sampling: Sampling,
         *,
-        options: LocalOptions = LocalOptions(),  # noqa: B008 (immutable)
+        options: LocalOptions = LocalOptions(),
         version: str = "",
     ) -> None:
         _check_transformers()
