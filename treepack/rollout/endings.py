@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from treepack.rollout.engine import STOP
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.tree import ANSWER, REPETITION, TOO_DEEP, TOO_LONG, Node
@@ -39,7 +41,8 @@ def repeats(ids: Int32, times: int) -> bool:
     The copies must be `MIN_REPEATED` tokens or more in total. The ids are those of the whole turn, so a repetition
     counts also where segments cut it.
     """
-    for period in range(1, MAX_PERIOD + 1):
+    # 5 1 2 1 2: the last token, 2, occurs two tokens earlier, so 2 is the only possible period.
+    for period in (1 + np.flatnonzero(ids[-2 : -MAX_PERIOD - 2 : -1] == ids[-1:])).tolist():
         # 5 | 1 2 1 2 1 2: with period 2, the last 6 tokens are 3 copies if each equals the token 2 before it.
         size = max(times, -(-MIN_REPEATED // period)) * period
         if size > len(ids):
