@@ -38,6 +38,10 @@ class Episode(Protocol):
         """
         ...
 
+    async def close(self) -> None:
+        """Release what the paths from this state on hold open, after a failure too; then no state is usable."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
@@ -55,3 +59,6 @@ class SingleTurn:
         if self.score is None:
             return None
         return await self.score(unfinished if len(unfinished) else self.response)
+
+    async def close(self) -> None:
+        """Nothing is open."""

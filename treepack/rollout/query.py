@@ -21,7 +21,8 @@ class Query:
         step: training step of the rollouts, or None.
         untrained_prefix: field of an augmented query: its first tokens are never trained.
         parent_rollout: rollout that a prefix was cut from, and None for a prompt.
-        turns: spans [start, end) of `prompt` that the policy wrote, ascending; an environment replays them.
+        turns: spans [start, end) of `prompt` that the policy wrote, ascending; an environment replays them. A last span
+            that ends the prompt is a turn that the rollouts continue.
         cuts: starts of the segments of the parent rollout inside `prompt`, ascending, with one id each in `cut_ids`.
         fields: further fields of its record, such as the solution of a task; rewards and environments read them, and
             records repeat the short ones.
@@ -40,3 +41,9 @@ class Query:
     cut_ids: tuple[int, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
     source: str = ""
+
+    @property
+    def begun_turn(self) -> Int32:
+        """Token ids of the policy's turn that the prompt leaves unfinished: its last span if it ends the prompt."""
+        start = self.turns[-1][0] if self.turns and self.turns[-1][1] == len(self.prompt) else len(self.prompt)
+        return self.prompt[start:]

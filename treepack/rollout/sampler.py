@@ -21,21 +21,28 @@ from treepack.rollout.episode import Episode
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import all_or_none
-from treepack.rollout.tree import NO_TOKENS, STOPPED, Node, Tree, Usage
+from treepack.rollout.tree import ANSWER, NO_TOKENS, STOPPED, Node, Tree, Usage
 
 
 async def sample_tree(query: Query, engine: Engine, options: TreeOptions, *, episode: Episode, seed: int = 0) -> Tree:
     """Sample the rollouts of `query`: `options.width` leaves, or `query.count` if it is given.
 
     Without a fallback the tree has fewer leaves if paths end before they have forked often enough. `episode` is the
-    world after the prompt.
+    world after the prompt; it is closed at the end.
 
     Raises:
         TreepackError: the engine, the environment or the reward fails; nothing of the tree is returned then.
     """
+    try:
+        return await _grow(query, engine, options, episode, seed)
+    finally:
+        await episode.close()
+
+
+async def _grow(query: Query, engine: Engine, options: TreeOptions, episode: Episode, seed: int) -> Tree:
     if query.count is not None:
         options = replace(options, width=query.count)
-    growth = _Growth(query, engine, options, seed, Node(None, 0, 0, query.prompt, episode))
+    growth = _Growth(query, engine, options, seed, Node(None, 0, 0, query.prompt, episode, turn=query.begun_turn))
     rng = np.random.default_rng(derived_seed(seed, query.key, "choices"))
     low, high = options.forks_of_prompt
     first = min(int(rng.integers(low, high + 1)), options.width)
@@ -109,7 +116,8 @@ class _Growth:
     async def _settle(self, node: Node, finish: str) -> None:
         """Let the environment answer a finished turn, and mark the node as a leaf if its path ends."""
         reason = ending(node, finish, num_prompt=self.root.end, options=self.options)
-        if finish == STOP:
+        # An answer ends the turn as a stop token does, so the environment sees it.
+        if finish == STOP or reason == ANSWER:
             node.episode, observation = await node.episode.after(node.turn)
             node.turn = NO_TOKENS
             if observation is None:
