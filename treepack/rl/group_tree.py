@@ -84,6 +84,15 @@ def node_paths(trie: Trie) -> NodePaths:
     return NodePaths.of(trie.parent, trie.path_length)
 
 
+def token_places(trie: Trie, paths: NodePaths, trajectory: Int64, token: Int64) -> Int64:
+    """Return the index in `trie.tokens` of token number `token` of each `trajectory`, all int64 [n].
+
+    It identifies the whole prefix that ends with this token.
+    """
+    node = paths.node_at(trie.end_node[trajectory].astype(np.int64), token)
+    return trie.node_start[node] + token - trie.depth[node]
+
+
 @dataclass(frozen=True, slots=True)
 class GroupTree:
     """The trie nodes where trajectories of a group end or two of them branch, as one forest of all groups.

@@ -32,6 +32,7 @@ from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
 METHODS = ("auto", "recorded", "turn", "node")
+_EXPECTED = "expected the ascending token offsets of its segments, or --segment node"
 MAX_SIZE = 2**31 - 1  # tokens: positions are int32 in files, so a longer segment cannot exist
 
 
@@ -62,7 +63,7 @@ def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, seg
         raise TreepackError(f"segment is {segment!r}; expected {', '.join(METHODS)} or a number of tokens")
     if segment == "turn":
         return Cuts(segment, *_turn_cuts(trie, paths, members, group))
-    recorded = None if segment == "node" else recorded_segments(trie, members)
+    recorded = None if segment == "node" else _complete_segments(trie, members)
     if recorded is not None:
         return _recorded_cuts(recorded, group)
     if segment == "recorded":
@@ -188,29 +189,41 @@ class RecordedSegments(NamedTuple):
     ids: list[int] | None
 
 
-def recorded_segments(trie: Trie, members: Int64) -> list[RecordedSegments] | None:
+def recorded_segments(trie: Trie, members: Int64) -> list[RecordedSegments | None]:
+    """Return the segments in the metadata of each of the `members`, None if it has none.
+
+    Raises:
+        TreepackError: offsets or ids are malformed.
+    """
+    table: pa.Table = trie.trajectories.select(["metadata", "source"]).take(pa.array(members))
+    segments: list[RecordedSegments | None] = [None] * len(members)
+    # A search for the name is far cheaper than parsing: most tries record no segments.
+    for i in np.flatnonzero(pc.match_substring(table["metadata"], f'"{SEGMENTS}"').to_numpy()).tolist():
+        offsets, ids = _recorded_lists(table["metadata"][i].as_py())
+        if offsets is None:  # the word occurs somewhere else in the metadata
+            continue
+        source = table["source"][i].as_py()
+        if fault := _fault(offsets, int(trie.lengths[members[i]])):
+            raise TreepackError(f"{source}: {fault}; {_EXPECTED}")
+        if fault := _fault_of_ids(ids, len(offsets)):
+            raise TreepackError(f"{source}: {fault}; expected one integer per offset in '{SEGMENTS}'")
+        segments[i] = RecordedSegments(source, offsets, ids)
+    return segments
+
+
+def _complete_segments(trie: Trie, members: Int64) -> list[RecordedSegments] | None:
     """Return the segments in the metadata of all `members`, or None if no member has any.
 
     Raises:
         TreepackError: some members have offsets and others do not, or offsets or ids are malformed.
     """
-    table: pa.Table = trie.trajectories.select(["metadata", "source"]).take(pa.array(members))
-    # A search for the name is far cheaper than parsing: most tries record no segments.
-    mentioned = pc.match_substring(table["metadata"], '"segments"').to_numpy()
-    if not mentioned.any():
-        return None
-    rows = table.to_pylist()
-    lists = [_recorded_lists(row["metadata"]) for row in rows]
-    if all(offsets is None for offsets, _ in lists):  # the word occurs somewhere else in the metadata
-        return None
-    for row, (offsets, ids), length in zip(rows, lists, trie.lengths[members].tolist(), strict=True):
-        if fault := _fault(offsets, length):
-            raise TreepackError(
-                f"{row['source']}: {fault}; expected the ascending token offsets of its segments, or --segment node"
-            )
-        if fault := _fault_of_ids(ids, len(offsets)):
-            raise TreepackError(f"{row['source']}: {fault}; expected one integer per offset in 'segments'")
-    return [RecordedSegments(row["source"], *each) for row, each in zip(rows, lists, strict=True)]
+    segments = recorded_segments(trie, members)
+    complete = [each for each in segments if each is not None]
+    if complete and len(complete) < len(segments):
+        source = trie.trajectories["source"][int(members[segments.index(None)])].as_py()
+        fault = f"its metadata has no '{SEGMENTS}' and that of other trajectories has"
+        raise TreepackError(f"{source}: {fault}; {_EXPECTED}")
+    return complete or None
 
 
 def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> Cuts:
@@ -242,13 +255,11 @@ def _recorded_lists(metadata: str) -> tuple[Any, Any]:
     """Return "segments" and "segment_ids" of a metadata object or of an object nested in it, unchecked."""
     fields = orjson.loads(metadata)
     nested = [fields[name] for name in sorted(METADATA_DICTS) if isinstance(fields.get(name), dict)]
-    level = next((level for level in (fields, *nested) if SEGMENTS in level), {})
+    level: dict[str, Any] = next((level for level in (fields, *nested) if SEGMENTS in level), {})
     return level.get(SEGMENTS), level.get(SEGMENT_IDS)
 
 
 def _fault(offsets: Any, length: int) -> str | None:
-    if offsets is None:
-        return "its metadata has no 'segments' and that of other trajectories has"
     if not offsets or not _is_integers(offsets):
         return "'segments' is no list of integers"
     if any(a >= b for a, b in itertools.pairwise(offsets)):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.rl.group_tree import NodePaths, node_paths
+from treepack.rl.group_tree import NodePaths, node_paths, token_places
 from treepack.rl.segment_cuts import Cuts, find_cuts
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
@@ -121,9 +121,8 @@ def _build_tree(trie: Trie, paths: NodePaths, members: Int64, group: Int64, cuts
     # A shared segment ends before the next cut, here at token 6. The place of this token in the trie identifies the
     # whole prefix: a and b have it in common, so both get the same position.
     final = start[shared + 1] - 1
-    end_node = paths.node_at(trie.end_node[members][owner[shared]].astype(np.int64), final)
     position = np.full(len(owner), -1)
-    position[shared] = trie.node_start[end_node] + final - trie.depth[end_node]
+    position[shared] = token_places(trie, paths, members[owner[shared]], final)
     begin = np.searchsorted(owner, np.arange(len(members)))
     # Equal ends are not enough: cut at 2 and 5 or at 3 and 5, the segments up to 5 differ. So the key also contains the
     # first cut. Later cuts need no place in the key, because each one follows from the end of the segment before.
