@@ -29,7 +29,7 @@ from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.records import Record
 from treepack.rollout.prompts import PromptReader
 from treepack.rollout.query import Query
-from treepack.rollout.recorded import GroupPrompt, group_prompts, prefix_parts
+from treepack.rollout.recorded import GroupPrompt, group_prompts, prefix_parts, reused_turn
 from treepack.trajectory import derived_group
 from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie
@@ -83,9 +83,10 @@ def read_queries(path: str | AnyPath, sources: QuerySources = QuerySources()) ->
         make = _prefix_queries if kind == PREFIXES else _root_queries
         queries, num_unused = make(used, joined), len(records) - len(used)
     elif kind == SELECTED:
-        queries, num_unused = _selected_queries(records, joined), 0
+        queries, num_unused = _with_parents(_selected_queries(records, joined), joined), 0
     else:
-        queries, num_unused = [_own_query(record, joined) for record in records], 0
+        queries, num_unused = [_query_of_record(record, sources) for record in records], 0
+        queries = _with_parents(queries, joined)
     _refuse_duplicates(queries)
     return Queries(kind, queries, num_unused)
 
@@ -174,14 +175,36 @@ class _Joined:
         )
 
 
-def _own_query(record: Record, joined: _Joined) -> Query:
-    """Return the query of a record that has its own prompt; an augmented one gets the fields of its parent too."""
-    query = _query_of_record(record, joined.sources)
-    parent = query.fields.get("parent_group")
-    if query.untrained_prefix is None or parent is None:
-        return query
-    found = joined.find([str(parent)]).get(str(parent))
-    return query if found is None else replace(query, fields=found.fields | query.fields)
+def _with_parents(queries: list[Query], joined: _Joined) -> list[Query]:
+    """Return `queries`, the augmented ones with the fields of their parents, and with the turns of their prompts.
+
+    Raises:
+        TreepackError: an environment must replay turns, and the trie with their rollouts is not given.
+    """
+    augmented = [query for query in queries if query.untrained_prefix is not None and "parent_group" in query.fields]
+    found = joined.find(str(query.fields["parent_group"]) for query in augmented)
+    # Without an environment, the turns only say where a response started, so the reused tokens count as one turn.
+    replayed = augmented if joined.sources.has_environment else []
+    if replayed and joined.trie is None:
+        raise TreepackError(
+            f"{replayed[0].source}: continues a rollout whose turns the environment replays; give the trie that has it "
+            "with --trie"
+        )
+    places = {_parent_place(query): query.source for query in replayed}
+    parts = {} if joined.trie is None else prefix_parts(joined.trie, str(joined.sources.trie), places)
+    changed = {}
+    for query in augmented:
+        parent = found.get(str(query.fields["parent_group"]))
+        # The parent has what a reward needs, such as the solution; fields of the query itself have priority.
+        fields = query.fields if parent is None else parent.fields | query.fields
+        place = _parent_place(query)
+        turns = parts[place].turns if place in parts else tuple(reused_turn(query.fields, len(query.prompt)))
+        changed[query.key] = replace(query, fields=fields, turns=turns)
+    return [changed.get(query.key, query) for query in queries]
+
+
+def _parent_place(query: Query) -> tuple[str, int]:
+    return str(query.fields.get("parent_trajectory")), len(query.prompt)
 
 
 def _query_of_record(record: Record, sources: QuerySources, *, is_rollout: bool = False) -> Query:
@@ -227,14 +250,7 @@ def _selected_queries(records: list[Record], joined: _Joined) -> list[Query]:
     names = [_text(record, "query_id") for record in records]
     found = joined.find(names)
     queries = [joined.get(record, name, found) for record, name in zip(records, names, strict=True)]
-    # The parent's fields have what a reward needs, such as the solution; an augmented query has its own prompt only.
-    parents = joined.find(str(query.fields["parent_group"]) for query in queries if "parent_group" in query.fields)
-    return [
-        replace(query, fields=parents[parent].fields | query.fields, source=record.source)
-        if (parent := str(query.fields.get("parent_group"))) in parents
-        else replace(query, source=record.source)
-        for record, query in zip(records, queries, strict=True)
-    ]
+    return [replace(query, source=record.source) for record, query in zip(records, queries, strict=True)]
 
 
 def _prefix_queries(rows: list[tuple[Record, int]], joined: _Joined) -> list[Query]:

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from treepack.columns import SpanView
 from treepack.errors import TreepackError
+from treepack.ingest.readers.fields import UNTRAINED_PREFIX
 from treepack.trajectory import Int32
 from treepack.trie.trie import Trie, sequences_of
 
@@ -108,7 +109,7 @@ def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -
 
     def turns(i: int, end: int) -> list[tuple[int, int]]:
         parent, shared = _parent(metadata[i])
-        begun = [] if parent not in index else turns(index[parent], min(end, shared))
+        begun = turns(index[parent], min(end, shared)) if parent in index else reused_turn(metadata[i], end)
         starts, ends, _ = spans[i]
         own = [(a, min(b, end)) for a, b in zip(starts.tolist(), ends.tolist(), strict=True) if a < end]
         return _joined([*begun, *own])
@@ -120,6 +121,15 @@ def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -
         ids = sequences[i][:size].copy()
         result[name, size] = Prefix(ids, groups[i], steps[i], tuple(turns(i, size)), cuts, cut_ids, metadata[i])
     return result
+
+
+def reused_turn(fields: dict[str, Any], end: int) -> list[tuple[int, int]]:
+    """Return the span of an augmented query's reused tokens, up to `end`, as one turn; empty for other queries."""
+    # untrained_prefix 9, num_reused 4 -> tokens 5 to 8 were sampled. Where observations are among them is not recorded.
+    size, reused = fields.get(UNTRAINED_PREFIX), fields.get("num_reused")
+    if type(size) is not int or type(reused) is not int or not 0 < reused < size or size - reused >= end:
+        return []
+    return [(size - reused, min(size, end))]
 
 
 def _parent(fields: dict[str, Any]) -> tuple[Any, int]:
