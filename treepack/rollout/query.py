@@ -43,6 +43,11 @@ class Query:
     source: str = ""
 
     @property
+    def place(self) -> str:
+        """The query's name in errors."""
+        return f"{self.source}: query {self.key}" if self.source else f"query {self.key}"
+
+    @property
     def begun_turn(self) -> Int32:
         """Token ids of the policy's turn that the prompt leaves unfinished: its last span if it ends the prompt."""
         start = self.turns[-1][0] if self.turns and self.turns[-1][1] == len(self.prompt) else len(self.prompt)
