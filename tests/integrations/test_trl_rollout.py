@@ -186,7 +186,7 @@ def test_the_same_seed_gives_the_same_rollouts(make: Callable[..., Any]) -> None
 
 
 def test_independent_rollouts_need_no_fallback(make: Callable[..., Any]) -> None:
-    trainer = make(independent(width=4, max_tokens=100))
+    trainer = make(independent(width=16, max_tokens=100))
     columns = trainer.rollout_func(["a tree"] * 4, trainer)
     assert columns["leaf_weight"] == [0.25] * 4
     assert max(map(len, columns["completion_ids"])) <= 32

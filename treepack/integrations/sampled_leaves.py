@@ -65,14 +65,14 @@ def _read_leaf(record: dict[str, Any], leaf: Node) -> SampledLeaf:
     )
 
 
-def check_width(options: TreeOptions, width: int, *, caller: str, name: str) -> None:
-    """Check that every tree of `options` has `width` leaves, whenever its paths end.
+def check_width(options: TreeOptions, *, caller: str, name: str) -> None:
+    """Check that every tree of `options` has its width of leaves, whenever its paths end.
 
     Raises:
         TreepackError: a tree may have fewer; `name` is the setting of the trainer that the width comes from.
     """
-    if options.fallback == "none" and options.forks_of_prompt[0] < width:
+    if options.fallback == "none" and options.forks_of_prompt[0] < options.width:
         raise TreepackError(
-            f"{caller}: fallback is 'none', so a tree may have fewer leaves than {name}, which is {width}; use "
-            f"fallback='random', or first_forks={width} for independent rollouts"
+            f"{caller}: fallback is 'none', so a tree may have fewer leaves than {name}, which is {options.width}; use "
+            "fallback='random', or first_forks=None for independent rollouts"
         )

@@ -28,7 +28,7 @@ from treepack.rollout.engine import Engine, Sampling
 from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
-from treepack.rollout.requests import LimitedEngine, run_queries
+from treepack.rollout.requests import LimitedEngine, all_or_none
 from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Tree
 
@@ -51,7 +51,7 @@ def tree_rollouts(
     `SampledLeaf` as lists of one value per completion, and `tree`, which numbers the trees of a call from 0.
 
     Args:
-        options: the shape of a tree. It must always reach the width: a fallback, or as many first forks.
+        options: the shape of a tree, which must always reach its width: with a fallback, or first_forks=None.
         engine: an engine, or a function that makes one from the trainer at the first call. By default the trainer's own
             server of vLLM. The version that is announced to it is the trainer's global step.
         seed: of all choices and requests.
@@ -147,27 +147,26 @@ class _Rollouts:
         is_training = trainer.model.training
         name = "num_generations" if is_training else "num_generations_eval"
         count: int = getattr(trainer, name)
-        options = replace(self.options, max_tokens=min(self.options.max_tokens, trainer.max_completion_length))
-        check_width(options, count, caller="tree_rollouts", name=name)
+        longest = min(self.options.max_tokens, trainer.max_completion_length)
+        options = replace(self.options, width=count, max_tokens=longest)
+        check_width(options, caller="tree_rollouts", name=name)
         _check_copies(prompts, count, name)
         # The main process returns from the exchange of weights last; until then a server has the old ones.
         trainer.accelerator.wait_for_everyone()
-        queries = self._queries(prompts[::count], count, trainer)
+        queries = self._queries(prompts[::count], trainer)
         self._thread = self._thread or _LoopThread()
         trees = self._thread.run(self._sample(queries, options, trainer))
         return _columns(trees)
 
-    def _queries(self, prompts: list[Any], count: int, trainer: Any) -> list[Query]:
+    def _queries(self, prompts: list[Any], trainer: Any) -> list[Query]:
         ids, images, _ = trainer._tokenize_prompts(prompts)
         if images is not None:
             raise TreepackError("tree_rollouts: the prompts have images; trees are sampled from text only")
         # A process generates several times at the same step, for accumulated gradients and for evaluations.
         call = f"step {trainer.state.global_step} process {trainer.accelerator.process_index} call {self._num_calls}"
         self._num_calls += 1
-        return [
-            Query(key=f"{call} prompt {i}", group_id=f"{call} prompt {i}", prompt=np.array(each, np.int32), count=count)
-            for i, each in enumerate(ids)
-        ]
+        keys = [f"{call} prompt {i}" for i in range(len(ids))]
+        return [Query(key, key, np.array(each, np.int32)) for key, each in zip(keys, ids, strict=True)]
 
     async def _sample(self, queries: list[Query], options: TreeOptions, trainer: Any) -> list[Tree]:
         if self._engine is None:
@@ -178,18 +177,9 @@ class _Rollouts:
             self._version = version
         engine = LimitedEngine(self._engine, max_requests=self.max_requests, attempts=ATTEMPTS, timeout=TIMEOUT)
 
-        async def numbered(i: int) -> tuple[int, Tree]:
-            return i, await sample_tree(queries[i], engine, options, episode=SingleTurn(), seed=self.seed)
-
-        trees = dict(
-            [
-                each
-                async for each in run_queries(
-                    [functools.partial(numbered, i) for i in range(len(queries))], max_queries=len(queries)
-                )
-            ]
+        return await all_or_none(
+            sample_tree(query, engine, options, episode=SingleTurn(), seed=self.seed) for query in queries
         )
-        return [trees[i] for i in range(len(queries))]
 
 
 def _check_copies(prompts: list[Any], count: int, name: str) -> None:

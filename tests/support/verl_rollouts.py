@@ -1,0 +1,122 @@
+"""verl's own worker of agent loops over a server of known law, without Ray, GPUs or a model.
+
+DataProto --AgentLoopWorker--> TreeAgentLoop.run --LLMServerClient.generate--> LawServer --> DataProto
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import verl
+from hydra import compose, initialize_config_dir
+from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+from verl.protocol import DataProto
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from treepack.rollout.simulated import MarkovLaw
+
+PROMPT, RESPONSE = 24, 40  # verl's widths of prompts and responses
+STOP = 2  # eos of the tiny model
+RUNS = 3  # verl's global_steps of the servers' weights
+
+
+def law() -> MarkovLaw:
+    """Return a law of 30 tokens in which every fifteenth token, more or less, ends the response."""
+    transition = np.random.default_rng(0).random((1464, 30)) + 0.1
+    transition[:, STOP] = transition.sum(1) / 14
+    wide = np.zeros((1464, 1464))
+    wide[:, :30] = transition / transition.sum(1, keepdims=True)
+    return MarkovLaw(wide, stop=STOP)
+
+
+class LawServer:
+    """What a server of verl does: pops the limit of tokens, and says completed for a stop and for the limit."""
+
+    def __init__(self, aborts: int = 0) -> None:
+        self.law = law()
+        self.requests: list[dict[str, Any]] = []
+        self.aborts = aborts
+        self.generate = SimpleNamespace(remote=self._generate)
+
+    async def _generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **others: Any
+    ) -> TokenOutput:
+        self.requests.append({"request_id": request_id, "prompt_ids": prompt_ids, **sampling_params})
+        number = len(self.requests)
+        await asyncio.sleep(0)
+        if number <= self.aborts:
+            return TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": RUNS})
+        rng = np.random.default_rng(sampling_params.get("seed", number))
+        ids = np.array(prompt_ids, np.int32)
+        tokens, logprobs = self.law.sample(ids, max_tokens=sampling_params.pop("max_tokens"), rng=rng)
+        return TokenOutput(
+            token_ids=tokens.tolist(),
+            log_probs=logprobs.tolist() if sampling_params["logprobs"] else None,
+            stop_reason="completed",
+            extra_fields={"global_steps": RUNS, "num_cached_tokens": 0},
+        )
+
+
+class OneServer(LLMServerClient):  # type: ignore[misc]
+    """verl's client with one server in place of those that Ray balances; `sessions` are the ids of its requests."""
+
+    def __init__(self, config: Any, server: LawServer) -> None:
+        super().__init__(config)
+        self.server = server
+        self.sessions: list[str] = []
+
+    async def _acquire_server(self, request_id: str, **fields: Any) -> tuple[str, Any]:
+        self.sessions.append(request_id)
+        return "server", self.server
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        pass
+
+
+def run_worker(
+    model: str, loops: Path, *, server: LawServer | None = None, n: int = 6, validate: bool = False, **rollout: Any
+) -> tuple[DataProto, OneServer]:
+    """Generate n rollouts for each of two prompts as verl's trainer does, and return verl's batch and the client.
+
+    Args:
+        model: folder of a model's configuration and tokenizer.
+        loops: the file that agent_loop_config_path names; its only entry is called treepack_tree.
+        server: answers the requests.
+        n: rollouts of a prompt.
+        validate: with verl's sampling parameters of a validation.
+        rollout: changes to verl's configuration of rollouts.
+    """
+    settings = {
+        "name": "vllm",
+        "prompt_length": PROMPT,
+        "response_length": RESPONSE,
+        "calculate_log_probs": True,
+        "agent.agent_loop_config_path": loops,
+        "agent.default_agent_loop": "treepack_tree",
+        **rollout,
+    }
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        config = compose(
+            "ppo_trainer",
+            overrides=[f"actor_rollout_ref.model.path={model}"]
+            + [f"actor_rollout_ref.rollout.{name}={value}" for name, value in settings.items()],
+        )
+    texts = [[{"role": "user", "content": "a tree"}], [{"role": "user", "content": "a row of tokens"}]]
+    prompts = np.empty(2, object)
+    prompts[:] = texts
+    columns = {"raw_prompt": prompts, "uid": np.array(["first", "second"], object), "index": np.arange(2)}
+    batch = DataProto.from_dict(non_tensors=columns, meta_info={"validate": validate, "global_steps": RUNS})
+    batch = batch.repeat(repeat_times=n, interleave=True)
+    client = OneServer(config, server or LawServer())
+
+    async def generate() -> DataProto:
+        # As AgentLoopManager does before it divides the batch among its workers.
+        batch.non_tensor_batch["priority"] = np.arange(len(batch))
+        return await AgentLoopWorker(config, client).generate_sequences(batch)
+
+    return asyncio.run(generate()), client
