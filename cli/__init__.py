@@ -24,6 +24,7 @@ SUMMARIES = {
     "pack": "Pack a trie into rows of a given capacity.",
     "prepare": "Read and pack rollouts in one command.",
     "report": "Write a page or pictures of the sharing of rollouts.",
+    "rollout": "Sample rollouts from an engine, as trees or one by one.",
     "select": "Choose queries by their estimated pass rate.",
     "show": "Show a tree, a rollout or a packed row.",
     "simulate": "Simulate rollouts to compare ways to spend them.",

@@ -1,0 +1,415 @@
+"""`treepack rollout`: sample rollouts from an engine, as trees or one by one.
+
+The sampling is `treepack.rollout`. This file reads options, connects the engine with prompts, rewards and the output,
+and prints a summary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .option_groups import option_group
+from .output import percent, show
+from .paths import READ, WRITE
+from .progress import progress_bars, quiet_option
+from .rollout_options import run_options, sampling_options, tree_options
+
+if TYPE_CHECKING:
+    from treepack.files.address import AnyPath
+    from treepack.rollout.engine import Engine, Sampling
+    from treepack.rollout.episode import Episode
+    from treepack.rollout.options import TreeOptions
+    from treepack.rollout.queries import Queries
+    from treepack.rollout.query import Query
+    from treepack.rollout.run import RunOptions, StartEpisode
+    from treepack.rollout.server import SampleText
+    from treepack.rollout.summary import Means, RolloutSummary
+    from treepack.trajectory import Int32
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of the engine: of a server, or of a model in this process."""
+
+    engine: str
+    model: str | None
+    api_key_env: str | None
+    unseeded: bool
+    dtype: str
+    device: str
+
+    @property
+    def is_server(self) -> bool:
+        """True if the engine is the address of a server."""
+        return self.engine.startswith(("http://", "https://"))
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Options of the prompts: tokenizer, template, and the sources of groups that a table names."""
+
+    prompts: tuple[AnyPath, ...]
+    trie: AnyPath | None
+    tokenizer: str | None
+    chat_template: str | None
+    tools: str | None
+    step: int | None
+
+
+@dataclass(frozen=True)
+class WorldOptions:
+    """Options of everything that reads the sampled tokens: the environment or the reward, and the answer."""
+
+    environment: str | None
+    reward: str | None
+    answer: str | None
+
+    def __post_init__(self) -> None:
+        """Refuse options that exclude each other."""
+        if self.environment and self.reward:
+            raise click.UsageError("--environment gives the reward of a rollout; leave out --reward")
+
+
+engine_options = option_group(
+    "engine",
+    [
+        click.option(
+            "--engine",
+            required=True,
+            metavar="URL|MODEL",
+            help="Server of vLLM or SGLang (http://...), or a model for this process: directory, hub name or config "
+            "file (random weights).",
+        ),
+        click.option("--model", metavar="NAME", help="Name of the model at the server, if it serves several."),
+        click.option(
+            "--api-key-env", metavar="NAME", help="Environment variable with the key that the server asks for."
+        ),
+        click.option(
+            "--unseeded",
+            is_flag=True,
+            help="Send no seeds to a server: rollouts are not repeatable, and vLLM samples many requests faster.",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "fp32", "bf16"]),
+            default="auto",
+            show_default=True,
+            help="Of a model in this process; auto is bf16 on a GPU that has it.",
+        ),
+        click.option(
+            "--device",
+            default="auto",
+            show_default=True,
+            help="Of a model in this process: cpu, cuda or cuda:N; auto is a GPU if there is one.",
+        ),
+    ],
+    EngineOptions,
+)
+prompt_options = option_group(
+    "prompt",
+    [
+        click.option(
+            "--prompts",
+            type=READ,
+            multiple=True,
+            help="File with the prompts that a table names by their groups, or with the parents of augmented queries. "
+            "May be repeated.",
+        ),
+        click.option("--trie", type=READ, help="Trie with the rollouts that a table names."),
+        click.option(
+            "--tokenizer",
+            metavar="NAME_OR_DIR",
+            help="Tokenizer of the model, for prompts in text, rewards of text and --answer; default: that of MODEL.",
+        ),
+        click.option(
+            "--chat-template",
+            type=click.Path(exists=True, dir_okay=False),
+            help="File with a chat template in Jinja, which replaces the template of the tokenizer.",
+        ),
+        click.option(
+            "--tools",
+            type=click.Path(exists=True, dir_okay=False),
+            help="JSON list of tool schemas for conversations that have none.",
+        ),
+        click.option("--step", type=int, help="Training step of the rollouts, if PROMPTS has none."),
+    ],
+    PromptOptions,
+)
+world_options = option_group(
+    "world",
+    [
+        click.option("--environment", metavar="MODULE:NAME", help="Environment of rollouts with several turns."),
+        click.option("--reward", metavar="MODULE:NAME", help="Function that returns the reward of a response."),
+        click.option(
+            "--answer", metavar="REGEX|boxed", help="End a rollout whose text contains this; boxed: a closed \\boxed{}."
+        ),
+    ],
+    WorldOptions,
+)
+
+
+@click.command()
+@click.argument("path", metavar="PROMPTS", type=READ)
+@engine_options
+@tree_options
+@click.option("--out", type=WRITE, required=True, help="File to append rollouts to, as JSON lines.")
+@prompt_options
+@world_options
+@sampling_options
+@run_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@quiet_option
+def rollout(
+    path: AnyPath,
+    engine: EngineOptions,
+    tree: tuple[str, TreeOptions],
+    out: AnyPath,
+    prompt: PromptOptions,
+    world: WorldOptions,
+    sampling: Sampling,
+    run: RunOptions,
+    as_json: bool,
+) -> None:
+    """Sample rollouts of PROMPTS from an engine, with token ids, log-probabilities and the weights of leaves.
+
+    PROMPTS is JSON lines or Parquet: records with token ids, messages or text, or a table that treepack allocate,
+    augment or select has written. The output is read by treepack build-trie. Each tree is written when it is complete,
+    so a run that was interrupted loses none, and --resume continues it.
+    """
+    import orjson
+
+    sampler, options = tree
+    tokenizer = _tokenizer(prompt.tokenizer, engine)
+    queries = _queries(path, prompt, world, tokenizer, sampler)
+    sampling = _with_stop_tokens(sampling, engine)
+    start = _start(world, tokenizer, sampling)
+    if world.answer is not None:
+        options = replace(options, is_answer=_answer(world.answer, tokenizer))
+    settings = {"sampler": sampler, "step": prompt.step, **asdict(world)}
+    with progress_bars() as progress:
+
+        async def sample() -> RolloutSummary:
+            from treepack.rollout.run import sample_rollouts
+
+            opened, model = await _open(engine, sampling, tokenizer)
+            try:
+                named = replace(run, settings={"model": model, **settings})
+                return await sample_rollouts(
+                    queries.queries, opened, options, out=out, run=named, start=start, progress=progress
+                )
+            finally:
+                await opened.close()
+
+        try:
+            summary = asyncio.run(sample())
+        except KeyboardInterrupt:
+            click.echo(f"note: finished trees are in {out}; continue with --resume", err=True)
+            raise
+    if as_json:
+        click.echo(orjson.dumps(_figures(summary, queries.num_unused)))
+    else:
+        _show(summary, queries.num_unused)
+
+
+def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
+    """Return the tokenizer, None if no option names one and the model has none."""
+    from treepack.errors import TreepackError
+    from treepack.ingest.tokenization import read_tokenizer
+
+    if name is not None:
+        return read_tokenizer(name)
+    # A config file and a server have no tokenizer that could be read here.
+    if engine.is_server or engine.engine.endswith(".json"):
+        return None
+    try:
+        return read_tokenizer(engine.engine)
+    except TreepackError:
+        return None  # token ids need none, and text without a tokenizer is refused where it is read
+
+
+def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenizer: Any, sampler: str) -> Queries:
+    """Read the queries, and refuse a sampler that does not suit them.
+
+    Raises:
+        TreepackError: bad input, or nothing to sample.
+        UsageError: options that the kind of PROMPTS does not have.
+    """
+    from treepack.errors import TreepackError
+    from treepack.ingest.options import BuildOptions
+    from treepack.ingest.template.rendering import read_template
+    from treepack.rollout.prompts import PromptReader
+    from treepack.rollout.queries import PREFIXES, PROMPTS, QuerySources, read_queries
+
+    template = None if prompt.chat_template is None else read_template(prompt.chat_template)
+    tools = BuildOptions(tools=prompt.tools).tool_schemas()
+    sources = QuerySources(
+        prompts=prompt.prompts,
+        trie=prompt.trie,
+        reader=PromptReader(tokenizer, template, tools),
+        step=prompt.step,
+        has_environment=world.environment is not None,
+    )
+    queries = read_queries(path, sources)
+    if sampler == "prefixes" and queries.kind == PROMPTS:
+        raise TreepackError(
+            f"{path}: has plain prompts, and --sampler prefixes continues what treepack allocate, augment or select "
+            "writes; give --sampler independent"
+        )
+    if sampler == "treepo" and queries.kind == PREFIXES:
+        raise TreepackError(f"{path}: has prefixes to continue, each one by itself; give --sampler prefixes")
+    if not queries.queries:
+        raise TreepackError(f"{path}: asks for no rollout, because all its numbers are 0; allocate a larger budget")
+    is_given = click.get_current_context().get_parameter_source("width") is click.core.ParameterSource.COMMANDLINE
+    if is_given and all(query.count is not None for query in queries.queries):
+        raise click.UsageError(f"{path} has the numbers of rollouts; leave out --width")
+    return queries
+
+
+def _start(world: WorldOptions, tokenizer: Any, sampling: Sampling) -> StartEpisode | None:
+    """Return the function that starts the episode of a query, None without an environment and a reward.
+
+    Raises:
+        TreepackError: the environment or the reward function cannot be imported.
+    """
+    from treepack.rollout.environment import start_episode
+    from treepack.rollout.rewards import single_turn
+    from treepack.rollout.user_code import load_callable
+
+    if world.environment is not None:
+        factory, stop = load_callable(world.environment), sampling.stop_token_ids
+
+        async def in_environment(query: Query) -> tuple[Int32, Episode]:
+            return await start_episode(factory, query, tokenizer, stop_token_ids=stop)
+
+        return in_environment
+    if world.reward is not None:
+        function = load_callable(world.reward)
+
+        async def with_reward(query: Query) -> tuple[Int32, Episode]:
+            return query.prompt, single_turn(function, query, tokenizer)
+
+        return with_reward
+    return None
+
+
+def _answer(pattern: str, tokenizer: Any) -> Any:
+    from treepack.errors import TreepackError
+    from treepack.rollout.answers import answer_test
+
+    if tokenizer is None:
+        raise TreepackError("--answer is searched in text; give the model's --tokenizer")
+    return answer_test(pattern, tokenizer)
+
+
+def _with_stop_tokens(sampling: Sampling, engine: EngineOptions) -> Sampling:
+    """Return `sampling` with the stop tokens of a model in this process, if no option names any.
+
+    Raises:
+        TreepackError: they are not known.
+    """
+    from treepack.errors import TreepackError
+
+    if sampling.stop_token_ids or engine.is_server:
+        return sampling  # a server ends a response with its model's own tokens
+    from treepack.rollout.local import default_stop_tokens
+
+    found = default_stop_tokens(engine.engine)
+    if not found:
+        raise TreepackError(f"{engine.engine}: its config names no token that ends a response; give --stop-token-id")
+    return replace(sampling, stop_token_ids=found)
+
+
+async def _open(options: EngineOptions, sampling: Sampling, tokenizer: Any) -> tuple[Engine, str]:
+    """Return the engine, and the name of its model.
+
+    Raises:
+        TreepackError: the server or the model cannot be used.
+    """
+    if options.is_server:
+        from treepack.rollout.server import connect
+
+        server = await connect(
+            options.engine,
+            sampling,
+            model=options.model,
+            api_key=_api_key(options.api_key_env),
+            sample_text=_sample_text(tokenizer),
+            seeded=not options.unseeded,
+        )
+        return server, server.found.model or options.engine
+    import torch
+
+    from treepack.rollout.local import load_engine
+    from treepack.train.ranks import find_device, find_dtype
+
+    device = find_device(options.device)
+    dtype = torch.bfloat16 if find_dtype(options.dtype, device) == "bf16" else torch.float32
+    return load_engine(options.engine, sampling, dtype=dtype, device=device), options.engine
+
+
+def _api_key(name: str | None) -> str | None:
+    from treepack.errors import TreepackError
+
+    if name is None:
+        return None
+    if not os.environ.get(name):
+        raise TreepackError(f"--api-key-env {name}: this environment variable is not set; export it")
+    return os.environ[name]
+
+
+def _sample_text(tokenizer: Any) -> SampleText | None:
+    from treepack.ingest.encoder import Encoder
+    from treepack.rollout.server import SampleText
+
+    if tokenizer is None:
+        return None
+    text = "A tree of rollouts, 3 of 16 leaves."
+    return SampleText(text, Encoder(tokenizer).encode(text).tolist())
+
+
+def _figures(summary: RolloutSummary, num_unused: int) -> dict[str, Any]:
+    return {**asdict(summary), "saved": summary.saved, "num_unused": num_unused}
+
+
+def _show(summary: RolloutSummary, num_unused: int) -> None:
+    rollouts, decoded = summary.num_rollouts, summary.tokens_decoded
+    rows: dict[str, Any] = {"queries": summary.num_queries}
+    if num_unused:
+        rows["rows that ask for no rollout"] = num_unused
+    if summary.num_before:
+        rows["queries in the file before"] = summary.num_before
+    if summary.num_removed:
+        rows["lines of an incomplete tree, removed"] = summary.num_removed
+    rows["rollouts"] = rollouts
+    for reason, count in summary.finished.items():
+        rows[f"ended by {reason}"] = f"{count:,}, {percent(count / rollouts)}"
+    if summary.num_fallback:
+        rows["added by a fallback"] = f"{summary.num_fallback:,}, {percent(summary.num_fallback / rollouts)}"
+    rows["tokens decoded"] = decoded
+    if summary.length is not None and summary.saved is not None:
+        rows["tokens decoded per rollout"] = decoded / rollouts
+        rows |= _mean_rows("tokens of a rollout", summary.length)
+        rows["saved against independent sampling, estimated"] = percent(summary.saved)
+    rows |= {"requests": summary.requests, "tokens of their prompts": summary.tokens_prefilled}
+    if summary.tokens_cached is not None:
+        rows["in the engine's cache"] = percent(summary.tokens_cached / max(1, summary.tokens_prefilled))
+    if summary.reward is not None:
+        rows |= _mean_rows("pass rate" if summary.is_pass_rate else "reward", summary.reward)
+    show({**rows, "seconds": summary.seconds})
+
+
+def _mean_rows(name: str, means: Means) -> dict[str, float]:
+    """Return a row for the estimate, and rows for biased means if they are others."""
+    rows = {f"mean {name}": means.before_fallback}
+    # Without forks after the prompt all three are one number, up to rounding.
+    if not math.isclose(means.all_leaves, means.before_fallback):
+        rows[f"mean {name}, with fallback leaves (biased)"] = means.all_leaves
+    if not math.isclose(means.unweighted, means.before_fallback):
+        rows[f"mean {name}, unweighted (biased)"] = means.unweighted
+    return rows
