@@ -169,7 +169,8 @@ def update(
 ) -> None:
     """Add new queries and the rewards of new rollouts to STATE. A missing STATE is created.
 
-    Queries that are already in the state do not change. Give the rollouts of each training step only once.
+    Queries that are already in the state do not change. Give the rollouts of each training step only once. The leaves
+    of a sampled tree count by their leaf weights, and together as their effective number of rollouts.
     """
     import math
 
@@ -259,6 +260,8 @@ def _count_rollouts(
     import pyarrow as pa
 
     from treepack.errors import TreepackError
+    from treepack.rl.group_tree import group_codes
+    from treepack.rl.leaf_weights import leaf_weights
     from treepack.rl.pros import selection
 
     query = selection.indices_of(read, pa.array(names, pa.string()))
@@ -270,10 +273,19 @@ def _count_rollouts(
         )
     reward = trie.trajectories["reward"].to_numpy()
     usable = np.isfinite(reward)
+    weights, group = leaf_weights(trie), group_codes(trie)
     if not usable.any():
         raise TreepackError(f"{path}: none of its rollouts has a reward; build the trie from rollouts that do")
     success = reward[usable] > success_above
-    read = selection.forget_and_add(read, query[usable], success, step=trie.step_rank[usable], forgetting=forgetting)
+    weight = None
+    if weights is not None:
+        owner = np.flatnonzero(usable)
+        weight = selection.effective_counts(weights.of_pairs(owner, group[owner]), group[owner])
+    read = selection.forget_and_add(
+        read, query[usable], success, step=trie.step_rank[usable], weight=weight, forgetting=forgetting
+    )
     # A rollout without a reward is no failure: it is counted apart and changes no pass rate.
-    counts = {"rollouts": int(usable.sum()), "rollouts successful": int(success.sum())}
+    counts: dict[str, Any] = {"rollouts": int(usable.sum()), "rollouts successful": int(success.sum())}
+    if weight is not None:
+        counts["effective rollouts"] = float(weight.sum())
     return read, counts | {"rollouts without a reward": int((~usable).sum())}

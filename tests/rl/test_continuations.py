@@ -121,7 +121,7 @@ def test_cuts_are_those_of_the_rollouts_that_are_continued(trie: Trie) -> None:
 def test_targets_are_those_of_the_tree(whole: Path, segment: str) -> None:
     trie = read_trie(whole / "trie")
     prefixes = anchors(trie, segment=segment)
-    target, below = recursive_targets(prefixes.tree, binary_rewards(trie))
+    target, below = recursive_targets(prefixes.tree, binary_rewards(trie), None)
     names = np.array(trie.trajectories["trajectory_id"].to_pylist())[prefixes.trajectory]
     shown = {
         (str(name), turn): (round(float(target[node]) * below[node]), int(below[node]))

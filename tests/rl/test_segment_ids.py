@@ -39,7 +39,7 @@ def test_recorded_segments_rebuild_exactly_the_sampled_tree(shape: str) -> None:
     trees = sample_trees(law, SHAPES[shape], [[1], [2], [1, 2]] * 4, seed=1)
     tree, names = tree_of([rollout for sampled in trees for rollout in rollouts_of_tree(sampled)])
     num_equal = 0
-    nodes = {}  # node of the segment tree -> (query, number of the sampled node)
+    nodes: dict[int, tuple[str, int]] = {}  # node of the segment tree -> (query, number of the sampled node)
     for sampled in trees:
         for i, leaf in enumerate(sampled.leaves):
             owner = names.index(f"{sampled.query.key}/{i}")

@@ -35,6 +35,7 @@ from treepack.pack.check import checked_rows
 from treepack.pack.files import read_rows
 from treepack.pack.plan.problem import Search
 from treepack.processes import Progress, ReportProgress, with_progress
+from treepack.rl.leaf_weights import leaf_weights
 from treepack.rl.trace.predictions import correlations, read_predictions
 from treepack.rl.trace.targets import anchors, binary_rewards, effective_ratios
 from treepack.trie.directory import read_to_trie, skipped_record
@@ -150,9 +151,8 @@ def _sharing(trie: Trie, manifest: Manifest | None, tokenizer: str | None) -> di
 
 def _contrast(trie: Trie, options: StatsOptions) -> Report:
     reward, prefixes = binary_rewards(trie), anchors(trie, segment=options.segment)
-    report: Report = {
-        "effective_ratio": {name: ratio._asdict() for name, ratio in effective_ratios(prefixes, reward).items()}
-    }
+    ratios = effective_ratios(prefixes, reward, leaf_weights(trie))
+    report: Report = {"effective_ratio": {name: ratio._asdict() for name, ratio in ratios.items()}}
     if options.predictions:
         levels = correlations(read_predictions(options.predictions), trie, prefixes, reward)
         report["spearman"] = {name: level._asdict() for name, level in levels.items()}

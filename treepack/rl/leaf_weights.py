@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 from treepack.errors import TreepackError
 from treepack.ingest.readers.fields import marked, shown
 from treepack.rl.group_tree import group_codes, node_paths, token_places
-from treepack.rl.segment_cuts import recorded_segments
+from treepack.rl.segment_cuts import first_trained, recorded_segments
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
 
@@ -308,20 +308,21 @@ def _check_parents(trie: Trie, group: Int64, recorded: _Recorded) -> None:
 
 
 def _own_segments(trie: Trie, members: Int64) -> list[list[tuple[int, Any]]]:
-    """Return the first token and the identity of each recorded segment of the `members`, none if nothing is recorded.
+    """Return the first token and the identity of each recorded segment of the `members`.
 
     Two rollouts have a segment in common if they have the segments before it in common, and its identity is equal: its
-    id, and the place of its last token in the trie. The last segment of a rollout is its own.
+    id, and the place of its last token in the trie. The last segment of a rollout is its own. Without recorded
+    segments, it starts at the first trained token.
     """
-    segments = recorded_segments(trie, members)
-    listed = [[] if each is None else each.starts for each in segments]
-    # starts [3, 7] and [3] -> the segments 3 .. 6 of the first; each last one has no end that others could share.
-    owner = np.repeat(members, [max(len(starts) - 1, 0) for starts in listed])
+    segments, first = recorded_segments(trie, members), first_trained(trie, members).tolist()
+    listed = [[start] if each is None else each.starts for each, start in zip(segments, first, strict=True)]
+    # starts [3, 7] -> the segment 3 .. 6 ends at token 6; the last segment has no end that others could share.
+    owner = np.repeat(members, [len(starts) - 1 for starts in listed])
     final = np.array([end - 1 for starts in listed for end in starts[1:]], np.int64)
     places = iter(token_places(trie, node_paths(trie), owner, final).tolist())
     result: list[list[tuple[int, Any]]] = []
     for i, each, starts in zip(members.tolist(), segments, listed, strict=True):
         ids = each.ids if each is not None and each.ids is not None else [0] * len(starts)
         inner = [(start, (number, next(places))) for start, number in zip(starts[:-1], ids, strict=False)]
-        result.append([*inner, *((start, ("own", i)) for start in starts[-1:])])
+        result.append([*inner, (starts[-1], ("own", i))])
     return result

@@ -71,7 +71,7 @@ def find_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, seg
     return Cuts("node", *_branch_cuts(trie, paths, members, group))
 
 
-def _first_trained(trie: Trie, members: Int64) -> Int64:
+def first_trained(trie: Trie, members: Int64) -> Int64:
     """Return the first trained token of each member, or its length if it has none."""
     spans = SpanView.of(trie.trajectories)
     first = trie.lengths.copy()
@@ -100,7 +100,7 @@ def _origins(
 
 def _even_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, size: int) -> tuple[Int64, Int64]:
     """Cut every `size` tokens, starting at the first trained token of the rollout where the path starts."""
-    first = _first_trained(trie, members)
+    first = first_trained(trie, members)
     firsts = np.arange(len(members)), first
     origin = _origins(trie, paths, members, group, first=first, cuts=firsts).origin
     # Follow continuations of continuations to the rollout that starts at the prompt: origin [-1, 0, 1] -> [0, 0, 0].
@@ -119,7 +119,7 @@ def _even_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64, *, si
 def _turn_cuts(trie: Trie, paths: NodePaths, members: Int64, group: Int64) -> tuple[Int64, Int64]:
     """Cut at each run of trained tokens, and within a continued prompt at the cuts of its origin."""
     owner, start = runs = _trained_runs(trie, members)
-    origins = _origins(trie, paths, members, group, first=_first_trained(trie, members), cuts=runs)
+    origins = _origins(trie, paths, members, group, first=first_trained(trie, members), cuts=runs)
     # d and i of the header: runs at 3 and 6 of d, 6 of i; i, which continues d, takes over 3.
     heir, inherited = _inherited_cuts(owner, start, origins)
     return np.concatenate([owner, heir]), np.concatenate([start, inherited])

@@ -88,7 +88,7 @@ def by_recursion(rollouts: list[Rollout]) -> dict[Node, tuple[int, float]]:
 @given(forests())
 def test_targets_are_the_average_of_children_weighted_by_their_leaves(trie: Trie) -> None:
     rollouts, prefixes, reward = rollouts_of(trie), anchors(trie), binary_rewards(trie)
-    expected, (target, below) = by_recursion(rollouts), recursive_targets(prefixes.tree, reward)
+    expected, (target, below) = by_recursion(rollouts), recursive_targets(prefixes.tree, reward, None)
     assert len(expected) == prefixes.tree.num_inner
     for i, path in enumerate(paths(rollouts)):
         nodes = prefixes.tree.node[prefixes.tree.owner == i][:-1]
@@ -111,7 +111,7 @@ def test_targets_of_trie_nodes_are_the_average_of_children_and_rollouts_that_end
         below = np.flatnonzero(trie.parent == node)
         count[node] = ended.sum() + count[below].sum()
         total[node] = reward[ended].sum() + total[below].sum()
-    assert trie_targets(trie, reward) == pytest.approx(total / count, rel=1e-12)
+    assert trie_targets(trie, reward, None) == pytest.approx(total / count, rel=1e-12)
 
 
 @few
@@ -141,7 +141,7 @@ def test_effective_ratios_count_anchors_with_both_outcomes(trie: Trie) -> None:
         groups[path[0]].append(rollout.reward)
         for node in path[1:]:
             prefixes[node].append(rollout.reward)
-    ratios = effective_ratios(anchor_table, reward)
+    ratios = effective_ratios(anchor_table, reward, None)
     shared = [rewards for rewards in prefixes.values() if len(rewards) > 1]
     for name, sets in (("root", list(groups.values())), ("prefix", shared)):
         mixed = [rewards for rewards in sets if len(set(rewards)) == 2]

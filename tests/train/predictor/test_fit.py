@@ -87,7 +87,7 @@ def random_head() -> nn.Linear:
 def prepare(rollouts: Sequence[Rollout]) -> tuple[Trie, Prefixes, np.ndarray[Any, Any]]:
     trie = as_trie(rollouts)
     ends = anchors(trie)
-    return trie, anchor_prefixes(trie, ends), recursive_targets(ends.tree, binary_rewards(trie))[0]
+    return trie, anchor_prefixes(trie, ends), recursive_targets(ends.tree, binary_rewards(trie), None)[0]
 
 
 def tokens_at(row: AnchorRow, at: int) -> Prefix:

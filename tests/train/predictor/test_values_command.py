@@ -134,7 +134,7 @@ def _loss(values: Path, trie: Path) -> float:
     prefixes = anchor_prefixes(trie_value, ends)
     nodes = draw_nodes(prefixes, prefix_share=FitOptions().prefix_share, seed=0)
     rows = anchor_rows(prefixes, nodes, capacity=128)
-    target = recursive_targets(ends.tree, binary_rewards(trie_value))[0]
+    target = recursive_targets(ends.tree, binary_rewards(trie_value), None)[0]
     value = node_values(load_values(values, device="cpu"), rows, num_inner=len(prefixes.owner))
     return float(np.square(value[nodes] - target[nodes]).mean())
 

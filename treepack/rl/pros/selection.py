@@ -129,13 +129,20 @@ def _sort_by_id(state: State) -> State:
 
 
 def forget_and_add(
-    state: State, query: Int64, success: NDArray[np.bool_], *, step: Int64 | None = None, forgetting: float
+    state: State,
+    query: Int64,
+    success: NDArray[np.bool_],
+    *,
+    step: Int64 | None = None,
+    weight: Float64 | None = None,
+    forgetting: float,
 ) -> State:
     """Count the rollouts of one training step, or of several steps in order, and return the new state.
 
     At each step, the counts of every query are multiplied by `forgetting`, the lambda in (0, 1] of PROS, section 4, and
-    then the new rollouts are added. `query` int64 [m] is the query of each rollout, `success` bool [m] its outcome and
-    `step` int64 [m] its training step as a rank from 0.
+    then the new rollouts are added. `query` int64 [m] is the query of each rollout, `success` bool [m] its outcome,
+    `step` int64 [m] its training step as a rank from 0, and `weight` float64 [m] how many rollouts it counts as, None
+    for one (`effective_counts`).
 
     Raises:
         TreepackError: a factor outside (0, 1].
@@ -145,10 +152,10 @@ def forget_and_add(
     ranks = np.zeros(len(query), np.int64) if step is None else step
     num_steps = int(ranks.max(initial=0)) + 1
     # All steps at once: rollouts of ranks [0, 1, 2] with factor 0.5 weigh [0.25, 0.5, 1], and old counts 0.125.
-    weight = forgetting ** (num_steps - 1.0 - ranks)
+    new = forgetting ** (num_steps - 1.0 - ranks) * (1.0 if weight is None else weight)
     size, old = state.num_queries, forgetting**num_steps
-    tried = old * state.tried + np.bincount(query, weights=weight, minlength=size)
-    passed = old * state.passed + np.bincount(query, weights=weight * success, minlength=size)
+    tried = old * state.tried + np.bincount(query, weights=new, minlength=size)
+    passed = old * state.passed + np.bincount(query, weights=new * success, minlength=size)
     remembered = tried >= MIN_ROLLOUTS
     return replace(
         state,
@@ -157,6 +164,20 @@ def forget_and_add(
         tried=np.where(remembered, tried, 0.0),
         num_updates=state.num_updates + num_steps,
     )
+
+
+def effective_counts(weight: Float64, part: Int64) -> Float64:
+    """Return how many independent rollouts each leaf of a tree counts as, float64 [m], from its `weight`.
+
+    The leaves of a `part` (int64 [m], one group in one step) count together as (sum w)^2 / sum w^2 rollouts, the number
+    of rollouts of equal weight whose mean has the same variance if leaves are independent. Siblings are correlated, so
+    it is still too large. It is divided among the leaves by their weights, so a pass rate is the weighted one.
+    """
+    # weights [1/2, 1/4, 1/4] -> 1 / (6 / 16) = 2.67 rollouts -> [1.33, 0.67, 0.67]
+    total = np.bincount(part, weights=weight)
+    squares = np.bincount(part, weights=weight**2)
+    per_weight = np.divide(total, squares, out=np.zeros_like(total), where=squares > 0)
+    return weight * per_weight[part]
 
 
 def nearest(log_odds: Float64, k: int, *, seed: int = 0) -> Int64:

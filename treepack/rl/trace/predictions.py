@@ -21,6 +21,7 @@ from treepack.errors import TreepackError
 from treepack.files.address import AnyPath
 from treepack.ingest.readers.files import read_records
 from treepack.ingest.readers.records import Record
+from treepack.rl.leaf_weights import leaf_weights
 from treepack.rl.trace.targets import Anchors, Correlation, recursive_targets, spearman
 from treepack.trajectory import Float64, Int64
 from treepack.trie.trie import Trie
@@ -186,16 +187,16 @@ def correlations(predictions: Predictions, trie: Trie, prefixes: Anchors, reward
     """Rank correlation of the predictions and the recursive targets, at each predicted level: TRACE, equation 22.
 
     "root" compares groups. "prefix" compares nodes; the prediction of a node is the mean over its occurrences. "shared
-    prefix" compares only nodes with two or more trajectories, whose targets are more than one reward. Groups and nodes
-    without any prediction are left out and counted, so the trie may also contain continuations that were sampled after
-    the predictions were made.
+    prefix" compares only nodes with two or more trajectories, whose targets are more than one reward. Targets are
+    weighted if the trie has leaf weights. Groups and nodes without any prediction are left out and counted, so the trie
+    may also contain continuations that were sampled after the predictions were made.
 
     Raises:
         TreepackError: all predictions of a level belong to another trie, one has another group, or scipy is not
             installed.
     """
     tree = prefixes.tree
-    target, num_below = recursive_targets(tree, reward)
+    target, num_below = recursive_targets(tree, reward, leaf_weights(trie))
     levels = {}
     if predictions.group_ids:
         value = _root_values(predictions, trie, prefixes)

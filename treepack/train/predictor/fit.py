@@ -30,6 +30,7 @@ from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
 from treepack.model.layers import adapt_layers
 from treepack.model.memory import LOADING, memory_errors
+from treepack.rl.leaf_weights import leaf_weights
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
 from treepack.train.metrics import MetricsLog
 from treepack.train.options import TrainOptions
@@ -163,7 +164,7 @@ def open_fit(trie: str | Path, model: str | Path, options: FitOptions) -> Fit:
         model=predictor,
         options=options,
         rows=rows,
-        target=recursive_targets(ends.tree, reward)[0],
+        target=recursive_targets(ends.tree, reward, leaf_weights(rollouts))[0],
         schedule=_schedule(len(rows), train),
         num_prompts=prefixes.num_groups,
         tokens_alone=tokens_alone(prefixes, nodes),
