@@ -25,7 +25,7 @@ from treepack.errors import TreepackError
 from treepack.rollout.query import Query
 from treepack.rollout.rewards import checked_reward
 from treepack.rollout.tree import NO_TOKENS
-from treepack.rollout.user_code import call, name_of
+from treepack.rollout.user_code import call, name_of, uninterrupted
 from treepack.trajectory import Int32
 
 METHODS = ("prompt", "observe", "reward")
@@ -149,9 +149,7 @@ class _World:
 
     async def new(self) -> Environment:
         """Return a new environment, which counts as open."""
-        assert not self.is_closed
-        environment = await call(self.factory, dict(self.fields), self.tokenizer, place=self.place)
-        self.open.append(environment)
+        environment = await uninterrupted(self._made())
         missing = [method for method in METHODS if not callable(getattr(environment, method, None))]
         if missing:
             raise self.error(
@@ -162,6 +160,12 @@ class _World:
             raise self.error("returned an environment with only one of snapshot and restore; write both or none")
         self.can_truncate = hasattr(environment, "truncate")
         return environment  # type: ignore[no-any-return]
+
+    async def _made(self) -> Any:
+        assert not self.is_closed
+        environment = await call(self.factory, dict(self.fields), self.tokenizer, place=self.place)
+        self.open.append(environment)
+        return environment
 
     async def prompt(self, environment: Environment) -> Int32 | None:
         """Return the environment's own prompt, or None."""
@@ -220,7 +224,7 @@ class _World:
     async def _close(self, environment: Environment) -> None:
         self.open = [each for each in self.open if each is not environment]
         if hasattr(environment, "close"):
-            await call(environment.close, place=self.place)
+            await uninterrupted(call(environment.close, place=self.place))
 
     def _checked_ids(self, ids: Any, method: str, remedy: str) -> Int32:
         values = np.zeros((), int) if isinstance(ids, str | bytes | Mapping) else np.asarray(ids)

@@ -13,13 +13,15 @@ import asyncio
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from treepack.errors import TreepackError
 
 LONGEST_MESSAGE = 300  # characters of a foreign exception's message in ours
+
+Result = TypeVar("Result")
 
 
 def load_callable(name: str) -> Callable[..., Any]:
@@ -97,6 +99,18 @@ async def call(function: Callable[..., Any], *arguments: Any, place: str, **keyw
         raise TreepackError(f"{place}: {name_of(function)} raised {described(error)}") from error
 
 
+async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+    """Await `work`; a cancellation of the caller waits until it has ended, so that what it opened can be closed."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # marks it as seen; the cancellation is what the caller gets
+        raise
+
+
 async def _in_thread(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     def outcome() -> tuple[Any, Exception | None]:
         # A future cannot hold StopIteration, which an exhausted iterator raises, so exceptions are returned.
@@ -105,9 +119,4 @@ async def _in_thread(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         except Exception as error:
             return None, error
 
-    future = asyncio.ensure_future(asyncio.to_thread(outcome))
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait([future])
-        raise
+    return await uninterrupted(asyncio.to_thread(outcome))
