@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support.oracle import union_tokens
+from support.tool_once import TOOL, ToolOnce
 from treepack import TreepackError
 from treepack.rollout.engine import Sampling
 from treepack.rollout.options import TreeOptions, independent
@@ -42,7 +43,14 @@ def make(runs: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Cal
     def engine(trainer: Any) -> ModelEngine:
         return ModelEngine(trainer.model, Sampling(temperature=trainer.temperature, stop_token_ids=STOPS))
 
-    def build(options: TreeOptions = OPTIONS, *, base: Any = None, reward: Any = None, **changes: Any) -> Any:
+    def build(
+        options: TreeOptions = OPTIONS,
+        *,
+        base: Any = None,
+        reward: Any = None,
+        environment: Any = None,
+        **changes: Any,
+    ) -> Any:
         return (base or runs.GRPOTrainer)(
             model=runs.AutoModelForCausalLM.from_pretrained(model),
             args=runs.GRPOConfig(str(tmp_path_factory.mktemp("out")), **{**runs.SETTINGS, **changes}),
@@ -50,7 +58,7 @@ def make(runs: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Cal
             train_dataset=runs.prompts(8),
             eval_dataset=runs.prompts(2),
             processing_class=runs.tokenizer(),
-            rollout_func=tree_rollouts(options, engine=engine),
+            rollout_func=tree_rollouts(options, engine=engine, environment=environment),
         )
 
     return build
@@ -171,6 +179,24 @@ def test_weighted_advantages_are_those_of_the_weighted_mean() -> None:
     # Tree 0 has the mean 3 of two leaves with shares of 1/2 each, as the third has no reward; 3 * 1/2 * (4 - 3) = 1.5.
     assert leaf_weighted(reward, fallback_leaves=True)(**columns) == [1.5, -1.5, None, 0.0]
     assert leaf_weighted(reward)(**columns) == [0.0, 0.0, None, 0.0]
+
+
+def test_an_environment_answers_turns_and_its_tokens_are_masked(make: Callable[..., Any]) -> None:
+    from treepack.integrations.trl_rollout import environment_reward
+
+    trainer = make(reward=environment_reward, environment=ToolOnce, max_steps=1)
+    trainer.train()
+    assert np.isfinite(trainer.state.log_history[0]["loss"])
+    columns = trainer.rollout_func(["a tree"] * 4, trainer)
+    names = ("completion_ids", "env_mask", "logprobs", "environment_reward")
+    assert any(0 in mask for mask in columns["env_mask"])
+    for ids, mask, logprobs, reward in zip(*(columns[name] for name in names), strict=True):
+        # turn, TOOL, turn: the reward is the length of the first turn, and 0 if the first turn was cut off
+        tool = TOOL if reward else []
+        first = int(reward) or len(ids)
+        assert mask == [1] * first + [0] * len(tool) + [1] * (len(ids) - first - len(tool))
+        assert ids[first : first + len(tool)] == tool
+        assert [value < 0 for value in logprobs] == [each == 1 for each in mask]
 
 
 def test_an_evaluation_samples_its_own_number_of_leaves(make: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.oracle import union_tokens
+from support.tool_once import TOOL
 from treepack import TreepackError
 
 pytestmark = pytest.mark.integrations
@@ -27,7 +28,7 @@ def rollouts() -> Any:
         patch.setenv("VERL_PLATFORM", "cpu")
         from support import verl_engines, verl_rollouts
 
-        assert verl_engines.CpuPlatform  # verl has no platform for a CPU of its own
+        assert verl_engines.CpuPlatform.device_name == "cpu"  # verl has no platform of its own for it
         yield verl_rollouts
 
 
@@ -132,6 +133,17 @@ def test_aborted_requests_are_asked_for_again(run: Callable[..., Any], rollouts:
     monkeypatch.setattr("treepack.rollout.requests.FIRST_PAUSE", 0.01)
     batch, _ = run(server=rollouts.LawServer(aborts=2))
     assert batch.non_tensor_batch["leaf_weight"].astype(float).sum() == pytest.approx(2)
+
+
+def test_an_environment_answers_turns_and_gives_the_reward(run: Callable[..., Any]) -> None:
+    batch, _ = run(LOOPS + "  environment: support.tool_once:ToolOnce\n")
+    assert 4 in batch.non_tensor_batch["__num_turns__"]
+    for row in np.flatnonzero(batch.non_tensor_batch["__num_turns__"] == 4):
+        first = int(batch.batch["rm_scores"][row].sum())
+        assert batch.batch["responses"][row][first : first + len(TOOL)].tolist() == TOOL
+        assert batch.batch["response_mask"][row][: first + len(TOOL) + 1].tolist() == [1] * first + [0] * len(TOOL) + [
+            1
+        ]
 
 
 def test_full_determinism_samples_the_same_trees_again(run: Callable[..., Any]) -> None:

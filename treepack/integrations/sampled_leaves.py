@@ -1,4 +1,4 @@
-"""The leaves of a sampled tree as trainers take rollouts: lists of one entry per token after the prompt.
+"""Trees inside a trainer's loop: sampling, and leaves as trainers take rollouts, lists of one entry per token.
 
 prompt [7 8] -- A [1 2], tool [5] -+- B [3 0]    response [1 2 5 3 0]   mask [1 1 0 1 1]   segments [2 5]
                                    +- C [4 0]    response [1 2 5 4 0]   mask [1 1 0 1 1]   segments [2 5]
@@ -6,13 +6,44 @@ prompt [7 8] -- A [1 2], tool [5] -+- B [3 0]    response [1 2 5 3 0]   mask [1 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from treepack.errors import TreepackError
+from treepack.rollout.engine import Engine
+from treepack.rollout.environment import EnvironmentFactory, start_episode
+from treepack.rollout.episode import Episode, SingleTurn
 from treepack.rollout.options import TreeOptions
+from treepack.rollout.query import Query
 from treepack.rollout.records import tree_records
+from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Node, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What follows a turn of the policy: an environment from the fields of a query, or the end if there is none.
+
+    `seed` is that of all choices and requests.
+    """
+
+    environment: EnvironmentFactory | None
+    tokenizer: Any
+    seed: int
+
+
+async def sample_query(query: Query, engine: Engine, options: TreeOptions, world: World) -> Tree:
+    """Sample the tree of `query`, whose prompt may get longer or come from the environment.
+
+    Raises:
+        TreepackError: the engine or the environment fails.
+    """
+    episode: Episode = SingleTurn()
+    if world.environment is not None:
+        stops = engine.sampling.stop_token_ids
+        prompt, episode = await start_episode(world.environment, query, world.tokenizer, stop_token_ids=stops)
+        query = replace(query, prompt=prompt)
+    return await sample_tree(query, engine, options, episode=episode, seed=world.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +73,8 @@ class SampledLeaf:
 
 def read_leaves(tree: Tree) -> list[SampledLeaf]:
     """Return the leaves of `tree` in its order."""
-    return [_read_leaf(record, leaf) for record, leaf in zip(tree_records(tree), tree.leaves, strict=True)]
+    bare = replace(tree, query=replace(tree.query, fields={}))  # trainers keep the columns of a prompt themselves
+    return [_read_leaf(record, leaf) for record, leaf in zip(tree_records(bare), tree.leaves, strict=True)]
 
 
 def _read_leaf(record: dict[str, Any], leaf: Node) -> SampledLeaf:

@@ -23,18 +23,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from treepack.errors import TreepackError
-from treepack.integrations.sampled_leaves import SampledLeaf, check_width, read_leaves
+from treepack.integrations.sampled_leaves import SampledLeaf, World, check_width, read_leaves, sample_query
 from treepack.rollout.engine import Engine, Sampling
-from treepack.rollout.episode import SingleTurn
+from treepack.rollout.environment import EnvironmentFactory
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine, all_or_none
-from treepack.rollout.sampler import sample_tree
 from treepack.rollout.tree import Tree
 
 Result = TypeVar("Result")
 EngineOf = Callable[[Any], Engine | Awaitable[Engine]]
-RolloutFunction = Callable[[list[Any], Any], dict[str, Any]]
 Reward = Callable[..., Sequence[float | None]]
 
 ATTEMPTS = 5  # of a request; the pauses between them are 0.5, 1, 2 and 4 seconds
@@ -42,8 +40,13 @@ TIMEOUT = 3600.0  # seconds of an attempt: a server answers late when many trees
 
 
 def tree_rollouts(
-    options: TreeOptions, *, engine: Engine | EngineOf | None = None, seed: int = 0, max_requests: int = 256
-) -> RolloutFunction:
+    options: TreeOptions,
+    *,
+    engine: Engine | EngineOf | None = None,
+    environment: EnvironmentFactory | None = None,
+    seed: int = 0,
+    max_requests: int = 256,
+) -> TreeRollouts:
     """Return a `rollout_func` for GRPOTrainer that samples a tree of num_generations leaves for each prompt.
 
     The width of `options` is replaced by the trainer's num_generations, or num_generations_eval in an evaluation; its
@@ -54,6 +57,8 @@ def tree_rollouts(
         options: the shape of a tree, which must always reach its width: with a fallback, or first_forks=None.
         engine: an engine, or a function that makes one from the trainer at the first call. By default the trainer's own
             server of vLLM. The version that is announced to it is the trainer's global step.
+        environment: makes the environment of a prompt from {"prompt": the prompt} and the tokenizer, for rollouts of
+            several turns; see docs/environments.md. Its rewards are those of the reward function `environment_reward`.
         seed: of all choices and requests.
         max_requests: requests to the engine at the same time.
 
@@ -61,7 +66,12 @@ def tree_rollouts(
         TreepackError: by the function, for settings of the trainer that no tree can be sampled with, and if sampling
             fails.
     """
-    return _Rollouts(options, engine, seed, max_requests)
+    return TreeRollouts(options, engine, environment, seed, max_requests)
+
+
+def environment_reward(environment_reward: list[float | None], **_: Any) -> list[float | None]:
+    """Return the rewards of the environments; a reward function for GRPOTrainer."""
+    return environment_reward
 
 
 def leaf_weighted(reward: Reward, *, fallback_leaves: bool = False) -> Reward:
@@ -129,11 +139,19 @@ def trainer_sampling(trainer: Any) -> Sampling:
     )
 
 
-class _Rollouts:
-    """A `rollout_func` with the engine that it has opened and the version that the engine has."""
+class TreeRollouts:
+    """A `rollout_func` for GRPOTrainer; see `tree_rollouts`."""
 
-    def __init__(self, options: TreeOptions, engine: Engine | EngineOf | None, seed: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        options: TreeOptions,
+        engine: Engine | EngineOf | None,
+        environment: EnvironmentFactory | None,
+        seed: int,
+        max_requests: int,
+    ) -> None:
         self.options = options
+        self.environment = environment
         self.seed = seed
         self.max_requests = max_requests
         self._source = engine
@@ -156,7 +174,13 @@ class _Rollouts:
         queries = self._queries(prompts[::count], trainer)
         self._thread = self._thread or _LoopThread()
         trees = self._thread.run(self._sample(queries, options, trainer))
-        return _columns(trees)
+        return _columns(trees, with_rewards=self.environment is not None)
+
+    def close(self) -> None:
+        """Close the engine after the last training and evaluation; a local engine keeps the process alive."""
+        if self._engine is not None and self._thread is not None:
+            self._thread.run(self._engine.close())
+            self._engine = None
 
     def _queries(self, prompts: list[Any], trainer: Any) -> list[Query]:
         ids, images, _ = trainer._tokenize_prompts(prompts)
@@ -166,7 +190,10 @@ class _Rollouts:
         call = f"step {trainer.state.global_step} process {trainer.accelerator.process_index} call {self._num_calls}"
         self._num_calls += 1
         keys = [f"{call} prompt {i}" for i in range(len(ids))]
-        return [Query(key, key, np.array(each, np.int32)) for key, each in zip(keys, ids, strict=True)]
+        return [
+            Query(key, key, np.array(each, np.int32), fields={"prompt": prompt}, source="tree_rollouts")
+            for key, each, prompt in zip(keys, ids, prompts, strict=True)
+        ]
 
     async def _sample(self, queries: list[Query], options: TreeOptions, trainer: Any) -> list[Tree]:
         if self._engine is None:
@@ -177,9 +204,8 @@ class _Rollouts:
             self._version = version
         engine = LimitedEngine(self._engine, max_requests=self.max_requests, attempts=ATTEMPTS, timeout=TIMEOUT)
 
-        return await all_or_none(
-            sample_tree(query, engine, options, episode=SingleTurn(), seed=self.seed) for query in queries
-        )
+        world = World(self.environment, trainer.processing_class, self.seed)
+        return await all_or_none(sample_query(query, engine, options, world) for query in queries)
 
 
 def _check_copies(prompts: list[Any], count: int, name: str) -> None:
@@ -228,7 +254,7 @@ async def _connect(trainer: Any) -> Engine:
     return engine
 
 
-def _columns(trees: list[Tree]) -> dict[str, Any]:
+def _columns(trees: list[Tree], *, with_rewards: bool) -> dict[str, Any]:
     """Return the leaves of all trees as columns of one value per completion."""
     leaves: list[tuple[int, Tree, SampledLeaf]] = [
         (i, tree, leaf) for i, tree in enumerate(trees) for leaf in read_leaves(tree)
@@ -240,6 +266,7 @@ def _columns(trees: list[Tree]) -> dict[str, Any]:
         "logprobs": [leaf.logprobs for _, _, leaf in leaves] if has_logprobs else None,
         "env_mask": [leaf.mask for _, _, leaf in leaves],
         "tree": [i for i, _, _ in leaves],
+        **({"environment_reward": [leaf.reward for _, _, leaf in leaves]} if with_rewards else {}),
         **{name: [leaf.fields[name] for _, _, leaf in leaves] for name in leaves[0][2].fields},
     }
 

@@ -32,13 +32,12 @@ from verl.utils.fs import copy_to_local
 from verl.utils.model import get_generation_config
 
 from treepack.errors import TreepackError
-from treepack.integrations.sampled_leaves import SampledLeaf, check_width, read_leaves
+from treepack.integrations.sampled_leaves import SampledLeaf, World, check_width, read_leaves, sample_query
 from treepack.rollout.engine import ABORT, LENGTH, STOP, Sampling, Segment, derived_seed
-from treepack.rollout.episode import SingleTurn
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.query import Query
 from treepack.rollout.requests import LimitedEngine, all_or_none
-from treepack.rollout.sampler import sample_tree
+from treepack.rollout.user_code import load_callable
 from treepack.trajectory import Int32
 
 ATTEMPTS = 5  # of a request that the server aborted; the pauses between them are 0.5, 1, 2 and 4 seconds
@@ -54,6 +53,8 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
     Args:
         tree: fields of `TreeOptions` other than width and max_tokens, which are the number of calls and
             rollout.response_length.
+        environment: "module:name" of what makes the environment of a prompt from the columns of verl's batch and the
+            tokenizer, for rollouts of several turns; see docs/environments.md. If its reward is None, verl scores.
         stop_token_ids: tokens that end a turn; by default those of the model's generation config and its tokenizer.
         seed: of all choices.
 
@@ -64,9 +65,18 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
     # Trees that still take members. All agent loops of a worker run in one event loop.
     _waiting: dict[tuple[Any, ...], _SharedTree] = {}  # noqa: RUF012
 
-    def __init__(self, *args: Any, tree: Any = None, stop_token_ids: Any = None, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        tree: Any = None,
+        environment: str | None = None,
+        stop_token_ids: Any = None,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._options = _tree_options(tree, int(self.rollout_config.response_length))
+        self._environment = None if environment is None else load_callable(environment)
         self._stops = tuple(int(token) for token in stop_token_ids or ())
         self._seed = seed
 
@@ -125,9 +135,10 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
             name = f"{fields.get('priority', 0)} {derived_seed(*prompt.tolist())}"
         limited = LimitedEngine(engine, max_requests=options.width, attempts=ATTEMPTS, timeout=TIMEOUT)
         start = perf_counter()
-        tree = await sample_tree(Query(name, name, prompt), limited, options, episode=SingleTurn(), seed=self._seed)
+        query = Query(name, name, prompt, fields=fields, source="verl")
+        tree = await sample_query(query, limited, options, World(self._environment, self.tokenizer, self._seed))
         seconds = perf_counter() - start
-        return [_output(leaf, prompt, engine, seconds) for leaf in read_leaves(tree)]
+        return [_output(leaf, tree.query.prompt, engine, seconds) for leaf in read_leaves(tree)]
 
     def _default_stops(self) -> tuple[int, ...]:
         model = self.config.actor_rollout_ref.model
