@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The environment of the trainers that treepack works inside; verl needs an older transformers than .venv has.
 TRAINERS := .venv-integrations
+# The environment of a vLLM server on the CPU, which tests of the samplers ask for tokens.
+SERVER := .venv-vllm
 # Pinned, so that an index or wheel folder with the CPU build of this version serves it; a looser range takes the newest,
 # with gigabytes of CUDA libraries. Any torch from 2.11 on works: make TORCH='torch --index-url URL' ...
 TORCH ?= torch==2.13.0
@@ -22,7 +24,7 @@ export CHECKOUT_PTH
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: demo test test-slow test-s3 test-integrations lint types imports schemas docs clean
+.PHONY: demo test test-slow test-s3 test-integrations test-vllm lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +50,13 @@ $(TRAINERS)/stamp: tests/integrations/requirements.txt pyproject.toml
 	$(call install,$(TRAINERS)) --no-deps -r tests/integrations/requirements.txt
 	$(call install,$(TRAINERS)) --no-deps -e .
 	$(TRAINERS)/bin/python -c "$$CHECKOUT_PTH"
+	touch $@
+
+$(SERVER)/stamp: tests/rollout/vllm_requirements.txt
+	$(PYTHON) -m venv $(SERVER)
+	$(SERVER)/bin/python $(PIP) --no-deps $(TORCH)
+	-$(SERVER)/bin/python $(PIP) uv
+	$(call install,$(SERVER)) --no-deps -r tests/rollout/vllm_requirements.txt
 	touch $@
 
 demo: $(VENV)/run.stamp
@@ -78,6 +87,10 @@ test-integrations: $(TRAINERS)/stamp
 		tests/attention/test_generation.py tests/attention/test_reference.py \
 		--deselect $(NOT_BESIDE_VERL)
 
+# Starts two real servers of a tiny model; the tests themselves run in the usual environment.
+test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp
+	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout
+
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -95,5 +108,5 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(SERVER) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
