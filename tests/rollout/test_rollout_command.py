@@ -1,0 +1,230 @@
+"""`treepack rollout` samples from a model, and its file goes through the other commands."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.command_line import Result, Run
+from support.engine_server import EngineServer, in_thread
+from support.paths import ROOT
+from treepack.rollout.answers import answer_test, has_boxed
+from treepack.rollout.engine import Sampling
+from treepack.rollout.options import BRANCHING, FALLBACK, TreeOptions
+from treepack.rollout.run import RunOptions
+
+CONFIG = {
+    **json.loads((ROOT / "sample_data" / "tiny-qwen3.json").read_text()),
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+REWARDS = """
+def even(text, fields, *, ids):
+    return len(ids) % fields["divisor"] == 0
+
+def broken(text, fields, *, ids):
+    raise ValueError("no solution")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model, two prompts and a reward function."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "made_rewards.py").write_text(REWARDS)
+    write("prompts.jsonl", *({"group_id": f"q{i}", "prompt_token_ids": [5, 6, 7 + i], "divisor": 2} for i in range(2)))
+    return tmp_path
+
+
+def write(name: str, *records: dict[str, Any]) -> None:
+    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def lines(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+SAMPLE = ("--engine", "model.json", "--max-tokens", 24, "--device", "cpu", "--dtype", "fp32", "--quiet")
+TREES = ("--sampler", "treepo", "--width", 6, "--segment", 5, "--step", 3, "--reward", "made_rewards:even")
+
+
+def test_sampled_trees_are_built_credited_packed_and_continued(treepack: Run, folder: Path) -> None:
+    def run(*arguments: object) -> None:
+        done = treepack(*arguments)
+        assert (done.status, done.err) == (0, ""), done.err
+
+    run("rollout", "prompts.jsonl", *SAMPLE, *TREES, "--out", "rollouts.jsonl")
+    records = lines("rollouts.jsonl")
+    assert [record["rollout_id"].rpartition("/")[0] for record in records].count("q0:step-3") == 6
+    assert {record["reward"] for record in records} == {0.0, 1.0}
+    run("build-trie", "rollouts.jsonl", "--out", "trie", "--quiet")
+    run("advantages", "trie", "--estimator", "treepo", "--segment", "recorded", "--keep-equal", "--out", "credited")
+    run("pack", "credited", "--capacity", 256, "--out", "packed", "--quiet")
+    # Continue two prefixes: one at the start of a segment, and one inside of one.
+    chosen = [record for record in records if len(record["segments"]) > 1 and record["segments"][1] + 1 < 24][:2]
+    places = [(record, record["segments"][1] + shift) for shift, record in enumerate(chosen)]
+    rows = [
+        {
+            "group_id": record["group_id"],
+            "step": 3,
+            "trajectory_id": record["rollout_id"],
+            "num_tokens": size,
+            "num_continuations": 2,
+        }
+        for record, size in places
+    ]
+    write("prefixes.jsonl", *rows)
+    more = ("--sampler", "prefixes", "--trie", "trie", "--reward", "made_rewards:even", "--out", "more.jsonl")
+    run("rollout", "prefixes.jsonl", *SAMPLE, *more)
+    continued = lines("more.jsonl")
+    assert len(continued) == 4
+    for record, size in places:
+        ids = (record["prompt_token_ids"] + record["response_ids"])[:size]
+        same = [each for each in continued if each["parent_rollout"] == record["rollout_id"]]
+        assert [(each["prompt_token_ids"], each["parent_tokens"]) for each in same] == [(ids, size)] * 2
+    run("build-trie", "rollouts.jsonl", "more.jsonl", "--out", "whole", "--quiet")
+    run("advantages", "whole", "--estimator", "treerpo", "--segment", "recorded", "--keep-equal", "--out", "second")
+
+
+def test_rollouts_of_a_server_are_repeatable_and_resumed(treepack: Run, folder: Path) -> None:
+    with in_thread(EngineServer()) as url:
+        command = ("rollout", "prompts.jsonl", "--engine", url, *TREES, "--max-tokens", 24, "--quiet", "--out")
+        figures = treepack(*command, "rollouts.jsonl", "--json").json
+        assert (figures["num_queries"], figures["num_rollouts"]) == (2, 12)
+        length: Any = figures["length"]
+        decoded: Any = figures["tokens_decoded"]
+        assert figures["saved"] == pytest.approx(1 - decoded / (12 * length["before_fallback"]))
+        before = Path("rollouts.jsonl").read_bytes()
+        done = treepack(*command, "again.jsonl")
+        assert [line.split("  ")[0] for line in done.out.splitlines()][:2] == ["queries", "rollouts"]
+        assert sorted(lines("again.jsonl"), key=str) == sorted(lines("rollouts.jsonl"), key=str)
+        assert treepack(*command, "rollouts.jsonl").err == (
+            f"treepack: {folder}/rollouts.jsonl: exists; continue its run with --resume, or choose another --out\n"
+        )
+        again = treepack(*command, "rollouts.jsonl", "--resume", "--json").json
+        assert (again["num_queries"], again["num_before"]) == (0, 2)
+        other = treepack(*command, "rollouts.jsonl", "--resume", "--seed", 1)
+        assert (other.status, "seed was 0 when its run started and is 1 now" in other.err) == (1, True)
+    assert Path("rollouts.jsonl").read_bytes() == before
+    assert treepack("build-trie", "rollouts.jsonl", "--out", "trie", "--quiet").status == 0
+
+
+def test_a_server_that_fails_later_leaves_the_finished_trees(treepack: Run, folder: Path) -> None:
+    def run(server: EngineServer, out: str, *more: str) -> Result:
+        with in_thread(server) as url:
+            trees = ("--engine", url, *TREES, "--queries", 1, "--max-tokens", 24, "--quiet", "--out", out, *more)
+            return treepack("rollout", "prompts.jsonl", *trees)
+
+    whole = EngineServer()
+    assert run(whole, "whole.jsonl").status == 0
+    # Every request succeeds except the last one, which belongs to the second tree.
+    failed = run(EngineServer(statuses=[200] * (len(whole.requests) - 1) + [400]), "out.jsonl")
+    assert failed.status == 1
+    assert failed.err.endswith(f"; 1 of 2 trees are in {folder}/out.jsonl, continue with --resume\n")
+    assert failed.err.count("\n") == 1
+    # The server may have moved to another address in the meantime.
+    assert run(EngineServer(), "out.jsonl", "--resume").status == 0
+    assert lines("out.jsonl") == lines("whole.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (("--sampler", "independent", "--segment", 5), 2, "--segment is an option of --sampler treepo; leave it out"),
+        (("--sampler", "treepo", "--environment", "a:b", "--reward", "a:b"), 2, "--environment gives the reward"),
+        (("--sampler", "treepo", "--branching-temperature", "5-1"), 2, "over the depth of a tree; give --depth too"),
+        (("--sampler", "treepo", "--first-forks", "8-2"), 2, "first_forks is (8, 2); expected a number from 1 on"),
+        (("--sampler", "treepo", "--first-forks", "many"), 2, "'many' is neither a number nor two numbers such as 2-8"),
+        (("--sampler", "treepo", "--temperature", 0), 2, "temperature is 0.0; expected a positive number"),
+        (("--sampler", "prefixes"), 1, "has plain prompts, and --sampler prefixes continues what treepack allocate"),
+        (("--sampler", "treepo", "--answer", "boxed"), 1, "--answer is searched in text; give the model's --tokenizer"),
+        (("--sampler", "treepo", "--reward", "made_rewards:none"), 1, "made_rewards has no none; it contains broken"),
+        (("--sampler", "treepo", "--reward", "gone_rewards:x"), 1, "there is no module gone_rewards; run treepack in"),
+    ],
+)
+def test_nonsense_is_refused_in_one_sentence(
+    treepack: Run, folder: Path, arguments: tuple[object, ...], status: int, sentence: str
+) -> None:
+    done = treepack("rollout", "prompts.jsonl", "--engine", "model.json", "--out", "out.jsonl", *arguments)
+    assert done.status == status
+    assert sentence in done.err
+    assert status == 2 or done.err.count("\n") == 1
+    assert not (folder / "out.jsonl").exists()
+
+
+def test_an_unreachable_server_and_a_missing_key_are_one_sentence(treepack: Run, folder: Path) -> None:
+    command = ("rollout", "prompts.jsonl", "--sampler", "independent", "--out", "out.jsonl", "--engine")
+    done = treepack(*command, "http://127.0.0.1:9")
+    assert (done.status, "http://127.0.0.1:9" in done.err, done.err.count("\n")) == (1, True, 1)
+    done = treepack(*command, "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY_HERE")
+    assert done.err == "treepack: --api-key-env NO_SUCH_KEY_HERE: this environment variable is not set; export it\n"
+
+
+def test_tables_have_their_own_numbers_of_rollouts(treepack: Run, folder: Path) -> None:
+    write("roots.jsonl", {"group_id": "q0", "num_rollouts": 0})
+    command = ("rollout", "roots.jsonl", "--engine", "model.json", "--out", "out.jsonl", "--prompts", "prompts.jsonl")
+    done = treepack(*command, "--sampler", "independent")
+    assert "asks for no rollout, because all its numbers are 0; allocate a larger budget" in done.err
+    write("roots.jsonl", {"group_id": "q0", "num_rollouts": 3})
+    done = treepack(*command, "--sampler", "independent", "--width", 4)
+    assert (done.status, "has the numbers of rollouts; leave out --width" in done.err) == (2, True)
+
+
+def test_a_reward_that_raises_names_the_function_and_the_record(treepack: Run, folder: Path) -> None:
+    arguments = ("--sampler", "independent", "--width", 2, "--reward", "made_rewards:broken", "--out", "out.jsonl")
+    done = treepack("rollout", "prompts.jsonl", *SAMPLE, *arguments)
+    assert done.status == 1
+    for part in ("prompts.jsonl:", "made_rewards:broken", "ValueError: no solution", "no tree was finished"):
+        assert part in done.err
+
+
+def test_defaults_and_choices_are_those_of_the_library() -> None:
+    options = {option.name: option for option in import_module("treepack_cli.rollout").rollout.params}
+    library: dict[str, Any] = {}
+    for each in (TreeOptions(), Sampling(), RunOptions()):
+        library |= {name: getattr(each, name) for name in each.__slots__}
+    names = set(library) & set(options) - {"first_forks", "branching_temperature", "depth", "max_repeats", "resume"}
+    assert {name: options[name].default for name in names} == {name: library[name] for name in names}
+    assert len(names) >= 13
+    assert (options["first_forks"].default, library["first_forks"]) == ("2", 2)
+    assert (options["branching_temperature"].default, library["branching_temperature"]) == ("2", (2.0, 2.0))
+    assert options["queries"].default == library["max_queries"]
+    assert tuple(options["branching"].type.choices) == BRANCHING
+    assert tuple(options["fallback"].type.choices) == FALLBACK
+
+
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [
+        (r"so \boxed{42}", True),
+        (r"so \boxed{\frac{1}{2}}", True),
+        (r"so \boxed{\frac{1}{2}", False),
+        (r"\boxed{ and \boxed{1}", True),
+        (r"\boxed", False),
+        ("{}", False),
+    ],
+)
+def test_a_boxed_answer_is_closed_if_its_braces_are_balanced(text: str, closed: bool) -> None:
+    assert has_boxed(text) is closed
+
+
+def test_an_answer_is_searched_in_the_text_of_the_ids() -> None:
+    from treepack.ingest.encoder import Encoder
+    from treepack.ingest.tokenization import read_tokenizer
+
+    tokenizer = read_tokenizer(str(ROOT / "sample_data" / "tokenizer"))
+    found, ids = answer_test(r"two b\w+hes", tokenizer), Encoder(tokenizer).encode("with two branches, Quay Street")
+    assert found(ids)
+    assert not found(ids[:2])
+    assert not found(np.zeros(0, np.int32))
