@@ -277,12 +277,15 @@ def _start(world: WorldOptions, tokenizer: Any, sampling: Sampling) -> StartEpis
     Raises:
         TreepackError: the environment or the reward function cannot be imported.
     """
+    from treepack.ingest.tokenization import load_tokenizer
     from treepack.rollout.environment import start_episode
     from treepack.rollout.rewards import single_turn
     from treepack.rollout.user_code import load_callable
 
     if world.environment is not None:
         factory, stop = load_callable(world.environment), sampling.stop_token_ids
+        # An environment encodes its messages, for which it needs all of transformers' tokenizer.
+        tokenizer = None if tokenizer is None else load_tokenizer(tokenizer.name_or_path)
 
         async def in_environment(query: Query) -> tuple[Int32, Episode]:
             return await start_episode(factory, query, tokenizer, stop_token_ids=stop)
