@@ -107,6 +107,14 @@ def _warn_of_skipped(manifest: Manifest, trie: AnyPath) -> None:
     show_default=True,
     help="Drop the trajectories of rejected groups, or keep them with an advantage of 0.",
 )
+@click.option(
+    "--leaf-weights",
+    is_flag=True,
+    help="Weigh means and deviations by the leaf weights of sampled trees, which removes their bias.",
+)
+@click.option(
+    "--fallback-leaves", is_flag=True, help="With --leaf-weights: count the leaves that a fallback added, too."
+)
 @click.option("--epsilon", type=float, default=1e-6, show_default=True, help="Added to standard deviations.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 def advantages(
@@ -123,6 +131,8 @@ def advantages(
     leaf_scaled: bool,
     reject_equal: bool | None,
     rejected: str,
+    leaf_weights: bool,
+    fallback_leaves: bool,
     epsilon: float,
     overwrite: bool,
 ) -> None:
@@ -148,6 +158,8 @@ def advantages(
         reject_equal=reject_equal,
         rejected=rejected,
         epsilon=epsilon,
+        leaf_weights=leaf_weights,
+        fallback_leaves=fallback_leaves,
     )
     summary = write_advantages(trie, out, options, overwrite=overwrite)
     show_advantages(trie, summary, options)

@@ -47,7 +47,7 @@ def forest(trees: list[Tree]) -> tuple[Trie, LeafWeights]:
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_weighted_targets_of_prompts_are_unbiased_and_plain_ones_are_not(kind: str) -> None:
-    trie, weights = forest(sampled(kind, 80, 1))
+    trie, weights = forest(sampled(kind, 80, 2))
     prefixes, reward = anchors(trie, segment="recorded"), binary_rewards(trie)
     exact = LAW.probability_of_last(3, 1)
     errors = []

@@ -8,6 +8,7 @@ The directory appears when it is complete.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, as_path
@@ -68,9 +69,15 @@ def write_advantages(
         provenance = replace(
             Provenance.of(manifest),
             trie=trie_entry(trie, displayed(str(trie))),
-            advantages=asdict(options),
+            advantages=_recorded(options),
             totals=trie_totals(written),
         )
         with finished_directory(out, overwrite=overwrite) as temporary:
             new = write_trie(written, temporary, provenance)
     return AdvantagesSummary(out, new, estimates, read.num_trajectories, replaced)
+
+
+def _recorded(options: AdvantageOptions) -> dict[str, Any]:
+    """Return the options as the manifest records them; leaf weights only if they were used."""
+    unused = {name for name in ("leaf_weights", "fallback_leaves") if not getattr(options, name)}
+    return {name: value for name, value in asdict(options).items() if name not in unused}

@@ -23,8 +23,9 @@ from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.rl.advantages.flat import EPSILON, dr_grpo, grpo, reinforce_pp, rloo
-from treepack.rl.advantages.tree import tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
+from treepack.rl.advantages.tree import of_trajectories, tree_grpo, tree_grpo_segments, treepo, treerl, treerpo
 from treepack.rl.group_tree import group_codes
+from treepack.rl.leaf_weights import LeafWeights, required_leaf_weights
 from treepack.rl.segments import SegmentTree, segment_tree
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.build import build_trie
@@ -58,6 +59,10 @@ class AdvantageOptions:
     other flags are arguments of the estimators. `reject_equal` rejects groups whose rewards are all equal. None follows
     the papers: treepo rejects them (equation 5), and the other estimators give them 0. `rejected` "drop" removes the
     trajectories of rejected groups from the trie, "zero" keeps them with an advantage of 0.
+
+    `leaf_weights` weighs means and deviations over the trajectories of a sampled tree by their recorded leaf weights,
+    those before the first fallback; the published estimators do not. `fallback_leaves` takes the weights of all leaves
+    instead, so that the leaves of a fallback count too, which leaves a part of the bias.
     """
 
     estimator: str
@@ -72,6 +77,8 @@ class AdvantageOptions:
     reject_equal: bool | None = None
     rejected: str = "drop"
     epsilon: float = EPSILON
+    leaf_weights: bool = False
+    fallback_leaves: bool = False
 
     def __post_init__(self) -> None:
         """Check every value and name the option that is wrong.
@@ -85,6 +92,8 @@ class AdvantageOptions:
         for name, estimators in _ESTIMATORS_OF_OPTION.items():
             if self.estimator not in estimators and getattr(self, name) != getattr(type(self), name):
                 raise TreepackError(f"{name} is an option of {', '.join(estimators)}; {self.estimator} has none")
+        if self.fallback_leaves and not self.leaf_weights:
+            raise TreepackError("fallback_leaves selects among leaf weights; give --leaf-weights too, or neither")
         if self.min_depth < 0:
             raise TreepackError(f"min_depth is {self.min_depth}; expected 0 or a number of tokens")
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
@@ -128,7 +137,8 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     """Estimate the advantages of every trajectory of `trie` whose group can be used.
 
     Raises:
-        TreepackError: no group can be used, rewards so large that they overflow, or any error of `segment_tree`.
+        TreepackError: no group can be used, rewards so large that they overflow, no leaf weights if the options need
+            them, or any error of `segment_tree`.
     """
     reward = trie.trajectories["reward"].to_numpy().astype(np.float64)
     groups = group_codes(trie)
@@ -144,6 +154,7 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     # Two rewards differ by at most 2 |R|, and a variance sums n squares of such differences.
     if not math.isfinite(4 * largest * largest * len(kept)):
         raise TreepackError(f"a reward of {largest:g} makes advantages overflow; give rewards nearer to 1")
+    weights = _weights(trie, groups, kept, options)
     # Number the groups and steps that remain from 0 again: groups [0, 2, 2] -> [0, 1, 1].
     reward, group = reward[kept], np.unique(groups[kept], return_inverse=True)[1].astype(np.int64)
     step = np.unique(trie.step_rank[kept], return_inverse=True)[1].astype(np.int64)
@@ -151,9 +162,9 @@ def estimate_advantages(trie: Trie, options: AdvantageOptions) -> Estimates:
     if options.estimator in TREE:
         tree = segment_tree(trie, kept, group, segment=options.segment, min_depth=options.min_depth)
     if tree is None:
-        values = _flat_advantages(reward, group, step, options)
+        values = _flat_advantages(reward, group, step, weights, options)
     else:
-        values = _tree_advantages(tree, reward, step, options)
+        values = _tree_advantages(tree, reward, step, weights, options)
     per_token = _token_advantages(trie, kept, tree, values) if tree is not None and options.gives_segments else None
     return Estimates(
         kept=kept,
@@ -183,22 +194,39 @@ def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) ->
     return usable, counts
 
 
-def _flat_advantages(reward: Float64, group: Int64, step: Int64, options: AdvantageOptions) -> Float64:
+def _weights(trie: Trie, groups: Int64, kept: Int64, options: AdvantageOptions) -> LeafWeights | None:
+    """Return the leaf weights of the trajectories `kept`, 1 where all are equal; None if the options need none."""
+    if not options.leaf_weights:
+        return None
+    weights = required_leaf_weights(trie).times_size(groups)
+    if options.fallback_leaves:
+        weights = weights.with_fallback()
+    return LeafWeights(weights.all[kept], weights.before_fallback[kept])
+
+
+def _flat_advantages(
+    reward: Float64, group: Int64, step: Int64, weights: LeafWeights | None, options: AdvantageOptions
+) -> Float64:
+    weight = None if weights is None else of_trajectories(weights, group)
     if options.estimator == "grpo":
-        return grpo(reward, group, scope=step if options.std == "batch" else None, epsilon=options.epsilon)
+        scope = step if options.std == "batch" else None
+        return grpo(reward, group, scope=scope, weight=weight, epsilon=options.epsilon)
     if options.estimator == "reinforce++":
-        return reinforce_pp(reward, step, epsilon=options.epsilon)
-    return {"dr-grpo": dr_grpo, "rloo": rloo}[options.estimator](reward, group)
+        return reinforce_pp(reward, step, weight=weight, epsilon=options.epsilon)
+    return {"dr-grpo": dr_grpo, "rloo": rloo}[options.estimator](reward, group, weight=weight)
 
 
-def _tree_advantages(tree: SegmentTree, reward: Float64, step: Int64, options: AdvantageOptions) -> Float64:
+def _tree_advantages(
+    tree: SegmentTree, reward: Float64, step: Int64, weights: LeafWeights | None, options: AdvantageOptions
+) -> Float64:
     """One advantage per listed segment if `options.gives_segments`, else one per trajectory."""
     if options.estimator == "treerpo":
-        return treerpo(tree, reward, epsilon=options.epsilon)
+        return treerpo(tree, reward, weights=weights, epsilon=options.epsilon)
     if options.estimator == "treerl":
-        return treerl(tree, reward, leaf_scaled=options.leaf_scaled)
+        return treerl(tree, reward, weights=weights, leaf_scaled=options.leaf_scaled)
     if options.estimator == "tree-grpo":
-        return (tree_grpo_segments if options.per_segment else tree_grpo)(tree, reward, epsilon=options.epsilon)
+        function = tree_grpo_segments if options.per_segment else tree_grpo
+        return function(tree, reward, weights=weights, epsilon=options.epsilon)
     scope = None
     if options.std == "batch":
         scope = np.zeros(tree.num_groups, np.int64)
@@ -206,6 +234,7 @@ def _tree_advantages(tree: SegmentTree, reward: Float64, step: Int64, options: A
     return treepo(
         tree,
         reward,
+        weights=weights,
         scope=scope,
         size_weighted=options.size_weighted,
         reject_subgroups=options.reject_subgroups,

@@ -11,6 +11,9 @@ A segment's advantage applies to its trained tokens. An only child continues the
 beside it, so both have the same advantage. Below a root, this is the advantage of the root. Deviations and `epsilon`
 are defined in `advantages.flat`. In a star, whose trajectories share only their root, treepo and treerpo are grpo,
 tree_grpo is twice grpo, and treerl is twice dr_grpo.
+
+With `weights` of the leaves (`leaf_weights`), means and deviations over trajectories are weighted. The leaves of a
+fallback then count only in a node with fewer than two other leaves. Numbers of trajectories stay numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treepack.rl.advantages.flat import EPSILON, deviations, divide_by_deviation, grpo, magnitudes, means
+from treepack.rl.leaf_weights import LeafWeights
 from treepack.rl.segments import SegmentTree
 from treepack.trajectory import Float64, Int64
 
@@ -27,6 +31,7 @@ def treepo(
     tree: SegmentTree,
     reward: Float64,
     *,
+    weights: LeafWeights | None = None,
     scope: Int64 | None = None,
     size_weighted: bool = False,
     reject_subgroups: bool = False,
@@ -49,7 +54,7 @@ def treepo(
     rewards (equation 7 is this together with `size_weighted`), and `without_root` removes the group itself (section
     4.2). A trajectory without any subgroup has 0.
     """
-    sizes, averages, spread = _reward_statistics(tree, reward)
+    sizes, averages, spread = _reward_statistics(tree, reward, weights)
     # One pair (trajectory i, node j) for each A_ij. In the header: owner [0 0 1 1 2], node [0 1 0 1 0].
     above = _inner_segments(tree)
     owner, node = tree.owner[above], tree.node[above]
@@ -70,67 +75,88 @@ def treepo(
 
     group = tree.groups
     part = group if scope is None else scope[group]
-    deviation = deviations(apart, part[owner], magnitudes(reward, part))
+    weight_of_pair = None if weights is None else of_trajectories(weights, group)[owner]
+    deviation = deviations(apart, part[owner], magnitudes(reward, part), weight_of_pair)
     return divide_by_deviation(average, deviation[part], epsilon=epsilon)
 
 
-def treerpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
+def treerpo(
+    tree: SegmentTree, reward: Float64, *, weights: LeafWeights | None = None, epsilon: float = EPSILON
+) -> Float64:
     """Value of a segment compared with its siblings: TreeRPO in the form of TRACE, equations 45 and 46.
 
     The value of a leaf is its reward, the value of any other node the mean of its children. The advantage of a child is
     its value minus the mean of its parent's children, over their standard deviation. Roots have 0.
+
+    A mean over children weighs each by 1 / forks, which is what leaf weights do. So with `weights`, only children that
+    a fallback added are left out: of the value if another child remains, and of the comparison if two others do.
     """
-    value = _backed_up_values(tree, reward)
+    value = _backed_up_values(tree, reward, None if weights is None else _counted_children(tree, weights, at_least=1))
     child = np.flatnonzero(tree.parent >= 0)
     parent = tree.parent[child]
     magnitude = magnitudes(reward, tree.groups)[_roots(tree)]
-    deviation = deviations(value[child], parent, magnitude[: tree.num_inner])
-    advantage = np.zeros(len(value))
     # The mean of the children of a node is the node's own value.
-    advantage[child] = divide_by_deviation(value[child] - value[parent], deviation[parent], epsilon=epsilon)
+    mean, counted = value, None
+    if weights is not None:
+        counted = _counted_children(tree, weights, at_least=2)[child]
+        mean = means(value[child], parent, counted)
+    deviation = deviations(value[child], parent, magnitude[: tree.num_inner], counted)
+    advantage = np.zeros(len(value))
+    advantage[child] = divide_by_deviation(value[child] - mean[parent], deviation[parent], epsilon=epsilon)
     return advantage[_chain_heads(tree)[tree.node]]
 
 
-def tree_grpo(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
+def tree_grpo(
+    tree: SegmentTree, reward: Float64, *, weights: LeafWeights | None = None, epsilon: float = EPSILON
+) -> Float64:
     """Reward compared with trajectories of the same prefix, plus with the whole group: Tree-GRPO, TRACE equation 48.
 
     Both terms are a reward less a mean, over a standard deviation. The second term is `grpo`. The first term compares
     the trajectories through the deepest prefix that this trajectory shares with any other.
     """
-    sizes, averages, spread = _reward_statistics(tree, reward)
+    sizes, averages, spread = _reward_statistics(tree, reward, weights)
     above = _inner_segments(tree)
     above = above[sizes[tree.node[above]] > 1]
     deepest = tree.groups.copy()
     # Segments are listed root first and numpy keeps the last value written, so the deepest shared node remains.
     deepest[tree.owner[above]] = tree.node[above]
     intra = divide_by_deviation(reward - averages[deepest], spread[deepest], epsilon=epsilon)
-    return intra + grpo(reward, tree.groups, epsilon=epsilon)
+    return intra + _group_term(tree, reward, weights, epsilon)
 
 
-def tree_grpo_segments(tree: SegmentTree, reward: Float64, *, epsilon: float = EPSILON) -> Float64:
+def tree_grpo_segments(
+    tree: SegmentTree, reward: Float64, *, weights: LeafWeights | None = None, epsilon: float = EPSILON
+) -> Float64:
     """Same as `tree_grpo`, but with a first term per segment, among the trajectories through its parent.
 
     So every segment is compared with the other samples from the place where it branched off. A root is compared with
     nothing.
     """
-    _, averages, spread = _reward_statistics(tree, reward)
+    _, averages, spread = _reward_statistics(tree, reward, weights)
     apart = np.zeros(len(tree.owner))
     # Parent of the node where the chain of only children starts, -1 for a root and for a chain that starts at a root.
     branch = tree.parent[_chain_heads(tree)[tree.node]]
     later = np.flatnonzero(branch >= 0)
     parent = branch[later]
     apart[later] = divide_by_deviation(reward[tree.owner[later]] - averages[parent], spread[parent], epsilon=epsilon)
-    return apart + grpo(reward, tree.groups, epsilon=epsilon)[tree.owner]
+    return apart + _group_term(tree, reward, weights, epsilon)[tree.owner]
 
 
-def treerl(tree: SegmentTree, reward: Float64, *, leaf_scaled: bool = False) -> Float64:
+def _group_term(tree: SegmentTree, reward: Float64, weights: LeafWeights | None, epsilon: float) -> Float64:
+    weight = None if weights is None else of_trajectories(weights, tree.groups)
+    return grpo(reward, tree.groups, weight=weight, epsilon=epsilon)
+
+
+def treerl(
+    tree: SegmentTree, reward: Float64, *, weights: LeafWeights | None = None, leaf_scaled: bool = False
+) -> Float64:
     """Value of a segment minus that of its root, plus its value minus that of its parent: TreeRL (arXiv 2506.11902).
 
     The value of a node is the mean reward of the trajectories through it. The first term is therefore the global
     advantage and the second the local one; a root has 0. `leaf_scaled` divides by the square root of the number of
     these trajectories, the weight by which the paper compensates that a shared segment is trained once per trajectory.
     """
-    sizes, averages, _ = _reward_statistics(tree, reward)
+    sizes, averages, _ = _reward_statistics(tree, reward, weights, at_least=1)
     value = np.concatenate([averages, reward])
     size = np.concatenate([sizes, np.ones(len(reward), np.int64)])
     up = np.where(tree.parent < 0, np.arange(len(value)), tree.parent)
@@ -167,28 +193,56 @@ def _inner_segments(tree: SegmentTree) -> NDArray[np.intp]:
     return np.flatnonzero(tree.node < tree.num_inner)
 
 
-def _reward_statistics(tree: SegmentTree, reward: Float64) -> tuple[Int64, Float64, Float64]:
-    """Number, mean and standard deviation of the rewards of the trajectories through each inner node."""
+def of_trajectories(weights: LeafWeights, group: Int64) -> Float64:
+    """Return the weight of each trajectory in comparisons within its `group`, float64 [num_trajectories]."""
+    return weights.of_pairs(np.arange(len(group)), group, at_least=2)
+
+
+def _reward_statistics(
+    tree: SegmentTree, reward: Float64, weights: LeafWeights | None, *, at_least: int = 2
+) -> tuple[Int64, Float64, Float64]:
+    """Number, mean and standard deviation of the rewards of the trajectories through each inner node.
+
+    Mean and deviation are weighted, by `weights.of_pairs` with `at_least`.
+    """
     # The header: numbers [3 2], means [1/3 1/2], deviations [0.577 0.707] of the nodes [1 2] and [3 4].
     above = _inner_segments(tree)
     owner, node = tree.owner[above], tree.node[above]
+    weight = None if weights is None else weights.of_pairs(owner, node, at_least=at_least)
     magnitude = magnitudes(reward, tree.groups)[_roots(tree)[: tree.num_inner]]
-    return np.bincount(node), means(reward[owner], node), deviations(reward[owner], node, magnitude)
+    mean = means(reward[owner], node, weight)
+    return np.bincount(node), mean, deviations(reward[owner], node, magnitude, weight)
 
 
-def _backed_up_values(tree: SegmentTree, reward: Float64) -> Float64:
-    """Value of each node: the reward of a leaf, else the mean of the children, level by level from the deepest."""
+def _counted_children(tree: SegmentTree, weights: LeafWeights, *, at_least: int) -> Float64:
+    """Return 1 for each node that counts among its parent's children, else 0; float64 [num_nodes].
+
+    Children with leaves from before the first fallback count, or all children if there are fewer than `at_least`.
+    """
+    counted = np.bincount(tree.node, weights.before_fallback[tree.owner] > 0) > 0
+    child = tree.parent >= 0
+    few = np.bincount(tree.parent[child], counted[child], minlength=tree.num_inner) < at_least
+    return np.where(child & few[tree.parent], 1.0, counted.astype(np.float64))
+
+
+def _backed_up_values(tree: SegmentTree, reward: Float64, counted: Float64 | None = None) -> Float64:
+    """Value of each node: the reward of a leaf, else the mean of the children, level by level from the deepest.
+
+    `counted` float64 [num_nodes] is 1 for the children that count, 0 for the others; None counts all.
+    """
     # The header: leaves [1 0 0], then [3 4] = (1 + 0) / 2, then the root (1/2 + 0) / 2 -> [1/4 1/2 1 0 0].
     value = np.concatenate([np.zeros(tree.num_inner), reward])
+    weight = np.ones(len(value)) if counted is None else counted
     child = tree.parent >= 0
-    count = np.bincount(tree.parent[child], minlength=tree.num_inner)
+    count = np.bincount(tree.parent[child], weight[child], minlength=tree.num_inner)
     # Leaves are at any depth, so their rewards are added first; inner nodes then add their values level by level.
-    total = np.bincount(tree.parent[tree.num_inner :], weights=reward, minlength=tree.num_inner)
+    leaves = weight[tree.num_inner :] * reward
+    total = np.bincount(tree.parent[tree.num_inner :], leaves, minlength=tree.num_inner)
     starts = tree.level_start.tolist()
     for level in range(len(starts) - 2, -1, -1):
         a, b = starts[level], starts[level + 1]
         value[a:b] = total[a:b] / count[a:b]
         if level:
             above = starts[level - 1]
-            total[above:a] += np.bincount(tree.parent[a:b] - above, weights=value[a:b], minlength=a - above)
+            total[above:a] += np.bincount(tree.parent[a:b] - above, weight[a:b] * value[a:b], minlength=a - above)
     return value
