@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from treepack.rollout.options import TreeOptions
     from treepack.rollout.queries import Queries
     from treepack.rollout.query import Query
-    from treepack.rollout.run import RunOptions, StartEpisode
+    from treepack.rollout.run import RolloutOptions, StartEpisode
     from treepack.rollout.server import SampleText
     from treepack.rollout.summary import Means, RolloutSummary
     from treepack.trajectory import Int32
@@ -173,7 +173,7 @@ def rollout(
     prompt: PromptOptions,
     world: WorldOptions,
     sampling: Sampling,
-    run: RunOptions,
+    run: RolloutOptions,
     as_json: bool,
 ) -> None:
     """Sample rollouts of PROMPTS from an engine, with token ids, log-probabilities and the weights of leaves.

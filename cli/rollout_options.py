@@ -15,7 +15,7 @@ from .option_groups import as_usage, option_group
 if TYPE_CHECKING:
     from treepack.rollout.engine import Sampling
     from treepack.rollout.options import TreeOptions
-    from treepack.rollout.run import RunOptions
+    from treepack.rollout.run import RolloutOptions
 
 SAMPLERS = ("independent", "treepo", "prefixes")
 BRANCHING = ("even", "likely", "unlikely")
@@ -184,10 +184,10 @@ sampling_options = option_group(
 )
 
 
-def _make_run(queries: int, **values: Any) -> RunOptions:
-    from treepack.rollout.run import RunOptions
+def _make_run(queries: int, **values: Any) -> RolloutOptions:
+    from treepack.rollout.run import RolloutOptions
 
-    return RunOptions(**values, max_queries=queries)
+    return RolloutOptions(**values, max_queries=queries)
 
 
 run_options = option_group(

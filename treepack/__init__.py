@@ -7,6 +7,7 @@
     make_batch, row_loss                   rows to tensors and a loss            (treepack.data, treepack.model: torch)
     PackedDataset, collate, batch_loss     packed directories for other trainers
     tree_logprobs_like, plan_batch         batches in memory, in the shape of the caller   (treepack.online: torch)
+    sample_rollouts, sample_tree           rollouts as trees, from a server or a model  (treepack.rollout)
 
     build_trie_directory, pack_trie, stats, check, report    the commands of the same names, as functions
 
@@ -94,6 +95,20 @@ _HOME = {
     "fit_values": "train.predictor.fit:fit",
     "load_values": "train.predictor.model",
     "predict_values": "train.predictor.model:predict",
+    "Engine": "rollout.engine",
+    "Environment": "rollout.environment",
+    "Query": "rollout.query",
+    "QuerySources": "rollout.queries",
+    "RolloutOptions": "rollout.run",
+    "RolloutSummary": "rollout.summary",
+    "Sampling": "rollout.engine",
+    "TreeOptions": "rollout.options",
+    "connect": "rollout.server",
+    "independent_options": "rollout.options:independent",
+    "load_engine": "rollout.local",
+    "read_queries": "rollout.queries",
+    "sample_rollouts": "rollout.run",
+    "sample_tree": "rollout.sampler",
 }
 
 __all__ = ["__version__", *_HOME]

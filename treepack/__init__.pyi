@@ -56,6 +56,20 @@ from treepack.rl.advantages.estimate import estimate_advantages as estimate_adva
 from treepack.rl.advantages.estimate import with_advantages as with_advantages
 from treepack.rl.pros.augmentation import augment as augment
 from treepack.rl.pros.pass_rates import estimate as estimate_pass_rates
+from treepack.rollout.engine import Engine as Engine
+from treepack.rollout.engine import Sampling as Sampling
+from treepack.rollout.environment import Environment as Environment
+from treepack.rollout.local import load_engine as load_engine
+from treepack.rollout.options import TreeOptions as TreeOptions
+from treepack.rollout.options import independent as independent_options
+from treepack.rollout.queries import QuerySources as QuerySources
+from treepack.rollout.queries import read_queries as read_queries
+from treepack.rollout.query import Query as Query
+from treepack.rollout.run import RolloutOptions as RolloutOptions
+from treepack.rollout.run import sample_rollouts as sample_rollouts
+from treepack.rollout.sampler import sample_tree as sample_tree
+from treepack.rollout.server import connect as connect
+from treepack.rollout.summary import RolloutSummary as RolloutSummary
 from treepack.train.logprobs import open_scoring as open_scoring
 from treepack.train.logprobs import scored_rows as scored_rows
 from treepack.train.predictor.fit import fit as fit_values
@@ -80,6 +94,8 @@ __all__ = [
     "AdvantageOptions",
     "AdvantagesSummary",
     "BuildOptions",
+    "Engine",
+    "Environment",
     "LoraOptions",
     "PackOptions",
     "PackSummary",
@@ -88,12 +104,18 @@ __all__ = [
     "Plan",
     "Progress",
     "Provenance",
+    "Query",
+    "QuerySources",
     "ReadLog",
     "ReportOptions",
+    "RolloutOptions",
+    "RolloutSummary",
     "Row",
+    "Sampling",
     "StatsOptions",
     "Tokens",
     "Trajectory",
+    "TreeOptions",
     "TreepackError",
     "Trie",
     "TrieSummary",
@@ -108,9 +130,12 @@ __all__ = [
     "check_plan",
     "choose_objective",
     "collate",
+    "connect",
     "estimate_advantages",
     "estimate_pass_rates",
     "fit_values",
+    "independent_options",
+    "load_engine",
     "load_model",
     "load_values",
     "make_batch",
@@ -123,6 +148,7 @@ __all__ = [
     "plan_packing",
     "plan_rows",
     "predict_values",
+    "read_queries",
     "read_rows",
     "read_to_trie",
     "read_trajectories",
@@ -132,6 +158,8 @@ __all__ = [
     "row_logprobs",
     "row_loss",
     "row_objective",
+    "sample_rollouts",
+    "sample_tree",
     "scored_rows",
     "stats",
     "tokenize",

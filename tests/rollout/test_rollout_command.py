@@ -16,7 +16,7 @@ from support.paths import ROOT
 from treepack.rollout.answers import answer_test, has_boxed
 from treepack.rollout.engine import Sampling
 from treepack.rollout.options import BRANCHING, FALLBACK, TreeOptions
-from treepack.rollout.run import RunOptions
+from treepack.rollout.run import RolloutOptions
 
 CONFIG = {
     **json.loads((ROOT / "sample_data" / "tiny-qwen3.json").read_text()),
@@ -192,7 +192,7 @@ def test_a_reward_that_raises_names_the_function_and_the_record(treepack: Run, f
 def test_defaults_and_choices_are_those_of_the_library() -> None:
     options = {option.name: option for option in import_module("treepack_cli.rollout").rollout.params}
     library: dict[str, Any] = {}
-    for each in (TreeOptions(), Sampling(), RunOptions()):
+    for each in (TreeOptions(), Sampling(), RolloutOptions()):
         library |= {name: getattr(each, name) for name in each.__slots__}
     names = set(library) & set(options) - {"first_forks", "branching_temperature", "depth", "max_repeats", "resume"}
     assert {name: options[name].default for name in names} == {name: library[name] for name in names}

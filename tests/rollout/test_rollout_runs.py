@@ -21,7 +21,7 @@ from treepack.rollout.engine import EngineError, Segment
 from treepack.rollout.episode import Episode, SingleTurn
 from treepack.rollout.options import TreeOptions, independent
 from treepack.rollout.query import Query
-from treepack.rollout.run import RunOptions, sample_rollouts
+from treepack.rollout.run import RolloutOptions, sample_rollouts
 from treepack.rollout.simulated import LengthLaw, SimulatedEngine, log_normal_lengths
 from treepack.rollout.summary import RolloutSummary
 from treepack.trajectory import Int32
@@ -41,7 +41,7 @@ def sample(
     **run: Any,
 ) -> RolloutSummary:
     used = engine or SimulatedEngine(LAW)
-    settings = RunOptions(**({"seed": 3, "max_queries": 2} | run))
+    settings = RolloutOptions(**({"seed": 3, "max_queries": 2} | run))
     return asyncio.run(sample_rollouts(queries, used, options, out=out, run=settings, start=start))
 
 
@@ -142,7 +142,7 @@ def test_a_run_cancelled_at_any_request_keeps_its_trees(whole: bytes, tmp_path: 
             return await super().extend(ids, count=count, max_tokens=max_tokens, seed=seed)
 
     async def cancelled(engine: Cancelling, out: Path) -> None:
-        run = RunOptions(seed=3, max_queries=2)
+        run = RolloutOptions(seed=3, max_queries=2)
         engine.task = asyncio.ensure_future(sample_rollouts(QUERIES, engine, SHAPE, out=out, run=run))
         with pytest.raises(asyncio.CancelledError):
             await engine.task
@@ -329,4 +329,4 @@ def test_counts_of_queries_replace_the_width(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["concurrency", "max_queries", "attempts", "timeout"])
 def test_limits_of_0_are_refused(name: str) -> None:
     with pytest.raises(TreepackError, match=f"^{name} is 0; expected"):
-        RunOptions(**{name: 0})  # type: ignore[arg-type]
+        RolloutOptions(**{name: 0})  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ StartEpisode = Callable[[Query], Awaitable[tuple[Int32, Episode]]]
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
+class RolloutOptions:
     """Options of a run besides the shape of its trees.
 
     Attributes:
@@ -73,7 +73,7 @@ async def sample_rollouts(
     options: TreeOptions,
     *,
     out: str | AnyPath,
-    run: RunOptions = RunOptions(),
+    run: RolloutOptions = RolloutOptions(),
     start: StartEpisode | None = None,
     progress: ReportProgress | None = None,
 ) -> RolloutSummary:
@@ -134,7 +134,7 @@ def _state(file: RolloutFile, num_queries: int) -> str:
     return f"{finished:,} of {num_queries:,} trees are in {file.path}, continue with --resume"
 
 
-def _settings(sampling: Sampling, options: TreeOptions, run: RunOptions) -> dict[str, Any]:
+def _settings(sampling: Sampling, options: TreeOptions, run: RolloutOptions) -> dict[str, Any]:
     """Return everything that decides what is sampled, besides the queries, as JSON values."""
     shape = asdict(replace(options, is_answer=None))
     del shape["is_answer"]
