@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -122,6 +123,20 @@ def test_a_published_version_marks_segments_and_salts_the_cache(api: str) -> Non
     assert [segment.version for segment in use(server, ask)] == ["12", "12"]
 
 
+def test_a_version_that_is_published_during_a_request_does_not_mark_its_answer() -> None:
+    async def act(engine: ServerEngine) -> list[Segment]:
+        await ask(engine)
+        server.pause = 0.2
+        call = asyncio.ensure_future(ask(engine))
+        while len(server.requests) < 4:
+            await asyncio.sleep(0.01)
+        await engine.publish("7")
+        return await call
+
+    server = EngineServer()
+    assert [segment.version for segment in use(server, act)] == ["", ""]
+
+
 def test_without_stop_tokens_the_end_of_sequence_of_the_server_counts() -> None:
     server = EngineServer()
     use(server, ask, sampling=Sampling())
@@ -154,6 +169,12 @@ def test_an_unreachable_server_is_one_sentence_with_its_address() -> None:
 def test_an_address_without_a_server_in_it_is_refused() -> None:
     with pytest.raises(TreepackError, match=r"^htp://x: is no address of a server"):
         asyncio.run(connect("htp://x", SAMPLING))
+
+
+def test_a_missing_package_is_one_sentence_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(TreepackError, match=r"^http://x: a server needs the package aiohttp; run pip install"):
+        asyncio.run(connect("http://x", SAMPLING))
 
 
 def test_the_address_may_end_like_that_of_an_openai_client() -> None:

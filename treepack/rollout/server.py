@@ -64,7 +64,8 @@ async def connect(
         model: name at the server; needed only if it serves several.
         api_key: sent as a bearer token.
         sample_text: a text and its ids, to notice that the server has another tokenizer.
-        seeded: send a seed with each request. vLLM samples seeded requests one by one, which costs time if many run.
+        seeded: send a seed with each request, so that a run is repeatable. vLLM draws the random numbers of seeded
+            requests one by one, which costs time if many run.
 
     Raises:
         TreepackError: the server is unreachable, has none of the APIs, answers without token ids, has another
@@ -121,6 +122,8 @@ class ServerEngine:
                 "takes; lower --max-tokens, or start the server with room for longer sequences"
             )
         await self._check_ids(ids)
+        # A policy that is published while the server answers did not sample the answer, or not all of it.
+        version = self._version
         wish = Wish(
             ids,
             count,
@@ -128,7 +131,7 @@ class ServerEngine:
             self._sampling,
             seed=seed if self.found.is_seeded else None,
             model=self.found.model,
-            salt=self._version,
+            salt=version,
         )
         answer = await self._client.post(dialect.path, dialect.body(wish))
         value = self._client.checked(answer, dialect.path)
@@ -138,7 +141,7 @@ class ServerEngine:
                 f"{self.url}: the server continued {num_prompt} tokens and got {len(ids)}; "
                 "switch off truncation and special tokens in its settings"
             )
-        return [replace(segment, version=segment.version or self._version) for segment in segments]
+        return [replace(segment, version=segment.version or version) for segment in segments]
 
     async def _check_ids(self, ids: Int32) -> None:
         """Ask the server once for each new largest id, because a wrong one can kill its engine."""
