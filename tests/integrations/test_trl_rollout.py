@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from support.engine_server import EngineServer, in_thread
 from support.oracle import union_tokens
 from support.tool_once import TOOL, ToolOnce
+from support.wide_law import STOP, wide_law
 from treepack import TreepackError
 from treepack.rollout.engine import Sampling
 from treepack.rollout.options import TreeOptions, independent
@@ -238,6 +240,23 @@ def test_an_engine_at_another_temperature_is_refused(make: Callable[..., Any], r
     trainer = make()
     with pytest.raises(TreepackError, match=r"temperature 1\.0 and the trainer has 0\.7"):
         tree_rollouts(OPTIONS, engine=ModelEngine(trainer.model, Sampling()))(["a tree"] * 4, trainer)
+
+
+def test_the_default_engine_is_the_server_of_the_trainer(make: Callable[..., Any]) -> None:
+    from treepack.integrations.trl_rollout import tree_rollouts
+
+    trainer = make(temperature=0.7)
+    server = EngineServer(law=wide_law())
+    rollouts = tree_rollouts(OPTIONS)
+    with in_thread(server) as url:
+        # A trainer with these settings starts vLLM itself, which is not installed here.
+        trainer.use_vllm, trainer.vllm_mode = True, "server"
+        trainer.vllm_generation = SimpleNamespace(server_base_url=url)
+        columns = rollouts(["a tree"] * 4, trainer)
+        rollouts.close()
+    params = server.requests[-1]["sampling_params"]
+    assert (params["temperature"], params["stop_token_ids"]) == (0.7, [STOP])
+    assert sum(columns["leaf_weight"]) == pytest.approx(1)
 
 
 def test_a_trainer_without_an_engine_is_refused(make: Callable[..., Any]) -> None:

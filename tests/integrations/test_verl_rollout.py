@@ -11,6 +11,7 @@ import pytest
 
 from support.oracle import union_tokens
 from support.tool_once import TOOL
+from support.wide_law import STOP
 from treepack import TreepackError
 
 pytestmark = pytest.mark.integrations
@@ -113,7 +114,7 @@ def test_masks_and_log_probabilities_fit_the_sampled_tokens(trees: Any, rollouts
         expected = np.log([law.transition[a, b] for a, b in zip(before, response, strict=True)])
         assert batch.batch["rollout_log_probs"][row][mask].numpy() == pytest.approx(expected, abs=1e-5)
         assert len(response) <= rollouts.RESPONSE
-        assert response[-1] == rollouts.STOP or batch.non_tensor_batch["finish"][row] != "stop"
+        assert response[-1] == STOP or batch.non_tensor_batch["finish"][row] != "stop"
 
 
 def test_verl_gets_the_steps_of_the_weights_that_sampled(trees: Any, rollouts: Any) -> None:

@@ -111,8 +111,9 @@ class EngineServer:
         if self.statuses and (status := self.statuses.pop(0)) != 200:
             return error(status, "try\nagain")
         ids, options, count, seed = self._wish(body)
-        if any(int(name) >= VOCAB_SIZE for name in options.get("logit_bias", ())):
-            return error(400, f"out-of-vocab token ids. Vocabulary size: {VOCAB_SIZE}")
+        size = len(self.law.transition)
+        if any(int(name) >= size for name in options.get("logit_bias", ())):
+            return error(400, f"out-of-vocab token ids. Vocabulary size: {size}")
         temperature = options["temperature"]
         law = tempered(self.law, temperature)
         size = options["max_new_tokens" if self.api == "sglang" else "max_tokens"]

@@ -6,6 +6,8 @@ DataProto --AgentLoopWorker--> TreeAgentLoop.run --LLMServerClient.generate--> L
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,32 +15,23 @@ from typing import Any
 import numpy as np
 import verl
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from treepack.rollout.simulated import MarkovLaw
+from support.wide_law import wide_law
 
 PROMPT, RESPONSE = 24, 40  # verl's widths of prompts and responses
-STOP = 2  # eos of the tiny model
 RUNS = 3  # verl's global_steps of the servers' weights
-
-
-def law() -> MarkovLaw:
-    """Return a law of 30 tokens in which every fifteenth token, more or less, ends the response."""
-    transition = np.random.default_rng(0).random((1464, 30)) + 0.1
-    transition[:, STOP] = transition.sum(1) / 14
-    wide = np.zeros((1464, 1464))
-    wide[:, :30] = transition / transition.sum(1, keepdims=True)
-    return MarkovLaw(wide, stop=STOP)
 
 
 class LawServer:
     """What a server of verl does: pops the limit of tokens, and says completed for a stop and for the limit."""
 
     def __init__(self, aborts: int = 0) -> None:
-        self.law = law()
+        self.law = wide_law()
         self.requests: list[dict[str, Any]] = []
         self.aborts = aborts
         self.generate = SimpleNamespace(remote=self._generate)
@@ -78,6 +71,12 @@ class OneServer(LLMServerClient):  # type: ignore[misc]
         pass
 
 
+@functools.cache
+def _defaults() -> Any:
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose("ppo_trainer")
+
+
 def run_worker(
     model: str, loops: Path, *, server: LawServer | None = None, n: int = 6, validate: bool = False, **rollout: Any
 ) -> tuple[DataProto, OneServer]:
@@ -96,16 +95,14 @@ def run_worker(
         "prompt_length": PROMPT,
         "response_length": RESPONSE,
         "calculate_log_probs": True,
-        "agent.agent_loop_config_path": loops,
+        "agent.agent_loop_config_path": str(loops),
         "agent.default_agent_loop": "treepack_tree",
         **rollout,
     }
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        config = compose(
-            "ppo_trainer",
-            overrides=[f"actor_rollout_ref.model.path={model}"]
-            + [f"actor_rollout_ref.rollout.{name}={value}" for name, value in settings.items()],
-        )
+    config = copy.deepcopy(_defaults())
+    config.actor_rollout_ref.model.path = model
+    for name, value in settings.items():
+        OmegaConf.update(config.actor_rollout_ref.rollout, name, value)
     texts = [[{"role": "user", "content": "a tree"}], [{"role": "user", "content": "a row of tokens"}]]
     prompts = np.empty(2, object)
     prompts[:] = texts
