@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TRAINERS := .venv-integrations
 # The environment of a vLLM server on the CPU, which tests of the samplers ask for tokens.
 SERVER := .venv-vllm
+# The environment of verifiers, whose tasks and rewards the samplers use: 80 packages, and no torch.
+TASKS := .venv-verifiers
 # Pinned, so that an index or wheel folder with the CPU build of this version serves it; a looser range takes the newest,
 # with gigabytes of CUDA libraries. Any torch from 2.11 on works: make TORCH='torch --index-url URL' ...
 TORCH ?= torch==2.13.0
@@ -24,7 +26,7 @@ export CHECKOUT_PTH
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: demo test test-slow test-s3 test-integrations test-vllm lint types imports schemas docs clean
+.PHONY: demo test test-slow test-s3 test-integrations test-verifiers test-vllm lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +61,13 @@ $(SERVER)/stamp: tests/rollout/vllm_requirements.txt
 	$(call install,$(SERVER)) --no-deps -r tests/rollout/vllm_requirements.txt
 	touch $@
 
+$(TASKS)/stamp: tests/integrations/verifiers_requirements.txt
+	$(PYTHON) -m venv $(TASKS)
+	-$(TASKS)/bin/python $(PIP) uv
+	$(call install,$(TASKS)) --no-deps -r tests/integrations/verifiers_requirements.txt
+	$(TASKS)/bin/python -c "$$CHECKOUT_PTH"
+	touch $@
+
 demo: $(VENV)/run.stamp
 	rm -rf $(DEMO)
 	$(BIN)/treepack build-trie sample_data/chat.jsonl --tokenizer sample_data/tokenizer --expand turns --out $(DEMO)/trie
@@ -87,6 +96,9 @@ test-integrations: $(TRAINERS)/stamp
 		tests/attention/test_generation.py tests/attention/test_reference.py \
 		--deselect $(NOT_BESIDE_VERL)
 
+test-verifiers: $(TASKS)/stamp
+	$(TASKS)/bin/python -m pytest -m verifiers tests/integrations/test_verifiers.py
+
 # Starts two real servers of a tiny model; the tests themselves run in the usual environment.
 test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp
 	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout
@@ -108,5 +120,5 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(SERVER) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
