@@ -12,10 +12,12 @@ so the next segment of a path computes only what its prompt has after the last f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +117,8 @@ def default_stop_tokens(name: str | Path) -> tuple[int, ...]:
     local = local_source(base)
     stop = None
     if not local.endswith(".json"):
-        try:
+        with contextlib.suppress(OSError):  # few models lack the file, and then their config has the ids
             stop = GenerationConfig.from_pretrained(local, local_files_only=is_offline(local)).eos_token_id
-        except OSError:  # few models lack the file, and then their config has the ids
-            pass
     if stop is None:
         stop = read_config(base)[0].eos_token_id
     return tuple(sorted({stop} if isinstance(stop, int) else set(stop or ())))
@@ -180,6 +180,11 @@ class LocalEngine:
         """The distribution that every call samples from."""
         return self._sampling
 
+    @property
+    def num_steps(self) -> int:
+        """Forward passes since the start or the last `publish`."""
+        return int(getattr(self._manager, "current_batch", 0))
+
     async def extend(self, ids: Int32, *, count: int, max_tokens: int, seed: int) -> list[Segment]:
         """Continue `ids` int32 [n] `count` times, by 1 to `max_tokens` tokens each.
 
@@ -212,7 +217,7 @@ class LocalEngine:
                 seed=seed,
                 number=number,
                 max_tokens=max_tokens,
-                at_first_token=(lambda: [start() for start in later] and None) if number == 0 and later else None,
+                at_first_token=partial(_call_all, later) if number == 0 and later else None,
             )
         self._calls.add(done)
         try:
@@ -338,6 +343,11 @@ class LocalEngine:
         self._manager.destroy()
 
 
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
 def twin(model: Any) -> Any:
     """Return a model with the parameters and buffers of `model`, not copies, under transformers' attention.
 
@@ -388,7 +398,7 @@ def _known_settings() -> set[str]:
 
 
 def _settings(options: LocalOptions, device_type: str) -> Any:
-    """Return the manager's settings: one step at a time without graphs, because `Choice` is Python code in each step."""
+    """Return the manager's settings: step by step and without graphs, because `Choice` is Python code in each step."""
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     known = _known_settings()

@@ -46,7 +46,7 @@ class Continuation:
             start()
 
 
-class Choice(ContinuousBatchingLogitsProcessorList):
+class Choice(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]  # transformers has no types
     """The list of logits processors of a manager, replaced by the choice of the tokens itself.
 
     `continuations` has the requests by their ids. The event loop adds and removes entries while the manager's thread
