@@ -187,7 +187,7 @@ def rollout(
     sampler, options = tree
     tokenizer = _tokenizer(prompt.tokenizer, engine)
     queries = _queries(path, prompt, world, tokenizer, sampler)
-    sampling = _with_stop_tokens(sampling, engine)
+    sampling = _with_stop_tokens(sampling, engine, tokenizer)
     start = _start(world, tokenizer, sampling)
     if world.answer is not None:
         options = replace(options, is_answer=_answer(world.answer, tokenizer))
@@ -230,7 +230,7 @@ def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
     try:
         return read_tokenizer(engine.engine)
     except TreepackError:
-        return None  # token ids need none, and text without a tokenizer is refused where it is read
+        return None  # token ids need none, and text without a tokenizer is refused later
 
 
 def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenizer: Any, sampler: str) -> Queries:
@@ -310,16 +310,20 @@ def _answer(pattern: str, tokenizer: Any) -> Any:
     return answer_test(pattern, tokenizer)
 
 
-def _with_stop_tokens(sampling: Sampling, engine: EngineOptions) -> Sampling:
-    """Return `sampling` with the stop tokens of a model in this process, if no option names any.
+def _with_stop_tokens(sampling: Sampling, engine: EngineOptions, tokenizer: Any) -> Sampling:
+    """Return `sampling` with the stop tokens of the model or the tokenizer, if no option names any.
 
     Raises:
         TreepackError: they are not known.
     """
     from treepack.errors import TreepackError
 
-    if sampling.stop_token_ids or engine.is_server:
-        return sampling  # a server ends a response with its model's own tokens
+    if sampling.stop_token_ids:
+        return sampling
+    if engine.is_server:
+        # The server ends a response with its model's own tokens too, so none may be known here.
+        end = getattr(tokenizer, "eos_token_id", None)
+        return sampling if end is None else replace(sampling, stop_token_ids=(end,))
     from treepack.rollout.local import default_stop_tokens
 
     found = default_stop_tokens(engine.engine)

@@ -177,7 +177,7 @@ sampling_options = option_group(
             "--stop-token-id",
             type=click.IntRange(min=0),
             multiple=True,
-            help="Token that ends a turn; may be repeated. Default: those of the model's generation config.",
+            help="Token that ends a turn; may be repeated. Default: the ends of sequence of the model.",
         ),
     ],
     as_usage(_make_sampling),

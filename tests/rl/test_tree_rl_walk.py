@@ -43,7 +43,7 @@ def test_one_iteration_runs_as_it_stands(treepack: Run, tmp_path: Path, monkeypa
             done = treepack(*arguments)
             assert (name, done.status) == ("treepack", 0), f"{line}: {done.err}"
             commands.append(arguments[0])
-    used = ("build-trie", "advantages", "pack", "logprobs", "train", "values", "allocate", "augment", "select")
+    used = ("build-trie", "advantages", "pack", "logprobs", "train", "values", "allocate", "augment", "select", "rollout")
     assert set(commands) - {"stats"} == set(used)
 
     predictions = read_predictions(tmp_path / "predictions.jsonl")
@@ -56,6 +56,13 @@ def test_one_iteration_runs_as_it_stands(treepack: Run, tmp_path: Path, monkeypa
     chosen = {line["query_id"] for line in lines(tmp_path / "next.jsonl")}
     assert len(chosen) == 8
     assert chosen <= known == set(pl.read_parquet(tmp_path / "state.parquet")["query_id"])
+
+    continued = lines(tmp_path / "continuations.jsonl")
+    assert len(continued) == 32
+    assert all(line["parent_rollout"] and line["step"] == 1 for line in continued)
+    sampled = lines(tmp_path / "next_rollouts.jsonl")
+    assert {line["group_id"] for line in sampled} == chosen
+    assert {(line["num_leaves"], line["step"]) for line in sampled} == {(4, 2)}
 
     # The next iteration starts with the predictor of this one.
     again = treepack("values", "fit", "credited", "--model", "predictor", "--freeze", "--epochs", 1, "--out", "next")

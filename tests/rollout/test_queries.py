@@ -237,7 +237,7 @@ def test_a_table_of_another_trie_is_refused(tmp_path: Path, change: dict[str, An
 
 def test_a_continuation_keeps_the_step_of_its_rollout(tmp_path: Path) -> None:
     row = {"group_id": "task", "trajectory_id": "task/0", "num_tokens": 6, "num_continuations": 3}
-    with pytest.raises(TreepackError, match="is of step 4; leave out --step 5"):
+    with pytest.raises(TreepackError, match="has the step 4; leave out --step 5"):
         read(tmp_path, row, trie=recorded(tmp_path), step=5)
 
 

@@ -82,7 +82,7 @@ def open_output(out: str | AnyPath, settings: Mapping[str, Any], *, resume: bool
 
     Args:
         out: file on this machine.
-        settings: everything besides the queries that decides what is sampled, as JSON values.
+        settings: all options, besides the queries, on which the samples depend, as JSON values.
         resume: continue the file if it exists.
 
     Raises:
@@ -144,7 +144,7 @@ def waiting_queries(queries: list[Query], file: RolloutFile) -> list[Query]:
 
 
 def _check_settings(options: Path, settings: Mapping[str, Any], out: Path) -> None:
-    """Compare the settings of a run with those in its file.
+    """Compare the settings of a run with the settings in its file.
 
     Raises:
         TreepackError: the file is missing or damaged, or a setting differs, which is named.

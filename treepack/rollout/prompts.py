@@ -27,7 +27,7 @@ from treepack.ingest.readers.records import Record
 from treepack.trajectory import Chat, Int32, as_token_ids, derived_group, prompt_messages
 
 TALK_FIELDS = ("messages", "prompt", "system", "tools", "chat_template_kwargs")
-# Without the response, these fields say that the ids are those of a whole rollout, or padded.
+# Beside ids without a name for prompts, these fields mean a whole rollout, or padding.
 NOT_A_PROMPT = {tf.RESPONSE, tf.MASK, tf.LABELS, tf.RESPONSE_LENGTH, tf.LENGTHS, tf.ATTENTION, tf.PROMPT_MASK}
 
 

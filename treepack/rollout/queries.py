@@ -60,7 +60,7 @@ class QuerySources:
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """The `queries` of a file in its order, without those of `num_unused` rows that ask for no rollout."""
+    """The `queries` of a file in its order. `num_unused` rows of a table ask for no rollout and have no query."""
 
     kind: str
     queries: list[Query]
@@ -183,7 +183,7 @@ def _with_parents(queries: list[Query], joined: _Joined) -> list[Query]:
     """
     augmented = [query for query in queries if query.untrained_prefix is not None and "parent_group" in query.fields]
     found = joined.find(str(query.fields["parent_group"]) for query in augmented)
-    # Without an environment, the turns only say where a response started, so the reused tokens count as one turn.
+    # Without an environment, only the start of the response matters, so the reused tokens count as one turn.
     replayed = augmented if joined.sources.has_environment else []
     if replayed and joined.trie is None:
         raise TreepackError(
@@ -288,7 +288,7 @@ def _prefix_query(record: Record, parts: dict[tuple[str, int], Any], sources: Qu
         )
     if sources.step is not None and sources.step != part.step:
         raise TreepackError(
-            f"{record.source}: the rollout that it continues is of step {part.step}; leave out --step {sources.step}"
+            f"{record.source}: the rollout that it continues has the step {part.step}; leave out --step {sources.step}"
         )
     untrained = part.fields.get(UNTRAINED_PREFIX)
     return Query(

@@ -99,7 +99,7 @@ def prefix_parts(trie: Trie, path: str, places: Mapping[tuple[str, int], str]) -
     chosen = {index[name] for name, _ in places}
     metadata: dict[int, dict[str, Any]] = {}
     waiting = chosen
-    # The turns of a continuation's prompt are those of its parent, whose prompt may be a prefix of another rollout.
+    # A continuation's prompt has the turns of its parent, whose prompt may be a prefix of another rollout too.
     while waiting:
         found = _metadata(trie, waiting)
         metadata |= found

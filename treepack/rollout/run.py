@@ -43,7 +43,7 @@ class RolloutOptions:
         timeout: seconds that an attempt of a request may take.
         attempts: attempts of a request; only temporary failures are repeated.
         resume: continue a file that exists.
-        settings: names and JSON values of everything else that decides what is sampled, such as the engine's model and
+        settings: names and JSON values of everything else on which the samples depend, such as the engine's model and
             the reward function. A run is resumed only with the same ones.
 
     Raises:
@@ -135,7 +135,7 @@ def _state(file: RolloutFile, num_queries: int) -> str:
 
 
 def _settings(sampling: Sampling, options: TreeOptions, run: RolloutOptions) -> dict[str, Any]:
-    """Return everything that decides what is sampled, besides the queries, as JSON values."""
+    """Return all options on which the samples depend, besides the queries, as JSON values."""
     shape = asdict(replace(options, is_answer=None))
     del shape["is_answer"]
     return {**run.settings, "seed": run.seed, **shape, **asdict(sampling)}

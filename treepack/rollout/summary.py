@@ -42,7 +42,7 @@ class RolloutSummary:
         requests: requests to the engine that were answered.
         tokens_decoded: tokens sampled.
         tokens_prefilled: tokens sent, once for each request.
-        tokens_cached: of those, tokens whose keys came from the engine's cache; None if it does not say.
+        tokens_cached: of those, tokens whose keys came from the engine's cache; None if it does not report them.
         length: mean decoded tokens of a rollout, None without a rollout.
         reward: mean reward of the rollouts that have one, None if none has.
         is_pass_rate: all rewards are 0 or 1.
