@@ -91,6 +91,17 @@ LOSS = (
         show_default=True,
         help="Units with equal weight in the mean loss: tokens, trajectories or groups.",
     ),
+    click.option(
+        "--leaf-weights",
+        is_flag=True,
+        help="Multiply trajectory weights by the leaf weights of sampled trees, which makes the gradient unbiased, and "
+        "leave out the leaves that a fallback added.",
+    ),
+    click.option(
+        "--fallback-leaves",
+        is_flag=True,
+        help="With --leaf-weights: keep these leaves, with the weights of all leaves, and a part of the bias.",
+    ),
 )
 
 

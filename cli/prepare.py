@@ -55,6 +55,8 @@ def prepare(
     treepack build-trie INPUT... --out OUT/trie
     treepack advantages OUT/trie --estimator grpo --out OUT/advantages      with --advantages grpo
     treepack pack OUT/trie --out OUT/packed                                 or of OUT/advantages
+
+    --leaf-weights and --fallback-leaves apply to both advantages and pack.
     """
     from dataclasses import replace
 
@@ -76,7 +78,9 @@ def prepare(
     summary, complete, step = None, trie, "advantages" if estimator else "pack"
     try:
         if estimator:
-            advantage_options = AdvantageOptions(estimator)
+            advantage_options = AdvantageOptions(
+                estimator, leaf_weights=options.leaf_weights, fallback_leaves=options.fallback_leaves
+            )
             summary = write_advantages(trie, source, advantage_options, overwrite=overwrite)
             complete, step = source, "pack"
         with progress_bars() as progress:

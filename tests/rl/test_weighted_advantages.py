@@ -87,8 +87,9 @@ class Loops:
         self.below = {node: sorted(set(tree.owner[tree.node == node].tolist())) for node in set(tree.node.tolist())}
 
     def weight(self, leaves: Sequence[int], at_least: int = 2) -> list[float]:
-        before = self.weights.before_fallback[leaves].tolist()
-        return before if sum(w > 0 for w in before) >= at_least else self.weights.all[leaves].tolist()
+        before: list[float] = self.weights.before_fallback[leaves].tolist()
+        everything: list[float] = self.weights.all[leaves].tolist()
+        return before if sum(w > 0 for w in before) >= at_least else everything
 
     def mean(self, node: int, at_least: int = 2) -> float:
         leaves = self.below[node]

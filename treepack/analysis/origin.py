@@ -14,6 +14,7 @@ from treepack.files.directory import MANIFEST
 from treepack.files.location import locate
 from treepack.files.manifest import Manifest, file_sha256, read_manifest
 from treepack.pack.capacity import fit_capacity
+from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.plan.planning import packed_trie
 from treepack.pack.plan.problem import Limits
 from treepack.trie.files import read_trie
@@ -73,11 +74,13 @@ def _copy_of_origin(recorded: str) -> Path:
 
 
 def read_origin(path: Path, manifest: Manifest) -> Trie:
-    """Read the trie at `path`, cut to the capacity of the packed directory with `manifest`."""
-    options = manifest["options"]
+    """Read the trie at `path`, cut to the capacity of the packed directory with `manifest`, and weighted as it is."""
+    trie, options = read_trie(path), manifest["options"]
+    if options.get("leaf_weights"):
+        trie, _ = weigh_leaves(trie, fallback_leaves=bool(options.get("fallback_leaves")))
     pairs = options.get("pairs_budget")
     longest = Limits(manifest["capacity"], pairs if isinstance(pairs, int) and pairs > 0 else None).longest
-    fitted, _ = fit_capacity(read_trie(path), longest, too_long=str(options.get("too_long", "error")))
+    fitted, _ = fit_capacity(trie, longest, too_long=str(options.get("too_long", "error")))
     return fitted
 
 

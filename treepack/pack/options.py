@@ -37,6 +37,8 @@ class PackOptions:
         too_long: "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it.
         semantics: a shared trained token counts for every trajectory ("branch") or once ("once").
         normalize: "token", "trajectory" or "group": which of them have equal weight in the mean loss.
+        leaf_weights: multiply trajectory weights by the leaf weights of sampled trees, without leaves of a fallback.
+        fallback_leaves: with `leaf_weights`, keep the leaves of a fallback, with the weights of all leaves.
         workers: processes that plan; the plan is the same for any number.
 
     Raises:
@@ -53,6 +55,8 @@ class PackOptions:
     too_long: str = "error"
     semantics: str = "branch"
     normalize: str = "token"
+    leaf_weights: bool = False
+    fallback_leaves: bool = False
     workers: int = 1
 
     def __post_init__(self) -> None:
@@ -77,6 +81,8 @@ class PackOptions:
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.time_limit is not None and not (math.isfinite(self.time_limit) and self.time_limit > 0):
             raise TreepackError(f"time_limit is {self.time_limit}; expected a positive number of seconds")
+        if self.fallback_leaves and not self.leaf_weights:
+            raise TreepackError("fallback_leaves selects among leaf weights; give --leaf-weights too, or neither")
         self.check_method(self.method)
 
     def check_method(self, method: str) -> None:
@@ -89,8 +95,9 @@ class PackOptions:
             raise TreepackError("the method sequence shares no token, so semantics must be branch")
 
     def as_record(self) -> dict[str, Any]:
-        """Return the options as the manifest of a packed directory records them."""
-        return {
+        """Return the options as the manifest of a packed directory records them; leaf weights only if they are used."""
+        used = {name: True for name in ("leaf_weights", "fallback_leaves") if getattr(self, name)}
+        return used | {
             "method": self.method,
             "effort": self.effort,
             "time_limit": self.time_limit,

@@ -1,15 +1,17 @@
 """A trie to training rows in memory: limits, the plan, and the rows themselves.
 
-Trie --fit_capacity--> Trie --plan_rows--> Plan --check_plan--> Packing --iterate--> Row, Row, ...
+Trie --weigh_leaves, fit_capacity--> Trie --plan_rows--> Plan --check_plan--> Packing --iterate--> Row, Row, ...
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from treepack.pack.capacity import fit_capacity, usual_capacities
+from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions
 from treepack.pack.placement import unordered_tiles
 from treepack.pack.plan.check import check_plan
@@ -30,10 +32,11 @@ class Packing:
     """A checked plan of a trie, ready to yield its rows.
 
     Attributes:
-        trie: the trie whose trajectories are planned; trajectories that are too long are cut or left out.
+        trie: the trie whose trajectories are planned; trajectories that are too long are cut or left out, and so are
+            those of leaf weight 0, if the options use leaf weights.
         plan: the row of each trajectory of `trie`.
         totals: `trie_totals` and `packed_totals` together.
-        counts: trajectories that were dropped or truncated.
+        counts: trajectories that were dropped, left out or truncated.
         options: the options it was made with; the capacity of the rows is `plan.capacity`.
     """
 
@@ -62,11 +65,17 @@ def plan_packing(
     capacity, the first of `usual_capacities` is used. `progress` is called with the trees planned so far.
 
     Raises:
-        TreepackError: a trajectory that is too long, or a plan that does not suit.
+        TreepackError: a trajectory that is too long, a plan that does not suit, or no leaf weights if the options need
+            them.
     """
-    limits = _limits(trie, options, plan_file)
     options.check_method(plan_file.method if plan_file else options.method)
+    left_out: Counter[str] = Counter()
+    if options.leaf_weights:
+        # First, because the weights of continuations depend on rollouts that may be too long.
+        trie, left_out = weigh_leaves(trie, fallback_leaves=options.fallback_leaves)
+    limits = _limits(trie, options, plan_file)
     fitted, counts = fit_capacity(trie, limits.longest, too_long=options.too_long)
+    counts += left_out
     plan = plan_of_file(fitted, plan_file) if plan_file else _plan(fitted, limits, options, progress)
     nodes = packed_trie(fitted, plan.method)
     totals = trie_totals(fitted) | packed_totals(fitted, plan, check_plan(nodes, plan))
