@@ -43,8 +43,8 @@ def test_one_iteration_runs_as_it_stands(treepack: Run, tmp_path: Path, monkeypa
             done = treepack(*arguments)
             assert (name, done.status) == ("treepack", 0), f"{line}: {done.err}"
             commands.append(arguments[0])
-    used = ("build-trie", "advantages", "pack", "logprobs", "train", "values", "allocate", "augment", "select", "rollout")
-    assert set(commands) - {"stats"} == set(used)
+    used = "build-trie advantages pack logprobs train values allocate augment select rollout"
+    assert set(commands) - {"stats"} == set(used.split())
 
     predictions = read_predictions(tmp_path / "predictions.jsonl")
     roots = lines(tmp_path / "roots.jsonl")
