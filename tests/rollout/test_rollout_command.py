@@ -138,6 +138,61 @@ def test_a_server_that_fails_later_leaves_the_finished_trees(treepack: Run, fold
     assert lines("out.jsonl") == lines("whole.jsonl")
 
 
+ENVIRONMENT = """
+class Counting:
+    \"\"\"Three turns; the observation is the length of the turn, and the reward the number of turns.\"\"\"
+
+    def __init__(self, fields, tokenizer):
+        self.fields, self.turns = fields, []
+
+    def prompt(self):
+        return [5, 6, self.fields["start"]]
+
+    def observe(self, response_ids):
+        self.turns.append(len(response_ids))
+        return None if len(self.turns) == 3 else [60, min(len(response_ids), 63)]
+
+    def reward(self):
+        return len(self.turns)
+"""
+
+
+def test_an_environment_has_the_prompts_and_is_replayed_for_continuations(treepack: Run, folder: Path) -> None:
+    (folder / "made_environment.py").write_text(ENVIRONMENT)
+    write("tasks.jsonl", *({"task_id": f"t{i}", "start": 7 + i} for i in range(2)))
+    with in_thread(EngineServer()) as url:
+        world = ("--environment", "made_environment:Counting", "--max-tokens", 999, "--stop-token-id", 0)
+        common = ("--engine", url, *world, "--quiet")
+        turns = ("--sampler", "treepo", "--segment", "turn", "--width", 4, "--out", "rollouts.jsonl")
+        assert treepack("rollout", "tasks.jsonl", *common, *turns).status == 0
+        records = lines("rollouts.jsonl")
+        assert {record["prompt_token_ids"][2] for record in records} == {7, 8}
+        assert [record["reward"] for record in records] == [3.0] * 8
+        assert treepack("rollout", "tasks.jsonl", *common, *turns, "--resume", "--json").json["num_before"] == 2
+        assert treepack("build-trie", "rollouts.jsonl", "--out", "trie", "--quiet").status == 0
+        # The first prefix ends with the observation of the first turn, the second one inside of the second turn.
+        rows = [
+            {
+                "group_id": record["group_id"],
+                "trajectory_id": record["rollout_id"],
+                "num_tokens": record["segments"][1] + shift,
+                "num_continuations": 2,
+            }
+            for shift, record in enumerate((records[0], records[-1]))
+        ]
+        write("prefixes.jsonl", *rows)
+        more = ("--sampler", "prefixes", "--trie", "trie", "--out", "more.jsonl")
+        done = treepack("rollout", "prefixes.jsonl", *common, *more)
+        assert (done.status, done.err) == (0, "")
+    continued = lines("more.jsonl")
+    assert [record["reward"] for record in continued] == [3.0] * 4
+    for record in continued:
+        (row,) = [row for row in rows if row["trajectory_id"] == record["parent_rollout"]]
+        assert len(record["prompt_token_ids"]) == record["parent_tokens"] == row["num_tokens"]
+        # Two further turns, with one observation between them.
+        assert [record["response_ids"][i] for i, flag in enumerate(record["response_mask"]) if flag == 0][::2] == [60]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "sentence"),
     [
