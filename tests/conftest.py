@@ -2,8 +2,9 @@
 
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
 Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
-Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 60
-examples of each property, `make test-slow` 150.
+Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 32
+examples of each property, `make test-slow` 80. A property with a number of its own is tried by `make test` alone: the
+slow group would try the same examples again.
 """
 
 import os
@@ -24,8 +25,22 @@ from support.command_line import Result, Run
 from support.s3 import Store, running_store
 
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=32)
-settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=150)
+settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=80)
 settings.load_profile("treepack")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out of a thorough run the properties that try as many examples under every profile."""
+    if config.getoption("--hypothesis-profile") != "thorough":
+        return
+    repeated = [item for item in items if has_own_number(item) and item.get_closest_marker("slow") is None]
+    config.hook.pytest_deselected(items=repeated)
+    items[:] = [item for item in items if item not in repeated]
+
+
+def has_own_number(item: pytest.Item) -> bool:
+    chosen = getattr(getattr(item, "obj", None), "_hypothesis_internal_use_settings", None)
+    return chosen is not None and chosen.max_examples != settings().max_examples
 
 
 @pytest.fixture
