@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,17 @@ def test_an_infinite_taskset_is_refused(tokenizer: Any) -> None:
     with pytest.raises(TreepackError, match=r"Sums never ends; give it as taskset.take\(1000\)"):
         task_queries(taskset, tokenizer)
     assert len(task_queries(taskset.take(2), tokenizer)) == 2
+
+
+def test_the_module_of_the_page_writes_records_and_scores_them(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text().partition("## Tasks of verifiers")[2]
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "sums.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    names = runpy.run_path("sums.py", run_name="__main__")
+    records = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    assert [record["idx"] for record in records] == list(range(100))
+    assert score(names["environment"], tokenizer, records[7], "14") == 1.0
+    assert score(names["environment"], tokenizer, records[8], "14") == 0.0

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import verifiers.v1 as vf
-from verifiers.v1.utils.decorators import reward
 
 
 class SumData(vf.TaskData):  # type: ignore[misc]
@@ -18,12 +17,12 @@ class SumData(vf.TaskData):  # type: ignore[misc]
 class Sum(vf.Task[SumData]):  # type: ignore[misc]
     """One sum: 1 for the right number, and half a point for a short response that was not cut off."""
 
-    @reward  # type: ignore[untyped-decorator]
+    @vf.reward  # type: ignore[untyped-decorator]
     async def is_right(self, trace: Any) -> float:
         """Compare the response with the sum."""
         return float(trace.last_reply.strip() == str(self.data.answer))
 
-    @reward(weight=0.5)  # type: ignore[untyped-decorator]
+    @vf.reward(weight=0.5)  # type: ignore[untyped-decorator]
     async def is_short(self, task: Any, trace: Any) -> float:
         """Count the tokens of the response."""
         assert task.answer == self.data.answer
@@ -46,7 +45,7 @@ class Sums(vf.Taskset[Sum, vf.TasksetConfig]):  # type: ignore[misc]
 class Raising(Sum):
     """A task whose reward raises."""
 
-    @reward  # type: ignore[untyped-decorator]
+    @vf.reward  # type: ignore[untyped-decorator]
     async def is_right(self, trace: Any) -> float:
         """Fail."""
         raise ValueError("no such sum")
@@ -61,7 +60,7 @@ class InContainer(Sum):
 class WithRuntime(Sum):
     """A task whose reward runs programs."""
 
-    @reward  # type: ignore[untyped-decorator]
+    @vf.reward  # type: ignore[untyped-decorator]
     async def passes(self, trace: Any, runtime: Any) -> float:
         """Would run a program."""
         raise AssertionError
