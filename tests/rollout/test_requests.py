@@ -146,9 +146,11 @@ def test_results_are_yielded_in_the_order_in_which_they_are_complete() -> None:
     assert virtual_time.run(collect(*starts, max_queries=1)) == (["3", "1", "2"], None)
 
 
-def test_a_result_that_is_complete_with_an_error_is_yielded_before_the_error() -> None:
-    starts = [partial(after, 1, "broken", fails=True), partial(after, 1, "good"), partial(after, 2, "late")]
-    assert virtual_time.run(collect(*starts)) == (["good"], "broken")
+def test_results_that_are_complete_with_an_error_are_yielded_before_the_error() -> None:
+    good = [partial(after, 1, f"good {i}") for i in range(12)]
+    starts = [partial(after, 1, "broken", fails=True), *good, partial(after, 2, "late")]
+    results, error = virtual_time.run(collect(*starts, max_queries=20))
+    assert (sorted(map(str, results)), error) == (sorted(f"good {i}" for i in range(12)), "broken")
 
 
 def test_an_error_cancels_the_other_queries_and_awaits_their_ends() -> None:
