@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from support.engine_server import EngineServer, in_thread
 from support.oracle import union_tokens
+from support.paths import ROOT
 from support.tool_once import TOOL, ToolOnce
 from support.wide_law import STOP, wide_law
 from treepack import TreepackError
@@ -63,6 +66,7 @@ def make(runs: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> Cal
             rollout_func=tree_rollouts(options, engine=engine, environment=environment),
         )
 
+    build.engine = engine  # type: ignore[attr-defined]
     return build
 
 
@@ -218,6 +222,26 @@ def test_independent_rollouts_need_no_fallback(make: Callable[..., Any]) -> None
     columns = trainer.rollout_func(["a tree"] * 4, trainer)
     assert columns["leaf_weight"] == [0.25] * 4
     assert max(map(len, columns["completion_ids"])) <= 32
+
+
+def test_the_program_of_the_docs_trains(
+    make: Callable[..., Any], runs: Any, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "your-trainer.md").read_text().split("\n## Sampling trees in TRL\n")[1].split("\n## ")[0]
+    (program,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(program.splitlines()) <= 20
+    # There is no server here, and two short steps on a CPU suffice.
+    program = program.replace(
+        'use_vllm=True, vllm_mode="server"', "use_cpu=True, bf16=False, max_steps=2, logging_steps=1"
+    )
+    program = program.replace("first_forks=(2, 8))", "first_forks=(2, 8)), engine=engine").replace("256", "8")
+    runs.tokenizer().save_pretrained(model)
+    names = {"model": model, "reward": runs.reward, "prompts": runs.prompts(4), "engine": make.engine}  # type: ignore[attr-defined]
+    exec(compile(program, "docs/your-trainer.md", "exec"), names)
+    logs = [log for log in names["trainer"].state.log_history if "loss" in log]
+    assert [np.isfinite(log["loss"]) for log in logs] == [True] * 2
+    assert all("reward/weighted_mean" in log for log in logs)
 
 
 def test_trees_that_may_stay_narrow_are_refused(make: Callable[..., Any]) -> None:

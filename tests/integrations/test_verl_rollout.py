@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from support.oracle import union_tokens
+from support.paths import ROOT, SAMPLE_DATA
 from support.tool_once import TOOL
 from support.wide_law import STOP
 from treepack import TreepackError
@@ -36,8 +38,6 @@ def rollouts() -> Any:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import AutoTokenizer, Qwen3Config
-
-    from support.paths import SAMPLE_DATA
 
     folder = tmp_path_factory.mktemp("model")
     Qwen3Config(
@@ -167,6 +167,18 @@ def test_a_shape_that_may_stay_narrow_is_refused(run: Callable[..., Any]) -> Non
 def test_an_unknown_field_of_the_tree_is_refused(run: Callable[..., Any]) -> None:
     with pytest.raises(Exception, match="tree has widht; expected fields among branches"):
         run(LOOPS.replace("max_repeats", "widht"))
+
+
+def test_the_configuration_of_the_docs_samples_trees(run: Callable[..., Any], rollouts: Any) -> None:
+    page = (ROOT / "docs" / "your-trainer.md").read_text().split("\n## Sampling trees in verl\n")[1].split("\n## ")[0]
+    (loops,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (options,) = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    start = "actor_rollout_ref.rollout."
+    settings = dict(line.removeprefix(start).split("=") for line in options.splitlines() if line.startswith(start))
+    assert settings.pop("agent.agent_loop_config_path") == "trees.yaml"
+    assert len(settings) == 2
+    batch, _ = run(loops, **settings)
+    assert batch.non_tensor_batch["leaf_weight"].astype(float).sum() == pytest.approx(2)
 
 
 def test_the_signatures_are_those_of_the_installed_verl(rollouts: Any) -> None:

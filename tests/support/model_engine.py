@@ -25,7 +25,7 @@ class ModelEngine:
         self.num_requests += 1
         draw = torch.Generator().manual_seed(seed)
         rows = torch.from_numpy(ids).long().repeat(count, 1)
-        logprobs = []
+        logprobs, stops = [], torch.tensor(self.sampling.stop_token_ids)
         with torch.no_grad():
             for _ in range(max_tokens):
                 logits = self.model(rows, use_cache=False).logits[:, -1].float() / self.sampling.temperature
@@ -33,6 +33,8 @@ class ModelEngine:
                 token = torch.multinomial(probabilities, 1, generator=draw)
                 logprobs.append(logits.log_softmax(-1).gather(1, token)[:, 0])
                 rows = torch.cat([rows, token], 1)
+                if torch.isin(rows[:, len(ids) :], stops).any(1).all():
+                    break
         new, values = rows[:, len(ids) :].numpy(), torch.stack(logprobs, 1).numpy()
         return [self._segment(tokens, each) for tokens, each in zip(new, values, strict=True)]
 
