@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from support.command_line import Run
+from support.paths import ROOT
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make
+from treepack import PackOptions, plan_packing
 from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest
 from treepack.rl.advantages.directory import write_advantages
@@ -256,3 +258,25 @@ def test_the_manifest_names_leaf_weights_only_if_they_were_used(forest: Trie, tr
     assert treepack("advantages", tmp_path / "trie", *arguments).status == 0
     manifest = json.loads((tmp_path / "weighted" / "manifest.json").read_text())
     assert manifest["advantages"] == recorded | {"leaf_weights": True}
+
+
+def test_the_example_of_the_page() -> None:
+    rows = {"B": ([7, 1, 1], 1.0, 1 / 2, 1 / 2), "C": ([7, 2, 3], 0.0, 1 / 4, 1 / 6)}
+    rows |= {"D": ([7, 2, 4], 1.0, 1 / 4, 1 / 6), "E": ([7, 2, 5], 0.0, 0.0, 1 / 6)}
+    trie = build_trie(
+        [
+            make(name, ids, reward=reward, metadata={"leaf_weight": weight, "leaf_weight_before_fallback": before})
+            for name, (ids, reward, before, weight) in rows.items()
+        ]
+    )
+    text = (ROOT / "docs" / "tree-rl.md").read_text()
+    for estimator in ("dr-grpo", "grpo", "rloo"):
+        values = estimate_advantages(trie, AdvantageOptions(estimator, leaf_weights=True, epsilon=0)).values
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{estimator}`, weighted |"))
+        assert [float(cell) for cell in row.split("|")[2:6]] == pytest.approx(values, abs=5e-5)
+    (packed,) = plan_packing(trie, PackOptions(capacity=64, leaf_weights=True))
+    shown = next(line for line in text.splitlines() if line.startswith("| `pack --leaf-weights` | 2"))
+    weight = {
+        name: packed.loss_weight[end] for name, end in zip(packed.trajectory_ids, packed.trajectory_ends, strict=True)
+    }
+    assert weight == {name: float(cell) for name, cell in zip("BCD", shown.split("|")[2:5], strict=True)}
