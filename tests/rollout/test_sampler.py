@@ -69,7 +69,7 @@ def test_nodes_leaves_and_usage_of_any_tree_are_consistent(options: TreeOptions,
     paths = {tuple(node.ids().tolist()) for node in nodes}
     assert {request.ids for request in engine.requests} <= paths
     assert sum(request.count for request in engine.requests) == len(nodes) - 1
-    assert len(set(engine.requests)) == len(engine.requests)
+    assert len({request.seed for request in engine.requests}) == len(engine.requests)
     assert tree.usage.requests == len(engine.requests)
     assert tree.usage.decoded == sum(len(node.tokens) for node in nodes[1:])
     assert tree.usage.prefilled == sum(len(request.ids) for request in engine.requests)
