@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .option_groups import option_group
-from .output import percent, show
+from .output import lock_until_end, percent, show
 from .paths import READ, WRITE
 from .progress import progress_bars, quiet_option
 from .rollout_options import run_options, sampling_options, tree_options
@@ -184,7 +184,10 @@ def rollout(
     """
     import orjson
 
+    from treepack.rollout.output import check_output
+
     sampler, options = tree
+    lock_until_end(check_output(out, resume=run.resume))  # before a model is loaded, which may take minutes
     tokenizer = _tokenizer(prompt.tokenizer, engine)
     queries = _queries(path, prompt, world, tokenizer, sampler)
     sampling = _with_stop_tokens(sampling, engine, tokenizer)

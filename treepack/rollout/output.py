@@ -76,6 +76,28 @@ class RolloutFile:
             self._descriptor = None
 
 
+def check_output(out: str | AnyPath, *, resume: bool) -> Path:
+    """Return the path of an output without links, before anything slow starts.
+
+    Raises:
+        TreepackError: an address, a Parquet name, a directory, or a file that exists without `resume`.
+    """
+    path = as_output(out)
+    if isinstance(path, RemotePath):
+        raise TreepackError(
+            f"{path}: rollouts are appended while they are sampled, which a store cannot do; give a file on this "
+            "machine, and copy it afterwards"
+        )
+    path = path.resolve()
+    if path.suffix == ".parquet":
+        raise TreepackError(f"{path}: is written as JSON lines; let its name end in .jsonl")
+    if path.is_dir():
+        raise TreepackError(f"{path}: is a directory; give the name of a file in it")
+    if path.exists() and not resume:
+        raise TreepackError(f"{path}: exists; continue its run with --resume, or choose another --out")
+    return path
+
+
 @contextmanager
 def open_output(out: str | AnyPath, settings: Mapping[str, Any], *, resume: bool) -> Iterator[RolloutFile]:
     """Lock `out`, and open it for new trees; it is created with the first one.
@@ -89,21 +111,11 @@ def open_output(out: str | AnyPath, settings: Mapping[str, Any], *, resume: bool
         TreepackError: an address or a Parquet name, a file that exists without `resume`, one that was sampled with
             other `settings`, or whose content is damaged.
     """
-    path = as_output(out)
-    if isinstance(path, RemotePath):
-        raise TreepackError(
-            f"{path}: rollouts are appended while they are sampled, which a store cannot do; give a file on this "
-            "machine, and copy it afterwards"
-        )
-    if path.suffix == ".parquet":
-        raise TreepackError(f"{path}: is written as JSON lines; let its name end in .jsonl")
-    with lock(path):
-        path = path.resolve()
+    with lock(check_output(out, resume=resume)):
+        path = check_output(out, resume=resume)  # again, because another run may have ended before the lock was free
         options = path.with_name(path.name + ".run")
         file = RolloutFile(path)
         if path.exists():
-            if not resume:
-                raise TreepackError(f"{path}: exists; continue its run with --resume, or choose another --out")
             _check_settings(options, settings, path)
             file = _recovered(path)
         else:
