@@ -74,8 +74,8 @@ async def start_episode(
     """Return the prompt of a task, int32 [n], and its episode, which `sample_tree` closes.
 
     A query without ids gets those of the environment's `prompt`. For a prefix, the turns in `query.turns` are replayed,
-    and the observations compared with the ids between the turns. If the prefix ends with a complete turn, that is with
-    one of `stop_token_ids`, the environment answers it, and the returned prompt is longer by the observation.
+    and the observations compared with the ids between the turns. If the prefix ends inside an observation, or with a
+    complete turn, that is with one of `stop_token_ids`, the returned prompt has the whole observation.
 
     Raises:
         TreepackError: the environment raises, gives other ids than the query, or ends inside a prefix.
@@ -95,10 +95,13 @@ async def start_episode(
             observation = await world.observe(live, query.prompt[begin:end])
             if observation is None:
                 raise world.error(f"ends the episode after turn {len(turns) + 1} of the prefix; continue shorter ones")
-            if end < len(query.prompt):
-                world.compare(observation, query.prompt[end:next_begin], f"observation {len(turns) + 1}")
+            recorded = query.prompt[end:next_begin]
+            if next_begin == len(query.prompt):
+                # The prefix ends in this observation: recorded [6], observation [6, 8] -> the prompt gets the 8.
+                prompt = np.concatenate([prompt, observation[len(recorded) :]])
+                world.compare(observation[: len(recorded)], recorded, f"observation {len(turns) + 1}")
             else:
-                prompt = np.concatenate([prompt, observation])
+                world.compare(observation, recorded, f"observation {len(turns) + 1}")
             turns += (_Turn(query.prompt[begin:end], observation),)
         return prompt, EnvironmentEpisode(world, turns, live, await world.snapshot(live))
     except BaseException:
