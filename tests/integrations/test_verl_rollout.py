@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -100,7 +102,7 @@ def test_requests_have_the_sampling_parameters_of_verl_and_the_rest_of_a_path_as
     _, client = trees
     for request in client.server.requests:
         assert (request["temperature"], request["top_p"], request["top_k"]) == (1.0, 1, -1)
-        assert request["stop_token_ids"] == [2, 2]
+        assert request["stop_token_ids"] == [STOP]
     assert "seed" not in client.server.requests[0]
 
 
@@ -145,6 +147,27 @@ def test_an_environment_answers_turns_and_gives_the_reward(run: Callable[..., An
         assert batch.batch["response_mask"][row][: first + len(TOOL) + 1].tolist() == [1] * first + [0] * len(TOOL) + [
             1
         ]
+
+
+def test_a_tree_that_nobody_waits_for_is_cancelled(rollouts: Any, model: str, tmp_path: Path) -> None:
+    from treepack.integrations.verl_rollout import TreeAgentLoop
+
+    (tmp_path / "loops.yaml").write_text(LOOPS)
+    server = rollouts.LawServer()
+
+    async def cancelled() -> Any:
+        task = asyncio.ensure_future(rollouts.generate(model, tmp_path / "loops.yaml", server=server))
+        while len(server.requests) < 4:
+            await asyncio.sleep(0)
+        task.cancel()
+        before = await asyncio.gather(task, return_exceptions=True)
+        requests = len(server.requests)
+        await asyncio.sleep(0.05)
+        assert len(server.requests) == requests
+        return before
+
+    assert isinstance(asyncio.run(cancelled())[0], asyncio.CancelledError)
+    assert TreeAgentLoop._waiting == {}
 
 
 def test_full_determinism_samples_the_same_trees_again(run: Callable[..., Any]) -> None:

@@ -78,7 +78,14 @@ def _defaults() -> Any:
 
 
 def run_worker(
-    model: str, loops: Path, *, server: LawServer | None = None, n: int = 6, validate: bool = False, **rollout: Any
+    model: str, loops: Path, *, server: LawServer | None = None, **settings: Any
+) -> tuple[DataProto, OneServer]:
+    """Run `generate` to its end."""
+    return asyncio.run(generate(model, loops, server=server or LawServer(), **settings))
+
+
+async def generate(
+    model: str, loops: Path, *, server: LawServer, n: int = 6, validate: bool = False, **rollout: Any
 ) -> tuple[DataProto, OneServer]:
     """Generate n rollouts for each of two prompts as verl's trainer does, and return verl's batch and the client.
 
@@ -109,11 +116,7 @@ def run_worker(
     columns = {"raw_prompt": prompts, "uid": np.array(["first", "second"], object), "index": np.arange(2)}
     batch = DataProto.from_dict(non_tensors=columns, meta_info={"validate": validate, "global_steps": RUNS})
     batch = batch.repeat(repeat_times=n, interleave=True)
-    client = OneServer(config, server or LawServer())
-
-    async def generate() -> DataProto:
-        # As AgentLoopManager does before it divides the batch among its workers.
-        batch.non_tensor_batch["priority"] = np.arange(len(batch))
-        return await AgentLoopWorker(config, client).generate_sequences(batch)
-
-    return asyncio.run(generate()), client
+    # As AgentLoopManager does before it divides the batch among its workers.
+    batch.non_tensor_batch["priority"] = np.arange(len(batch))
+    client = OneServer(config, server)
+    return await AgentLoopWorker(config, client).generate_sequences(batch), client

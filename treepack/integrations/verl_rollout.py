@@ -88,8 +88,10 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
                 sampling failed.
         """
         if "uid" not in kwargs:
-            raise TreepackError("verl: the batch has no uid, which says which rollouts belong to one prompt")
-        # Nothing is awaited before the call has joined: verl starts the calls of a prompt in one turn of the loop.
+            raise TreepackError(
+                "verl: the batch has no column uid; give the rollouts of a prompt the same uid, as verl's trainers do"
+            )
+        # No await before this call has joined its tree: verl starts the calls of a prompt in one turn of the loop.
         is_training = all(
             sampling_params[name] == self.rollout_config[name] for name in ("temperature", "top_p", "top_k")
         )
@@ -100,20 +102,22 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
             shared.task = asyncio.ensure_future(self._sample(shared, key, sampling_params, kwargs))
         place = shared.num_members
         shared.num_members += 1
+        shared.num_waiting += 1
         try:
             return (await asyncio.shield(shared.task))[place]
-        except asyncio.CancelledError:
-            shared.num_members -= 1
-            if shared.num_members == 0:
+        finally:
+            shared.num_waiting -= 1
+            # Cancelled calls leave; a tree that nobody waits for is cancelled too.
+            if shared.num_waiting == 0 and not shared.task.done():
                 shared.task.cancel()
-            raise
+                self._waiting.pop(key, None)
 
     async def _sample(
         self, shared: _SharedTree, key: tuple[str, ...], sampling_params: dict[str, Any], fields: dict[str, Any]
     ) -> list[AgentLoopOutput]:
         """Sample the tree of the members that have joined by now, and return one output for each."""
         await asyncio.sleep(0)
-        del self._waiting[key]
+        self._waiting.pop(key, None)
         options = replace(self._options, width=shared.num_members)
         if len(key) > 1:
             options = replace(options, segment=None, depth=None, first_forks=None)
@@ -142,15 +146,17 @@ class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
 
     def _default_stops(self) -> tuple[int, ...]:
         model = self.config.actor_rollout_ref.model
-        return (*_generation_stops(model.path, bool(model.get("trust_remote_code"))), self.tokenizer.eos_token_id)
+        stops = _generation_stops(model.path, bool(model.get("trust_remote_code")))
+        return tuple(dict.fromkeys((*stops, self.tokenizer.eos_token_id)))
 
 
 @dataclass(slots=True, eq=False)
 class _SharedTree:
-    """The task of a tree, and the number of calls that wait for it."""
+    """The task of a tree, the number of calls that have joined it, and the number that still wait for it."""
 
     task: asyncio.Future[list[AgentLoopOutput]] = None  # type: ignore[assignment]  # set before anything waits
     num_members: int = 0
+    num_waiting: int = 0
 
 
 def _tree_options(tree: Any, max_tokens: int) -> TreeOptions:
