@@ -9,15 +9,22 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .option_groups import option_group
 from .output import lock_until_end, percent, show
 from .paths import READ, WRITE
 from .progress import progress_bars, quiet_option
+from .rollout_inputs import (
+    EngineOptions,
+    PromptOptions,
+    WorldOptions,
+    engine_options,
+    prompt_options,
+    world_options,
+)
 from .rollout_options import run_options, sampling_options, tree_options
 
 if TYPE_CHECKING:
@@ -31,127 +38,6 @@ if TYPE_CHECKING:
     from treepack.rollout.server import SampleText
     from treepack.rollout.summary import Means, RolloutSummary
     from treepack.trajectory import Int32
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of the engine: of a server, or of a model in this process."""
-
-    engine: str
-    model: str | None
-    api_key_env: str | None
-    unseeded: bool
-    dtype: str
-    device: str
-
-    @property
-    def is_server(self) -> bool:
-        """True if the engine is the address of a server."""
-        return self.engine.startswith(("http://", "https://"))
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """Options of the prompts: tokenizer, template, and the sources of groups that a table names."""
-
-    prompts: tuple[AnyPath, ...]
-    trie: AnyPath | None
-    tokenizer: str | None
-    chat_template: str | None
-    tools: str | None
-    step: int | None
-
-
-@dataclass(frozen=True)
-class WorldOptions:
-    """Options of everything that reads the sampled tokens: the environment or the reward, and the answer."""
-
-    environment: str | None
-    reward: str | None
-    answer: str | None
-
-    def __post_init__(self) -> None:
-        """Refuse options that exclude each other."""
-        if self.environment and self.reward:
-            raise click.UsageError("--environment gives the reward of a rollout; leave out --reward")
-
-
-engine_options = option_group(
-    "engine",
-    [
-        click.option(
-            "--engine",
-            required=True,
-            metavar="URL|MODEL",
-            help="Server of vLLM or SGLang (http://...), or a model for this process: directory, hub name or config "
-            "file (random weights).",
-        ),
-        click.option("--model", metavar="NAME", help="Name of the model at the server, if it serves several."),
-        click.option(
-            "--api-key-env", metavar="NAME", help="Environment variable with the key that the server asks for."
-        ),
-        click.option(
-            "--unseeded",
-            is_flag=True,
-            help="Send no seeds to a server: rollouts are not repeatable, and vLLM samples many requests faster.",
-        ),
-        click.option(
-            "--dtype",
-            type=click.Choice(["auto", "fp32", "bf16"]),
-            default="auto",
-            show_default=True,
-            help="Of a model in this process; auto is bf16 on a GPU that has it.",
-        ),
-        click.option(
-            "--device",
-            default="auto",
-            show_default=True,
-            help="Of a model in this process: cpu, cuda or cuda:N; auto is a GPU if there is one.",
-        ),
-    ],
-    EngineOptions,
-)
-prompt_options = option_group(
-    "prompt",
-    [
-        click.option(
-            "--prompts",
-            type=READ,
-            multiple=True,
-            help="File with the prompts that a table names by their groups, or with the parents of augmented queries. "
-            "May be repeated.",
-        ),
-        click.option("--trie", type=READ, help="Trie with the rollouts that a table names."),
-        click.option(
-            "--tokenizer",
-            metavar="NAME_OR_DIR",
-            help="Tokenizer of the model, for prompts in text, rewards of text and --answer; default: that of MODEL.",
-        ),
-        click.option(
-            "--chat-template",
-            type=click.Path(exists=True, dir_okay=False),
-            help="File with a chat template in Jinja, which replaces the template of the tokenizer.",
-        ),
-        click.option(
-            "--tools",
-            type=click.Path(exists=True, dir_okay=False),
-            help="JSON list of tool schemas for conversations that have none.",
-        ),
-        click.option("--step", type=int, help="Training step of the rollouts, if PROMPTS has none."),
-    ],
-    PromptOptions,
-)
-world_options = option_group(
-    "world",
-    [
-        click.option("--environment", metavar="MODULE:NAME", help="Environment of rollouts with several turns."),
-        click.option("--reward", metavar="MODULE:NAME", help="Function that returns the reward of a response."),
-        click.option(
-            "--answer", metavar="REGEX|boxed", help="End a rollout whose text contains this; boxed: a closed \\boxed{}."
-        ),
-    ],
-    WorldOptions,
-)
 
 
 @click.command()
@@ -185,15 +71,17 @@ def rollout(
     import orjson
 
     from treepack.rollout.output import check_output
+    from treepack.rollout.user_code import load_callable
 
     sampler, options = tree
     lock_until_end(check_output(out, resume=run.resume))  # before a model is loaded, which may take minutes
     tokenizer = _tokenizer(prompt.tokenizer, engine)
     queries = _queries(path, prompt, world, tokenizer, sampler)
-    sampling = _with_stop_tokens(sampling, engine, tokenizer)
-    start = _start(world, tokenizer, sampling)
     if world.answer is not None:
         options = replace(options, is_answer=_answer(world.answer, tokenizer))
+    function = None if world.function is None else load_callable(world.function)
+    sampling = _with_stop_tokens(sampling, engine, tokenizer)  # from here on, a model imports torch
+    start = None if function is None else _start(world, function, tokenizer, sampling)
     settings = {"sampler": sampler, "step": prompt.step, **asdict(world)}
     with progress_bars() as progress:
 
@@ -274,34 +162,25 @@ def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenize
     return queries
 
 
-def _start(world: WorldOptions, tokenizer: Any, sampling: Sampling) -> StartEpisode | None:
-    """Return the function that starts the episode of a query, None without an environment and a reward.
-
-    Raises:
-        TreepackError: the environment or the reward function cannot be imported.
-    """
+def _start(world: WorldOptions, function: Any, tokenizer: Any, sampling: Sampling) -> StartEpisode:
+    """Return the function that starts the episode of a query; `function` is the environment or the reward."""
     from treepack.ingest.tokenization import load_tokenizer
     from treepack.rollout.environment import start_episode
     from treepack.rollout.rewards import single_turn
-    from treepack.rollout.user_code import load_callable
 
     if world.environment is not None:
-        factory, stop = load_callable(world.environment), sampling.stop_token_ids
         # An environment encodes its messages, for which it needs all of transformers' tokenizer.
         tokenizer = None if tokenizer is None else load_tokenizer(tokenizer.name_or_path)
 
         async def in_environment(query: Query) -> tuple[Int32, Episode]:
-            return await start_episode(factory, query, tokenizer, stop_token_ids=stop)
+            return await start_episode(function, query, tokenizer, stop_token_ids=sampling.stop_token_ids)
 
         return in_environment
-    if world.reward is not None:
-        function = load_callable(world.reward)
 
-        async def with_reward(query: Query) -> tuple[Int32, Episode]:
-            return query.prompt, single_turn(function, query, tokenizer)
+    async def with_reward(query: Query) -> tuple[Int32, Episode]:
+        return query.prompt, single_turn(function, query, tokenizer)
 
-        return with_reward
-    return None
+    return with_reward
 
 
 def _answer(pattern: str, tokenizer: Any) -> Any:

@@ -1,8 +1,12 @@
-"""`treepack rollout` samples from a model, and its file goes through the other commands."""
+"""`treepack rollout` samples from a server, and its file goes through the other commands.
+
+The programs of docs/rollouts.md and docs/tree-rl.md sample from a model in this process.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,16 +22,6 @@ from treepack.rollout.engine import Sampling
 from treepack.rollout.options import BRANCHING, FALLBACK, TreeOptions
 from treepack.rollout.run import RolloutOptions
 
-CONFIG = {
-    **json.loads((ROOT / "sample_data" / "tiny-qwen3.json").read_text()),
-    "vocab_size": 16,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
 REWARDS = """
 def even(text, fields, *, ids):
     return len(ids) % fields["divisor"] == 0
@@ -39,12 +33,19 @@ def broken(text, fields, *, ids):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a model, two prompts and a reward function."""
+    """The current folder, with two prompts, a reward function and the config of a model."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.json").symlink_to(ROOT / "sample_data" / "tiny-qwen3.json")
     (tmp_path / "made_rewards.py").write_text(REWARDS)
     write("prompts.jsonl", *({"group_id": f"q{i}", "prompt_token_ids": [5, 6, 7 + i], "divisor": 2} for i in range(2)))
     return tmp_path
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The address of a server."""
+    with in_thread(EngineServer()) as url:
+        yield url
 
 
 def write(name: str, *records: dict[str, Any]) -> None:
@@ -55,16 +56,16 @@ def lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(name).read_text().splitlines()]
 
 
-SAMPLE = ("--engine", "model.json", "--max-tokens", 24, "--device", "cpu", "--dtype", "fp32", "--quiet")
 TREES = ("--sampler", "treepo", "--width", 6, "--segment", 5, "--step", 3, "--reward", "made_rewards:even")
 
 
-def test_sampled_trees_are_built_credited_packed_and_continued(treepack: Run, folder: Path) -> None:
+def test_sampled_trees_are_built_credited_packed_and_continued(treepack: Run, folder: Path, server: str) -> None:
     def run(*arguments: object) -> None:
         done = treepack(*arguments)
         assert (done.status, done.err) == (0, ""), done.err
 
-    run("rollout", "prompts.jsonl", *SAMPLE, *TREES, "--out", "rollouts.jsonl")
+    sample = ("--engine", server, "--max-tokens", 24, "--quiet")
+    run("rollout", "prompts.jsonl", *sample, *TREES, "--out", "rollouts.jsonl")
     records = lines("rollouts.jsonl")
     assert [record["rollout_id"].rpartition("/")[0] for record in records].count("q0:step-3") == 6
     assert {record["reward"] for record in records} == {0.0, 1.0}
@@ -86,7 +87,7 @@ def test_sampled_trees_are_built_credited_packed_and_continued(treepack: Run, fo
     ]
     write("prefixes.jsonl", *rows)
     more = ("--sampler", "prefixes", "--trie", "trie", "--reward", "made_rewards:even", "--out", "more.jsonl")
-    run("rollout", "prefixes.jsonl", *SAMPLE, *more)
+    run("rollout", "prefixes.jsonl", *sample, *more)
     continued = lines("more.jsonl")
     assert len(continued) == 4
     for record, size in places:
@@ -202,6 +203,8 @@ def test_an_environment_has_the_prompts_and_is_replayed_for_continuations(treepa
         (("--sampler", "treepo", "--first-forks", "8-2"), 2, "first_forks is (8, 2); expected a number from 1 on"),
         (("--sampler", "treepo", "--first-forks", "many"), 2, "'many' is neither a number nor two numbers such as 2-8"),
         (("--sampler", "treepo", "--temperature", 0), 2, "temperature is 0.0; expected a positive number"),
+        (("--sampler", "treepo", "--out", "s3://bucket/a.jsonl"), 1, "which a store cannot do; give a file on this"),
+        (("--sampler", "treepo", "--out", "."), 1, "is a directory; give the name of a file in it"),
         (("--sampler", "prefixes"), 1, "has plain prompts, and --sampler prefixes continues what treepack allocate"),
         (("--sampler", "treepo", "--answer", "boxed"), 1, "--answer is searched in text; give the model's --tokenizer"),
         (("--sampler", "treepo", "--reward", "made_rewards:none"), 1, "made_rewards has no none; it contains broken"),
@@ -236,9 +239,9 @@ def test_tables_have_their_own_numbers_of_rollouts(treepack: Run, folder: Path) 
     assert (done.status, "has the numbers of rollouts; leave out --width" in done.err) == (2, True)
 
 
-def test_a_reward_that_raises_names_the_function_and_the_record(treepack: Run, folder: Path) -> None:
+def test_a_reward_that_raises_names_the_function_and_the_record(treepack: Run, folder: Path, server: str) -> None:
     arguments = ("--sampler", "independent", "--width", 2, "--reward", "made_rewards:broken", "--out", "out.jsonl")
-    done = treepack("rollout", "prompts.jsonl", *SAMPLE, *arguments)
+    done = treepack("rollout", "prompts.jsonl", "--engine", server, "--max-tokens", 24, "--quiet", *arguments)
     assert done.status == 1
     for part in ("prompts.jsonl:", "made_rewards:broken", "ValueError: no solution", "no tree was finished"):
         assert part in done.err
