@@ -249,6 +249,7 @@ def _raise(*_: Any) -> Any:
         (_with(observe=lambda *_: []), "rooms:Broken returned no token ids from observe; return None at the end"),
         (_with(observe=lambda *_: "N"), "rooms:Broken returned a value of type str from observe; expected a list"),
         (_with(observe=lambda *_: [0.5]), "rooms:Broken returned a value of type list from observe; expected a list"),
+        (_with(observe=lambda *_: [[1], [2, 3]]), "rooms:Broken returned a value of type list from observe; expected"),
         (_with(observe=lambda *_: [-1]), "rooms:Broken returned -1 .. -1 from observe; expected token ids, from 0 on"),
         (_with(prompt=lambda _: None), "rooms:Broken returned None for the prompt, and the record has no prompt"),
         (_with(snapshot=lambda _: 1), "rooms:Broken returned an environment with only one of snapshot and restore"),

@@ -54,8 +54,8 @@ class Environment(Protocol):
     def observe(self, response_ids: list[int], /) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
         """Return the token ids that follow a turn of the policy, or None if the episode is over.
 
-        `response_ids` ends with the stop token, unless the turn was ended by an answer. The returned ids contain all
-        that stands between this turn and the next one, such as the header of the next message.
+        `response_ids` ends with the stop token, unless the turn was ended by an answer. The returned ids are
+        everything between this turn and the next one, such as the header of the next message.
         """
         ...
 
@@ -103,7 +103,9 @@ async def start_episode(
             else:
                 world.compare(observation, recorded, f"observation {len(turns) + 1}")
             turns += (_Turn(query.prompt[begin:end], observation),)
-        return prompt, EnvironmentEpisode(world, turns, live, await world.snapshot(live))
+        episode = EnvironmentEpisode(world, turns, live)
+        await world.take_snapshot(live, episode)
+        return prompt, episode
     except BaseException:
         await world.close()
         raise
@@ -132,7 +134,7 @@ class _Turn:
 
 @dataclass(slots=True)
 class _World:
-    """What all states of one query share: how to make environments, and those that are open.
+    """The part that all states of one query share: the factory, and the environments that are open.
 
     `first_ids` are what `prompt` returned first, with which every further environment must agree.
     """
@@ -145,6 +147,7 @@ class _World:
     can_truncate: bool = False
     is_closed: bool = False
     open: list[Environment] = field(default_factory=list)
+    snapshots: dict[EnvironmentEpisode, Any] = field(default_factory=dict)
 
     def error(self, problem: str) -> TreepackError:
         """Return the error of a `problem` with the environments."""
@@ -180,14 +183,10 @@ class _World:
         ids = await call(environment.observe, turn.tolist(), place=self.place)
         return None if ids is None else self._checked_ids(ids, "observe", "return None at the end of the episode")
 
-    async def snapshot(self, environment: Environment) -> Any:
-        """Return a copy of the state, or None if the environments are replayed."""
-        if not hasattr(environment, "snapshot"):
-            return None
-        copy = await call(environment.snapshot, place=self.place)
-        if copy is None:
-            raise self.error("returned None as a snapshot; return a copy of the state")
-        return copy
+    async def take_snapshot(self, environment: Environment, state: EnvironmentEpisode) -> None:
+        """Keep a copy of the state, unless the environments are replayed."""
+        if hasattr(environment, "snapshot"):
+            self.snapshots[state] = await call(environment.snapshot, place=self.place)
 
     def compare(self, ids: Int32, recorded: Int32, part: str) -> None:
         """Refuse ids of the environment that differ from the recorded ones of the same `part`."""
@@ -219,8 +218,9 @@ class _World:
         return checked_reward(value, f"{self.place}: {name_of(environment.reward)}")
 
     async def close(self) -> None:
-        """Close all environments that are open, after a failure or a cancellation."""
+        """Forget the snapshots, and close all environments that a failure or a cancellation has left open."""
         self.is_closed = True
+        self.snapshots.clear()
         # An error of `close` must not hide the one for which everything is closed.
         await asyncio.gather(*map(self._close, self.open), return_exceptions=True)
 
@@ -230,7 +230,10 @@ class _World:
             await uninterrupted(call(environment.close, place=self.place))
 
     def _checked_ids(self, ids: Any, method: str, remedy: str) -> Int32:
-        values = np.zeros((), int) if isinstance(ids, str | bytes | Mapping) else np.asarray(ids)
+        try:
+            values = np.asarray(None if isinstance(ids, str | bytes | Mapping) else ids)
+        except ValueError:  # lists of different lengths in a list
+            values = np.asarray(None)
         if values.ndim != 1 or not (len(values) == 0 or np.issubdtype(values.dtype, np.integer)):
             raise self.error(
                 f"returned a value of type {type(ids).__name__} from {method}; expected a list of token ids"
@@ -249,12 +252,11 @@ def _equal(ids: Int32 | None, before: Int32 | None) -> bool:
 class EnvironmentEpisode:
     """The state after some turns: an `Episode` of the sampler. See the head of this file."""
 
-    def __init__(self, world: _World, turns: tuple[_Turn, ...], live: Environment, snapshot: Any) -> None:
-        """Take over `live`, an environment in the state after `turns`, of which `snapshot` is a copy, or None."""
+    def __init__(self, world: _World, turns: tuple[_Turn, ...], live: Environment) -> None:
+        """Take over `live`, an environment in the state after `turns`."""
         self._world = world
         self._turns = turns
         self._live: Environment | None = live
-        self._snapshot = snapshot
         self._rewards: list[float | None] = []
         self._reward_lock = asyncio.Lock()
 
@@ -267,9 +269,10 @@ class EnvironmentEpisode:
         """
         world, live = self._world, await self._take()
         observation = await world.observe(live, turn)
-        # Nothing continues the end of an episode.
-        snapshot = None if observation is None else await world.snapshot(live)
-        return EnvironmentEpisode(world, (*self._turns, _Turn(turn, observation)), live, snapshot), observation
+        state = EnvironmentEpisode(world, (*self._turns, _Turn(turn, observation)), live)
+        if observation is not None:  # nothing continues the end of an episode
+            await world.take_snapshot(live, state)
+        return state, observation
 
     async def reward(self, unfinished: Int32) -> float | None:
         """Return the reward of this state; `unfinished` goes to the environment's `truncate` if there is one.
@@ -291,12 +294,13 @@ class EnvironmentEpisode:
 
     async def _take(self) -> Environment:
         """Return an environment in this state that belongs to the caller alone."""
-        live, self._live = self._live, None
+        world, live = self._world, self._live
+        self._live = None
         if live is not None:
             return live
-        new = await self._world.new()
-        if self._snapshot is not None:
-            await call(new.restore, self._snapshot, place=self._world.place)  # type: ignore[attr-defined]
+        new = await world.new()
+        if self in world.snapshots:
+            await call(new.restore, world.snapshots[self], place=world.place)  # type: ignore[attr-defined]
         else:
-            await self._world.replay(new, self._turns)
+            await world.replay(new, self._turns)
         return new
