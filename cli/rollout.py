@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from treepack.rollout.summary import Means, RolloutSummary
     from treepack.trajectory import Int32
 
+SAMPLE_TEXT = "A tree of rollouts, 3 of 16 leaves."  # to compare two tokenizers
+
 
 @click.command()
 @click.argument("path", metavar="PROMPTS", type=READ)
@@ -109,19 +111,26 @@ def rollout(
 
 
 def _tokenizer(name: str | None, engine: EngineOptions) -> Any:
-    """Return the tokenizer, None if no option names one and the model has none."""
+    """Return the tokenizer, None if no option names one and the model has none.
+
+    Raises:
+        TreepackError: it cannot be loaded, or the model in this process has another one.
+    """
     from treepack.errors import TreepackError
+    from treepack.ingest.encoder import Encoder
     from treepack.ingest.tokenization import read_tokenizer
 
-    if name is not None:
-        return read_tokenizer(name)
-    # A config file and a server have no tokenizer that could be read here.
-    if engine.is_server or engine.engine.endswith(".json"):
-        return None
+    given = None if name is None else read_tokenizer(name)
+    # A config file and a server have no tokenizer that could be read here; `connect` asks the server for ids.
+    if engine.is_server or engine.engine.endswith(".json") or name == engine.engine:
+        return given
     try:
-        return read_tokenizer(engine.engine)
+        own = read_tokenizer(engine.engine)
     except TreepackError:
-        return None  # token ids need none, and text without a tokenizer is refused later
+        return given  # token ids need no tokenizer, and text is refused later if there is none
+    if given is not None and Encoder(given).encode(SAMPLE_TEXT).tolist() != Encoder(own).encode(SAMPLE_TEXT).tolist():
+        raise TreepackError(f"{name}: is another tokenizer than that of {engine.engine}; leave out --tokenizer")
+    return own if given is None else given
 
 
 def _queries(path: AnyPath, prompt: PromptOptions, world: WorldOptions, tokenizer: Any, sampler: str) -> Queries:
@@ -258,8 +267,7 @@ def _sample_text(tokenizer: Any) -> SampleText | None:
 
     if tokenizer is None:
         return None
-    text = "A tree of rollouts, 3 of 16 leaves."
-    return SampleText(text, Encoder(tokenizer).encode(text).tolist())
+    return SampleText(SAMPLE_TEXT, Encoder(tokenizer).encode(SAMPLE_TEXT).tolist())
 
 
 def _figures(summary: RolloutSummary, num_unused: int) -> dict[str, Any]:

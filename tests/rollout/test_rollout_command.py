@@ -6,6 +6,7 @@ The programs of docs/rollouts.md and docs/tree-rl.md sample from a model in this
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -227,6 +228,18 @@ def test_an_unreachable_server_and_a_missing_key_are_one_sentence(treepack: Run,
     assert (done.status, "http://127.0.0.1:9" in done.err, done.err.count("\n")) == (1, True, 1)
     done = treepack(*command, "http://127.0.0.1:9", "--api-key-env", "NO_SUCH_KEY_HERE")
     assert done.err == "treepack: --api-key-env NO_SUCH_KEY_HERE: this environment variable is not set; export it\n"
+
+
+def test_another_tokenizer_than_the_model_has_is_refused(treepack: Run, folder: Path) -> None:
+    model, other = ROOT / "sample_data" / "tokenizer", folder / "other"
+    shutil.copytree(model, other)
+    vocabulary = json.loads((other / "tokenizer.json").read_text())
+    vocabulary["model"]["merges"] = []
+    (other / "tokenizer.json").write_text(json.dumps(vocabulary))
+    done = treepack(
+        "rollout", "prompts.jsonl", "--engine", model, "--tokenizer", other, "--sampler", "treepo", "--out", "out.jsonl"
+    )
+    assert done.err == f"treepack: {other}: is another tokenizer than that of {model}; leave out --tokenizer\n"
 
 
 def test_tables_have_their_own_numbers_of_rollouts(treepack: Run, folder: Path) -> None:

@@ -272,6 +272,11 @@ def test_an_address_is_refused() -> None:
         asyncio.run(sample_rollouts(QUERIES, SimulatedEngine(LAW), SHAPE, out="s3://bucket/rollouts.jsonl"))
 
 
+def test_two_queries_with_one_key_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TreepackError, match="a query: has the key q0 of another query; give it its own"):
+        sample(tmp_path / "rollouts.jsonl", [QUERIES[0], Query("q0", "q0", np.array([2], np.int32))])
+
+
 def test_a_parquet_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TreepackError, match=r"is written as JSON lines; let its name end in .jsonl"):
         sample(tmp_path / "rollouts.parquet")

@@ -137,19 +137,25 @@ def waiting_queries(queries: list[Query], file: RolloutFile) -> list[Query]:
     """Return the queries that have no tree in `file` yet.
 
     Raises:
-        TreepackError: the file has a tree that belongs to none of `queries`, or to one whose prompt has changed.
+        TreepackError: two queries have one key, or the file has a tree that belongs to none of `queries`, or to one
+            whose prompt has changed.
     """
-    by_name = {name_of(query): query for query in queries}
+    by_name: dict[str, Query] = {}
+    for query in queries:
+        if by_name.setdefault(name_of(query), query) is not query:
+            raise TreepackError(
+                f"{query.source or 'a query'}: has the key {query.key} of another query; give it its own"
+            )
     for name, digest in file.finished.items():
-        query = by_name.get(name)
-        if query is None:
+        found = by_name.get(name)
+        if found is None:
             raise TreepackError(
                 f"{file.path}: has rollouts of {name}, which the prompts lack; resume with the prompts of its run"
             )
         # An environment makes the prompt later, so it cannot be compared here.
-        if len(query.prompt) and prompt_hash(query.prompt) != digest:
+        if len(found.prompt) and prompt_hash(found.prompt) != digest:
             raise TreepackError(
-                f"{file.path}: has rollouts of {name} with another prompt than {query.source or 'its query'}; resume "
+                f"{file.path}: has rollouts of {name} with another prompt than {found.source or 'its query'}; resume "
                 "with the prompts of its run"
             )
     return [query for name, query in by_name.items() if name not in file.finished]
