@@ -75,9 +75,10 @@ class LawLengths:
     async def extend(self, ids: Int32, *, count: int, max_tokens: int, seed: int) -> list[Segment]:
         """Draw the length of each continuation, and let the engine decode as many tokens."""
         if ids.tobytes() not in self._prompts and len(ids) == self.law.num_prompt:
-            # Continuations of different lengths are separate requests: one computes the prompt for all of them.
+            # Continuations of different lengths are separate requests: one computes the prompt for all of them. Some
+            # versions of transformers do not keep the pages that a request completes in its last step.
             self._prompts.add(ids.tobytes())
-            await self.engine.extend(ids, count=1, max_tokens=1, seed=seed)
+            await self.engine.extend(ids, count=1, max_tokens=2, seed=seed)
         drawn = [
             self.law.sample(ids, max_tokens=max_tokens, rng=np.random.default_rng([seed, number]))[0]
             for number in range(count)

@@ -197,7 +197,7 @@ class LocalEngine:
             await self._publishing.wait()
         call = f"{next(self._numbers)}"
         names = [f"{call}.{number}" for number in range(count)]
-        choice, version = self._choice, self._version
+        manager, choice, version = self._manager, self._choice, self._version
         done: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         results: dict[str, Any] = {}
 
@@ -230,8 +230,8 @@ class LocalEngine:
             for name in names:
                 del choice.continuations[name]
                 if name not in results:
-                    self._manager.output_router.result_handlers.pop(name, None)
-                    self._manager.cancel_request(name)
+                    manager.output_router.result_handlers.pop(name, None)
+                    manager.cancel_request(name)
 
     def _check(self, ids: Int32, max_tokens: int) -> None:
         if self._manager is None:
