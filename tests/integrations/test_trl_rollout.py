@@ -168,23 +168,26 @@ def test_advantages_are_weighted_by_the_leaves(training: Any) -> None:
         assert log["reward/weighted_mean"] == pytest.approx(expected)
 
 
-def test_weighted_advantages_are_those_of_the_weighted_mean() -> None:
+def test_the_baseline_of_a_leaf_is_the_weighted_mean_below_the_other_first_forks() -> None:
     from treepack.integrations.trl_rollout import leaf_weighted
 
     columns = {
-        "completions": [4.0, 2.0, None, 6.0],
-        "tree": [0, 0, 0, 1],
-        "leaf_weight": [0.25, 0.25, 0.5, 1.0],
-        "leaf_weight_before_fallback": [0.5, 0.0, 0.5, 1.0],
+        "completions": [4.0, 2.0, 1.0, None, 6.0, 8.0],
+        "tree": [0, 0, 0, 0, 1, 1],
+        "segment_ids": [[1, 3], [1, 4], [2], [5], [1, 2], [1, 3]],
+        "leaf_weight": [0.25, 0.25, 0.25, 0.25, 0.5, 0.5],
+        "leaf_weight_before_fallback": [0.5, 0.0, 0.5, 0.0, 0.5, 0.5],
         "log_metric": lambda name, value: None,
     }
 
     def reward(completions: list[Any], **_: Any) -> list[Any]:
         return completions
 
-    # Tree 0 has the mean 3 of two leaves with shares of 1/2 each, as the third has no reward; 3 * 1/2 * (4 - 3) = 1.5.
-    assert leaf_weighted(reward, fallback_leaves=True)(**columns) == [1.5, -1.5, None, 0.0]
-    assert leaf_weighted(reward)(**columns) == [0.0, 0.0, None, 0.0]
+    # Tree 0: 4 leaves * 1/2 * (4 - 1) below its first fork 1, 4 * 1/2 * (1 - 4) below 2. Tree 1 has one first fork.
+    assert leaf_weighted(reward)(**columns) == [6.0, 0.0, -6.0, None, -1.0, 1.0]
+    # Shares of 1/3 each: 4/3 (4 - 1), 4/3 (2 - 1), 4/3 (1 - 3).
+    found = leaf_weighted(reward, fallback_leaves=True)(**columns)
+    assert found[:3] == pytest.approx([4, 4 / 3, -8 / 3])
 
 
 def test_an_environment_answers_turns_and_its_tokens_are_masked(make: Callable[..., Any]) -> None:

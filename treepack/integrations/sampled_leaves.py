@@ -22,7 +22,7 @@ from treepack.rollout.tree import Node, Tree
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What follows a turn of the policy: an environment from the fields of a query, or the end if there is none.
+    """The part of the rollouts that no engine samples: the environment, if there is one, and its tokenizer.
 
     `seed` is that of all choices and requests.
     """
@@ -52,7 +52,7 @@ class SampledLeaf:
 
     `response` are its token ids after the prompt, `mask` is 1 for each sampled one and 0 for each one of the
     environment. `logprobs` are nats at the temperature of the sampling, 0 for tokens of the environment, and None if
-    the engine gives none. `versions` are those of the policies that sampled its segments, in their order. `fields` are
+    the engine gives none. `versions` names the policy of each of its segments, in their order. `fields` are
     plain numbers, strings and lists, the same names for every leaf:
 
     - segments: tokens of prompt and response before each segment, the first one is the length of the prompt

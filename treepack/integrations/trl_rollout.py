@@ -58,7 +58,7 @@ def tree_rollouts(
         engine: an engine, or a function that makes one from the trainer at the first call. By default the trainer's own
             server of vLLM. The version that is announced to it is the trainer's global step.
         environment: makes the environment of a prompt from {"prompt": the prompt} and the tokenizer, for rollouts of
-            several turns; see docs/environments.md. Its rewards are those of the reward function `environment_reward`.
+            several turns; see docs/environments.md. The reward function `environment_reward` returns its rewards.
         seed: of all choices and requests.
         max_requests: requests to the engine at the same time.
 
@@ -78,12 +78,14 @@ def leaf_weighted(reward: Reward, *, fallback_leaves: bool = False) -> Reward:
     """Return a reward function whose advantages in GRPOTrainer are weighted by the leaf weights of `tree_rollouts`.
 
     GRPO's advantage is the reward less the plain mean of its group. On a tree this mean is biased towards long paths,
-    and so is the sum of gradients. The function returns n w (r - sum w r) for n leaves of a tree with rewards r and
-    weights w. The mean of these values is 0, so with scale_rewards="none" TRL takes them as advantages unchanged. The
-    metric NAME/weighted_mean is the mean reward that independent rollouts have, estimated without bias.
+    and so is the sum of gradients. The function returns n w (r - b) for n leaves of a tree with rewards r and weights
+    w. The baseline b of a leaf is the weighted mean over the leaves below the other first forks. They share no token
+    with it, so b is independent of it and the sum of gradients has no bias. The mean of the values is 0, so TRL takes
+    them as advantages unchanged if scale_rewards="none". The metric NAME/weighted_mean is the mean reward that
+    independent rollouts have, estimated without bias.
 
-    If a trainer has several reward functions, each of them must be weighted. The baseline contains the reward of the
-    leaf itself, as GRPO's does.
+    A tree with one first fork gets the weighted mean over all its leaves, which takes the gradient of the tokens that
+    they share. If a trainer has several reward functions, each of them must be weighted.
 
     Args:
         reward: a synchronous reward function of TRL; None leaves a completion out, whose weight goes to the others.
@@ -100,15 +102,20 @@ def leaf_weighted(reward: Reward, *, fallback_leaves: bool = False) -> Reward:
     @functools.wraps(reward)
     def weighted(**columns: Any) -> list[float | None]:
         rewards = np.array([np.nan if value is None else value for value in reward(**columns)], np.float64)
-        trees, is_scored = np.array(columns["tree"]), ~np.isnan(rewards)
+        is_scored = ~np.isnan(rewards)
         weights = np.where(is_scored, np.array(columns[column]), 0.0)
+        forks = np.array([ids[0] for ids in columns["segment_ids"]])  # the first segment of each leaf
         advantages, means = np.zeros(len(rewards)), []
-        for tree in np.unique(trees):
-            leaves = trees == tree
-            if (total := weights[leaves].sum()) > 0:
-                shares = weights[leaves] / total
-                means.append(float(shares @ np.nan_to_num(rewards[leaves])))
-                advantages[leaves] = leaves.sum() * shares * np.nan_to_num(rewards[leaves] - means[-1])
+        for tree in np.unique(columns["tree"]):
+            leaves = np.flatnonzero((np.array(columns["tree"]) == tree) & (weights > 0))
+            if len(leaves) == 0:
+                continue
+            size, shares = columns["tree"].count(tree), weights[leaves] / weights[leaves].sum()
+            means.append(float(shares @ rewards[leaves]))
+            others = forks[leaves, None] != forks[leaves]
+            # others [leaf, leaf]: the baseline of a row is the mean over its columns.
+            baselines = others @ (shares * rewards[leaves]) / (others @ shares) if others.any() else means[-1]
+            advantages[leaves] = size * shares * (rewards[leaves] - baselines)
         if means:
             columns["log_metric"](f"{getattr(reward, '__name__', 'reward')}/weighted_mean", float(np.mean(means)))
         return [float(value) if scored else None for value, scored in zip(advantages, is_scored, strict=True)]
@@ -117,7 +124,7 @@ def leaf_weighted(reward: Reward, *, fallback_leaves: bool = False) -> Reward:
 
 
 def trainer_sampling(trainer: Any) -> Sampling:
-    """Return the distribution of a trainer's own generation, for an engine that samples in its place.
+    """Return the distribution of a trainer's own generation; engines that replace it sample from it.
 
     Raises:
         TreepackError: the trainer changes the distribution in a way that engines do not have.

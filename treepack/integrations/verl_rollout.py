@@ -5,7 +5,7 @@
     server_manager.generate(request_id, ...)         <--        every segment; one request_id for a tree
     rewards, advantages, training                    <--        AgentLoopOutput: ids, mask, log-probabilities
 
-verl makes an agent loop for each of the n rollouts of a prompt, and starts those of a worker at the same time. The
+verl makes an agent loop for each of the n rollouts of a prompt. A worker starts all its loops at the same time. The
 first call starts a task for the tree and the others join it; one turn of the event loop later the task counts its
 members, which are its width. So n may differ from prompt to prompt.
 
@@ -47,15 +47,16 @@ TIMEOUT = 24 * 3600.0  # seconds; verl waits for its servers without a limit
 class TreeAgentLoop(AgentLoopBase):  # type: ignore[misc]
     """An agent loop whose n calls for one prompt sample one tree.
 
-    Calls with other sampling parameters than those of the training (validation, the greedy baseline of REMAX) sample
+    Calls whose sampling parameters differ from the training's (validation, the greedy baseline of REMAX) sample
     independent rollouts, because the leaves of a tree are no independent measurement.
 
     Args:
         tree: fields of `TreeOptions` other than width and max_tokens, which are the number of calls and
             rollout.response_length.
-        environment: "module:name" of what makes the environment of a prompt from the columns of verl's batch and the
-            tokenizer, for rollouts of several turns; see docs/environments.md. If its reward is None, verl scores.
-        stop_token_ids: tokens that end a turn; by default those of the model's generation config and its tokenizer.
+        environment: "module:name" of a function that makes the environment of a prompt from the columns of verl's batch
+            and the tokenizer, for rollouts of several turns; see docs/environments.md. If its reward is None, verl's
+            own reward is used.
+        stop_token_ids: tokens that end a turn; by default from the model's generation config and the tokenizer.
         seed: of all choices.
 
     Raises:
@@ -202,7 +203,7 @@ class ServerEngine:
     """verl's server manager as an engine: one request for each continuation, all with the same request_id.
 
     The server manager sends equal ids to the same server, whose cache holds the prefix then. `first_step` and
-    `last_step` are the training steps of the weights that have sampled, None if the server does not say.
+    `last_step` are the training steps of the weights that have sampled, None if the server does not report them.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ def _output(leaf: SampledLeaf, prompt: Int32, engine: ServerEngine, seconds: flo
         response_mask=leaf.mask,
         response_logprobs=leaf.logprobs,
         reward_score=leaf.reward,
-        num_turns=2 * leaf.num_turns,  # those of the user count too
+        num_turns=2 * leaf.num_turns,  # a turn of the user before each turn of the model
         metrics=AgentLoopMetrics(generate_sequences=seconds),
         extra_fields={
             **leaf.fields,
