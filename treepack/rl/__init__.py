@@ -2,6 +2,7 @@
 
     segments           Trie to SegmentTree: the tree that the sampler branched, node by node
     segment_cuts       the tokens where segments start
+    leaf_weights       weights of the leaves of sampled trees and of continuations, which make means unbiased
     group_tree         the branches of one group in the trie, and the rollout that each rollout continues
 
     advantages.flat      grpo, dr_grpo, rloo, reinforce_pp     rewards of a group, compared with each other
