@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -161,8 +162,13 @@ def test_a_failing_request_cancels_the_others_of_its_tree() -> None:
     law, _ = log_normal_law()
     watched = WatchedEngine(SimulatedEngine(law), order=np.random.default_rng(0))
     failing = FailingEngine(watched, lambda number: "lost" if number == 6 else "")
-    with pytest.raises(TreepackError, match="the connection was lost"):
-        virtual_time.run(grow_tree("q", failing, options))
+
+    async def sample() -> None:
+        with pytest.raises(TreepackError, match="the connection was lost"):
+            await grow_tree("q", failing, options)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(sample())
     assert watched.cancelled > 0
     assert (watched.under_way, watched.answered + watched.cancelled) == (0, len(watched.requests))
 
