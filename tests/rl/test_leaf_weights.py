@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ from support.strategies import make
 from treepack.errors import TreepackError
 from treepack.rl.leaf_weights import LeafWeights, leaf_weights
 from treepack.rollout.options import TreeOptions, independent
+from treepack.rollout.records import tree_lines
 from treepack.rollout.simulated import MarkovLaw
+from treepack.rollout.tree import leaf_weights as sampled_weights
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.build import build_trie
+from treepack.trie.directory import build_trie_directory
+from treepack.trie.files import read_trie
 
 LAW = MarkovLaw(three_tokens(), stop=0)
 WITH_FALLBACK = TreeOptions(width=8, max_tokens=20, segment=2, depth=8, first_forks=2)
@@ -61,6 +66,20 @@ def test_groups_without_weights_have_equal_ones() -> None:
     plain = [make(f"p{i}", [1, 5 + i], group="h") for i in range(4)]
     everything, _ = weights_by_name([by_hand("a", [1, 2], leaf_weight=1), *plain])
     assert everything == {"a": 1.0} | {f"p{i}": 0.25 for i in range(4)}
+
+
+def test_records_of_the_sampler_give_its_weights(tmp_path: Path) -> None:
+    trees = sample_trees(LAW, WITH_FALLBACK, [[1], [2]] * 2, seed=4)
+    (tmp_path / "rollouts.jsonl").write_bytes(b"".join(map(tree_lines, trees)))
+    build_trie_directory([tmp_path / "rollouts.jsonl"], tmp_path / "trie")
+    trie = read_trie(tmp_path / "trie")
+    weights, names = leaf_weights(trie), trie.trajectories["trajectory_id"].to_pylist()
+    assert weights is not None
+    for tree in trees:
+        at = [names.index(f"{tree.query.key}/{number}") for number in range(len(tree.leaves))]
+        everything, before = sampled_weights(tree)
+        assert weights.all[at] == pytest.approx(everything)
+        assert weights.before_fallback[at] == pytest.approx(before)
 
 
 @pytest.mark.parametrize("options", [WITH_FALLBACK, WITHOUT])

@@ -24,8 +24,8 @@ LEFT_OUT = "left out: leaf weight 0, as a fallback added them"
 def weigh_leaves(trie: Trie, *, fallback_leaves: bool) -> tuple[Trie, Counter[str]]:
     """Multiply the trajectory weights of `trie` by the leaf weights; return the trie that is left, and counts.
 
-    The weights are those before the first fallback, or those of all leaves with `fallback_leaves`. Trajectories whose
-    leaf weight is 0 are left out; the trie is then built again in O(N_flat).
+    The leaves have their weights from before the first fallback, or with `fallback_leaves` their final ones.
+    Trajectories whose leaf weight is 0 are left out; the trie is then built again in O(N_flat).
 
     Raises:
         TreepackError: the trie has no leaf weights, or any error of `leaf_weights`.

@@ -89,7 +89,7 @@ def leaf_weights(trie: Trie) -> LeafWeights | None:
     is_base = np.ones(trie.num_trajectories, bool)
     is_base[list(recorded.parents)] = False
     known = ~np.isnan(recorded.weights[0])
-    # Groups with a weight of any rollout that starts at the prompt: those of continuations count below a prefix only.
+    # Groups with a weight of any rollout that starts at the prompt; those of continuations only count below a prefix.
     weighted = np.bincount(group, weights=known & is_base) > 0
     missing = np.flatnonzero(weighted[group] & is_base & ~known)
     if len(missing):
@@ -198,7 +198,7 @@ class _Path:
         return self.nodes[at - 1] if at else -1
 
     def child(self, num_tokens: int) -> int:
-        """Return the node that starts at token `num_tokens`, -1 if the path goes on inside a segment."""
+        """Return the node that starts at token `num_tokens`, -1 if the path continues inside a segment."""
         at = bisect.bisect_left(self.starts, num_tokens)
         return self.nodes[at] if at < len(self.starts) and self.starts[at] == num_tokens else -1
 

@@ -237,14 +237,14 @@ def _recorded_cuts(recorded: list[RecordedSegments], group: Int64) -> Cuts:
         if has_ids.setdefault(code, rollout.ids is not None) != (rollout.ids is not None):
             raise TreepackError(
                 f"{rollout.source}: of the rollouts of its group, some have 'segment_ids' and others do not; "
-                "record them in all, or give --segment node"
+                "record them in each one, or give --segment node"
             )
     owner = np.repeat(np.arange(len(recorded)), [len(rollout.starts) for rollout in recorded])
     start = np.array([offset for rollout in recorded for offset in rollout.starts], np.int64)
     if not any(has_ids.values()):
         return Cuts("recorded", owner, start)
     # Ids may exceed int64, so number them: [[5, 2**63], [5, 9]] -> [0, 1, 0, 2]. Ids are only compared within a group,
-    # where all rollouts have them.
+    # and all rollouts of such a group have them.
     codes: dict[int, int] = {}
     numbers = (number for rollout in recorded for number in rollout.ids or [0] * len(rollout.starts))
     sample = [codes.setdefault(number, len(codes)) for number in numbers]

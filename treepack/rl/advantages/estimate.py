@@ -195,7 +195,7 @@ def _usable_groups(reward: Float64, groups: Int64, options: AdvantageOptions) ->
 
 
 def _weights(trie: Trie, groups: Int64, kept: Int64, options: AdvantageOptions) -> LeafWeights | None:
-    """Return the leaf weights of the trajectories `kept`, 1 where all are equal; None if the options need none."""
+    """Return the leaf weights of the trajectories `kept`, 1 if all are equal; None if the options need none."""
     if not options.leaf_weights:
         return None
     weights = required_leaf_weights(trie).times_size(groups)
