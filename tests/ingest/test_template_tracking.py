@@ -87,7 +87,7 @@ def test_random_templates_print_the_same() -> None:
 
 @pytest.mark.slow
 def test_many_random_templates_print_the_same() -> None:
-    assert fuzz(range(30, 3000)) >= 2000
+    assert fuzz(range(30, 1200)) >= 785
 
 
 LOOP = "{% for m in messages %}{{ m.role }}:{{ m.content }};"
