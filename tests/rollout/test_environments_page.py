@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import treepack as treepack_package
 from support.command_line import Run
 from support.paths import ROOT
 from treepack.ingest.tokenization import load_tokenizer
@@ -92,6 +93,21 @@ def test_the_page_lists_all_methods() -> None:
         name for row in re.findall(r"^\| (`\w+\(.*?) \|", PAGE, re.MULTILINE) for name in re.findall(r"(\w+)\(", row)
     }
     assert listed == {*METHODS, *OPTIONAL_METHODS}
+
+
+def test_the_lines_of_the_page_sample_rollouts_in_an_environment(tmp_path: Path) -> None:
+    names = names_of(blocks("python")[1]) | {
+        "treepack": treepack_package,
+        "start_episode": start_episode,
+        "tokenizer": load_tokenizer(str(ROOT / "sample_data" / "tokenizer")),
+        "queries": [Query(f"{i}", f"{i}", np.zeros(0, np.int32), fields={"number": i}) for i in range(3)],
+        "engine": Guesser(),
+        "options": TreeOptions(width=4, max_tokens=400, segment=None),
+    }
+    lines = blocks("python")[2].replace('"games.jsonl"', repr(str(tmp_path / "games.jsonl")))
+    body = "".join(f"    {line}\n" for line in lines.splitlines())
+    exec(f"async def page():\n{body}    return summary", names)
+    assert asyncio.run(names["page"]()).num_rollouts == 12
 
 
 @pytest.mark.slow
