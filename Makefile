@@ -90,11 +90,14 @@ test-s3: $(VENV)/s3.stamp
 # The wheel of verl installs a package `tests`, and spawned processes look for the module of this test there.
 NOT_BESIDE_VERL := tests/model/test_first_batch.py::test_sharded_models_are_exact_or_refused_on_all_ranks
 
+# Their code needs torch alone, which is the same in both environments.
+NOT_OF_TRANSFORMERS := --ignore tests/model/test_loss.py --ignore tests/model/test_token_statistics.py
+
 # Inside the trainers themselves, and treepack's own model tests with the transformers that verl needs.
 test-integrations: $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest -n auto --dist loadfile -m "not slow and not s3" tests/integrations tests/model \
 		tests/attention/test_generation.py tests/attention/test_reference.py \
-		--deselect $(NOT_BESIDE_VERL)
+		--deselect $(NOT_BESIDE_VERL) $(NOT_OF_TRANSFORMERS)
 
 test-verifiers: $(TASKS)/stamp
 	$(TASKS)/bin/python -m pytest -m verifiers tests/integrations/test_verifiers.py
