@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
-import dataclasses
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -23,45 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from packaging.version import Version
 
 from treepack.errors import TreepackError
-from treepack.rollout import local_attention
 from treepack.rollout.engine import LENGTH, STOP, EngineError, Sampling, Segment
+from treepack.rollout.local_model import LocalOptions as LocalOptions
+from treepack.rollout.local_model import check_transformers, failure, manager_settings, twin
 from treepack.rollout.local_sampling import Choice, Continuation
 from treepack.trajectory import Int32
-
-OLDEST_TRANSFORMERS = "5.17"
-CPU_CACHE_TOKENS = 32768  # a cache of the default size would take nine tenths of the machine's memory
-CPU_BATCH_TOKENS = 512
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LocalOptions:
-    """Memory of a local engine.
-
-    Attributes:
-        page_size: tokens of a page of the cache; prompts share only full pages.
-        cache_tokens: tokens whose keys and values fit in the cache, of all requests together. None takes
-            `memory_share` of the GPU, or `CPU_CACHE_TOKENS`.
-        memory_share: share of the free memory of the GPU for the cache and what the manager needs beside it.
-
-    Raises:
-        TreepackError: a value that makes no sense, by its name.
-    """
-
-    page_size: int = 16
-    cache_tokens: int | None = None
-    memory_share: float = 0.8
-
-    def __post_init__(self) -> None:
-        """Refuse values that make no sense, naming the option."""
-        if self.page_size < 4:
-            raise TreepackError(f"page_size is {self.page_size}; expected at least 4 tokens")
-        if self.cache_tokens is not None and self.cache_tokens < self.page_size:
-            raise TreepackError(f"cache_tokens is {self.cache_tokens}; expected at least a page of {self.page_size}")
-        if not 0 < self.memory_share <= 1:
-            raise TreepackError(f"memory_share is {self.memory_share}; expected a share above 0 and at most 1")
 
 
 def load_engine(
@@ -71,7 +37,7 @@ def load_engine(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    options: LocalOptions = LocalOptions(),
+    options: LocalOptions = LocalOptions(),  # noqa: B008 (immutable)
 ) -> LocalEngine:
     """Load a model and return an engine that samples from it.
 
@@ -152,10 +118,10 @@ class LocalEngine:
         model: torch.nn.Module,
         sampling: Sampling,
         *,
-        options: LocalOptions = LocalOptions(),
+        options: LocalOptions = LocalOptions(),  # noqa: B008 (immutable)
         version: str = "",
     ) -> None:
-        _check_transformers()
+        check_transformers()
         self._sampling = sampling
         self._options = options
         self._version = version
@@ -264,7 +230,7 @@ class LocalEngine:
         def start() -> None:
             if manager.add_request(tokens, request_id=name, max_new_tokens=max_tokens, eos_token_id=stop) is None:
                 fault = manager.background_thread_status.fatal_error or "it was closed"
-                manager.output_router.deliver(_failure(name, str(fault)))
+                manager.output_router.deliver(failure(name, str(fault)))
 
         return start
 
@@ -324,7 +290,7 @@ class LocalEngine:
         self._choice = Choice(self._sampling)
         device = self._model.device
         try:
-            manager = self._model.init_continuous_batching(generation, _settings(self._options, device.type))
+            manager = self._model.init_continuous_batching(generation, manager_settings(self._options, device.type))
             manager.logit_processor = self._choice
             # Starting seeds torch's generators.
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -346,80 +312,3 @@ class LocalEngine:
 def _call_all(functions: list[Callable[[], None]]) -> None:
     for function in functions:
         function()
-
-
-def twin(model: Any) -> Any:
-    """Return a model with the parameters and buffers of `model`, not copies, under transformers' attention.
-
-    Raises:
-        TreepackError: its parameters are not those of its class, as with adapters, or not whole.
-    """
-    config = copy.deepcopy(model.config)
-    with torch.device("meta"):
-        other = type(model)._from_config(config, attn_implementation=_attention(), dtype=model.dtype)
-    if local_attention.takes(config.get_text_config(), model.device, model.dtype):
-        local_attention.register()
-        prefix = "paged|" if "paged|" in _attention() else ""
-        # Not by the model's own method, which looks for a package of every name with "flash".
-        other.config.get_text_config()._attn_implementation = prefix + local_attention.NAME
-    for kind in ("parameters", "buffers"):
-        theirs = dict(getattr(model, f"named_{kind}")(remove_duplicate=False))
-        ours = dict(getattr(other, f"named_{kind}")(remove_duplicate=False))
-        if theirs.keys() != ours.keys() or any(theirs[name].shape != ours[name].shape for name in ours):
-            raise TreepackError(
-                f"{type(model).__name__}: its {kind} are not those of its class; sample from a model with whole "
-                "weights on one device, with adapters merged into them"
-            )
-        for name, tensor in theirs.items():
-            owner, _, leaf = name.rpartition(".")
-            getattr(other.get_submodule(owner), f"_{kind}")[leaf] = tensor
-    return other.eval()
-
-
-def _check_transformers() -> None:
-    import transformers
-
-    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
-        raise TreepackError(
-            f"the local engine needs transformers {OLDEST_TRANSFORMERS} and this is {transformers.__version__}; "
-            "upgrade it, or sample from a server"
-        )
-
-
-def _attention() -> str:
-    # Older versions had implementations of their own for pages.
-    return "sdpa" if "auto_switch_to_flash" in _known_settings() else "paged|sdpa"
-
-
-def _known_settings() -> set[str]:
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    return {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-
-
-def _settings(options: LocalOptions, device_type: str) -> Any:
-    """Return the manager's settings: step by step and without graphs, because `Choice` is Python code in each step."""
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-    known = _known_settings()
-    tokens, batch = options.cache_tokens, None
-    if device_type == "cpu":
-        tokens, batch = tokens or CPU_CACHE_TOKENS, CPU_BATCH_TOKENS
-    settings: dict[str, Any] = {
-        # The page's tokens have another name in older versions.
-        "page_size" if "page_size" in known else "block_size": options.page_size,
-        "num_blocks": None if tokens is None else -(-tokens // options.page_size),
-        "max_batch_tokens": batch,
-        "max_memory_percent": options.memory_share,
-        "use_cuda_graph": False,
-        "use_async_batching": False,
-        "max_blocks_per_request": 0,
-        "auto_switch_to_flash": False,
-    }
-    return ContinuousBatchingConfig(**{name: value for name, value in settings.items() if name in known})
-
-
-def _failure(name: str, error: str) -> Any:
-    from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-
-    return GenerationOutput(request_id=name, error=error, status=RequestStatus.FAILED)
