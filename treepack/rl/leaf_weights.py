@@ -147,6 +147,7 @@ def _read(trie: Trie) -> _Recorded | None:
     mentioned = pc.match_substring_regex(table["metadata"], f'"({WEIGHT}|{BEFORE}|{PARENT})"').to_numpy()
     weights = np.full((2, trie.num_trajectories), np.nan)
     named: dict[int, tuple[str, int]] = {}
+    lengths = trie.lengths.tolist()
     for i in np.flatnonzero(mentioned).tolist():
         fields = orjson.loads(table["metadata"][i].as_py())
         weight, before = (_weight(trie, i, fields, name) for name in (WEIGHT, BEFORE))
@@ -156,10 +157,10 @@ def _read(trie: Trie) -> _Recorded | None:
             weights[:, i] = weight, weight if before is None else before
         name, num_tokens = marked(fields, PARENT), marked(fields, PARENT_TOKENS)
         if name is not None and num_tokens is not None:
-            if type(name) not in (str, int) or type(num_tokens) is not int or not 0 < num_tokens < trie.lengths[i]:
+            if type(name) not in (str, int) or type(num_tokens) is not int or not 0 < num_tokens < lengths[i]:
                 raise TreepackError(
                     f"{_source(trie, i)}: continues {shown(num_tokens)} tokens of the rollout {shown(name)}; expected "
-                    f"an id and 1 to {trie.lengths[i] - 1} tokens"
+                    f"an id and 1 to {lengths[i] - 1} tokens"
                 )
             named[i] = str(name), num_tokens
     if not named and np.isnan(weights[0]).all():

@@ -197,13 +197,14 @@ def recorded_segments(trie: Trie, members: Int64) -> list[RecordedSegments | Non
     """
     table: pa.Table = trie.trajectories.select(["metadata", "source"]).take(pa.array(members))
     segments: list[RecordedSegments | None] = [None] * len(members)
+    lengths = trie.lengths[members].tolist()
     # A search for the name is far cheaper than parsing: most tries record no segments.
     for i in np.flatnonzero(pc.match_substring(table["metadata"], f'"{SEGMENTS}"').to_numpy()).tolist():
         offsets, ids = _recorded_lists(table["metadata"][i].as_py())
         if offsets is None:  # the word occurs somewhere else in the metadata
             continue
         source = table["source"][i].as_py()
-        if fault := _fault(offsets, int(trie.lengths[members[i]])):
+        if fault := _fault(offsets, lengths[i]):
             raise TreepackError(f"{source}: {fault}; {_EXPECTED}")
         if fault := _fault_of_ids(ids, len(offsets)):
             raise TreepackError(f"{source}: {fault}; expected one integer per offset in '{SEGMENTS}'")
