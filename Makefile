@@ -100,7 +100,7 @@ test-integrations: $(TRAINERS)/stamp
 		--deselect $(NOT_BESIDE_VERL) $(NOT_OF_TRANSFORMERS)
 
 test-verifiers: $(TASKS)/stamp
-	$(TASKS)/bin/python -m pytest -m verifiers tests/integrations/test_verifiers.py
+	$(TASKS)/bin/python -m pytest -m verifiers tests/integrations/test_verifiers_tasks.py
 
 # Starts two real servers of a tiny model; the tests themselves run in the usual environment.
 test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp
