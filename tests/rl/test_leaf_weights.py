@@ -197,7 +197,7 @@ def test_continuations_of_a_fallback_leaf_count_only_after_the_fallback() -> Non
 @pytest.mark.parametrize(
     ("rollouts", "message"),
     [
-        ([{"leaf_weight": 0.5}, {}], "made:r1: has no leaf_weight, but other rollouts of its group have"),
+        ([{"leaf_weight": 0.5}, {}], "made:r1: has no leaf_weight and other rollouts of its group have one"),
         ([{"leaf_weight": -0.5}, {}], "made:r0: leaf_weight is -0.5; expected a finite number of 0 or more"),
         ([{"leaf_weight": "1"}], 'made:r0: leaf_weight is "1"; expected a finite number'),
         ([{"leaf_weight": True}], "made:r0: leaf_weight is true; expected a finite number"),

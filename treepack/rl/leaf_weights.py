@@ -94,7 +94,7 @@ def leaf_weights(trie: Trie) -> LeafWeights | None:
     missing = np.flatnonzero(weighted[group] & is_base & ~known)
     if len(missing):
         raise TreepackError(
-            f"{_source(trie, missing[0])}: has no {WEIGHT}, but other rollouts of its group have; record it in all "
+            f"{_source(trie, missing[0])}: has no {WEIGHT} and other rollouts of its group have one; record it in all "
             "rollouts of the group, or give them another group_id"
         )
     weights = np.where(is_base, np.where(weighted[group], recorded.weights, 1.0), 0.0)

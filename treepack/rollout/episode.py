@@ -39,7 +39,7 @@ class Episode(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release what the paths from this state on hold open, after a failure too; then no state is usable."""
+        """Release everything that the paths from this state hold open; no state is usable afterwards."""
         ...
 
 

@@ -195,7 +195,7 @@ def _with_parents(queries: list[Query], joined: _Joined) -> list[Query]:
     changed = {}
     for query in augmented:
         parent = found.get(str(query.fields["parent_group"]))
-        # The parent has what a reward needs, such as the solution; fields of the query itself have priority.
+        # The parent has the fields that rewards read, such as the solution; fields of the query itself have priority.
         fields = query.fields if parent is None else parent.fields | query.fields
         place = _parent_place(query)
         turns = parts[place].turns if place in parts else tuple(reused_turn(query.fields, len(query.prompt)))

@@ -167,7 +167,7 @@ class ServerEngine:
         self._version = version
 
     async def close(self) -> None:
-        """Close all connections; the server aborts what they asked for."""
+        """Close all connections; the server then aborts their requests."""
         await self._client.close()
 
 
