@@ -24,7 +24,7 @@ from hypothesis import settings
 from support.command_line import Result, Run
 from support.s3 import Store, running_store
 
-settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=32)
+settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=24)
 settings.register_profile("thorough", settings.get_profile("treepack"), max_examples=80)
 settings.load_profile("treepack")
 

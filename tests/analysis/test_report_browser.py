@@ -176,6 +176,7 @@ def test_every_control_can_be_reached_with_the_tabulator_and_has_a_name(driver: 
     assert len(seen) > 0.8 * wanted > 20
 
 
+@pytest.mark.slow
 def test_a_wide_tree_is_drawn_in_part_and_opened_on_demand(driver: WebDriver, wide: str) -> None:
     visit(driver, wide)
     labels = items(driver)

@@ -294,7 +294,7 @@ def entries(value: object, prefix: tuple[str | int, ...] = ()) -> list[tuple[str
     return [path for key, inner in items for path in [(*prefix, key), *entries(inner, (*prefix, key))]]
 
 
-@pytest.mark.parametrize("which", ["trie", "packed"])
+@pytest.mark.parametrize("which", [pytest.param("trie", marks=pytest.mark.slow), "packed"])
 def test_a_damaged_manifest_is_one_sentence_whatever_the_damage(
     treepack: Run, trie: Path, packed: Path, which: str
 ) -> None:

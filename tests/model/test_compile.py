@@ -50,7 +50,8 @@ def losses_and_gradients(loaded: LoadedModel) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_agree_and_serve_every_length(tmp_path: Path, graphs: list[int], checkpointing: bool) -> None:
     loaded = load_model(tiny_config(tmp_path / "config.json"), attention="reference", dtype=torch.float64, device="cpu")
     loaded.model.train()

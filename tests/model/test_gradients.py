@@ -92,7 +92,7 @@ def has_weight(samples: Sequence[Sample]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("llama", "gpt_neox") else k for k in KINDS]
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k in ("llama", "gpt_neox", "gpt2") else k for k in KINDS]
 )
 @given(samples=sample_sets(), room=st.integers(0, 20), semantics=st.sampled_from(["branch", "once"]), data=st.data())
 @settings(max_examples=25, derandomize=True, deadline=None)

@@ -323,7 +323,9 @@ def test_a_save_that_failed_is_told_at_the_next_one_and_leaves_nothing(tmp_path:
     assert restore_latest(tmp_path / "run").step == 3
 
 
-@pytest.mark.parametrize("num_bytes", [0, 100, 5000, 20000])
+@pytest.mark.parametrize(
+    "num_bytes", [pytest.param(0, marks=pytest.mark.slow), 100, 5000, pytest.param(20000, marks=pytest.mark.slow)]
+)
 def test_a_full_disk_leaves_the_checkpoint_before_and_nothing_else(tmp_path: Path, num_bytes: int) -> None:
     run = tmp_path / "run"
     save(run, 1)

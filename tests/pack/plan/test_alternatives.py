@@ -65,7 +65,7 @@ def test_auto_is_never_worse_than_a_quick_method(
         assert costs["auto"][0] <= online[0]
 
 
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_pieces_that_merge_badly_are_exchanged(steps: int) -> None:
     exchanged = 0  # seeds for which the pieces of auto merge into more rows than the final plan
     for seed in range(40):
