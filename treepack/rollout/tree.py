@@ -129,7 +129,9 @@ def leaf_weights(tree: Tree) -> tuple[Float64, Float64]:
             assert node.parent is not None
             siblings = node.parent.children
             weights[0, i] /= len(siblings)
-            weights[1, i] *= 0.0 if node.is_fallback else 1 / sum(not sibling.is_fallback for sibling in siblings)
+            before = sum(not sibling.is_fallback for sibling in siblings)
+            # Divided as above, so that both weights have equal bits if there was no fallback.
+            weights[1, i] = 0.0 if node.is_fallback else weights[1, i] / before
     return weights[0], weights[1]
 
 
