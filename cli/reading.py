@@ -29,6 +29,18 @@ class Size(click.ParamType[int]):
             self.fail(f"{value!r} is not a number of bytes such as 500M or 2G", param, ctx)
 
 
+# Of every command that renders conversations.
+CHAT_TEMPLATE = click.option(
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False),
+    help="File with a chat template in Jinja, which replaces the template of the tokenizer.",
+)
+TOOLS = click.option(
+    "--tools",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON list of tool schemas for conversations that have none.",
+)
+
 reading_options = option_group(
     "build",
     (
@@ -43,16 +55,8 @@ reading_options = option_group(
             metavar="NAME_OR_DIR",
             help="Hugging Face tokenizer whose chat template renders conversations.",
         ),
-        click.option(
-            "--chat-template",
-            type=click.Path(exists=True, dir_okay=False),
-            help="File with a chat template in Jinja, which replaces the template of the tokenizer.",
-        ),
-        click.option(
-            "--tools",
-            type=click.Path(exists=True, dir_okay=False),
-            help="JSON list of tool schemas for conversations that have none.",
-        ),
+        CHAT_TEMPLATE,
+        TOOLS,
         click.option(
             "--expand",
             type=click.Choice(EXPANSIONS),

@@ -9,6 +9,7 @@ import click
 
 from .option_groups import option_group
 from .paths import READ
+from .reading import CHAT_TEMPLATE, TOOLS
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
@@ -113,16 +114,8 @@ prompt_options = option_group(
             metavar="NAME_OR_DIR",
             help="Tokenizer of the model, for prompts in text, rewards of text and --answer; default: that of MODEL.",
         ),
-        click.option(
-            "--chat-template",
-            type=click.Path(exists=True, dir_okay=False),
-            help="File with a chat template in Jinja, which replaces the template of the tokenizer.",
-        ),
-        click.option(
-            "--tools",
-            type=click.Path(exists=True, dir_okay=False),
-            help="JSON list of tool schemas for conversations that have none.",
-        ),
+        CHAT_TEMPLATE,
+        TOOLS,
         click.option("--step", type=int, help="Training step of the rollouts, if PROMPTS has none."),
     ],
     PromptOptions,

@@ -1,4 +1,4 @@
-"""Advantages with leaf weights: equality with plain loops, equal weights as before, and what is refused."""
+"""Advantages with leaf weights: equality with plain loops, equal weights as before, refusals."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Engine(Protocol):
 
 
 def check_segments(segments: list[Segment], *, count: int, max_tokens: int) -> None:
-    """Check that an engine's answer is what was asked for.
+    """Check that an engine's answer fits its request.
 
     Raises:
         EngineError: too few or too many continuations, an empty or too long one, or log-probabilities that do not fit.

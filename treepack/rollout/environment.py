@@ -44,7 +44,7 @@ class Environment(Protocol):
             snapshot. A snapshot may be restored several times.
         truncate(response_ids: list[int]) -> None: called before `reward` if a limit cut off the last turn. Without it
             the reward is that of the state after the last complete turn.
-        close() -> None: release what the environment holds open.
+        close() -> None: release files, processes and connections of the environment.
     """
 
     def prompt(self) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:

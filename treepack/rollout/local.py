@@ -285,7 +285,7 @@ class LocalEngine:
         """Start a manager with an empty cache; the random state of the process stays as it was."""
         from transformers import GenerationConfig
 
-        # Without sampling, because `Choice` draws, and the manager takes the maximum of what it returns.
+        # Without sampling: `Choice` draws the tokens, and the manager takes the maximum of the scores that it returns.
         generation = GenerationConfig(do_sample=False, eos_token_id=-1)
         self._choice = Choice(self._sampling)
         device = self._model.device
