@@ -194,6 +194,7 @@ def test_a_wide_tree_is_drawn_in_part_and_opened_on_demand(driver: WebDriver, wi
     assert "run-599" in focus(driver)
 
 
+@pytest.mark.slow
 def test_a_tree_of_thousands_of_turns_is_opened_at_any_of_them(driver: WebDriver, tmp_path: Path) -> None:
     # Each rollout continues the one before it, so the tree is a chain 4,000 nodes deep: recursion would overflow.
     ids = [1, *(2 + i % 700 for i in range(4000))]

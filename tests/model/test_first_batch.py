@@ -355,7 +355,8 @@ def whole(gradient: Any) -> Tensor:
     return tensor
 
 
-@pytest.mark.parametrize("cases", [SHARDED, pytest.param(MORE_SHARDED, marks=pytest.mark.slow)], ids=["few", "more"])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [SHARDED, MORE_SHARDED], ids=["few", "more"])
 def test_sharded_models_are_exact_or_refused_on_all_ranks(tmp_path: Path, cases: list[Case]) -> None:
     torch.multiprocessing.start_processes(  # type: ignore[attr-defined,no-untyped-call]
         run_rank, (tmp_path, cases), nprocs=2, start_method=PROCESSES.get_start_method()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support import strategies
@@ -40,7 +40,6 @@ def stars(seed: int, *, steps: int = 1) -> Trie:
     )
 
 
-@settings(max_examples=100)
 @given(
     trajectories=strategies.trajectories(max_count=10),
     capacity=st.integers(9, 24),
