@@ -145,11 +145,19 @@ def _matrix(name: str, x: Tensor, rows: int) -> dict[str, Any]:
 
 
 def _describe(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, int]]:
-    """Return a descriptor that copies `rows` tokens of one head of x [B, H, T, D], and the steps between heads.
+    """Return a descriptor that copies `rows` tokens of one head of x [B, H, T, D], and the steps of `as_matrix`."""
+    x, shape, at = as_matrix(x)
+    width = x.shape[-1]
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, shape, [x.stride(2), 1], [rows, width], layout), at
+
+
+def as_matrix(x: Tensor) -> tuple[Tensor, list[int], tuple[int, int, int]]:
+    """Return x [B, H, T, D], the shape of the matrix that it is to the copy engine, and the steps between heads.
 
     The copy engine reads a matrix, and zeros beyond its edges. The rows of the matrix are tokens; the heads follow one
     another either as rows or as columns. Token t of head h of batch row b starts at row b * batch + h * head + t and at
-    column h * column, with (batch, head, column) the second result. A tensor that has neither form is copied first.
+    column h * column, with (batch, head, column) the third result. A tensor that has neither form is copied first.
     """
     # [B, H, T, D] in memory, 2 x 3 x 100 x 64: heads are rows,    matrix [600, 64],  steps (300, 100, 0)
     # [B, T, H, D] in memory, 2 x 100 x 3 x 64: heads are columns, matrix [200, 192], steps (100, 0, 64)
@@ -160,13 +168,11 @@ def _describe(x: Tensor, rows: int) -> tuple[TensorDescriptor, tuple[int, int, i
     below = of_head == length * of_token and (batch == 1 or of_batch == heads * of_head)
     beside = (heads - 1) * of_head + width <= of_token and (batch == 1 or of_batch == length * of_token)
     if rows_apart and below:
-        shape, at = [batch * heads * length, width], (heads * length, length, 0)
-    elif rows_apart and beside:
-        shape, at = [batch * length, (heads - 1) * of_head + width], (length if batch > 1 else 0, 0, of_head)
-    else:
-        return _describe(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x), rows)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, shape, [of_token, 1], [rows, width], layout), at
+        return x, [batch * heads * length, width], (heads * length, length, 0)
+    if rows_apart and beside:
+        shape = [batch * length, (heads - 1) * of_head + width]
+        return x, shape, (length if batch > 1 else 0, 0, of_head)
+    return as_matrix(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x))
 
 
 def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
