@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
+from treepack.model.weight_files import weight_files
 from treepack.train.schedule import deal
-from treepack.train.sharding import weight_files
 from treepack.trajectory import Trajectory
 
 # Times and rates, and the number of graphs that torch.compile has traced so far in the process.

@@ -17,7 +17,6 @@ Every rank has the whole weights of an adapter on its CPU for a moment, because 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,9 +32,8 @@ from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import build_model, hide_progress_bars, read_config, translate_load_errors, with_attention
 from treepack.model.loaded import LoadedModel
 from treepack.model.source import local_source
+from treepack.model.weight_files import weight_files
 from treepack.train.options import TrainOptions
-
-_SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 class _Root(nn.Module):
@@ -144,34 +142,6 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
             module.set_gradient_divide_factor(1.0)  # FSDP's default divides by the number of ranks
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return root
-
-
-def weight_files(source: str | Path) -> dict[str, Path] | None:
-    """Return the safetensors file of every tensor by its name, or None if the weights are in another format."""
-    from safetensors import safe_open
-    from transformers.utils import cached_file
-
-    def find(name: str) -> Path | None:
-        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-        with translate_load_errors(source):
-            path = cached_file(local_source(source), name, **quiet)
-        return None if path is None else Path(path)
-
-    # The single file first, like transformers: the index may be left over from earlier weights in the same directory.
-    single = find(_SINGLE_FILE)
-    index = find(_INDEX_FILE) if single is None else None
-    if index is not None:
-        # weight_map: {"model.norm.weight": "model-00002-of-00002.safetensors", ...}
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        paths = {name: find(name) for name in sorted(set(names.values()))}
-        missing = [name for name, path in paths.items() if path is None]
-        if missing:
-            raise TreepackError(f"{source}: {missing[0]} is missing; download the whole checkpoint")
-        return {name: path for name, file in names.items() if (path := paths[file]) is not None}
-    if single is None:
-        return None
-    with safe_open(single, "pt") as file:
-        return dict.fromkeys(file.keys(), single)
 
 
 def _stored_tensors(model: Any) -> dict[str, Tensor]:
