@@ -10,6 +10,7 @@ from torch import Tensor
 
 from support.attention_trees import comb, random_tree
 from treepack.attention import naive as tiles
+from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
 from treepack.attention.schedule import build_schedule
 
@@ -37,6 +38,41 @@ def test_tiles_are_the_reference_in_output_and_every_gradient(end: Tensor, granu
     torch.testing.assert_close(lse, scores.logsumexp(-1) / math.log(2))
     # In a row of single tokens dq and dk cancel to 0, so the tolerance is relative to `do` at least.
     size = float(do.norm())
-    for ours, theirs in zip((out, *results), (expected, *gradients), strict=True):
+    assert results[3] is None
+    for ours, theirs in zip((out, *results[:3]), (expected, *gradients), strict=True):
         ours, theirs = ours.detach(), theirs.detach()
         assert (ours - theirs).norm() <= 1e-13 * max(float(theirs.norm()), size)
+
+
+@pytest.mark.parametrize("reach", [None, Reach("window", 60), Reach("chunk", 90)])
+@pytest.mark.parametrize(("sinks", "softcap"), [(True, None), (False, 2.0), (True, 2.0)])
+def test_windows_sinks_caps_and_narrow_values(reach: Reach | None, sinks: bool, softcap: float | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    end, scale = rows_of(300), 0.4
+    start = first_visible(end, reach)
+    shapes = [(2, 4, 300, 24), (2, 2, 300, 24), (2, 2, 300, 16), (2, 4, 300, 16), (4,)]
+    q, k, v, do, sink = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    q, k, v, sink = (x.requires_grad_() for x in (q, k, v, sink))
+    options = {"sinks": sink if sinks else None, "softcap": softcap}
+    expected = reference_attention(q, k, v, end, scale=scale, start=start, **options)  # type: ignore[arg-type]
+    leaves = (q, k, v, sink) if sinks else (q, k, v)
+    gradients = torch.autograd.grad(expected, leaves, do)
+    schedule = build_schedule(end, start)
+    with torch.no_grad():
+        out, lse = tiles.forward(q, k, v, schedule, scale, **options)  # type: ignore[arg-type]
+        results = tiles.backward(q, k, v, out, lse, do, schedule, scale, **options)  # type: ignore[arg-type]
+    for ours, theirs in zip((out, *results), (expected.detach(), *gradients), strict=False):
+        assert ours is not None
+        assert (ours - theirs).norm() <= 1e-13 * max(float(theirs.norm()), 1.0)
+    assert (results[3] is None) == (not sinks)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_reference_has_the_weights_of_one_softmax_with_the_sink(softcap: float | None) -> None:
+    q, k, v = torch.randn(3, 1, 1, 3, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    end, start, sink = torch.tensor([[3, 3, 3]]), torch.tensor([[0, 0, 1]]), torch.tensor([0.7], dtype=torch.float64)
+    out = reference_attention(q, k, v, end, start=start, sinks=sink, softcap=softcap)
+    scores = q[0, 0, 2] @ k[0, 0, 1:].T * 8**-0.5  # token 2 sees the tokens 1 and 2
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    weights = scores.exp() / (scores.exp().sum() + sink.exp())
+    torch.testing.assert_close(out[0, 0, 2], weights @ v[0, 0, 1:])

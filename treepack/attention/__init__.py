@@ -7,7 +7,9 @@ reference      simple code for any device and float64; every other implementatio
 flex           FlexAttention over block lists made from the intervals; compiled on an accelerator
 flash          the same block lists through FlexAttention's FlashAttention-4 backend
 chains         rows in which nothing branches, through varlen FlashAttention
+reach          windows and chunks, as the first token that each token sees
 schedule       lists of tiles for the project's own kernels
+narrow         those lists for layers with windows and chunks
 naive          those kernels in plain torch, to read and to test against
 portable       those kernels in Triton, for any GPU
 hopper         those kernels in Gluon, for Hopper GPUs
@@ -18,18 +20,31 @@ Triton is imported when a kernel first runs, never before.
 """
 
 from treepack.attention.autograd import Kept
-from treepack.attention.dispatch import NAMES, obstacle, prepare, resolve, row_multiple, takes_chains, tree_attention
+from treepack.attention.dispatch import (
+    NAMES,
+    Schedules,
+    obstacle,
+    prepare,
+    resolve,
+    row_multiple,
+    takes_chains,
+    tree_attention,
+)
 from treepack.attention.flex import build_block_mask, flex_attention
 from treepack.attention.generation import allow_generation
 from treepack.attention.interface import IMPLEMENTATIONS, register
+from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import reference_attention, visible_pairs
 
 __all__ = [
     "IMPLEMENTATIONS",
     "NAMES",
     "Kept",
+    "Reach",
+    "Schedules",
     "allow_generation",
     "build_block_mask",
+    "first_visible",
     "flex_attention",
     "obstacle",
     "prepare",

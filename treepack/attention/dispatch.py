@@ -1,6 +1,6 @@
 """Tree attention by the implementation that suits the tensors, or by a named one.
 
-    subtree_end --prepare, once per row--> schedule --tree_attention, once per layer--> [B, H, T, D_v]
+    subtree_end --prepare, once per row and reach--> schedule --tree_attention, once per layer--> [B, H, T, D_v]
 
 implementation    runs on                           precision            result of `prepare`
 reference         anything                          any, float64 too     None
@@ -9,8 +9,9 @@ flash             Hopper, Blackwell, flash-attn-4   bf16, fp16           BlockMa
 triton            CUDA                              bf16, fp16, fp32     Schedule, or Chains if nothing branches
 auto              the first implementation in `AUTO` that has no obstacle
 
-A schedule serves every layer, the backward, and recomputation under checkpointing. There are no parameters for
-soft-capped scores and attention sinks, because no implementation has them; `interface` refuses models that use them.
+A schedule serves every layer of one reach (`reach.Reach`), the backward, and recomputation under checkpointing.
+`Schedules` has those of a model whose layers differ. Windows, chunks, sinks and caps of scores run on every
+implementation except flash and chains.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import functools
 import logging
 from collections.abc import Hashable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from treepack.attention.autograd import Kept, runs_hopper, triton_attention
 from treepack.attention.chains import Chains, chain_attention, find_chains
 from treepack.attention.flash import MAX_HEAD_DIM, build_flash_mask, flash_attention, has_flash_attention_4
 from treepack.attention.flex import BLOCK, build_block_mask, flex_attention
+from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule, build_schedule
 from treepack.errors import TreepackError, install_hint
@@ -55,8 +58,11 @@ def tree_attention(
     impl: str = "auto",
     schedule: AnySchedule = None,
     kept: tuple[Kept, Hashable] | None = None,
+    start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Compute softmax attention in which token q sees token k if and only if k <= q < subtree_end[k].
+    """Compute softmax attention in which token q sees token k if and only if start[q] <= k <= q < subtree_end[k].
 
     Args:
         q: [B, H, T, D], any T >= 1.
@@ -65,12 +71,15 @@ def tree_attention(
         subtree_end: int [B, T], or [T] if all rows are the same tree; one past the last token of each token's subtree.
         scale: factor of the scores, D**-0.5 by default.
         impl: reference, flex, flash, triton or auto.
-        schedule: the result of `prepare` for this subtree_end and this implementation; if None, computed here.
+        schedule: the result of `prepare` for this subtree_end, start and implementation; if None, computed here.
         kept: the object in which triton keeps the output for recomputation under checkpointing, and the place of this
             layer in it; other implementations compute the output again.
+        start: int [B, T], the first token that each token sees, from `reach.first_visible`; None for all ancestors.
+        sinks: [H], one more score per head that takes its share of the softmax and has no value.
+        softcap: a positive number; scores become softcap * tanh(score / softcap).
 
     Returns:
-        [B, H, T, D_v] in the dtype of the inputs, differentiable in q, k and v.
+        [B, H, T, D_v] in the dtype of the inputs, differentiable in q, k, v and sinks.
 
     Raises:
         TreepackError: if the shapes do not fit, if the dtypes differ, if the schedule was made for other rows or for
@@ -79,32 +88,43 @@ def tree_attention(
     end = subtree_end.expand(len(q), -1) if subtree_end.ndim == 1 else subtree_end
     check_shapes(q, k, v, end)
     dims = (q.shape[-1], v.shape[-1])
-    chosen = resolve(impl, q.device, q.dtype, dims)
+    is_plain = start is None and sinks is None and softcap is None
+    chosen = resolve(impl, q.device, q.dtype, dims, plain=is_plain)
     if chosen != "reference" and not q.dtype == k.dtype == v.dtype:
         raise TreepackError(f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; expected one dtype")
     if schedule is None:
-        schedule = prepare(end, chosen, varlen=impl == "auto" and takes_chains(q.device, q.dtype, dims))
+        varlen = impl == "auto" and is_plain and takes_chains(q.device, q.dtype, dims)
+        schedule = prepare(end, chosen, start=start, varlen=varlen)
     else:
-        _check_schedule(schedule, chosen, end)
+        _check_schedule(schedule, chosen, end, is_plain=is_plain, start=start)
+    options: Any = {"scale": scale}
+    if not is_plain:
+        options |= {"sinks": sinks, "softcap": softcap}
     with torch.autocast(q.device.type, enabled=False):  # autocast would lower the precision of reference and flex
         if isinstance(schedule, Chains):
             return chain_attention(q, k, v, schedule, scale=scale)
         if isinstance(schedule, Schedule):
-            return triton_attention(q, k, v, schedule, scale=scale, kept=kept)
+            return triton_attention(q, k, v, schedule, kept=kept, **options)
         if isinstance(schedule, BlockMask):
             attend = flash_attention if chosen == "flash" else flex_attention
-            return attend(q, k, v, end, block_mask=schedule, scale=scale)
-        return reference_attention(q, k, v, end, scale=scale)
+            return attend(q, k, v, end, block_mask=schedule, **options)
+        return reference_attention(q, k, v, end, start=start, **options)
 
 
 def prepare(
-    subtree_end: Tensor, impl: str, *, device: torch.device | str | None = None, varlen: bool = False
+    subtree_end: Tensor,
+    impl: str,
+    *,
+    start: Tensor | None = None,
+    device: torch.device | str | None = None,
+    varlen: bool = False,
 ) -> AnySchedule:
-    """Return the schedule of a row for an implementation; one schedule serves every layer.
+    """Return the schedule of a row for an implementation; one schedule serves every layer of the same reach.
 
     Args:
         subtree_end: int [B, T] or [T]. If it is on the CPU, for example in a data worker, no GPU is synchronised.
         impl: reference, flex, flash or triton: a result of `resolve`.
+        start: int [B, T], on the device of `subtree_end`; the first token that each token sees, None for all ancestors.
         device: device of the layers, by default that of `subtree_end`.
         varlen: allow Chains for a row in which nothing branches; see `takes_chains`.
 
@@ -113,19 +133,57 @@ def prepare(
     """
     end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
     target = end.device if device is None else torch.device(device)
-    schedule: AnySchedule = find_chains(end) if varlen else None
+    schedule: AnySchedule = find_chains(end) if varlen and start is None else None
     if schedule is None and impl == "flex":
-        schedule = build_block_mask(end.to(target))
+        schedule = build_block_mask(end.to(target), None if start is None else start.to(target))
     elif schedule is None and impl == "flash":
         schedule = build_flash_mask(end.to(target))
     elif schedule is None and impl == "triton":
-        schedule = build_schedule(end)
+        schedule = build_schedule(end, start)
     if isinstance(schedule, Schedule | Chains) and end.device.type == "cpu" and target.type == "cuda":
         return schedule.pin_memory().to(target, non_blocking=True)
     return schedule.to(target) if isinstance(schedule, Schedule | Chains) else schedule
 
 
-def resolve(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int]) -> str:
+class Schedules:
+    """The schedules of one batch of rows, one for each reach of a model's layers, made when they are first asked for.
+
+    A model gets the object as its argument `schedule`, and each layer finds its own schedule in it.
+    """
+
+    def __init__(self, subtree_end: Tensor, *, device: torch.device | str | None = None, varlen: bool = False) -> None:
+        """Start without schedules.
+
+        Args:
+            subtree_end: int [B, T] or [T], on the CPU if possible; see `prepare`.
+            device: of the layers, by default that of `subtree_end`.
+            varlen: allow Chains for layers without windows, sinks and caps; see `takes_chains`.
+        """
+        self.varlen = varlen
+        self._end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
+        self._device = self._end.device if device is None else torch.device(device)
+        self._starts: dict[Reach | None, Tensor | None] = {}
+        self._made: dict[tuple[str, Reach | None, bool], tuple[Tensor | None, AnySchedule]] = {}
+
+    def of(self, impl: str, reach: Reach | None = None, *, varlen: bool = False) -> tuple[Tensor | None, AnySchedule]:
+        """Return `start` and `schedule` of `tree_attention`, for an implementation and a reach.
+
+        A reach that no path of the rows exceeds has the results of None.
+        """
+        if reach not in self._starts:
+            self._starts[reach] = first_visible(self._end, reach)
+        start = self._starts[reach]
+        place = (impl, None if start is None else reach, varlen and start is None)
+        if place not in self._made:
+            schedule = prepare(self._end, impl, start=start, device=self._device, varlen=varlen)
+            moved = None if start is None else start.to(self._device, non_blocking=True)
+            self._made[place] = (moved, schedule)
+        return self._made[place]
+
+
+def resolve(
+    impl: str, device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int], plain: bool = True
+) -> str:
     """Return the name of the implementation to run.
 
     Args:
@@ -133,26 +191,27 @@ def resolve(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: tup
         device: device of the tensors.
         dtype: dtype of q, k and v.
         head_dims: one pair (of q and k, of v) for every kind of layer.
+        plain: False if a layer has a window, a chunk, sinks or a cap of scores.
 
     Raises:
         TreepackError: if `impl` is another name, or if it names an implementation that cannot run there.
     """
     if impl == "auto":
-        return choose(device, dtype, *head_dims)
+        return choose(device, dtype, *head_dims, plain=plain)
     if impl not in NAMES:
         raise TreepackError(f"attention is {impl!r}; expected one of auto, {', '.join(NAMES)}")
-    reason = obstacle(impl, device, dtype, *head_dims)
+    reason = obstacle(impl, device, dtype, *head_dims, plain=plain)
     if reason is not None:
         raise TreepackError(f"attention: {impl} {reason}, or let auto choose")
     return impl
 
 
 @functools.cache
-def choose(device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int]) -> str:
+def choose(device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int], plain: bool = True) -> str:
     """Return the first implementation in `AUTO` that has no obstacle; cached, so the log names it once."""
     obstacles = []
     for impl in AUTO.get(device.type, ("reference",)):
-        reason = obstacle(impl, device, dtype, *head_dims)
+        reason = obstacle(impl, device, dtype, *head_dims, plain=plain)
         if reason is None:
             break
         # "needs FlashAttention-4; pip install flash-attn-4" -> "flash needs FlashAttention-4"
@@ -177,11 +236,15 @@ def row_multiple(impl: str) -> int:
     return BLOCK if impl in ("flex", "flash") else 1
 
 
-def obstacle(impl: str, device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int]) -> str | None:
-    """Return the reason why `impl` cannot run there, and the remedy; None if it can run.
+def obstacle(
+    impl: str, device: torch.device, dtype: torch.dtype, *head_dims: tuple[int, int], plain: bool = True
+) -> str | None:
+    """Return the reason why `impl` cannot run there, and the remedy; None if it can run. Arguments as in `resolve`.
 
     The text follows the name of the implementation: "needs FlashAttention-4; pip install flash-attn-4".
     """
+    if impl == "flash" and not plain:
+        return "has no windows, chunks, sinks and caps of scores; use flex"
     return _OBSTACLES[impl](device, dtype, head_dims)
 
 
@@ -254,8 +317,8 @@ def _dims_text(head_dims: tuple[tuple[int, int], ...]) -> str:
 _EXPECTED = {"reference": (), "flex": (BlockMask,), "flash": (BlockMask,), "triton": (Schedule, Chains)}
 
 
-def _check_schedule(schedule: AnySchedule, impl: str, end: Tensor) -> None:
-    """Check that a schedule was made for this implementation and for rows of this number and length.
+def _check_schedule(schedule: AnySchedule, impl: str, end: Tensor, *, is_plain: bool, start: Tensor | None) -> None:
+    """Check that a schedule was made for this implementation and reach, and for rows of this number and length.
 
     Raises:
         TreepackError: if it was not.
@@ -270,10 +333,14 @@ def _check_schedule(schedule: AnySchedule, impl: str, end: Tensor) -> None:
         size = (len(schedule.end), schedule.length)
     elif isinstance(schedule, Chains):
         size = (schedule.rows, schedule.length)
-    if not isinstance(schedule, (*_EXPECTED[impl], Chains)):
+    if not isinstance(schedule, (*_EXPECTED[impl], *((Chains,) if is_plain else ()))):
         raise TreepackError(
             f"attention: the schedule is a {type(schedule).__name__}, which {impl} does not take; "
             f"pass prepare(subtree_end, {impl!r})"
+        )
+    if isinstance(schedule, Schedule) and (schedule.start is None) != (start is None):
+        raise TreepackError(
+            "attention: the schedule was made for another `start`; pass prepare(subtree_end, impl, start=start)"
         )
     if size != expected:
         raise TreepackError(

@@ -62,4 +62,4 @@ def flash_attention(
     """
     check_shapes(query, key, value, subtree_end)
     mask = build_flash_mask(subtree_end) if block_mask is None else block_mask
-    return attend_blocks(fused_kernel("FLASH"), query, key, value, mask, scale)
+    return attend_blocks(fused_kernel("FLASH"), query, key, value, mask, scale)[0]

@@ -7,8 +7,9 @@ the index of its first query and `last` one past that of its last query. A block
     last <= low        full: every pair is visible, computed without a mask
     else               partial: some pairs are visible, computed under the mask
 
-and a block on the diagonal is partial, because every token sees itself. Rows are padded to whole blocks with tokens
-that see only themselves (`subtree_end[i] = i + 1`), so no kernel meets an incomplete block.
+and a block on the diagonal is partial, because every token sees itself. With windows, a block that ends before the
+smallest `start` of its queries is skipped, and a full one must not begin before the largest. Rows are padded to whole
+blocks with tokens that see only themselves (`subtree_end[i] = i + 1`), so no kernel meets an incomplete block.
 
 Same inputs and outputs as `reference`. `build_block_mask` runs once per row, `flex_attention` once per layer. `flash`
 runs the same block lists in another kernel.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ from treepack.errors import TreepackError
 
 BLOCK = 128  # FlexAttention's default, and the tile of keys that `flash` requires
 
-Kernel = Callable[[Tensor, Tensor, Tensor, BlockMask], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, BlockMask], tuple[Tensor, Tensor | None]]
+ScoreMap = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Options that the public function passes to the operator; the eager operator ignores all of them.
 _EAGER_OPTIONS = {
@@ -47,27 +49,33 @@ _EAGER_OPTIONS = {
 }
 
 
-def build_block_mask(subtree_end: Tensor, *, query_block: int = BLOCK) -> BlockMask:
+def build_block_mask(subtree_end: Tensor, start: Tensor | None = None, *, query_block: int = BLOCK) -> BlockMask:
     """Return the mask of B rows as FlexAttention's block lists.
 
     Args:
         subtree_end: int [B, T], any T >= 1.
+        start: int [B, T], the first token that each token sees; None for all ancestors.
         query_block: queries per block, a multiple of `BLOCK`; the keys of a block are always `BLOCK`.
 
     Returns:
         a BlockMask of B x 1 head over T rounded up to a multiple of `query_block`. Memory is (T / BLOCK)**2.
     """
     end = pad_to_blocks(subtree_end, query_block)
-    partial, full = classify_blocks(end, query_block)
+    first = None if start is None else _pad_start(start, end.shape[1])
+    partial, full = classify_blocks(end, query_block, first)
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[batch, key])
+
+    def window_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert first is not None
+        return mask_mod(batch, head, query, key) & (first[batch, query] <= key)
 
     return BlockMask.from_kv_blocks(
         *_block_lists(partial),
         *_block_lists(full),
         BLOCK_SIZE=(query_block, BLOCK),
-        mask_mod=mask_mod,
+        mask_mod=mask_mod if first is None else window_mod,
         seq_lengths=(end.shape[-1], end.shape[-1]),
     )
 
@@ -81,8 +89,15 @@ def pad_to_blocks(subtree_end: Tensor, block: int) -> Tensor:
     return torch.cat([subtree_end.to(torch.int32), tail.expand(batch, -1)], dim=1)
 
 
-def classify_blocks(subtree_end: Tensor, query_block: int) -> tuple[Tensor, Tensor]:
-    """Return the partial and the full blocks: two bool [B, T / query_block, T / BLOCK]."""
+def _pad_start(start: Tensor, total: int) -> Tensor:
+    """Return `start` [B, T] as int32 [B, total]: tokens that pad the row start at themselves."""
+    # [0 0 1] to 6 tokens -> [0 0 1 3 4 5]
+    tail = torch.arange(start.shape[1], total, dtype=torch.int32, device=start.device)
+    return torch.cat([start.to(torch.int32), tail.expand(len(start), -1)], dim=1)
+
+
+def classify_blocks(subtree_end: Tensor, query_block: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the partial and the full blocks: two bool [B, T / query_block, T / BLOCK]; see the header."""
     # A prompt and two answers, 128 tokens each: subtree_end [384] * 128 + [256] * 128 + [384] * 128, low [384 256 384]
     #     partial 1 0 0    full 0 0 0
     #             0 1 0         1 0 0
@@ -95,6 +110,9 @@ def classify_blocks(subtree_end: Tensor, query_block: int) -> tuple[Tensor, Tens
     below = key + BLOCK <= first
     full = below & (last <= low)
     touched = (below & (first < high)) | ((first < key + BLOCK) & (key < last))
+    if start is not None:
+        least, most = start.view(len(start), -1, 1, query_block).aminmax(dim=-1)
+        touched, full = touched & (key + BLOCK > least), full & (key >= most)
     return touched & ~full, full
 
 
@@ -114,12 +132,15 @@ def flex_attention(
     *,
     block_mask: BlockMask | None = None,
     scale: float | None = None,
+    start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute softmax attention over the visible pairs; compiled on an accelerator, eager (and dense) on the CPU.
 
     Args:
-        query, key, value, subtree_end, scale: as in `reference.reference_attention`.
-        block_mask: `build_block_mask(subtree_end)`; a caller with many layers builds it once.
+        query, key, value, subtree_end, scale, start, sinks, softcap: as in `reference.reference_attention`.
+        block_mask: `build_block_mask(subtree_end, start)`; a caller with many layers builds it once.
 
     Returns:
         [B, H, T, D_v] in the dtype of the inputs.
@@ -128,15 +149,24 @@ def flex_attention(
         TreepackError: if the shapes do not fit, or `block_mask` has another number of tokens.
     """
     check_shapes(query, key, value, subtree_end)
-    mask = build_block_mask(subtree_end) if block_mask is None else block_mask
-    run = _eager if query.device.type == "cpu" else fused_kernel()
-    return attend_blocks(run, query, key, value, mask, scale)
+    mask = build_block_mask(subtree_end, start) if block_mask is None else block_mask
+    with_lse = sinks is not None
+    run = _eager(softcap) if query.device.type == "cpu" else fused_kernel(softcap=softcap, with_lse=with_lse)
+    out, lse = attend_blocks(run, query, key, value, mask, scale)
+    return out if sinks is None or lse is None else _with_sinks(out, lse, sinks)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the output [B, H, T, D_v] of a softmax that also has one sink [H] per head; lse [B, H, T] is natural."""
+    # The weights of a row sum to e^lse / (e^lse + e^sink) instead of 1: the sigmoid of lse - sink.
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return (out * share[..., None]).to(out.dtype)
 
 
 def attend_blocks(
     run: Kernel, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None
-) -> Tensor:
-    """Call `run` on the tensors padded to the whole blocks of `mask`, and return the real tokens.
+) -> tuple[Tensor, Tensor | None]:
+    """Run a kernel; return output [B, H, T, D_v], and natural log-sum-exp [B, H, T] if the kernel computes it.
 
     Raises:
         TreepackError: if `mask` has another number of tokens.
@@ -148,7 +178,8 @@ def attend_blocks(
         )
     # [B, H, T, D] -> [B, H, total, D]
     query, key, value = (pad(x, (0, 0, 0, total - length)) for x in (query, key, value))
-    return run(_scale_query(query, scale), key, value, mask)[..., :length, :]
+    out, lse = run(_scale_query(query, scale), key, value, mask)
+    return out[..., :length, :], None if lse is None else lse[..., :length]
 
 
 def _scale_query(query: Tensor, scale: float | None) -> Tensor:
@@ -162,29 +193,43 @@ def _scale_query(query: Tensor, scale: float | None) -> Tensor:
 
 
 @functools.cache
-def fused_kernel(backend: Literal["AUTO", "FLASH"] = "AUTO") -> Kernel:
-    """Return the fused kernel, which is compiled on first use for every row length at once."""
+def _capped_scores(softcap: float) -> ScoreMap:
+    """Return the change of scores by a cap, for FlexAttention; one function per cap, so that it compiles once."""
 
-    def run(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
-        out = torch_flex.flex_attention(
-            query, key, value, block_mask=block_mask, enable_gqa=True, kernel_options={"BACKEND": backend}
-        )
-        assert isinstance(out, Tensor)
-        return out
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
+
+
+@functools.cache
+def fused_kernel(
+    backend: Literal["AUTO", "FLASH"] = "AUTO", *, softcap: float | None = None, with_lse: bool = False
+) -> Kernel:
+    """Return the fused kernel, which is compiled on first use for every row length at once."""
+    options: Any = {"enable_gqa": True, "kernel_options": {"BACKEND": backend}}
+    if softcap is not None:
+        options["score_mod"] = _capped_scores(softcap)
+    if with_lse:
+        options["return_lse"] = True
+
+    def run(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor | None]:
+        result: Any = torch_flex.flex_attention(query, key, value, block_mask=block_mask, **options)
+        return result if with_lse else (result, None)
 
     # fullgraph: without it, torch silently falls back to the dense form after the recompile limit.
     return torch.compile(run, dynamic=True, fullgraph=True)
 
 
-def _eager(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> Tensor:
-    # The public function refuses gradients on the CPU; the operator that it calls computes them, in float64 too.
-    out, *_ = flex_operator(
-        query,
-        key,
-        value,
-        torch_flex._identity,
-        block_mask.as_tuple(),
-        query.shape[-1] ** -0.5,
-        _EAGER_OPTIONS,
-    )
-    return out
+def _eager(softcap: float | None) -> Kernel:
+    """Return the kernel for the CPU, float64 too."""
+    score_mod = torch_flex._identity if softcap is None else _capped_scores(softcap)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor | None]:
+        # The public function refuses gradients on the CPU; the operator that it calls computes them, in float64 too.
+        out, lse, *_ = flex_operator(
+            query, key, value, score_mod, block_mask.as_tuple(), query.shape[-1] ** -0.5, _EAGER_OPTIONS
+        )
+        return out, lse * math.log(2)  # the operator counts in powers of two
+
+    return run

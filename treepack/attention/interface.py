@@ -5,10 +5,11 @@
     model(input_ids, position_ids=..., subtree_end=..., schedule=..., use_cache=False)
 
 A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
-`subtree_end`, the `schedule` that `dispatch.prepare` made from it, the `autograd.Kept` of a forward pass under
-checkpointing, and the list `record` of a probe. The model builds no mask of its own. Every other request of a model is
-refused, not ignored, because a missing bias gives a wrong gradient and no error. A call without `subtree_end` is
-refused too, unless `generation.allow_generation` permits it.
+`subtree_end`, the `dispatch.Schedules` made from it, the `autograd.Kept` of a forward pass under checkpointing, and the
+list `record` of a probe. Windows and chunks come in another way: a model asks for one mask per kind of layer and hands
+it to its layers, and what it gets here instead of a mask is the `reach.Reach` of that kind. Sinks and caps of scores
+are computed. Every other request of a model is refused, not ignored, because a missing bias gives a wrong gradient and
+no error. A call without `subtree_end` is refused too, unless `generation.allow_generation` permits it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import disable
 
-from treepack.attention.dispatch import NAMES, tree_attention
+from treepack.attention.dispatch import NAMES, AnySchedule, Schedules, resolve, takes_chains, tree_attention
 from treepack.attention.generation import is_plain, plain_attention, plain_mask, records_gradients
+from treepack.attention.reach import Reach
 from treepack.errors import TreepackError
 
 IMPLEMENTATIONS = {impl: f"treepack_{impl}" for impl in ("auto", *NAMES)}
 
 # Options that models pass and that do not change the scores.
 _HARMLESS = frozenset({"position_ids", "cache_position", "is_causal", "layer_idx"})
-_READ = frozenset({"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record", "kept"})
+_READ = frozenset(
+    {"scaling", "dropout", "subtree_end", "schedule", "sliding_window", "record", "kept", "s_aux", "softcap"}
+)
 # Plain names of options that models pass under the names of their code.
 _MEANINGS = {
-    "s_aux": " (attention sinks)",
-    "softcap": " (a cap on scores)",
     "position_bias": " (a bias on scores)",
     "head_mask": " (a mask of heads)",
 }
@@ -41,11 +43,31 @@ _PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mas
 _ITS_OWN_MASK = "its code makes an attention mask of its own"
 
 
+class AttentionKind(NamedTuple):
+    """The attention that a layer asks for.
+
+    head_dims   of query and key, of value
+    reach       its window or chunk, None without one
+    has_sinks   whether it has attention sinks
+    softcap     the cap of its scores, None without one
+    """
+
+    head_dims: tuple[int, int]
+    reach: Reach | None = None
+    has_sinks: bool = False
+    softcap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer has neither a window or chunk, nor sinks, nor a cap."""
+        return self.reach is None and not self.has_sinks and self.softcap is None
+
+
 class AttentionCall(NamedTuple):
-    """One call of attention: the layer's attention module, head dimensions (query and key, value), dtype of scores."""
+    """One call of attention: the layer's attention module, the kind of its attention, the dtype of its scores."""
 
     module: nn.Module
-    head_dims: tuple[int, int]
+    kind: AttentionKind
     dtype: torch.dtype
 
 
@@ -74,19 +96,32 @@ def register() -> None:
 
 def attention_mask_of(
     *arguments: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
-) -> Tensor | None:
-    """Return no mask when a model builds its mask, because `subtree_end` is the mask.
+) -> Tensor | Reach | None:
+    """Return the reach of a kind of layers when a model builds their mask; None if they see all of their ancestors.
 
     If `allow_generation` permits a call without `subtree_end`, return the mask of sdpa.
 
     Raises:
-        TreepackError: if the caller passed an attention mask.
+        TreepackError: if the caller passed an attention mask, or a window is combined with another mask.
     """
     if is_plain(config):
         return plain_mask(*arguments, attention_mask=attention_mask, config=config, **options)
     if attention_mask is not None:
         raise BadCallError(f"attention: an attention_mask is given; padding tokens are {_PADDING}", code=_ITS_OWN_MASK)
-    return None
+    size = options.get("local_size")
+    if size is None:
+        return None
+    if options.get("use_vmap"):  # transformers sets it if the model's code adds a mask function of its own
+        raise BadCallError("attention: the model adds a mask of its own to its window", code=_ITS_OWN_MASK)
+    return Reach("chunk" if _is_chunked(config, size) else "window", size)
+
+
+def _is_chunked(config: Any, size: int) -> bool:
+    """Return whether a mask of `size` tokens divides paths into chunks instead of sliding along them."""
+    # transformers calls both masks with the same arguments, but a model has one kind of them.
+    kinds = getattr(config, "layer_types", None) or ()
+    chunk = getattr(config, "attention_chunk_size", None)
+    return size == chunk and ("chunked_attention" in kinds or "sliding_attention" not in kinds)
 
 
 def attention_forward(
@@ -94,7 +129,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Reach | None,
     *,
     impl: str,
     **options: Any,
@@ -106,16 +141,21 @@ def attention_forward(
     """
     if options.get("subtree_end") is None and is_plain(getattr(module, "config", None)):
         _refuse_gradients(module, query, key, value)
+        assert not isinstance(attention_mask, Reach)
         return plain_attention(module, query, key, value, attention_mask, options)
-    check_request(module, query, attention_mask, options)
+    reach = _reach_of(attention_mask, options)
+    check_request(module, None if reach is attention_mask else attention_mask, options)
     # Under autocast the three dtypes may differ: a norm with float32 weights promotes queries and keys but not values.
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         lower = torch.get_autocast_dtype(kind)
         query, key, value = query.to(lower), key.to(lower), value.to(lower)
+    sinks, softcap = options.get("s_aux"), options.get("softcap") or None
+    layer = AttentionKind((query.shape[-1], value.shape[-1]), reach, has_sinks=sinks is not None, softcap=softcap)
     if options.get("record") is not None:
-        options["record"].append(AttentionCall(module, (query.shape[-1], value.shape[-1]), query.dtype))
+        options["record"].append(AttentionCall(module, layer, query.dtype))
     kept = options.get("kept")
+    impl, start, schedule = _schedule_of(layer, query, impl, options)
     out = tree_attention(
         query,
         key,
@@ -123,19 +163,47 @@ def attention_forward(
         options["subtree_end"],
         scale=options.get("scaling"),
         impl=impl,
-        schedule=options.get("schedule"),
+        schedule=schedule,
         kept=None if kept is None else (kept, module),
+        start=start,
+        sinks=sinks,
+        softcap=softcap,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
-def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+def _reach_of(attention_mask: Any, options: dict[str, Any]) -> Reach | None:
+    """Return the reach of a layer: from the mask that its model gave it, or else from the layer's own option."""
+    if isinstance(attention_mask, Reach):
+        return attention_mask
+    window = options.get("sliding_window")
+    return None if window is None else Reach("window", window)
+
+
+def _schedule_of(
+    layer: AttentionKind, query: Tensor, impl: str, options: dict[str, Any]
+) -> tuple[str, Tensor | None, AnySchedule]:
+    """Return implementation, `start` and schedule of one layer."""
+    schedules = options.get("schedule")
+    if schedules is None:
+        schedules = Schedules(options["subtree_end"])
+    if not isinstance(schedules, Schedules):  # a schedule of rows without windows, from `dispatch.prepare`
+        if layer.reach is None:
+            return impl, None, schedules
+        schedules = Schedules(options["subtree_end"])
+    chosen = impl
+    if impl == "auto":
+        chosen = resolve(impl, query.device, query.dtype, layer.head_dims, plain=layer.is_plain)
+    chains = schedules.varlen or (impl == "auto" and takes_chains(query.device, query.dtype, layer.head_dims))
+    return chosen, *schedules.of(chosen, layer.reach, varlen=layer.is_plain and chains)
+
+
+def check_request(module: nn.Module, attention_mask: Any, options: dict[str, Any]) -> None:
     """Refuse every request of a model that tree attention does not compute.
 
     Raises:
-        TreepackError: if `subtree_end` is missing, if there is a mask or dropout, if attention is not causal, if the
-            sliding window is shorter than the row, or if any other option is set (score caps, sinks, biases, head
-            masks).
+        TreepackError: if `subtree_end` is missing, if there is a mask or dropout, if attention is not causal, or if any
+            unknown option is set (biases, head masks).
     """
     layer = _layer_name(module)
     if options.get("subtree_end") is None:
@@ -152,12 +220,6 @@ def check_request(module: nn.Module, query: Tensor, attention_mask: Tensor | Non
         raise TreepackError(f"{layer}: the attention is not causal; {_REMEDY}")
     if options.get("dropout"):
         raise TreepackError(f"{layer}: dropout is {options['dropout']}; set the model's attention dropout to 0")
-    window, length = options.get("sliding_window"), query.shape[-2]
-    if window is not None and window < length:
-        raise TreepackError(
-            f"{layer}: the sliding window of {window} is shorter than the row of {length} tokens; "
-            f"pack with a capacity of at most {window}"
-        )
     for name, setting in options.items():
         if name not in _HARMLESS | _READ and _is_set(setting):
             raise TreepackError(f"{layer}: the model uses {name}{_MEANINGS.get(name, '')}; {_REMEDY}")

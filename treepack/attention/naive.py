@@ -8,11 +8,16 @@ One query block and its tiles of keys, gathered from the list of the schedule:
                                                                     p = 2**(s - m'), a = 2**(m - m')
     l = a l + sum p,  o = a o + p v,  m = m',  and at the end o / l and lse = m + log2(l)
 
+A sink is one more score at the end, with no value: it raises m and adds to l, and so it is in lse.
+
 The backward computes p = 2**(s - lse) again. With delta = sum(o * do) and ds = p * (do v' - delta), the gradients are
 
     dq = ds k * scale       query block by query block, over the same lists
     dk = ds' q * scale      key block by key block, over its range of queries and the query heads of its key head
     dv = p' do
+    dsink = -sum over queries of 2**(sink - lse) * delta
+
+With a cap c, scores are c tanh(s / c), and ds is multiplied by the derivative 1 - tanh(s / c)**2.
 
 Scores are multiplied by scale * log2(e), so that every exponential is a power of two. Same inputs and outputs as
 `portable`. The precision is float64 for float64 and float32 otherwise; the kernels round p and ds to the dtype of the
@@ -33,24 +38,32 @@ LOG2E = math.log2(math.e)
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float, *, granules: int = 4
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    schedule: Schedule,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    granules: int = 4,
 ) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp [B, H, T].
+    """Return output [B, H, T, D_v] in the dtype of `query` and base-2 log-sum-exp [B, H, T].
 
     Args:
-        query, key, value, schedule, scale: as in `portable.forward`.
+        query, key, value, schedule, scale, sinks, softcap: as in `portable.forward`.
         granules: granules per tile of keys: 1, 2 or 4.
     """
-    # All [B, H, T, D] from here on, one key head per query head.
+    # All [B, H, T, D] or [B, H, T, D_v] from here on, one key head per query head.
     q, k, v = _widen(query, key, value)
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    out, lse = q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1])
     for row, block, rows in _query_blocks(schedule):
         # [H, queries] and [H, queries, D]
         running = q.new_full((q.shape[1], len(rows)), -math.inf)
-        total, acc = torch.zeros_like(running), torch.zeros_like(q[row, :, rows])
+        total, acc = torch.zeros_like(running), torch.zeros_like(out[row, :, rows])
         for keys, seen in _key_tiles(schedule, row, block, rows, granules):
             # [H, queries, D] @ [H, D, keys] -> [H, queries, keys]
-            score = q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E)
+            score = _capped(q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E), softcap)[0]
             score = score if seen is None else score.masked_fill(~seen, -math.inf)
             # [H, queries]
             new = running.maximum(score.amax(-1))
@@ -59,6 +72,13 @@ def forward(
             total = total * decay + weight.sum(-1)
             # [H, queries, keys] @ [H, keys, D] -> [H, queries, D]
             acc = acc * decay[..., None] + weight @ v[row, :, keys]
+            running = new
+        if sinks is not None:
+            # [H, 1], in powers of two
+            sink = sinks.to(q.dtype)[:, None] * LOG2E
+            new = running.maximum(sink)
+            total = total * torch.exp2(running - new) + torch.exp2(sink - new)
+            acc = acc * torch.exp2(running - new)[..., None]
             running = new
         out[row, :, rows] = acc / total[..., None]
         lse[row, :, rows] = running + total.log2()
@@ -75,14 +95,16 @@ def backward(
     schedule: Schedule,
     scale: float,
     *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     granules: int = 4,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, in their dtypes.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and sinks, in their dtypes; None for the sinks if there are none.
 
     Args:
-        query, key, value, schedule, scale, granules: as in `forward`.
+        query, key, value, schedule, scale, sinks, softcap, granules: as in `forward`.
         out, lse: the results of `forward` for the same arguments.
-        grad: [B, H, T, D], the gradient of `out`.
+        grad: [B, H, T, D_v], the gradient of `out`.
     """
     q, k, v = _widen(query, key, value)
     o, do = out.to(q.dtype), grad.to(q.dtype)
@@ -91,38 +113,61 @@ def backward(
     for row, block, rows in _query_blocks(schedule):
         acc = torch.zeros_like(q[row, :, rows])
         for keys, seen in _key_tiles(schedule, row, block, rows, granules):
-            _, ds = _weights(q, k, v, do, lse, delta, scale, (row, rows, keys, seen))
+            _, ds = _weights(q, k, v, do, lse, delta, (scale, softcap), (row, rows, keys, seen))
             # [H, queries, keys] @ [H, keys, D] -> [H, queries, D]
             acc += ds @ k[row, :, keys]
         dq[row, :, rows] = acc * scale
-    dk, dv = _key_gradients(q, k, v, do, lse, delta, schedule, scale)
+    dk, dv = _key_gradients(q, k, v, do, lse, delta, schedule, (scale, softcap))
     # Sum over the query heads of each key head: [B, H, T, D] -> [B, H_kv, H / H_kv, T, D] -> [B, H_kv, T, D]
     heads = key.shape[1]
     dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))  # type: ignore[no-untyped-call]
-    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype)
+    dsinks = None
+    if sinks is not None:
+        # [H, 1] - [B, H, T] -> [B, H, T] -> [H]
+        dsinks = -(torch.exp2(sinks.to(q.dtype)[:, None] * LOG2E - lse) * delta).sum((0, 2)).to(sinks.dtype)
+    return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), dsinks
 
 
 def _key_gradients(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, schedule: Schedule, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    schedule: Schedule,
+    scores: tuple[float, float | None],
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of keys and values of every query head, [B, H, T, D]; the caller sums over each group."""
+    """Return the gradients of keys [B, H, T, D] and values [B, H, T, D_v] of every query head.
+
+    The caller sums over each group. `scores` are scale and softcap.
+    """
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     for row in range(len(q)):
-        blocks = zip(schedule.key_granules[row], schedule.key_ranges[row].tolist(), strict=True)
-        for granules, (first, full_begin, full_end, last) in blocks:
+        for block, granules in enumerate(schedule.key_granules[row]):
             keys, real = _tokens(granules[granules >= 0], schedule.length)
             keys = keys[real]
             dk_block, dv_block = torch.zeros_like(k[row, :, keys]), torch.zeros_like(v[row, :, keys])
-            for start in range(first, last, QUERY_TILE):
+            for start, is_full in _query_tiles(schedule, row, block):
                 rows = torch.arange(start, min(start + QUERY_TILE, schedule.length), device=q.device)
-                full = full_begin <= start < full_end
-                seen = None if full else _visible_pairs(schedule, row, rows, keys)
-                p, ds = _weights(q, k, v, do, lse, delta, scale, (row, rows, keys, seen))
+                seen = None if is_full else _visible_pairs(schedule, row, rows, keys)
+                p, ds = _weights(q, k, v, do, lse, delta, scores, (row, rows, keys, seen))
                 # [H, keys, queries] @ [H, queries, D] -> [H, keys, D]
                 dv_block += p.mT @ do[row, :, rows]
                 dk_block += ds.mT @ q[row, :, rows]
-            dk[row, :, keys], dv[row, :, keys] = dk_block * scale, dv_block
+            dk[row, :, keys], dv[row, :, keys] = dk_block * scores[0], dv_block
     return dk, dv
+
+
+def _query_tiles(schedule: Schedule, row: int, block: int) -> Iterator[tuple[int, bool]]:
+    """Yield the first token of each query tile of a key block, and whether the tile needs no mask."""
+    first, full_begin, full_end, last = schedule.key_ranges[row, block].tolist()
+    if schedule.key_tiles is not None:
+        for place, start in enumerate(schedule.key_tiles[first:last].tolist(), first):
+            yield start, place >= full_begin
+    else:
+        for start in range(first, last, QUERY_TILE):
+            yield start, full_begin <= start < full_end
 
 
 def _weights(
@@ -132,16 +177,24 @@ def _weights(
     do: Tensor,
     lse: Tensor,
     delta: Tensor,
-    scale: float,
+    scores: tuple[float, float | None],
     tile: tuple[int, Tensor, Tensor, Tensor | None],
 ) -> tuple[Tensor, Tensor]:
     """Return p and ds of the header, both [H, queries, keys], for one tile: row, queries, keys and mask."""
-    row, rows, keys, seen = tile
-    score = q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E)
+    (scale, softcap), (row, rows, keys, seen) = scores, tile
+    score, slope = _capped(q[row, :, rows] @ k[row, :, keys].mT * (scale * LOG2E), softcap)
     p = torch.exp2(score - lse[row, :, rows, None])
     # p is at most 1 for a visible pair; a masked pair may overflow to inf, so it is replaced and not multiplied by 0.
     p = p if seen is None else p.masked_fill(~seen, 0)
-    return p, p * (do[row, :, rows] @ v[row, :, keys].mT - delta[row, :, rows, None])
+    return p, p * (do[row, :, rows] @ v[row, :, keys].mT - delta[row, :, rows, None]) * slope
+
+
+def _capped(scores: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """Return base-2 scores after the cap, and the derivative of the cap."""
+    if softcap is None:
+        return scores, 1.0
+    bent = torch.tanh(scores / (softcap * LOG2E))
+    return softcap * LOG2E * bent, 1 - bent * bent
 
 
 def _widen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,4 +234,5 @@ def _tokens(granules: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 def _visible_pairs(schedule: Schedule, row: int, rows: Tensor, keys: Tensor) -> Tensor:
     # [keys] and [queries, 1] -> [queries, keys]
-    return (keys <= rows[:, None]) & (rows[:, None] < schedule.end[row, keys])
+    seen = (keys <= rows[:, None]) & (rows[:, None] < schedule.end[row, keys])
+    return seen if schedule.start is None else seen & (schedule.start[row, rows, None] <= keys)

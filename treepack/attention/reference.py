@@ -1,6 +1,6 @@
 r"""Tree attention in simple code for any device: the twin that every faster backend is tested against.
 
-    token q may see token k   <=>   k <= q < subtree_end[k]
+    token q may see token k   <=>   start[q] <= k <= q < subtree_end[k]        start[q] = 0 without a window
 
              k: 0 1 2 3 4        row   0 1 2 3 4      tree   0 - 1 - 2
     q = 0       x                subtree_end                      \
@@ -10,8 +10,8 @@ r"""Tree attention in simple code for any device: the twin that every faster bac
         4       x . . x x
 
 In: query [B, H, T, D], key and value [B, H_kv, T, D], subtree_end [B, T]; out: [B, H, T, D_v]. Queries are processed
-`QUERIES` at a time by torch's SDPA, with a mask over the keys that any of these queries sees. `interface` registers the
-result for models.
+`QUERIES` at a time, with a mask over the keys that any of these queries sees: by torch's SDPA, or by plain products
+where SDPA lacks an option. `interface` registers the result for models.
 """
 
 from __future__ import annotations
@@ -26,16 +26,25 @@ from treepack.errors import TreepackError
 QUERIES = 512
 
 
-def visible_pairs(subtree_end: Tensor) -> Tensor:
-    """Return the mask as bool [B, T (query), T (key)], from subtree_end, int [B, T]."""
+def visible_pairs(subtree_end: Tensor, start: Tensor | None = None) -> Tensor:
+    """Return the mask as bool [B, T (query), T (key)], from subtree_end and the first visible tokens, int [B, T]."""
     # [5 3 3 5 5] -> the picture of the header
     index = torch.arange(subtree_end.shape[-1], device=subtree_end.device)
-    query = index[None, :, None]
-    return (index[None, None, :] <= query) & (query < subtree_end[:, None, :])
+    query, key = index[None, :, None], index[None, None, :]
+    seen = (key <= query) & (query < subtree_end[:, None, :])
+    return seen if start is None else seen & (start[:, :, None] <= key)
 
 
 def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor, *, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    subtree_end: Tensor,
+    *,
+    scale: float | None = None,
+    start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Compute softmax attention over the visible pairs, in float64 for float64 and in float32 otherwise.
 
@@ -45,6 +54,9 @@ def reference_attention(
         value: [B, H_kv, T, D_v].
         subtree_end: int [B, T]; one past the last token of each token's subtree.
         scale: factor of the scores, D**-0.5 by default.
+        start: int [B, T], the first token that each token sees (`reach.first_visible`); None for all ancestors.
+        sinks: [H], one more score per head that takes its share of the softmax and has no value.
+        softcap: scores become softcap * tanh(score / softcap).
 
     Returns:
         [B, H, T, D_v] in the dtype of `value`.
@@ -66,12 +78,26 @@ def reference_attention(
         at = torch.arange(first, last, device=query.device)[:, None]
         # [keys] and [queries, 1] and [B, 1, keys] -> [B, queries, keys]
         seen = (near <= at) & (at < subtree_end[:, None, near])
-        blocks.append(
-            scaled_dot_product_attention(
-                part, keys[:, :, near], values[:, :, near], attn_mask=seen[:, None], scale=factor
-            )
-        )
+        if start is not None:
+            seen = seen & (start[:, first:last, None] <= near)
+        near_keys, near_values, mask = keys[:, :, near], values[:, :, near], seen[:, None]
+        if sinks is None and softcap is None:
+            blocks.append(scaled_dot_product_attention(part, near_keys, near_values, attn_mask=mask, scale=factor))
+        else:
+            blocks.append(_softmax(part @ near_keys.mT * factor, mask, sinks, softcap) @ near_values)
     return torch.cat(blocks, dim=2).to(value.dtype)
+
+
+def _softmax(scores: Tensor, seen: Tensor, sinks: Tensor | None, softcap: float | None) -> Tensor:
+    """Return the weights [B, H, queries, keys] of scores of that shape, `seen` [B, 1, queries, keys]."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1)
+    # [H] -> [B, H, queries, 1], a column of its own that is dropped after the softmax
+    column = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, subtree_end: Tensor) -> None:

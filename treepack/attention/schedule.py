@@ -23,6 +23,9 @@ queries:
 
     first ... full_begin ... full_end ... last        masked, not masked, masked
 
+With windows or chunks (`reach`), the queries that see a key block are no range: they are parts of its branches. Then
+`narrow` makes the same lists shorter, and gives each key block a list of query tiles.
+
 In: subtree_end int [B, T] on any device. Out: a `Schedule` on that device. Nothing here has size T x T, and no Python
 loop runs over tokens, blocks or granules.
 """
@@ -63,8 +66,11 @@ class Schedule:
     query_order     [B, nq]       query blocks, longest list first
     key_granules    [B, nk, 4]    granules of each key block; every granule that has a token occurs once; -1 is none
     key_ranges      [B, nk, 4]    query tokens first, full_begin, full_end, last; multiples of 64; all 0 for a block
-                                  without granules
+                                  without granules. With key_tiles: indices in it instead, and full_end is last.
     key_order       [B, nk]       key blocks, longest range first
+    start           [B, T_pad]    the first token that each token sees; None if it sees all of its ancestors
+    key_tiles       [tiles]       query tiles of each key block as their first tokens, the masked ones first; None if
+                                  start is None
 
     The length of every section of `granules` is a multiple of 4, so kernels may take 1, 2 or 4 granules at a time.
     """
@@ -78,6 +84,8 @@ class Schedule:
     key_granules: Tensor
     key_ranges: Tensor
     key_order: Tensor
+    start: Tensor | None = None
+    key_tiles: Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Schedule:
         """Return the same schedule on `device`."""
@@ -94,11 +102,12 @@ class Schedule:
 
 
 @torch.no_grad()
-def build_schedule(subtree_end: Tensor) -> Schedule:
-    """Return the schedule of B rows, on the device of `subtree_end`; a GPU is synchronised once.
+def build_schedule(subtree_end: Tensor, start: Tensor | None = None) -> Schedule:
+    """Return the schedule of B rows, on the device of `subtree_end`; a GPU is synchronised once, or more with `start`.
 
     Args:
         subtree_end: int [B, T], T >= 1; one past the last token of each token's subtree. Subtrees nest.
+        start: int [B, T], the first token that each token sees, from `reach.first_visible`.
     """
     # T = 300 -> 84 more tokens, with subtree_end 301, 302, ... 384
     length = subtree_end.shape[-1]
@@ -110,20 +119,26 @@ def build_schedule(subtree_end: Tensor) -> Schedule:
     # The only wait for the device: every size that depends on the data, in one transfer.
     *pieces, num_entries, num_blocks = torch.cat([lists.totals, lists.offsets[-1:, -1], max_blocks]).tolist()
     ranges = ranges[:, :num_blocks].int()
-    return Schedule(
+    whole = Schedule(
         length=length,
         end=end,
         granules=_list_entries(lists, pieces, num_entries),
         query_offsets=lists.offsets,
         query_partial=lists.partial,
-        query_order=_longest_first(lists.offsets.diff(dim=1)),
+        query_order=longest_first(lists.offsets.diff(dim=1)),
         key_granules=granules[:, :num_blocks].int(),
         key_ranges=ranges,
-        key_order=_longest_first(ranges[..., 3] - ranges[..., 0]),
+        key_order=longest_first(ranges[..., 3] - ranges[..., 0]),
     )
+    if start is None:
+        return whole
+    from treepack.attention.narrow import narrow  # which needs the constants and the class of this module
+
+    return narrow(whole, start)
 
 
-def _longest_first(work: Tensor) -> Tensor:
+def longest_first(work: Tensor) -> Tensor:
+    """Return the indices of the numbers [..., n] in descending order, int32; equal ones keep their order."""
     # [4, 8, 12] -> [2, 1, 0]; stable, so equal work keeps its order on every device
     return work.argsort(dim=-1, descending=True, stable=True).int()
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS, prepare
+from treepack.attention import IMPLEMENTATIONS, Schedules
 from treepack.data.batch import Batch, TermTensors, empty_batch
 from treepack.errors import TreepackError
 from treepack.model.dropout import check_dropout
@@ -172,11 +172,9 @@ def _run(model: Any, inputs: dict[str, Any], compute: Callable[[Tensor, OutputLa
     """
     causal = _find_causal_model(model)
     check_dropout(model)
-    impl = causal.config.get_text_config()._attn_implementation.removeprefix("treepack_")
     columns = {name: inputs[name] for name in ("input_ids", "position_ids", "subtree_end")}
-    # With a named implementation the schedule is computed here, once for all layers. With "auto" every layer chooses an
-    # implementation and computes the schedule itself.
-    columns["schedule"] = None if impl == "auto" else prepare(inputs["subtree_end"], impl)
+    # Layers make their schedules in it when they need them, once for all layers of a kind.
+    columns["schedule"] = Schedules(inputs["subtree_end"])
     check_first_batch(
         model, causal, inputs["position_ids"], lambda record: model(**columns, use_cache=False, record=record)
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from treepack.attention import IMPLEMENTATIONS, row_multiple
+from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 
 if TYPE_CHECKING:
@@ -29,9 +29,8 @@ from treepack.model.memory import is_memory_error
 REQUIREMENT = "treepack trains models whose every layer is plain softmax attention"
 NO_INTERFACE = "its code does not use transformers' attention interface"
 
-# Values of `layer_types` under which a layer is softmax attention. A sliding window changes nothing as long as rows are
-# shorter than the window, which `check_fits` checks.
-_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "attention")
+# Values of `layer_types` under which a layer is softmax attention.
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 # transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A learned table may have a few more entries than max_position_embeddings: OPT and BART have 2 more. 8 leaves a margin.
@@ -40,27 +39,15 @@ _MAX_MESSAGE = 200  # characters of a foreign error message: enough for its firs
 
 
 def check_config(config: Any, *, source: str) -> None:
-    """Refuse a model by its configuration: layers other than softmax attention, and capped scores.
+    """Refuse a model by its configuration: layers other than softmax attention.
 
     Raises:
-        TreepackError: if the configuration has such a layer or option; the message names it.
+        TreepackError: if the configuration has such a layer; the message names it.
     """
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     for layer, kind in enumerate(kinds):
         if kind not in _SOFTMAX_LAYERS:
             raise TreepackError(f"{source}: layer {layer} is {kind!r}; {REQUIREMENT}")
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap is not None:
-        raise TreepackError(f"{source}: attn_logit_softcapping is {cap}; {REQUIREMENT}, without a cap on scores")
-
-
-def sliding_window(config: Any) -> int | None:
-    """Return the window of a model's sliding layers, in tokens, or None if it has none."""
-    kinds = getattr(config, "layer_types", None)
-    window: int | None = getattr(config, "sliding_window", None)
-    # Older configurations have no layer_types, but the flag use_sliding_window; a window without a flag is in use.
-    slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
-    return window if slides else None
 
 
 def position_limit(model: Any) -> tuple[int, str] | None:
@@ -83,21 +70,18 @@ def position_limit(model: Any) -> tuple[int, str] | None:
     return None
 
 
-def check_fits(
-    loaded: LoadedModel, *, capacity: int, max_token_id: int, tokenizer: TokenizerEntry | None, max_position: int
-) -> None:
+def check_fits(loaded: LoadedModel, *, max_token_id: int, tokenizer: TokenizerEntry | None, max_position: int) -> None:
     """Refuse data that the model cannot be trained on.
 
     Args:
         loaded: the model.
-        capacity: maximum number of tokens in a row.
         max_token_id: largest token id of the rows.
         tokenizer: the tokenizer that made the data, None if it is not known.
         max_position: largest position id of the rows.
 
     Raises:
-        TreepackError: if token ids are outside the vocabulary, another tokenizer made the data, positions are beyond
-            the model's limit, or rows are longer than the model's sliding window.
+        TreepackError: if token ids are outside the vocabulary, another tokenizer made the data, or positions are beyond
+            the model's limit.
     """
     source, model = loaded.source, loaded.causal
     vocabulary = min(len(model.get_input_embeddings().weight), len(model.get_output_embeddings().weight))
@@ -113,17 +97,6 @@ def check_fits(
             f"{source}: the data has positions up to {max_position}, but the model's end at {limit[0] - 1}, "
             f"because {limit[1]}; truncate the trajectories to {limit[0]} tokens"
         )
-    multiple = row_multiple(loaded.attention)
-    # A row as the attention gets it: a capacity of 1000 with a multiple of 128 gives rows of up to 1024 tokens.
-    window, rows = sliding_window(model.config.get_text_config()), -(-capacity // multiple) * multiple
-    if window is not None and window < rows:
-        remedy = f"pack with --capacity {window // multiple * multiple}"
-        if window < multiple:  # even a row of one token is padded beyond the window
-            remedy = (
-                f"pack with --capacity {window} and use --attention reference, "
-                f"because {loaded.attention} pads rows to a multiple of {multiple}"
-            )
-        raise TreepackError(f"{source}: its sliding window of {window} tokens is shorter than rows of {rows}; {remedy}")
 
 
 def saved_tokenizer(source: str) -> Any:

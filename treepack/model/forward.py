@@ -17,29 +17,31 @@ from typing import Any
 
 from torch import Tensor
 
-from treepack.attention import IMPLEMENTATIONS, Kept, prepare
+from treepack.attention import IMPLEMENTATIONS, Kept, Schedules
 from treepack.data.batch import Batch
 from treepack.errors import TreepackError
 from treepack.model.compatibility import one_line
 from treepack.model.dropout import check_dropout
 from treepack.model.first_batch import check_positions
 from treepack.model.head import OutputLayer, head_replaced
-from treepack.model.layers import recomputes
+from treepack.model.layers import find_decoder, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.objectives import Objective, objective_loss
 
 
 def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
-    """Return the row on the model's device, with the schedule of the model's attention.
+    """Return the row on the model's device, with the schedules of the model's attention.
 
     Raises:
         TreepackError: if the model cannot compute positions of the row exactly.
     """
     check_positions(batch.position_ids, loaded.causal, loaded.source)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
-    schedule = prepare(batch.subtree_end, loaded.attention, device=loaded.device, varlen=loaded.varlen)
-    return replace(batch.to(loaded.device), schedule=schedule)
+    schedules = Schedules(batch.subtree_end, device=loaded.device, varlen=loaded.varlen)
+    for kind in loaded.kinds:
+        schedules.of(loaded.attention, kind.reach, varlen=loaded.varlen and kind.is_plain)
+    return replace(batch.to(loaded.device), schedule=schedules)
 
 
 def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
@@ -51,7 +53,7 @@ def hidden_states(loaded: LoadedModel, batch: Batch) -> Tensor:
         TreepackError: if positions of the row are beyond the model's table of positions, a dropout is active, or the
             model was switched to another attention.
     """
-    states: Tensor = _call(loaded, batch, loaded.causal.base_model).last_hidden_state
+    states: Tensor = _call(loaded, batch, find_decoder(loaded.causal)).last_hidden_state
     return states[0]
 
 

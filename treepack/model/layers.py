@@ -73,6 +73,15 @@ def recomputes(model: Any) -> bool:
     return bool(theirs or getattr(model, _RECOMPUTES, False))
 
 
+def find_decoder(causal: Any) -> Any:
+    """Return the part of a causal language model that computes its hidden states; None if it has no such part."""
+    # Llama 4 keeps it under another name than the one it declares, so that its `base_model` is the model itself.
+    if causal.base_model is not causal:
+        return causal.base_model
+    decoder = getattr(causal, "model", None) if causal.get_decoder() is causal else causal.get_decoder()
+    return decoder if isinstance(decoder, nn.Module) else None
+
+
 def find_layers(model: Any) -> list[nn.Module]:
     """Return the layers that transformers marks as units of recomputation, in order; empty for some models."""
     from transformers.modeling_layers import GradientCheckpointingLayer

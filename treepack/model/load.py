@@ -109,14 +109,16 @@ def with_attention(loaded: LoadedModel, attention: str, compute_dtype: torch.dty
         TreepackError: if the model cannot be trained exactly, or the implementation cannot run it.
     """
     _log.info("probing the model with a small tree")
-    # (query and key, value) head dimensions over all layers; more than one pair if layers differ.
-    dims = loaded.compute(lambda: probe(loaded.causal, source=loaded.source, device=loaded.device))
+    kinds = loaded.compute(lambda: probe(loaded.causal, source=loaded.source, device=loaded.device))
     mark_checked(loaded.causal)
-    chosen = resolve(attention, loaded.device, compute_dtype, *sorted(dims))
+    # (query and key, value) head dimensions over all layers; more than one pair if layers differ.
+    dims = sorted({kind.head_dims for kind in kinds})
+    is_plain = all(kind.is_plain for kind in kinds)
+    chosen = resolve(attention, loaded.device, compute_dtype, *dims, plain=is_plain)
     loaded.causal.set_attn_implementation(IMPLEMENTATIONS[chosen])
     # Only "auto" may choose per row: a named implementation runs every row, so that a user can compare implementations.
-    varlen = attention == "auto" and takes_chains(loaded.device, compute_dtype, *sorted(dims))
-    return replace(loaded, attention=chosen, varlen=varlen)
+    varlen = attention == "auto" and takes_chains(loaded.device, compute_dtype, *dims)
+    return replace(loaded, attention=chosen, varlen=varlen, kinds=kinds)
 
 
 def translate_load_errors(source: str | Path) -> AbstractContextManager[None]:

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from treepack.attention.interface import AttentionKind
+
 T = TypeVar("T")
 
 
@@ -21,6 +23,7 @@ class LoadedModel:
         attention: the implementation in use, never "auto".
         notes: remarks for the user.
         varlen: True if rows without a branch go to varlen FlashAttention.
+        kinds: the kinds of attention of its layers.
         device: the device that computes.
         root: the module that gathers the weights if they are sharded over ranks (`train.sharding`), else None.
     """
@@ -30,6 +33,7 @@ class LoadedModel:
     attention: str
     notes: tuple[str, ...]
     varlen: bool = False
+    kinds: frozenset[AttentionKind] = frozenset()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     root: Any = None
 

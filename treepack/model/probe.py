@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS
-from treepack.attention.interface import BadCallError
+from treepack.attention.interface import AttentionKind, BadCallError
 from treepack.errors import TreepackError
 from treepack.model.compatibility import REQUIREMENT, translate_errors
 from treepack.model.head import measure_logit_map
+from treepack.model.layers import find_decoder
 from treepack.model.observation import Observation, check_attention, observe
 
 # Maximum relative difference of a branch in the tree from the branch alone. float64 gets only 1e-5 because the eager
@@ -56,7 +57,7 @@ def use_attention(model: Any, name: str) -> Iterator[None]:
             setattr(config, name_of_setting, setting)
 
 
-def probe(model: Any, *, source: str, device: torch.device | None = None) -> frozenset[tuple[int, int]]:
+def probe(model: Any, *, source: str, device: torch.device | None = None) -> frozenset[AttentionKind]:
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
     Three checks: every layer calls tree attention once; the logits are the output layer applied to the hidden states,
@@ -70,12 +71,12 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
         device: device of the inputs, by default the device of the model's weights.
 
     Returns:
-        the head dimensions of the layers, as pairs (of query and key, of value).
+        the kinds of attention of the layers.
 
     Raises:
         TreepackError: if a check fails; the message names the check.
     """
-    if model.base_model is model or model.get_output_embeddings() is None:
+    if find_decoder(model) is None or model.get_output_embeddings() is None:
         raise TreepackError(
             f"{source}: its hidden states cannot be separated from its output layer; {REQUIREMENT} and one output layer"
         )
@@ -97,7 +98,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
             f"{source}: a branch in a tree gets other hidden states than alone (relative difference {error:.1e}); "
             f"{REQUIREMENT}"
         )
-    return frozenset(call.head_dims for call in tree.attention.calls)
+    return frozenset(call.kind for call in tree.attention.calls)
 
 
 @contextmanager

@@ -128,7 +128,6 @@ def open_scoring(packed: str | Path, model: str | Path, options: ScoreOptions) -
     positions = dataset.max_position() if position_limit(loaded.causal) else 0
     check_fits(
         loaded,
-        capacity=dataset.manifest["capacity"],
         max_token_id=dataset.manifest["max_token_id"],
         tokenizer=dataset.manifest.get("tokenizer"),
         max_position=positions,

@@ -265,7 +265,6 @@ def _check_rows(run: TrainingRun) -> None:
     positions = dataset.max_position() if position_limit(loaded.causal) else 0
     check_fits(
         loaded,
-        capacity=dataset.manifest["capacity"],
         max_token_id=dataset.manifest["max_token_id"],
         tokenizer=dataset.manifest.get("tokenizer"),
         max_position=positions,

@@ -114,7 +114,6 @@ def check_rows(model: ValueModel, rows: Sequence[AnchorRow], tokenizer: Tokenize
         )
     check_fits(
         model.loaded,
-        capacity=max(row.row.num_tokens for row in rows),
         max_token_id=max(int(row.row.input_ids.max()) for row in rows),
         tokenizer=tokenizer,
         max_position=max(int(row.row.position_ids.max()) for row in rows),
