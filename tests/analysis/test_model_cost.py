@@ -141,3 +141,30 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(TreepackError, match="is not JSON"):
         read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, {}),
+        ({"sliding_window": 10}, {10: 3}),
+        ({"sliding_window": 10, "use_sliding_window": False}, {}),
+        ({"sliding_window": 10, "use_sliding_window": True, "max_window_layers": 2}, {10: 1}),
+        ({"sliding_window": 10, "sliding_window_pattern": 3}, {10: 2}),
+        ({"sliding_window": 10, "model_type": "gemma2"}, {10: 2}),
+        ({"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, {10: 1}),
+        ({"attention_chunk_size": 8, "layer_types": ["chunked_attention"] * 2 + ["full_attention"]}, {8: 2}),
+    ],
+)
+def test_a_layer_with_a_window_has_at_most_its_window_of_pairs_for_each_token(
+    fields: dict[str, Any], windows: dict[int, int]
+) -> None:
+    plain, shape = shape_of(SIZES, name="m"), shape_of({**SIZES, **fields}, name="m")
+    each = plain.scores // 3  # of one layer
+    assert dict(shape.windows) == {size: count * each for size, count in windows.items()}
+    assert shape.scores == each * (3 - sum(windows.values()))
+    # Two paths of 4 tokens have 20 pairs, one of 100 has 5050.
+    for work in (FlopCount(8, 20, 0), FlopCount(100, 5050, 0)):
+        inside = sum(count * min(work.pairs, size * work.tokens) for size, count in windows.items())
+        pairs = (3 - sum(windows.values())) * work.pairs + inside
+        assert operations(shape, work) == 6.0 * (shape.weights * work.tokens + each * pairs)

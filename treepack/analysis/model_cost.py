@@ -5,7 +5,8 @@
 
 A product with a weight is 2 operations forward and 4 backward. Recomputation does not count, nor do norms, rotations,
 softmax and embedding look-ups, which are no matrix products. The output layer runs over the trained targets only, as in
-`loss.weighted_nll`. Only the active experts count.
+`loss.weighted_nll`. Only the active experts count. A layer with a window or chunks of W tokens has at most W pairs for
+each token; the first W tokens of a path have fewer, which makes this a few per cent too high.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from treepack.errors import TreepackError
 
 Config = dict[str, Any]
+Count = Any  # an integer, or an array of them
 
 _QWEN3: Config = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "model_type": "qwen3"}
 _QWEN2: Config = {"vocab_size": 152064, "model_type": "qwen2"}
@@ -60,7 +64,7 @@ PRESETS: dict[str, Config] = {
 
 # "meta-llama-3.1-8b-instruct" and "qwen3-8b-base" -> groups 2 "llama-3.1-8b" and "qwen3-8b"
 _VARIANT = re.compile(r"^(meta-)?(.*?)(-(base|instruct|thinking))?(-\d{4})?$")
-_SOFTMAX = ("full_attention", "sliding_attention", "attention")
+_SOFTMAX = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 # Fields of models with layers other than softmax attention, for models that do not list their layers in `layer_types`.
 _OTHER_LAYERS = (
     "mamba_d_state ssm_state_size state_size hybrid_override_pattern "
@@ -76,13 +80,22 @@ class ModelShape:
 
     weights: for each token, in the linear layers except the output layer, active experts only.
     output: for each target, in the output layer.
-    scores: for each score pair, of queries with keys and of probabilities with values, over all heads and layers.
+    scores: for each score pair, of queries with keys and of probabilities with values, over all heads and all layers
+        that see whole paths.
+    windows: the layers with a window or chunks, as the tokens of the window and the multiplications for each pair.
     """
 
     name: str
     weights: int
     output: int
     scores: int
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def attention(self, tokens: Count, pairs: Count) -> Count:
+        """Return the multiplications of attention for some tokens and score pairs: two numbers, or arrays of them."""
+        # In float64, because 10^9 tokens times a million multiplications are too many for int64.
+        inside = sum(each * np.minimum(pairs, size * tokens, dtype=np.float64) for size, each in self.windows)
+        return self.scores * pairs + inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,8 @@ class FlopCount:
 def operations(shape: ModelShape, work: FlopCount) -> float:
     """Return the floating-point operations of forward and backward over `work`."""
     # 6 = 2 + 4: a product and its addition forward, and the same again for the gradient of each factor.
-    return 6.0 * (shape.weights * work.tokens + shape.output * work.targets + shape.scores * work.pairs)
+    attention = shape.attention(work.tokens, work.pairs)
+    return 6.0 * float(shape.weights * work.tokens + shape.output * work.targets + attention)
 
 
 def read_shape(model: str) -> ModelShape:
@@ -143,12 +157,36 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
         feed_forward += (layers - experts) * _dense(
             config, hidden, _field(config, "intermediate_size", name, 4 * hidden)
         )
+    windows = _windows(config, layers, name)
     return ModelShape(
         name=name,
         weights=layers * attention + feed_forward,
         output=hidden * _field(config, "vocab_size", name),
-        scores=layers * scores,
+        scores=(layers - sum(windows.values())) * scores,
+        windows=tuple((size, count * scores) for size, count in windows.items()),
     )
+
+
+def _windows(config: Config, layers: int, name: str) -> dict[int, int]:
+    """Return the number of layers for each size of window or chunk."""
+    sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    windows: dict[int, int] = {}
+    for kind in config.get("layer_types") or _unlisted_kinds(config, layers):
+        if kind in sizes and config.get(sizes[kind]) is not None:
+            size = _field(config, sizes[kind], name)
+            windows[size] = windows.get(size, 0) + 1
+    return windows
+
+
+def _unlisted_kinds(config: Config, layers: int) -> list[str]:
+    """Return the kind of each layer of a model that does not list them, from older fields of its configuration."""
+    if not config.get("use_sliding_window", True):
+        return []
+    # Gemma: pattern 6 -> five layers with a window, then one without. Qwen 2: the first max_window_layers have none.
+    pattern = config.get("sliding_window_pattern") or (2 if config.get("model_type") == "gemma2" else layers + 1)
+    first = config.get("max_window_layers") or 0
+    slides = [layer >= first and (layer + 1) % pattern != 0 for layer in range(layers)]
+    return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
 def _check_decoder(config: Config, name: str) -> None:
