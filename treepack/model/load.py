@@ -35,6 +35,8 @@ from treepack.model.four_bits import quantization
 from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
 from treepack.model.source import local_source
+from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
+from treepack.model.whole_checkpoint import check_savable
 
 _log = logging.getLogger("treepack")
 
@@ -150,6 +152,8 @@ def hide_progress_bars() -> Iterator[None]:
 def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple[str, ...]]:
     """Read the configuration of a model, set every dropout to 0, and return it with a note on each change.
 
+    Of a vision-language model it is the whole configuration, and what is said here is about its text half.
+
     Raises:
         TreepackError: if the configuration cannot be read, the model cannot be trained exactly, or `attention` is
             unknown.
@@ -157,9 +161,11 @@ def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple
     if attention not in IMPLEMENTATIONS:
         raise TreepackError(f"attention is {attention!r}; expected one of {', '.join(IMPLEMENTATIONS)}")
     register()
-    config = _parse_config(source)
-    check_config(config, source=str(source))
-    return config, disable_dropout(config)
+    config, notes = choose_config(_parse_config(source), source)
+    text = config.get_text_config()
+    check_config(text, source=str(source))
+    check_type(config, source)
+    return config, (*notes, *disable_dropout(text))
 
 
 def _parse_config(source: str | Path) -> Any:
@@ -173,7 +179,7 @@ def _parse_config(source: str | Path) -> Any:
         fields = json.loads(Path(local).read_text(encoding="utf-8"))
         if not (isinstance(fields, dict) and isinstance(fields.get("model_type"), str)):
             raise TreepackError(f"{source}: has no model_type; expected the config.json of a causal language model")
-        return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config()
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def _config_of(source: str) -> Any:
@@ -185,7 +191,7 @@ def _config_of(source: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=is_offline(source)).get_text_config()
+        return AutoConfig.from_pretrained(source, local_files_only=is_offline(source))
     except Exception as error:
         # An OSError is about files; other exceptions are about their content, unless there is no file at all.
         is_empty = Path(source).is_dir() and not (Path(source) / "config.json").exists()
@@ -198,13 +204,11 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int, 
     """Build the model on the CPU under the reference attention.
 
     Its weights come from `source`; if `source` is a config file, they are random. `quantized` are from
-    `adapter.quantization`.
+    `adapter.quantization`. Of a vision-language model, only the text half is built (`text_half`).
 
     Raises:
         TreepackError: if weights are missing or have another shape.
     """
-    from transformers import AutoModelForCausalLM
-
     options: dict[str, Any] = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": dtype}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
@@ -212,8 +216,8 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int, 
     if local.endswith(".json"):
         with torch.random.fork_rng():  # leaves the caller's random state as it was
             torch.manual_seed(seed)
-            return _cast_routers(AutoModelForCausalLM.from_config(config, **options), dtype)
-    model, report = AutoModelForCausalLM.from_pretrained(
+            return _cast_routers(model_from_config(config, **options), dtype)
+    model, report = model_class(config).from_pretrained(
         local,
         config=config,
         output_loading_info=True,
@@ -232,6 +236,8 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int, 
                 f"{source}: {names[0]}{more} {'is' if len(names) == 1 else 'are'} {problem} in its weights; "
                 f"expected a whole checkpoint of {type(model).__name__}"
             )
+    if is_text_half(model):
+        check_savable(model, source)
     return _cast_routers(model, dtype)
 
 

@@ -12,7 +12,7 @@ from treepack.files.directory import RUN
 
 _FINISHED = "train.json"
 # Files that `train` writes beside the model.
-_NOT_THE_MODEL = {RUN, _FINISHED, "owner.json", "metrics.jsonl", "metrics.png", "tracker.json"}
+NOT_THE_MODEL = {RUN, _FINISHED, "owner.json", "metrics.jsonl", "metrics.png", "tracker.json"}
 
 
 def local_source(source: str | Path) -> str:
@@ -32,7 +32,7 @@ def local_source(source: str | Path) -> str:
     if RUN in objects and _FINISHED not in objects:
         raise TreepackError(f"{path}: is a training run that is not complete; finish it with train --resume")
     # Not what is in folders: checkpoints of a run have many times the size of its model.
-    files = {name: info for name, info in objects.items() if "/" not in name and name not in _NOT_THE_MODEL}
+    files = {name: info for name, info in objects.items() if "/" not in name and name not in NOT_THE_MODEL}
     if not files:
         raise TreepackError(f"{path}: contains no model; give the address of a folder with config.json and weights")
     return str(next(iter(copies_below(path, files).values())).parent)

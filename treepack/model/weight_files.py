@@ -26,17 +26,6 @@ def translate_read_errors(source: str | Path) -> AbstractContextManager[None]:
     return translate_errors(f"{source}: its weight files cannot be read", "download the whole checkpoint")
 
 
-def find_file(source: str | Path, name: str) -> Path | None:
-    """Return the path of a file of a model on this machine, downloaded if it is on the hub; None if there is none."""
-    from transformers.utils import cached_file
-
-    local = local_source(source)
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
-    with translate_read_errors(source):
-        path = cached_file(local, name, local_files_only=is_offline(local), **quiet)
-    return None if path is None else Path(path)
-
-
 def weight_files(source: str | Path) -> dict[str, Path] | None:
     """Return the safetensors file of every tensor by its name, or None if the weights are in another format.
 
@@ -44,14 +33,27 @@ def weight_files(source: str | Path) -> dict[str, Path] | None:
         TreepackError: a file of the checkpoint is missing or cannot be read.
     """
     from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    local = local_source(source)
+    settings = {
+        "local_files_only": is_offline(local),
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_gated_repo": False,
+    }
+
+    def find(name: str) -> Path | None:
+        with translate_read_errors(source):
+            path = cached_file(local, name, **settings)
+        return None if path is None else Path(path)
 
     # The single file first, like transformers: the index may be left over from earlier weights in the same directory.
-    single = find_file(source, SINGLE_FILE)
-    index = find_file(source, INDEX_FILE) if single is None else None
+    single = find(SINGLE_FILE)
+    index = find(INDEX_FILE) if single is None else None
     if index is not None:
         # weight_map: {"model.norm.weight": "model-00002-of-00002.safetensors", ...}
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        paths = {name: find_file(source, name) for name in sorted(set(names.values()))}
+        paths = {name: find(name) for name in sorted(set(names.values()))}
         missing = [name for name, path in paths.items() if path is None]
         if missing:
             raise TreepackError(f"{source}: {missing[0]} is missing; download the whole checkpoint")

@@ -86,7 +86,7 @@ def default_stop_tokens(name: str | Path) -> tuple[int, ...]:
         with contextlib.suppress(OSError):  # few models lack the file, and then their config has the ids
             stop = GenerationConfig.from_pretrained(local, local_files_only=is_offline(local)).eos_token_id
     if stop is None:
-        stop = read_config(base)[0].eos_token_id
+        stop = read_config(base)[0].get_text_config().eos_token_id
     return tuple(sorted({stop} if isinstance(stop, int) else set(stop or ())))
 
 

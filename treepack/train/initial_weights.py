@@ -22,6 +22,7 @@ from treepack.errors import TreepackError
 from treepack.files.address import is_address
 from treepack.files.directory import RUN
 from treepack.model.load import read_config, translate_load_errors
+from treepack.model.text_half import model_from_config
 from treepack.train.checkpoint import SavedCheckpoint, latest
 from treepack.train.checkpoint_files import CHECKPOINTS, RECORD, step_of_name
 from treepack.train.checkpoint_ranks import all_ranks
@@ -95,9 +96,7 @@ def _check_shapes(init_from: str, model: str | Path) -> None:
 
 
 def _shapes(source: str | Path) -> dict[str, list[int]]:
-    from transformers import AutoModelForCausalLM
-
     config, _ = read_config(source)
     with translate_load_errors(source), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = model_from_config(config, dtype=torch.float32)
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
