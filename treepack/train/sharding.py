@@ -10,9 +10,9 @@
 because it reads the output layer in chunks and the layer must be whole. Gradients are summed over ranks in float32 and
 never averaged: each rank divides the loss of its rows by the denominator of the whole step.
 
-Weights are read shard by shard from safetensors, so that no rank holds the whole model. If transformers renames or
-merges weights when it loads them, each rank loads the whole model on the CPU and keeps its shard, and a note is made.
-Every rank has the whole weights of an adapter on its CPU for a moment, because they are few.
+Each rank reads its shards from safetensors (`train.weight_reading`), so that no rank holds the whole model. If
+transformers computes with weights when it loads them, each rank loads the whole model on the CPU and keeps its shard,
+and a note is made. Every rank has the whole weights of an adapter on its CPU for a moment, because they are few.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from torch import Tensor, nn
 
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
-from treepack.model.adapter import assign, base_name, base_of, is_adapted, put_adapter
+from treepack.model.adapter import assign, base_of, is_adapted, put_adapter
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import build_model, hide_progress_bars, read_config, translate_load_errors, with_attention
 from treepack.model.loaded import LoadedModel
 from treepack.model.source import local_source
+from treepack.model.text_half import model_from_config
 from treepack.model.weight_files import weight_files
 from treepack.train.options import TrainOptions
+from treepack.train.weight_reading import fill, find_plan, own_part
 
 
 class _Root(nn.Module):
@@ -67,24 +69,23 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
             causal = _build_without_memory(base, config)
         else:
             causal = build_model(base, config, torch.float32, options.seed)
-    # Names in the files that differ from the names in the model mean that transformers renames or merges weights.
-    readable = files is not None and set(_stored_tensors(causal)) <= set(files)
-    if files is not None and not readable:
+        plan = find_plan(causal, files, base) if files else None
+    if files is not None and plan is None:
         notes = (*notes, "transformers converts these weights when it loads them: every rank read the whole model once")
         with translate_load_errors(base), hide_progress_bars():
             causal = build_model(base, config, torch.float32, options.seed)
     model, weights, more = put_adapter(causal, adapter, options.lora, source=str(source), seed=options.seed)
     model.eval()
-    if readable:
+    if plan is not None:
         model.to("meta")  # the parameters of the adapter too
     else:
         assign(model, weights, torch.float32)
         if not options.cpu_offload:
             model.to(device)
     root = _shard(model, causal, options, device)
-    if readable:
+    if plan is not None:
         assert files is not None
-        _fill(causal, files, torch.device("cpu") if options.cpu_offload else device, base)
+        fill(causal, plan, files, torch.device("cpu") if options.cpu_offload else device, base)
         for name, parameter in model.named_parameters():
             if name in weights:
                 _copy_part(weights[name], parameter)
@@ -103,11 +104,11 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
 
 def _build_without_memory(source: str | Path, config: Any) -> Any:
     """Return the model on the meta device, without memory for its weights, with its generation settings."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     settings = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": torch.float32}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **settings)
+        model = model_from_config(config, **settings)
     with suppress(OSError):  # the source has no generation_config.json
         model.generation_config = GenerationConfig.from_pretrained(local_source(source))
     return model
@@ -144,79 +145,13 @@ def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device)
     return root
 
 
-def _stored_tensors(model: Any) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint of `model` contains: parameters and persistent buffers, tied ones once."""
-    named: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            named[name] = tensor
-            seen.add(id(tensor))
-    return named
-
-
 @torch.no_grad()
-def _fill(model: Any, files: dict[str, Path], device: torch.device, source: str | Path) -> None:
-    """Allocate the memory of a sharded model on the meta device, and read this rank's part of the frozen weights.
-
-    The parameters of an adapter are in no file of the base, and stay NaN.
-
-    Raises:
-        TreepackError: a file cannot be read, or a tensor has another shape than in the configuration.
-    """
-    from safetensors import safe_open
+def _copy_part(whole: Tensor, tensor: Tensor) -> None:
+    """Copy this rank's part of a whole tensor into `tensor`."""
     from torch.distributed.tensor import DTensor
 
-    model.to_empty(device=device)
-    model.tie_weights()
-    for tensor in (*model.parameters(), *model.buffers()):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.is_floating_point():
-            local.fill_(torch.nan)  # a tensor that is forgotten below must not pass the probe
-    stored = {base_name(name): tensor for name, tensor in _stored_tensors(model).items()}
-    stored = {name: tensor for name, tensor in stored.items() if name in files}
-    by_file: dict[Path, list[str]] = {}
-    for name in stored:
-        by_file.setdefault(files[name], []).append(name)
-    for path, names in by_file.items():
-        with translate_load_errors(source), safe_open(path, "pt") as file:
-            for name in names:
-                _read_part(file.get_slice(name), stored[name], f"{source}: {name}")
-    # Buffers that no checkpoint contains, such as rotary frequencies, are computed by `initialize_weights`. The flag
-    # keeps it from overwriting the weights that were just read.
-    for tensor in stored.values():
-        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
-    model.initialize_weights()
-
-
-def _read_part(stored: Any, tensor: Tensor, label: str) -> None:
-    """Copy this rank's rows of a tensor on disk into `tensor`; `label` names it in an error.
-
-    Raises:
-        TreepackError: the shapes differ.
-    """
-    if list(stored.get_shape()) != list(tensor.shape):
-        raise TreepackError(
-            f"{label} has the shape {stored.get_shape()} in the weights and {list(tensor.shape)} by the configuration; "
-            "download the whole checkpoint"
-        )
-    _copy_part(stored, tensor)
-
-
-@torch.no_grad()
-def _copy_part(stored: Any, tensor: Tensor) -> None:
-    """Copy this rank's rows of a whole tensor, or of a tensor on disk, into `tensor`."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(stored[:] if tensor.ndim else stored[...])
-        return
-    local = tensor.to_local()
-    # FSDP cuts dimension 0 into parts of ceil(rows / ranks), the last ones smaller or empty:
-    # 5 rows on 4 ranks -> [0, 2), [2, 4), [4, 5), empty
-    if len(local):
-        first = -(-len(tensor) // tensor.device_mesh.size()) * tensor.device_mesh.get_local_rank()
-        local.copy_(stored[first : first + len(local)])
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local.copy_(whole[tuple(slice(first, stop) for first, stop in own_part(tensor))])
 
 
 def whole_state(loaded: LoadedModel) -> dict[str, Any]:

@@ -1,0 +1,140 @@
+"""Read the weights of a sharded model: each rank reads its part of every tensor, one tensor at a time.
+
+    model on the meta device, files --find_plan--> for each tensor of the model the pieces of the files it consists of
+    plan, sharded model             --fill-------> the rank's part in memory
+
+                            rank 0                  rank 1
+    experts.gate_up_proj    experts 0 ... 63        experts 64 ... 127        (dimension 0 is cut by FSDP2)
+    is read from            experts.0.gate_proj.weight ... and so on, or from a part of one larger tensor
+
+Beside its part of the model a rank needs memory for one tensor of a file. Each file is opened for one tensor of the
+model at a time, because pages of an open file count as memory of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from treepack.model.adapter import base_name
+from treepack.model.conversion import stored_tensors, trace_loading
+from treepack.model.load import translate_load_errors
+from treepack.model.traced import Piece, Ranges, Traced
+
+# Names of dtypes in safetensors files. Others, such as those of eight bits, need scales that are stored elsewhere.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, Traced] | None:
+    """Return the pieces of each tensor of `model`; None if only transformers can convert the weights.
+
+    Args:
+        model: a model on the meta device.
+        files: the file of every tensor of the checkpoint.
+        source: the checkpoint, for errors.
+
+    Raises:
+        TreepackError: a file cannot be read, or a tensor has another shape than in the configuration.
+    """
+    from safetensors import safe_open
+
+    stored: dict[str, tuple[list[int], torch.dtype]] = {}
+    for path, names in _by_file(files).items():
+        with translate_load_errors(source), safe_open(path, "pt") as file:
+            for name in names:
+                part = file.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    return None
+                stored[name] = part.get_shape(), DTYPES[part.get_dtype()]
+    return trace_loading(model, stored, source=source)
+
+
+@torch.no_grad()
+def fill(model: Any, plan: Mapping[str, Traced], files: Mapping[str, Path], device: torch.device, source: str) -> None:
+    """Allocate the memory of a sharded model on the meta device, and read this rank's part of the frozen weights.
+
+    The parameters of an adapter are in no file of the base, and stay NaN.
+
+    Args:
+        model: the sharded model.
+        plan: from `find_plan`, before the model was sharded or got an adapter.
+        files: the file of every tensor of the checkpoint.
+        device: the device of the weights.
+        source: the checkpoint, for errors.
+
+    Raises:
+        TreepackError: a file cannot be read.
+    """
+    from torch.distributed.tensor import DTensor
+
+    model.to_empty(device=device)
+    model.tie_weights()
+    for tensor in (*model.parameters(), *model.buffers()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.is_floating_point():
+            local.fill_(torch.nan)  # a tensor that is forgotten below must not pass the probe
+    stored = {base_name(name): tensor for name, tensor in stored_tensors(model).items()}
+    stored = {name: tensor for name, tensor in stored.items() if name in plan}
+    for name, tensor in stored.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        with translate_load_errors(source):
+            _read(plan[name], own_part(tensor), files, local)
+    # Buffers that no checkpoint contains, such as rotary frequencies, are computed by `initialize_weights`. The flag
+    # keeps it from overwriting the weights that were just read.
+    for tensor in stored.values():
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    model.initialize_weights()
+
+
+def _read(traced: Traced, part: Ranges, files: Mapping[str, Path], tensor: Tensor) -> None:
+    """Read the box `part` of a traced tensor into `tensor`, which has its shape."""
+    from safetensors import safe_open
+
+    pieces: dict[str, list[Piece]] = {}
+    for piece in traced.pieces or ():
+        if (inside := piece.within(part)) is not None:
+            pieces.setdefault(inside.name, []).append(inside)
+    for path, names in _by_file({name: files[name] for name in pieces}).items():
+        with safe_open(path, "pt") as file:
+            for name in names:
+                stored = file.get_slice(name)
+                for piece in pieces[name]:
+                    piece.put(stored, tensor)
+
+
+def _by_file(files: Mapping[str, Path]) -> dict[Path, list[str]]:
+    names: dict[Path, list[str]] = {}
+    for name, path in files.items():
+        names.setdefault(path, []).append(name)
+    return names
+
+
+def own_part(tensor: Tensor) -> Ranges:
+    """Return the box of a whole tensor that this rank holds; all of it if the tensor is not sharded."""
+    from torch.distributed.tensor import DTensor
+
+    ranges = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        (placement,) = tensor.placements
+        dim = placement.dim  # type: ignore[attr-defined]  # FSDP2 shards every parameter
+        # Parts of ceil(rows / ranks) rows, the last ones smaller or empty:
+        # 5 rows on 4 ranks -> [0, 2), [2, 4), [4, 5), empty
+        length, rows = -(-tensor.shape[dim] // tensor.device_mesh.size()), tensor.shape[dim]
+        first = length * tensor.device_mesh.get_local_rank()
+        ranges[dim] = (min(first, rows), min(first + length, rows))
+    return tuple(ranges)
