@@ -1,7 +1,7 @@
 """Tree attention by this package's own kernels, as a function that torch differentiates.
 
-    query, key, value, Schedule --forward--> output, log-sum-exp
-    gradient of the output      --backward--> gradients of query, key and value
+    query, key, value, sinks, Schedule --forward--> output, log-sum-exp
+    gradient of the output             --backward--> gradients of query, key, value and sinks
 
 Between the two, only the inputs, the output and the log-sum-exp are kept. This module chooses the kernels; `dispatch`
 makes sure that a row has a schedule and that the kernels take the shapes and dtypes.
@@ -26,8 +26,10 @@ from torch.autograd.function import once_differentiable
 from treepack.attention.schedule import Schedule
 from treepack.errors import TreepackError
 
-# Head dimensions of the Hopper kernels, and the first and last release of Triton whose Gluon has compiled them.
-HOPPER_HEAD_DIMS = (64, 128)
+# Head dimensions (of q and k, of v) that the Hopper kernels take, and those that they take with windows and sinks too.
+HOPPER_HEAD_DIMS = frozenset({(64, 64), (128, 128)})
+HOPPER_WINDOWS: frozenset[tuple[int, int]] = frozenset()
+# The first and last release of Triton whose Gluon has compiled them.
 HOPPER_TRITON = ((3, 6), (3, 9))
 
 
@@ -68,44 +70,71 @@ def triton_attention(
     schedule: Schedule,
     *,
     scale: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     kept: tuple[Kept, Hashable] | None = None,
 ) -> Tensor:
     """Compute softmax attention over the visible pairs of a schedule's rows.
 
     Args:
-        query: [B, H, T, D] in bfloat16, float16 or float32; D <= 256.
-        key, value: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
-        schedule: of these B rows of T tokens, on the device of `query`.
+        query: [B, H, T, D] in bfloat16, float16 or float32; D <= 512.
+        key: [B, H_kv, T, D] in the dtype of `query`; query head h reads head h // (H / H_kv).
+        value: [B, H_kv, T, D_v] in the dtype of `query`; D_v <= 512.
+        schedule: of these B rows of T tokens, with their `start` if the layer has windows; on the device of `query`.
         scale: factor of the scores, D**-0.5 by default.
+        sinks: [H] in any floating dtype, one more score per head that takes its share of the softmax.
+        softcap: a positive number; scores become softcap * tanh(score / softcap).
         kept: the object that keeps the output for recomputation, and the place of this layer in it.
 
     Returns:
-        [B, H, T, D] in the dtype of `query`, in memory [B, T, H, D].
+        [B, H, T, D_v] in the dtype of `query`, in memory [B, T, H, D_v].
 
     Raises:
-        TreepackError: if `scale` is not positive, or the schedule has other rows or is on another device.
+        TreepackError: if `scale` or `softcap` is not positive, there is not one sink per head, or the schedule has
+            other rows or is on another device.
     """
     batch, _, length, width = query.shape
     scale = width**-0.5 if scale is None else scale
     if not scale > 0:
         raise TreepackError(f"attention: scale is {scale}; expected a positive number")
+    if softcap is not None and not softcap > 0:
+        raise TreepackError(f"attention: softcap is {softcap}; expected a positive number, or None for no cap")
+    if sinks is not None and tuple(sinks.shape) != (query.shape[1],):
+        raise TreepackError(
+            f"attention: sinks are {list(sinks.shape)}; expected [{query.shape[1]}], one per query head"
+        )
     if (len(schedule.end), schedule.length) != (batch, length) or schedule.end.device != query.device:
         raise TreepackError(
             f"attention: the schedule has {len(schedule.end)} x {schedule.length} tokens on {schedule.end.device}, "
             f"query {batch} x {length} on {query.device}; pass the schedule of these rows, moved to that device"
         )
-    out: Tensor = _Attention.apply(query, key, value, schedule, scale, kept)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, sinks, schedule, scale, softcap, kept
+    )
     return out
 
 
-def backend(query: Tensor) -> str:
-    """Return the name of the kernels for tensors like `query`: hopper or portable."""
-    return "hopper" if runs_hopper(query.device, query.dtype, query.shape[-1]) else "portable"
+def backend(
+    query: Tensor, value: Tensor | None = None, *, windowed: bool = False, sinks: bool = False, capped: bool = False
+) -> str:
+    """Return the name of the kernels for such a layer: hopper or portable.
+
+    Args:
+        query: [B, H, T, D].
+        value: [B, H_kv, T, D_v]; if None, D_v is D.
+        windowed: whether the layer has windows or chunks.
+        sinks: whether it has sinks.
+        capped: whether it has a cap of scores, which only the portable kernels compute.
+    """
+    head_dims = (query.shape[-1], (query if value is None else value).shape[-1])
+    runs = runs_hopper(query.device, query.dtype, head_dims, special=windowed or sinks)
+    return "hopper" if runs and not capped else "portable"
 
 
-def runs_hopper(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the Hopper kernels take such tensors."""
-    suits = dtype in (torch.bfloat16, torch.float16) and head_dim in HOPPER_HEAD_DIMS and device.type == "cuda"
+def runs_hopper(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], *, special: bool = False) -> bool:
+    """Return whether the Hopper kernels take such tensors; `special` layers have windows, chunks or sinks."""
+    known = head_dims in (HOPPER_WINDOWS if special else HOPPER_HEAD_DIMS)
+    suits = dtype in (torch.bfloat16, torch.float16) and known and device.type == "cuda"
     return suits and has_hopper(device)
 
 
@@ -140,32 +169,47 @@ class _Attention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         schedule: Schedule,
         scale: float,
+        softcap: float | None,
         kept: tuple[Kept, Hashable] | None,
     ) -> Tensor:
         query, key, value = (_with_dense_rows(x) for x in (query, key, value))
-        kernels = backend(query)
+        windowed, has_sinks = schedule.start is not None, sinks is not None
+        kernels = backend(query, value, windowed=windowed, sinks=has_sinks, capped=softcap is not None)
+        options = _options(sinks, softcap)
         result = kept[0].take(kept[1]) if kept is not None else None
         if result is not None:
             out, lse = result
         else:
             with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-                out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale)
+                out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale, **options)
             if kept is not None and not is_recomputing():
                 kept[0].store(kept[1], out, lse)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.schedule, ctx.scale, ctx.kernels = schedule, scale, kernels
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.schedule, ctx.scale, ctx.softcap, ctx.kernels = schedule, scale, softcap, kernels
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
+        options = _options(sinks, ctx.softcap)
+        kernels = _kernels(ctx.kernels)[1]
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            gradients = _kernels(ctx.kernels)[1].backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale)
-        return *gradients, None, None, None  # none for schedule, scale and kept
+            gradients = kernels.backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale, **options)
+        dq, dk, dv, dsinks = (*gradients, None)[:4]
+        if sinks is not None:
+            dsinks = dsinks.to(sinks.dtype)
+        return dq, dk, dv, dsinks, None, None, None, None  # none for schedule, scale, softcap and kept
+
+
+def _options(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:
+    """Return the arguments of the kernels for sinks, in float32, and for a cap; only those that the layer has."""
+    options: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    return options if sinks is None else options | {"sinks": sinks.detach().float().contiguous()}
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:

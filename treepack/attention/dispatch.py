@@ -227,7 +227,7 @@ def takes_chains(device: torch.device, dtype: torch.dtype, *head_dims: tuple[int
     # FlashAttention takes equal head dimensions, multiples of 8 up to 256, on Ampere (8, 0) and later.
     fits = all(d == d_v and d <= 256 and d % 8 == 0 for d, d_v in head_dims)
     capable = device.type == "cuda" and dtype in _HALVES and torch.cuda.get_device_capability(device) >= (8, 0)
-    hopper = all(runs_hopper(device, dtype, d) for d, _ in head_dims)  # faster than varlen, even on such rows
+    hopper = all(runs_hopper(device, dtype, dims) for dims in head_dims)  # faster than varlen, even on such rows
     return fits and capable and not hopper and choose(device, dtype, *head_dims) != "reference"
 
 

@@ -27,9 +27,12 @@ class Inputs(NamedTuple):
     """Operands of one attention call, which the forward and the backward read.
 
     query       [B, H, T, D]
-    key, value  [B, H_kv, T, D]
+    key         [B, H_kv, T, D]
+    value       [B, H_kv, T, D_v]
     schedule    of these B rows of T tokens, on the device of `query`
     scale       factor of the scores
+    sinks       float32 [H], one more score per head, without a value; None without sinks
+    softcap     scores become softcap * tanh(score / softcap); None without a cap
     """
 
     query: Tensor
@@ -37,19 +40,26 @@ class Inputs(NamedTuple):
     value: Tensor
     schedule: Schedule
     scale: float
+    sinks: Tensor | None = None
+    softcap: float | None = None
 
     @property
     def group(self) -> int:
         """Query heads per key head."""
         return self.query.shape[1] // self.key.shape[1]
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether the layer has windows or chunks; the compile-time parameter WINDOWED of every kernel."""
+        return self.schedule.start is not None
+
 
 class Incoming(NamedTuple):
     """Tensors that only the backward reads.
 
-    grad   [B, H, T, D], the gradient of the output
+    grad   [B, H, T, D_v], the gradient of the output
     lse    float32 [B, H, T], the base-2 log-sum-exp that the forward returned; [B, H, T_pad] on Hopper
-    delta  float32, the sum of output * grad over D, in the shape of `lse`
+    delta  float32, the sum of output * grad over D_v, in the shape of `lse`
     """
 
     grad: Tensor
@@ -117,6 +127,34 @@ def key_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
     }
 
 
+def query_window(inputs: Inputs) -> dict[str, Any]:
+    """Return the argument that kernels over query blocks read if WINDOWED; without windows it is any int32 tensor."""
+    schedule = inputs.schedule
+    return {"starts": schedule.end if schedule.start is None else schedule.start}
+
+
+def key_window(inputs: Inputs) -> dict[str, Any]:
+    """Return the arguments that kernels over key blocks read if WINDOWED; without windows they are any int32 tensor."""
+    schedule = inputs.schedule
+    return {"key_tiles": schedule.end if schedule.key_tiles is None else schedule.key_tiles, **query_window(inputs)}
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, length: int) -> Tensor:
+    """Return the gradient of the sinks, float32 [H].
+
+    A sink has the weight p = 2**(sink * log2(e) - lse) in each query's softmax and the value 0, so its score has the
+    gradient p * (0 - delta). The sum runs in one order, so two runs agree in every bit.
+
+    Args:
+        sinks: float32 [H].
+        lse, delta: as in `Incoming`.
+        length: T.
+    """
+    # [H, 1] - [B, H, T] -> [B, H, T] -> [H]
+    weights = torch.exp2(sinks[:, None] * LOG2E - lse[..., :length])
+    return -(weights * delta[..., :length]).sum((0, 2))
+
+
 def _row_arguments(inputs: Inputs, section: int) -> dict[str, Any]:
     return {
         "length": inputs.query.shape[2],
@@ -149,10 +187,15 @@ def _largest_divisor(number: int, limit: int) -> int:
     return max(n for n in range(1, number + 1) if number % n == 0 and (n == 1 or n <= limit))
 
 
-def token_major(like: Tensor) -> Tensor:
-    """Return an empty tensor of the shape of `like`, [B, H, T, D], with memory in the order [B, T, H, D].
+def token_major(like: Tensor, width: int | None = None) -> Tensor:
+    """Return an empty tensor [B, H, T, D] like `like`, with memory in the order [B, T, H, D].
 
     A model joins the heads of each token after attention, and in this order that needs no copy.
+
+    Args:
+        like: [B, H, T, any].
+        width: D, by default that of `like`.
     """
-    batch, heads, length, width = like.shape
+    batch, heads, length, same = like.shape
+    width = same if width is None else width
     return torch.empty((batch, length, heads, width), dtype=like.dtype, device=like.device).transpose(1, 2)

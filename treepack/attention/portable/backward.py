@@ -275,7 +275,7 @@ def _delta(out: Tensor, grad: Tensor) -> Tensor:
 
 def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: Config) -> Launch:
     """Describe the launch that writes `dq` [B, H, T, D]."""
-    query, key, value, schedule, scale = inputs
+    query, key, value, schedule, scale = inputs[:5]
     batch, heads = query.shape[:2]
     arguments = {
         "q": query,
@@ -299,7 +299,7 @@ def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor, config: Config)
 
 def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor, config: Config) -> Launch:
     """Describe the launch that writes `dk` and `dv`, both [B, H_kv, T, D]."""
-    query, key, value, schedule, scale = inputs
+    query, key, value, schedule, scale = inputs[:5]
     batch, kv_heads = key.shape[:2]
     arguments = {
         "q": query,

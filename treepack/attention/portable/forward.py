@@ -259,7 +259,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale
 
 def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: Config) -> Launch:
     """Describe the launch that writes `out` [B, H, T, D] and `lse` [B, H, T]."""
-    query, key, value, schedule, _ = inputs
+    query, key, value, schedule = inputs[:4]
     batch, heads = query.shape[:2]
     arguments = {
         "q": query,
