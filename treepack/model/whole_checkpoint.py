@@ -28,6 +28,7 @@ from torch import Tensor
 from treepack.errors import TreepackError
 from treepack.files.hub import snapshot
 from treepack.model.source import NOT_THE_MODEL, local_source
+from treepack.model.text_half import is_text_half
 from treepack.model.weight_files import INDEX_FILE, SINGLE_FILE, translate_read_errors, weight_files
 
 # Configurations, processors, tokenizers and chat templates. Weights in other formats would be those before training.
@@ -46,6 +47,11 @@ def check_savable(model: Any, source: str | Path) -> None:
     if getattr(model.config, "quantization_config", None) is not None and not getattr(model, "is_quantized", False):
         raise TreepackError(f"{source}: its weights are quantised; give the checkpoint in bf16 of the same model")
     _plan(model, source, _files(source))
+
+
+def has_rest(model: Any, source: str | Path) -> bool:
+    """Return True if `model` is the text half of a checkpoint; random weights of a config file have no rest."""
+    return is_text_half(model) and not str(source).endswith(".json")
 
 
 def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str, Tensor] | None = None) -> None:

@@ -33,6 +33,7 @@ from treepack.files.object_store import ExistsError, first_line
 from treepack.files.patience import patiently
 from treepack.model.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.load import hide_progress_bars, load_merged
+from treepack.model.whole_checkpoint import copy_other_files, has_rest, save_whole
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
 from treepack.train.run import Packed, TrainingRun, repair_generation_config
@@ -252,29 +253,41 @@ def _save_model(run: TrainingRun, directory: Path, weights: dict[str, Any] | Non
     from safetensors import SafetensorError
 
     shutil.rmtree(directory, ignore_errors=True)
-    run.loaded.model.eval()
+    model, options = run.loaded.model, run.options
+    model.eval()
+    merge = options.lora is not None and options.lora.merge
+    base = adapter_base(model) if is_adapted(model) else run.loaded.source
     try:
         with hide_progress_bars():
-            if is_adapted(run.loaded.model):
-                _save_adapted(run, directory, weights)
-            else:
-                run.loaded.model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
+            if is_adapted(model):
+                save_adapter(model, directory, weights)
+                if merge:
+                    model = _merge(run, directory, base)
+            if not is_adapted(model):
+                _save_weights(model, base, directory, weights)
     except SafetensorError as error:
         raise OSError(first_line(error)) from error
     if run.tokenizer is not None:
         run.tokenizer.save_pretrained(directory)
+    if not is_adapted(model) and has_rest(model, base):
+        copy_other_files(base, directory)  # last, because the tokenizer's own files lack the name of the processor
 
 
-def _save_adapted(run: TrainingRun, directory: Path, weights: dict[str, Any] | None) -> None:
-    """Write the adapter of the model, or with `merge` the whole model with the adapter in it."""
-    options = run.options
-    save_adapter(run.loaded.model, directory, weights)
-    if options.lora is not None and options.lora.merge:
-        _log.info("merging the adapter into the model")
-        merged = load_merged(adapter_base(run.loaded.model), directory, seed=options.seed)
-        repair_generation_config(merged)
-        shutil.rmtree(directory)
-        merged.save_pretrained(directory)
+def _merge(run: TrainingRun, directory: Path, base: str) -> Any:
+    """Return the whole model with the adapter in `directory` in it, and remove the directory."""
+    _log.info("merging the adapter into the model")
+    merged = load_merged(base, directory, seed=run.options.seed)
+    repair_generation_config(merged)
+    shutil.rmtree(directory)
+    return merged
+
+
+def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, Any] | None) -> None:
+    """Write a model, and the rest of a checkpoint of which it is the text half."""
+    if has_rest(model, source):
+        save_whole(model, source, directory, weights)
+    else:
+        model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
 
 
 def _identity(run: TrainingRun) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import Objective
+from treepack.model.whole_checkpoint import check_savable, has_rest
 from treepack.train.initial_weights import find_weights
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
@@ -159,6 +160,8 @@ def open_run(
         if initial is not None:
             initial.fill(loaded.model)
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
+            if has_rest(loaded.causal, model):
+                check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
     run = TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks)
     if evaluated is not None:
         rows, rows_table, rows_schedule = evaluated
