@@ -34,6 +34,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.source import local_source
 from treepack.model.text_half import model_from_config
 from treepack.model.weight_files import weight_files
+from treepack.model.whole_checkpoint import check_savable, has_rest
 from treepack.train.options import TrainOptions
 from treepack.train.weight_reading import fill, find_plan, own_part
 
@@ -70,6 +71,8 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
         else:
             causal = build_model(base, config, torch.float32, options.seed)
         plan = find_plan(causal, files, base) if files else None
+    if plan is not None and has_rest(causal, base):
+        check_savable(causal, base)
     if files is not None and plan is None:
         notes = (*notes, "transformers converts these weights when it loads them: every rank read the whole model once")
         with translate_load_errors(base), hide_progress_bars():
