@@ -30,6 +30,7 @@ from treepack.files.hub import is_offline, load_fault
 from treepack.model.adapter import LoraOptions, assign, base_of, put_adapter
 from treepack.model.compatibility import check_config, translate_errors
 from treepack.model.dropout import disable_dropout
+from treepack.model.experts.interface import implementation_of
 from treepack.model.first_batch import mark_checked
 from treepack.model.four_bits import quantization
 from treepack.model.loaded import LoadedModel
@@ -210,8 +211,7 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int, 
         TreepackError: if weights are missing or have another shape.
     """
     options: dict[str, Any] = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": dtype}
-    if dtype == torch.float64:
-        options["experts_implementation"] = "eager"  # the grouped product of experts has no float64
+    options["experts_implementation"] = implementation_of(dtype)
     local = local_source(source)
     if local.endswith(".json"):
         with torch.random.fork_rng():  # leaves the caller's random state as it was
