@@ -23,6 +23,7 @@ from torch.compiler import disable
 
 from treepack.attention.dispatch import NAMES, AnySchedule, Schedules, resolve, takes_chains, tree_attention
 from treepack.attention.generation import is_plain, plain_attention, plain_mask, records_gradients
+from treepack.attention.indexed import AllAncestors, index_top_k
 from treepack.attention.reach import Reach
 from treepack.errors import TreepackError
 
@@ -37,8 +38,12 @@ _READ = frozenset(
 _MEANINGS = {
     "position_bias": " (a bias on scores)",
     "head_mask": " (a mask of heads)",
+    "indices": " (keys that an indexer selected)",
 }
-_REMEDY = "treepack computes only causal softmax attention over the tree, so turn this off or train another model"
+_REMEDY = (
+    "tree attention is causal softmax attention with windows, chunks, sinks and caps of scores, so turn this off or "
+    "train another model"
+)
 _PADDING = "expressed by subtree_end[i] = i + 1, so call the model without a mask"
 _ITS_OWN_MASK = "its code makes an attention mask of its own"
 
@@ -96,23 +101,25 @@ def register() -> None:
 
 def attention_mask_of(
     *arguments: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
-) -> Tensor | Reach | None:
+) -> Tensor | Reach | AllAncestors | None:
     """Return the reach of a kind of layers when a model builds their mask; None if they see all of their ancestors.
+
+    A model with indexers gets an `AllAncestors` instead of None, because its code slices the mask.
 
     If `allow_generation` permits a call without `subtree_end`, return the mask of sdpa.
 
     Raises:
-        TreepackError: if the caller passed an attention mask, or a window is combined with another mask.
+        TreepackError: if the caller passed an attention mask, or the model adds one of its own.
     """
     if is_plain(config):
         return plain_mask(*arguments, attention_mask=attention_mask, config=config, **options)
     if attention_mask is not None:
         raise BadCallError(f"attention: an attention_mask is given; padding tokens are {_PADDING}", code=_ITS_OWN_MASK)
+    if options.get("use_vmap"):  # transformers sets it if the model's code adds a mask function of its own
+        raise BadCallError(f"attention: {_ITS_OWN_MASK}; {_REMEDY}", code=_ITS_OWN_MASK)
     size = options.get("local_size")
     if size is None:
-        return None
-    if options.get("use_vmap"):  # transformers sets it if the model's code adds a mask function of its own
-        raise BadCallError("attention: the model adds a mask of its own to its window", code=_ITS_OWN_MASK)
+        return None if index_top_k(config) is None else AllAncestors()
     return Reach("chunk" if _is_chunked(config, size) else "window", size)
 
 
@@ -129,7 +136,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | Reach | None,
+    attention_mask: Tensor | Reach | AllAncestors | None,
     *,
     impl: str,
     **options: Any,
@@ -141,10 +148,10 @@ def attention_forward(
     """
     if options.get("subtree_end") is None and is_plain(getattr(module, "config", None)):
         _refuse_gradients(module, query, key, value)
-        assert not isinstance(attention_mask, Reach)
+        assert not isinstance(attention_mask, Reach | AllAncestors)
         return plain_attention(module, query, key, value, attention_mask, options)
     reach = _reach_of(attention_mask, options)
-    check_request(module, None if reach is attention_mask else attention_mask, options)
+    check_request(module, None if isinstance(attention_mask, Reach | AllAncestors) else attention_mask, options)
     # Under autocast the three dtypes may differ: a norm with float32 weights promotes queries and keys but not values.
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -243,5 +250,7 @@ def _layer_name(module: nn.Module) -> str:
 
 
 def _is_set(setting: Any) -> bool:
-    # None, False, 0 and 0.0 -> False; a tensor is set whatever it contains
+    # None, False, 0, 0.0 and a tensor without elements -> False; any other tensor is set whatever it contains
+    if isinstance(setting, Tensor):
+        return setting.numel() > 0
     return not (setting is None or (isinstance(setting, (bool, int, float)) and setting == 0))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from treepack.attention import IMPLEMENTATIONS
+from treepack.attention.indexed import index_top_k
 from treepack.errors import TreepackError
 
 if TYPE_CHECKING:
@@ -26,11 +27,22 @@ if TYPE_CHECKING:
     from treepack.model.loaded import LoadedModel
 from treepack.model.memory import is_memory_error
 
-REQUIREMENT = "treepack trains models whose every layer is plain softmax attention"
+REMEDY = "docs/models.md lists the models that treepack trains"
 NO_INTERFACE = "its code does not use transformers' attention interface"
 
-# Values of `layer_types` under which a layer is softmax attention.
-_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+# Values of `layer_types` under which a layer is softmax attention. "indexed_attention" is, on short paths: `indexed`.
+_SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "indexed_attention")
+# Values under which a layer has no attention, and treats each token alone.
+_TOKEN_LAYERS = ("mlp", "moe")
+# Reasons to refuse a layer, by its value; another value is not known.
+_REASONS = {
+    **dict.fromkeys(("linear_attention", "mamba", "recurrent"), "carries a state from token to token"),
+    "conv": "is a convolution over neighbouring tokens",
+    **dict.fromkeys(("hybrid", "hybrid_sliding"), "combines attention with a state or convolution over tokens"),
+    **dict.fromkeys(
+        ("heavily_compressed_attention", "compressed_sparse_attention"), "compresses runs of tokens to keys"
+    ),
+}
 # transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A learned table may have a few more entries than max_position_embeddings: OPT and BART have 2 more. 8 leaves a margin.
@@ -39,19 +51,45 @@ _MAX_MESSAGE = 200  # characters of a foreign error message: enough for its firs
 
 
 def check_config(config: Any, *, source: str) -> None:
-    """Refuse a model by its configuration: layers other than softmax attention.
+    """Refuse a model by its configuration: layers that mix tokens by other means than softmax attention.
 
     Raises:
         TreepackError: if the configuration has such a layer; the message names it.
     """
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    for layer, kind in enumerate(kinds):
-        if kind not in _SOFTMAX_LAYERS:
-            raise TreepackError(f"{source}: layer {layer} is {kind!r}; {REQUIREMENT}")
+    for layer, kind in enumerate(_layer_kinds(config)):
+        if kind not in (*_SOFTMAX_LAYERS, *_TOKEN_LAYERS):
+            reason = f", which {_REASONS[kind]}" if kind in _REASONS else ""
+            raise TreepackError(
+                f"{source}: layer {layer} is {kind!r}{reason}, and treepack computes only softmax attention on trees; "
+                f"{REMEDY}"
+            )
+
+
+def count_attention_layers(config: Any) -> int:
+    """Return the number of layers that call attention."""
+    # ["full_attention", "mlp", "full_attention", "moe"] -> 2
+    kinds = _layer_kinds(config)
+    if any(kind in _TOKEN_LAYERS for kind in kinds):
+        return sum(kind not in _TOKEN_LAYERS for kind in kinds)
+    return int(config.num_hidden_layers)
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    return getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
 
 
 def position_limit(model: Any) -> tuple[int, str] | None:
-    """Return the smallest position that the model cannot compute exactly, and the reason; None if there is no limit."""
+    """Return the length of the longest path that the model computes exactly, and the reason; None for any length."""
+    limits = [limit for limit in (_table_limit(model), _indexer_limit(model)) if limit is not None]
+    return min(limits, default=None)
+
+
+def _indexer_limit(model: Any) -> tuple[int, str] | None:
+    size = index_top_k(model.config.get_text_config())
+    return None if size is None else (size, f"its indexer selects {size} keys for each token of a longer one")
+
+
+def _table_limit(model: Any) -> tuple[int, str] | None:
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
@@ -93,10 +131,16 @@ def check_fits(loaded: LoadedModel, *, max_token_id: int, tokenizer: TokenizerEn
     _check_tokenizer(source, tokenizer)
     limit = position_limit(model)
     if limit is not None and max_position >= limit[0]:
-        raise TreepackError(
-            f"{source}: the data has positions up to {max_position}, but the model's end at {limit[0] - 1}, "
-            f"because {limit[1]}; truncate the trajectories to {limit[0]} tokens"
-        )
+        raise TreepackError(f"{source}: {path_too_long('the data has', max_position, limit)}")
+
+
+def path_too_long(subject: str, max_position: int, limit: tuple[int, str]) -> str:
+    """Return the sentence for a path whose last token has `max_position`, and a limit from `position_limit`."""
+    # ("a row has", 12, (12, "...")) -> "a row has a path of 13 tokens, ..."
+    return (
+        f"{subject} a path of {max_position + 1} tokens, and the model is exact on paths of up to {limit[0]}, because "
+        f"{limit[1]}; truncate the trajectories to {limit[0]} tokens"
+    )
 
 
 def saved_tokenizer(source: str) -> Any:
@@ -151,7 +195,7 @@ def translate_errors(complaint: str, remedy: str) -> Iterator[None]:
     except Exception as error:  # code of a model may raise anything
         if is_memory_error(error):
             raise  # no fault of the model; the caller adds the remedy
-        remedy = REQUIREMENT if one_line(error) == NO_INTERFACE else remedy
+        remedy = REMEDY if one_line(error) == NO_INTERFACE else remedy
         raise TreepackError(f"{complaint} ({one_line(error)}); {remedy}") from error
 
 

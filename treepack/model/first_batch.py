@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import BadCallError
 from treepack.errors import TreepackError
-from treepack.model.compatibility import REQUIREMENT, check_config, position_limit
+from treepack.model.compatibility import REMEDY, check_config, path_too_long, position_limit
 from treepack.model.head import measure_logit_map
 from treepack.model.observation import Observation, check_attention, observe
 from treepack.model.probe import probe
@@ -45,10 +46,7 @@ def check_positions(position_ids: Tensor, causal: Any, source: str) -> None:
     limit = _LIMITS[causal]
     # Most models have no limit, so they do not wait for the maximum here.
     if limit is not None and (largest := int(position_ids.max())) >= limit[0]:
-        raise TreepackError(
-            f"{source}: a row has positions up to {largest}, but the model's end at {limit[0] - 1}, because "
-            f"{limit[1]}; truncate the trajectories to {limit[0]} tokens"
-        )
+        raise TreepackError(f"{source}: {path_too_long('a row has', largest, limit)}")
 
 
 def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: Callable[[Any], Any]) -> None:
@@ -72,6 +70,7 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         check_positions(position_ids, causal, source)
         return
     check_config(causal.config.get_text_config(), source=source)
+    skip_indexers(causal)
     groups = sharding_groups(model)
     if groups is None:
         probe(causal, source=source, device=position_ids.device)
@@ -80,7 +79,7 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         with observe(causal) as seen:
             seen.logits = run(seen.attention).logits
     except BadCallError as error:
-        raise TreepackError(f"{source}: {error.code}; {REQUIREMENT}") from error
+        raise TreepackError(f"{source}: {error.code}; {REMEDY}") from error
     _agree(_complaint(seen, causal, source), groups or [], seen.states.device, source)
     mark_checked(causal)
 

@@ -3,7 +3,7 @@
     with observe(causal) as seen:
         seen.logits = model(..., record=seen.attention).logits      model: `causal`, or a wrapper of a trainer around it
     seen.states           [B, T, D], the input of the output layer
-    check_attention       every layer called tree attention exactly once
+    check_attention       every attention layer called tree attention exactly once
     measure_logit_map     how the model changes the result of its output layer (`head`)
 
 The two checks need no second forward pass, so they work at any precision, and also if weights are sharded. `probe`
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from treepack.attention.interface import AttentionCall
 from treepack.errors import TreepackError
-from treepack.model.compatibility import NO_INTERFACE, REQUIREMENT
+from treepack.model.compatibility import NO_INTERFACE, REMEDY, count_attention_layers
 from treepack.model.head import HeadCall, find_head, head_replaced, known_logits
 
 
@@ -75,19 +75,19 @@ def observe(causal: Any) -> Iterator[Observation]:
 
 
 def check_attention(seen: Observation, causal: Any, *, source: str) -> None:
-    """Refuse a model unless each of its layers called tree attention exactly once.
+    """Refuse a model unless each of its attention layers called tree attention exactly once.
 
     Raises:
         TreepackError: if attention was never called, or the calls do not match the layers.
     """
     calls = seen.attention.calls
-    layers = causal.config.get_text_config().num_hidden_layers
+    layers = count_attention_layers(causal.config.get_text_config())
     if not calls:
-        raise TreepackError(f"{source}: {NO_INTERFACE}; {REQUIREMENT}")
+        raise TreepackError(f"{source}: {NO_INTERFACE}; {REMEDY}")
     # Fewer calls than layers: a layer mixes tokens by other means. Fewer modules than calls: one of them attends twice.
     modules = {call.module for call in calls}
     if len(calls) != layers or len(modules) != layers:
         raise TreepackError(
-            f"{source}: its {layers} layers call attention {len(calls)} times, from {len(modules)} modules; "
-            f"{REQUIREMENT}"
+            f"{source}: its {layers} attention layers call attention {len(calls)} times, from {len(modules)} modules, "
+            f"so that some of them may mix tokens in another way; {REMEDY}"
         )

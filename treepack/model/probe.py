@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from treepack.attention import IMPLEMENTATIONS
+from treepack.attention.indexed import skip_indexers
 from treepack.attention.interface import AttentionKind, BadCallError
 from treepack.errors import TreepackError
-from treepack.model.compatibility import REQUIREMENT, translate_errors
+from treepack.model.compatibility import REMEDY, translate_errors
 from treepack.model.head import measure_logit_map
 from treepack.model.layers import find_decoder
 from treepack.model.observation import Observation, check_attention, observe
@@ -63,7 +64,8 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
     Three checks: every layer calls tree attention once; the logits are the output layer applied to the hidden states,
     with a scale and a soft cap that are measured and remembered (`head.logit_map_of`); the hidden states of every
     branch equal the hidden states of the branch alone under transformers' eager attention. Weights, gradients, random
-    state, modes of modules and attention implementation do not change.
+    state, modes of modules and attention implementation do not change. From then on, indexers of the model skip rows
+    (`attention.indexed`).
 
     Args:
         model: a causal language model of transformers, registered for tree attention.
@@ -78,13 +80,15 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
     """
     if find_decoder(model) is None or model.get_output_embeddings() is None:
         raise TreepackError(
-            f"{source}: its hidden states cannot be separated from its output layer; {REQUIREMENT} and one output layer"
+            f"{source}: its hidden states cannot be separated from its output layer, which treepack applies in chunks; "
+            f"{REMEDY}"
         )
     device = device or next(iter(model.parameters())).device
+    skip_indexers(model)
     vocabulary = len(model.get_input_embeddings().weight)
     # 7919 is a prime, so the ids differ from each other: 19, 38, 7, 26, ... in a vocabulary of 50.
     ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary
-    with _undisturbed(model, device), translate_errors(f"{source}: {_FAILS}", REQUIREMENT):
+    with _undisturbed(model, device), translate_errors(f"{source}: {_FAILS}", REMEDY):
         tree = _run_tree(model, ids, source)
         branches = [torch.tensor(_path(leaf), device=device) for leaf in _PROBE_LEAVES]
         # Every model has the eager attention, and it is code of transformers, not of treepack. Without padding, so
@@ -95,8 +99,8 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
     # "not error <=" instead of "error >": a NaN must fail.
     if not error <= PROBE_TOLERANCE[compute_dtype(tree)]:
         raise TreepackError(
-            f"{source}: a branch in a tree gets other hidden states than alone (relative difference {error:.1e}); "
-            f"{REQUIREMENT}"
+            f"{source}: a branch in a tree gets other hidden states than alone (relative difference {error:.1e}), so "
+            f"its code mixes tokens outside attention, or needs more than their positions; {REMEDY}"
         )
     return frozenset(call.kind for call in tree.attention.calls)
 
@@ -135,7 +139,7 @@ def _run_tree(model: Any, ids: Tensor, source: str) -> Observation:
             seen.logits = model(**row, record=seen.attention).logits
     except BadCallError as error:
         # The call above is complete, so the reason is in the code of the model.
-        raise TreepackError(f"{source}: {error.code}; {REQUIREMENT}") from error
+        raise TreepackError(f"{source}: {error.code}; {REMEDY}") from error
     except TreepackError as error:
         raise TreepackError(f"{source}: {error}") from error
     check_attention(seen, model, source=source)
