@@ -167,9 +167,7 @@ def test_a_block_mask_of_another_row_is_refused() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"subtree_end": None}, "subtree_end did not reach this layer"),
     ({"dropout": 0.1}, "dropout is 0.1"),
-    ({"sliding_window": 11}, "sliding window of 11"),
-    ({"softcap": 30.0}, "uses softcap"),
-    ({"s_aux": torch.zeros(4)}, "uses s_aux"),
+    ({"indices": torch.zeros(1, 12, 3, dtype=torch.int32)}, r"uses indices \(keys that an indexer selected\)"),
     ({"position_bias": torch.zeros(1)}, "uses position_bias"),
     ({"head_mask": torch.ones(4)}, "uses head_mask"),
     ({"is_causal": False}, "not causal"),
@@ -178,11 +176,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_what_is_not_plain_softmax_attention_is_refused(options: dict[str, Any], message: str) -> None:
-    query, base = torch.zeros(1, 4, 12, 8), {"subtree_end": torch.full((1, 12), 12), "scaling": 0.1}
-    check_request(nn.Identity(), query, None, {**base, "sliding_window": 12, "softcap": None, "position_ids": query})
+def test_what_tree_attention_does_not_compute_is_refused(options: dict[str, Any], message: str) -> None:
+    base = {"subtree_end": torch.full((1, 12), 12), "scaling": 0.1}
+    computed = {"sliding_window": 11, "softcap": 30.0, "s_aux": torch.zeros(4)}
+    no_keys = torch.zeros(1, 12, 0, dtype=torch.int32)
+    check_request(nn.Identity(), None, {**base, **computed, "position_ids": torch.zeros(1), "indices": no_keys})
     with pytest.raises(TreepackError, match=message):
-        check_request(nn.Identity(), query, None, {**base, **options})
+        check_request(nn.Identity(), None, {**base, **options})
 
 
 @pytest.mark.parametrize("attention", ["treepack_reference", "treepack_flex", "treepack_auto"])

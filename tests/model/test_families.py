@@ -41,11 +41,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("codegen", {}, NO_INTERFACE),
     ("openai-gpt", {}, NO_INTERFACE),
     ("gpt_neox_japanese", {}, NO_INTERFACE),
-    ("gemma2", {}, "attn_logit_softcapping is 50.0"),
     ("stablelm", {}, "does not pass subtree_end on to its attention"),
     ("nemotron", {}, "does not pass subtree_end on to its attention"),
     ("biogpt", {}, "makes an attention mask of its own"),
-    ("gpt_oss", {}, r"uses s_aux \(attention sinks\)"),
     ("mpt", {}, "fails on a packed row, which has .* no attention mask"),
     ("bert", {}, "the attention is not causal"),
     ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 is 'conv'"),
@@ -55,7 +53,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 # attention, OPT makes masks (and is refused), and the tiny Phi-MoE and DeepSeek-V3 do not run in float64.
 IS_OLD = Version(transformers.__version__) < Version("5.11")
 NOT_COMPARED = frozenset("minicpm3 nemotron opt phimoe deepseek_v3".split() if IS_OLD else [])
-EXACT = "opt phimoe ernie4_5_moe hunyuan_v1_moe granite mixtral gemma deepseek_v3 starcoder2 olmo2".split()
+EXACT = "opt phimoe ernie4_5_moe hunyuan_v1_moe granite mixtral gemma deepseek_v3 starcoder2 olmo2 gpt_oss".split()
 # Types that change their logits, or the hidden states before the output layer.
 MAPPED: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.06},
@@ -66,6 +64,7 @@ MAPPED: dict[str, dict[str, Any]] = {
     "modernbert-decoder": {},
     "nanochat": {},
     "gemma3_text": {"final_logit_softcapping": 3.0},
+    "gemma2": {"final_logit_softcapping": 3.0},
 }
 # Types that transformers 5.23 cannot make, of which 4 because their code looks up our attention in a table of its own.
 MAX_UNMADE = 15
