@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.adapter import assign, base_of, is_adapted, put_adapter
+from treepack.model.experts.interface import implementation_of
 from treepack.model.layers import adapt_layers, find_layers
 from treepack.model.load import build_model, hide_progress_bars, read_config, translate_load_errors, with_attention
 from treepack.model.loaded import LoadedModel
@@ -110,6 +111,7 @@ def _build_without_memory(source: str | Path, config: Any) -> Any:
     from transformers import GenerationConfig
 
     settings = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": torch.float32}
+    settings["experts_implementation"] = implementation_of(torch.float32)
     with torch.device("meta"):
         model = model_from_config(config, **settings)
     with suppress(OSError):  # the source has no generation_config.json
