@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import constants
+from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.oracle_model import packed_directory
+from support.rank_processes import Case, train_over
 from support.strategies import make
 from support.tiny_vision import HUB_NAMES, read_weights, save_vision, tiny_vision, vision_config
 from treepack import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.load import build_model, load_model, read_config
-from treepack.model.verify import verify_gradients
+from treepack.model.verify_rows import verify_rows
 from treepack.model.whole_checkpoint import save_whole
-from treepack.train.directory import FINISHED
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import open_run, open_verification
 
-KINDS = "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe glm4v glm4v_moe gemma3 mistral3 internvl".split()
-NAMES = [(kind, "saved") for kind in KINDS] + [(kind, "hub") for kind in HUB_NAMES] + [("qwen3_vl_moe", "turned")]
+KINDS = ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "gemma3", "mistral3", "internvl"]
+MORE = ["qwen2_vl", "qwen3_vl", "glm4v_moe"]
+OLD_NAMES = {**dict.fromkeys(HUB_NAMES, "hub"), "qwen3_vl_moe": "turned"}
+NAMES = [
+    *[(kind, OLD_NAMES.get(kind, "saved")) for kind in KINDS],
+    *[pytest.param(kind, OLD_NAMES.get(kind, "saved"), marks=pytest.mark.slow) for kind in MORE],
+    *[pytest.param(kind, "saved", marks=pytest.mark.slow) for kind in OLD_NAMES],
+    *[pytest.param(kind, "memory", marks=pytest.mark.slow) for kind in (*KINDS, *MORE)],
+]
+VERIFIED = ["qwen2_5_vl", "gemma3"]
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=1, attention="reference")
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
@@ -69,3 +81,141 @@ def test_a_step_changes_only_the_text_half_of_the_checkpoint(
     assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     text = load_model(tmp_path / "out", attention="reference").model
     assert torch.equal(logits(whole), logits(text))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*VERIFIED, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (*KINDS, *MORE) if kind not in VERIFIED)],
+)
+def test_gradients_equal_those_of_trajectories_alone(packed: Path, tmp_path: Path, kind: str) -> None:
+    source = save_vision(tiny_vision(kind), tmp_path / "source")
+    checked = open_verification(packed, source, OPTIONS)
+    report = verify_rows(checked.loaded, [checked.dataset[0]]).gradients
+    assert report.dtype == "float64"
+    assert max(report.worst[1], report.loss_error) < 1e-9
+
+
+def test_the_model_has_only_the_text_half(tmp_path: Path) -> None:
+    model = tiny_vision("qwen2_5_vl")
+    loaded = load_model(save_vision(model, tmp_path / "source", "hub"))
+    names = {name for name, _ in loaded.model.named_parameters()}
+    assert names == {name for name, _ in model.named_parameters() if "visual" not in name}
+    assert loaded.notes[0].startswith("only the text half of this qwen2_5_vl is loaded")
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_an_adapter_fits_the_whole_model(packed: Path, tmp_path: Path, merge: bool) -> None:
+    model = tiny_vision("gemma3")  # the vision tower has linear layers of the same names: q_proj, k_proj, v_proj
+    source = save_vision(model, tmp_path / "source", "hub")
+    run(packed, source, tmp_path / "out", lora=LoraOptions(rank=2, merge=merge))
+    if merge:
+        before, after = read_weights(source), read_weights(tmp_path / "out")
+        changed = {name for name in before if not torch.equal(before[name], after[name])}
+        assert changed == {name for name in before if re.search(r"language_model.*_proj\.weight", name)}
+        assert (tmp_path / "out" / "preprocessor_config.json").exists()
+        whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    else:
+        whole = PeftModel.from_pretrained(model, str(tmp_path / "out"))
+        adapted = [name for name, module in whole.named_modules() if hasattr(module, "lora_A")]
+        assert adapted
+        assert all("language_model" in name for name in adapted)
+        assert len(adapted) == 2 * 7
+    text = load_model(tmp_path / "out", attention="reference").model
+    assert torch.allclose(logits(whole), logits(text), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_read_their_shards_and_save_the_whole_checkpoint(packed: Path, tmp_path: Path) -> None:
+    cases = [
+        Case(
+            kind, packed, save_vision(tiny_vision(kind), tmp_path / kind, names), {"steps": 1, "attention": "reference"}
+        )
+        for kind, names in (("qwen2_5_vl", "hub"), ("qwen3_vl_moe", "turned"))
+    ]
+    alone, over = (train_over(size, tmp_path, cases) for size in (0, 2))
+    for case in cases:
+        expected, actual = (read_weights(Path(runs[case.name]["out"])) for runs in (alone, over))
+        assert expected.keys() == actual.keys()
+        assert all(torch.allclose(expected[name], actual[name], atol=1e-5) for name in expected)
+        assert not any("read the whole model" in note for note in over[case.name]["notes"])
+
+
+def test_a_finished_run_and_its_checkpoint_are_weights_to_start_from(packed: Path, tmp_path: Path) -> None:
+    source = save_vision(tiny_vision("qwen2_vl"), tmp_path / "source", "hub")
+    run(packed, source, tmp_path / "first")
+    run(packed, source, tmp_path / "second", init_from=str(tmp_path / "first"))
+    first, second = read_weights(tmp_path / "first"), read_weights(tmp_path / "second")
+    assert not torch.equal(first["lm_head.weight"], second["lm_head.weight"])
+    assert torch.equal(first["visual.patch_embed.proj.weight"], second["visual.patch_embed.proj.weight"])
+
+
+def test_a_model_of_the_hub_is_read_from_the_cache(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model, revision = tmp_path / "models--owner--name", "c0ffee" + 34 * "0"
+    source = save_vision(tiny_vision("qwen2_5_vl"), model / "snapshots" / revision, "hub")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(revision)
+    for _ in train(open_run(packed, "owner/name", OPTIONS), tmp_path / "out"):
+        pass
+    assert read_weights(tmp_path / "out").keys() == read_weights(source).keys()
+    assert (tmp_path / "out" / "preprocessor_config.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_a_config_file_gives_the_text_half_with_random_weights(packed: Path, tmp_path: Path, kind: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(vision_config(kind).to_json_string())
+    opened = open_run(packed, config, OPTIONS)
+    assert any(f"only the text half of {kind} is built" in note for note in opened.notes)
+    assert not any("vis" in name for name, _ in opened.loaded.model.named_parameters())
+    run(packed, config, tmp_path / "out")
+    assert load_model(tmp_path / "out").model.config.get_text_config().hidden_size == 32
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_qwen3_5_is_read_and_saved_whole(tmp_path: Path, kind: str) -> None:
+    # Its layers of linear attention are refused by the configuration, so this is about the weights alone.
+    source = save_vision(tiny_vision(kind), tmp_path / "source")
+    with pytest.raises(TreepackError, match="linear_attention"):
+        read_config(source)
+    config = AutoConfig.from_pretrained(source)
+    model = build_model(source, config, torch.float32, 0)
+    changed = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    save_whole(model, source, tmp_path / "out", changed)
+    before, after = read_weights(source), read_weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor if "visual" in name else tensor + 1), name
+
+
+def refusal(source: Path) -> str:
+    with pytest.raises(TreepackError) as caught:
+        load_model(source)
+    return str(caught.value)
+
+
+def test_checkpoints_that_could_not_be_saved_whole_are_refused(tmp_path: Path) -> None:
+    model = tiny_vision("qwen2_5_vl")
+    pickled = tmp_path / "pickled"
+    model.save_pretrained(pickled)
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    assert refusal(pickled).endswith("its weights are not safetensors; save the model again with transformers")
+
+    partial = save_vision(model, tmp_path / "partial", "hub")
+    index = partial / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    del fields["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(fields))
+    for path in partial.glob("*.safetensors"):
+        tensors = read_weights(partial)
+        save_file({n: t for n, t in tensors.items() if fields["weight_map"].get(n) == path.name}, path)
+    assert "norm.weight is missing in its weights; expected a whole checkpoint" in refusal(partial)
+
+
+def test_a_model_without_a_language_model_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("siglip_vision_model").save_pretrained(tmp_path)
+    assert "transformers has no causal language model of the type 'siglip_vision_model'" in refusal(tmp_path)

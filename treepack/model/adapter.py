@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from treepack.files.hub import is_offline
 from treepack.model.compatibility import translate_errors
 from treepack.model.layers import find_layers
 from treepack.model.source import local_source
+from treepack.model.text_half import is_text_half
 
 DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -226,8 +228,10 @@ def initial_weights(model: nn.Module, seed: int, *, random_b: bool = False) -> d
     return weights
 
 
-def _target_names(causal: Any, targets: str, source: str) -> list[str]:
+def _target_names(causal: Any, targets: str, source: str) -> list[str] | str:
     """Return the names of layers for PEFT: the last parts of names if they mean the chosen layers only.
+
+    Of a text half it is a regular expression of whole names, because the towers have layers with the same last parts.
 
     Raises:
         TreepackError: a name is that of no linear layer, or that of the output layer.
@@ -246,6 +250,11 @@ def _target_names(causal: Any, targets: str, source: str) -> list[str]:
         raise TreepackError(f"{source}: has no linear layers for an adapter; train it without LoRA")
     # q_proj of every layer -> "q_proj", which other programs that read adapters expect
     last = {name.rpartition(".")[2] for name in chosen}
+    if is_text_half(causal):
+        decoder = next(name for name, module in causal.named_modules() if module is causal.get_decoder())
+        pattern = rf"{re.escape(decoder)}\..*\.({'|'.join(sorted(last))})"
+        exact = {name for name, _ in causal.named_modules() if re.fullmatch(pattern, name)} == chosen
+        return pattern if exact else "|".join(re.escape(name) for name in sorted(chosen))
     alike = {name for name, _ in causal.named_modules() if name.rpartition(".")[2] in last}
     return sorted(last if alike == chosen else chosen)
 
