@@ -27,7 +27,7 @@ from treepack.attention.schedule import Schedule
 from treepack.errors import TreepackError
 
 # Head dimensions (of q and k, of v) that the Hopper kernels take, and those that they take with windows and sinks too.
-HOPPER_HEAD_DIMS = frozenset({(64, 64), (128, 128)})
+HOPPER_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)})
 HOPPER_WINDOWS: frozenset[tuple[int, int]] = frozenset()
 # The first and last release of Triton whose Gluon has compiled them.
 HOPPER_TRITON = ((3, 6), (3, 9))
@@ -150,8 +150,12 @@ def has_hopper(device: torch.device) -> bool:
     return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
-def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
+def _kernels(name: str, head_dims: tuple[int, int]) -> tuple[ModuleType, ModuleType]:
     """Return the modules with the forward and the backward; imported late, because triton may be missing."""
+    if name == "hopper" and head_dims not in ((64, 64), (128, 128)):
+        from treepack.attention.hopper import wide_launch as wide
+
+        return wide, wide
     if name == "hopper":
         from treepack.attention.hopper import launch as hopper
 
@@ -184,7 +188,8 @@ class _Attention(torch.autograd.Function):
             out, lse = result
         else:
             with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-                out, lse = _kernels(kernels)[0].forward(query, key, value, schedule, scale, **options)
+                module = _kernels(kernels, (query.shape[-1], value.shape[-1]))[0]
+                out, lse = module.forward(query, key, value, schedule, scale, **options)
             if kept is not None and not is_recomputing():
                 kept[0].store(kept[1], out, lse)
         ctx.save_for_backward(query, key, value, sinks, out, lse)
@@ -197,7 +202,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
         options = _options(sinks, ctx.softcap)
-        kernels = _kernels(ctx.kernels)[1]
+        kernels = _kernels(ctx.kernels, (query.shape[-1], value.shape[-1]))[1]
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             gradients = kernels.backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale, **options)
         dq, dk, dv, dsinks = (*gradients, None)[:4]
