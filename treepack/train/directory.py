@@ -33,6 +33,7 @@ from treepack.files.object_store import ExistsError, first_line
 from treepack.files.patience import patiently
 from treepack.model.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.load import hide_progress_bars, load_merged
+from treepack.model.weight_writing import SavedWeights, save_settings, saved_weights
 from treepack.model.whole_checkpoint import copy_other_files, has_rest, save_whole
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
@@ -196,14 +197,18 @@ def extend(run: TrainingRun, out: AnyPath, done: int) -> str | None:
 
 
 def finish(
-    run: TrainingRun, place: Place, weights: dict[str, Any] | None, outcome: Mapping[str, Any] | None = None
+    run: TrainingRun,
+    place: Place,
+    weights: dict[str, Any] | SavedWeights | None,
+    outcome: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the model in its own format, and `train.json` last; the files of an interrupted attempt are replaced.
 
     Args:
         run: the trained run.
         place: its directory.
-        weights: the full tensors of a sharded model; None if the model itself contains them.
+        weights: of a sharded model the full tensors, or the tensors that the other ranks gather with this one; None
+            if the model itself contains them.
         outcome: JSON values for `train.json`, such as the last step of a run that ended early.
 
     Raises:
@@ -244,7 +249,7 @@ def finish(
             patiently(lambda: _write(place.out / FINISHED, record))
 
 
-def _save_model(run: TrainingRun, directory: Path, weights: dict[str, Any] | None) -> None:
+def _save_model(run: TrainingRun, directory: Path, weights: dict[str, Any] | SavedWeights | None) -> None:
     """Write model and tokenizer into the directory, which is replaced.
 
     Raises:
@@ -260,6 +265,7 @@ def _save_model(run: TrainingRun, directory: Path, weights: dict[str, Any] | Non
     try:
         with hide_progress_bars():
             if is_adapted(model):
+                assert not isinstance(weights, SavedWeights)
                 save_adapter(model, directory, weights)
                 if merge:
                     model = _merge(run, directory, base)
@@ -282,10 +288,17 @@ def _merge(run: TrainingRun, directory: Path, base: str) -> Any:
     return merged
 
 
-def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, Any] | None) -> None:
+def _save_weights(model: Any, source: str, directory: Path, weights: dict[str, Any] | SavedWeights | None) -> None:
     """Write a model, and the rest of a checkpoint of which it is the text half."""
     if has_rest(model, source):
+        assert not isinstance(weights, SavedWeights)
         save_whole(model, source, directory, weights)
+        return
+    if weights is None:  # one process
+        weights = saved_weights(model)
+    if isinstance(weights, SavedWeights):
+        save_settings(model, directory)
+        weights.write(directory)
     else:
         model.save_pretrained(directory, **({} if weights is None else {"state_dict": weights}))
 

@@ -28,6 +28,8 @@ import torch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
+from treepack.model.weight_writing import saved_weights
+from treepack.model.whole_checkpoint import has_rest
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.checkpoint_files import CHECKPOINTS
 from treepack.train.checkpoint_upload import CheckpointUpload
@@ -143,10 +145,35 @@ def _steps(
             if stopped and not last:
                 return
     outcome = _take_best(run, place, optimiser, score, done, note) if options.patience and score.best_step else {}
-    # All ranks take part in the gathering of the shards; only the first rank writes.
     _log.info("writing the model")
-    weights = whole_state(run.loaded) if ranks.grouped else None
-    ranks.lead(lambda: finish(run, place, weights, outcome))
+    _write_model(run, place, outcome)
+
+
+def _write_model(run: TrainingRun, place: Place, outcome: dict[str, int]) -> None:
+    """Write the model; all ranks take part in the gathering of the shards, and only the first rank writes.
+
+    Raises:
+        TreepackError: the disk or the store fails.
+    """
+    loaded, ranks = run.loaded, run.ranks
+    if not ranks.grouped:
+        finish(run, place, None, outcome)
+        return
+    weights = None if has_rest(loaded.causal, loaded.source) else saved_weights(loaded.model)
+    if weights is None:
+        state = whole_state(loaded)
+        ranks.lead(lambda: finish(run, place, state, outcome))
+        return
+
+    def write() -> None:
+        try:
+            finish(run, place, weights, outcome)
+        finally:
+            weights.gather()  # the other ranks wait in it, also if the disk is full
+
+    if not ranks.leads:
+        weights.gather()
+    ranks.lead(write)
 
 
 def _take_best(

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from treepack.model.adapter import base_name
 from treepack.model.conversion import stored_tensors, trace_loading
-from treepack.model.load import translate_load_errors
 from treepack.model.traced import Piece, Ranges, Traced
+from treepack.model.weight_files import translate_read_errors
 
 # Names of dtypes in safetensors files. Others, such as those of eight bits, need scales that are stored elsewhere.
 DTYPES = {
@@ -55,7 +55,7 @@ def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, T
 
     stored: dict[str, tuple[list[int], torch.dtype]] = {}
     for path, names in _by_file(files).items():
-        with translate_load_errors(source), safe_open(path, "pt") as file:
+        with translate_read_errors(source), safe_open(path, "pt") as file:
             for name in names:
                 part = file.get_slice(name)
                 if part.get_dtype() not in DTYPES:
@@ -92,7 +92,7 @@ def fill(model: Any, plan: Mapping[str, Traced], files: Mapping[str, Path], devi
     stored = {name: tensor for name, tensor in stored.items() if name in plan}
     for name, tensor in stored.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        with translate_load_errors(source):
+        with translate_read_errors(source):
             _read(plan[name], own_part(tensor), files, local)
     # Buffers that no checkpoint contains, such as rotary frequencies, are computed by `initialize_weights`. The flag
     # keeps it from overwriting the weights that were just read.

@@ -1,0 +1,206 @@
+"""Write the weights of a model in the names and shapes of its checkpoint, one tensor in memory at a time.
+
+    model of one process or sharded --saved_weights--> SavedWeights, on every rank
+    SavedWeights.write, on rank 0   ------------------> model-00001-of-00003.safetensors, ..., index
+    SavedWeights.gather, on others                      the same tensors, gathered and dropped
+
+    order of gathering      experts.gate_up_proj of layer 0     ...down_proj of layer 0     ... of layer 1
+    written at its place    experts.0.gate_proj.weight ...      experts.0.down_proj ...
+
+The header of a safetensors file gives the place of every tensor, so they can be written in any order. transformers' own
+`save_pretrained` needs the whole model on the CPU, and of fused experts a second copy where the weights are.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from treepack.model.adapter import is_adapted
+from treepack.model.conversion import stored_tensors, trace_saving
+from treepack.model.traced import Piece, Traced
+from treepack.model.weight_files import INDEX_FILE, SINGLE_FILE
+from treepack.model.weight_reading import DTYPES
+
+MAX_FILE_BYTES = 50_000_000_000  # of one file, as transformers' default
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """What to write, and the tensors in memory in the order in which all ranks gather them.
+
+    Attributes:
+        layout: for each tensor of the checkpoint the pieces of `tensors` that it consists of.
+        tensors: the tensors of the model by name, sharded or not.
+    """
+
+    layout: Mapping[str, Traced]
+    tensors: Mapping[str, Tensor]
+    _rest: Iterator[tuple[str, Tensor]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_rest", _whole(self.tensors))
+
+    def gather(self) -> None:
+        """Take part in the gathering of the tensors that are left."""
+        for _ in self._rest:
+            pass
+
+    def write(self, directory: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        """Write the weight files, and their index if there are several; files of the same name are replaced.
+
+        Raises:
+            OSError: the disk fails. Other ranks then wait for the rest: call `gather`.
+        """
+        places = _plan_files(self.layout, self._names_in_order(), max_file_bytes)
+        pieces: dict[str, list[tuple[str, Piece]]] = {}
+        for target, traced in self.layout.items():
+            for piece in traced.pieces or ():
+                pieces.setdefault(piece.name, []).append((target, piece))
+        waiting: dict[str, _Assembled] = {}
+        with ExitStack() as stack:
+            files = {name: stack.enter_context((directory / name).open("wb")) for name in places}
+            at = {
+                target: (files[name], start) for name, file in places.items() for target, start in file.starts.items()
+            }
+            for name, file in places.items():
+                files[name].write(file.header)
+            for name, tensor in self._rest:
+                for target, piece in pieces.get(name, ()):
+                    traced = self.layout[target]
+                    if piece.num_elements == traced.numel():
+                        _write(*at[target], piece.take(tensor))
+                        continue
+                    part = waiting.setdefault(target, _Assembled(torch.empty(traced.shape, dtype=traced.dtype)))
+                    if part.add(piece, tensor):
+                        _write(*at[target], waiting.pop(target).tensor)
+        if len(places) > 1:
+            self._write_index(directory, places)
+
+    def _names_in_order(self) -> list[str]:
+        """Return the names of the checkpoint, in the order in which the tensors that they need are gathered."""
+        order = {name: number for number, name in enumerate(self.tensors)}
+
+        def first(name: str) -> int:
+            return min((order[piece.name] for piece in self.layout[name].pieces or ()), default=0)
+
+        return sorted(self.layout, key=first)
+
+    def _write_index(self, directory: Path, places: Mapping[str, _File]) -> None:
+        tensors = self.layout.values()
+        sizes = {"total_parameters": sum(t.numel() for t in tensors), "total_size": sum(map(_num_bytes, tensors))}
+        weight_map = {target: name for name, file in places.items() for target in file.starts}
+        text = json.dumps({"metadata": sizes, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+        (directory / INDEX_FILE).write_text(text, encoding="utf-8")
+
+
+@dataclass
+class _Assembled:
+    """A tensor of which some pieces are in place."""
+
+    tensor: Tensor
+    num_elements: int = 0
+
+    def add(self, piece: Piece, source: Tensor) -> bool:
+        """Put a piece of `source` in its place; return True if the tensor is complete."""
+        piece.put(source, self.tensor)
+        self.num_elements += piece.num_elements
+        return self.num_elements == self.tensor.numel()
+
+
+@dataclass(frozen=True)
+class _File:
+    """The header of a safetensors file, and the offset of each of its tensors in bytes."""
+
+    header: bytes
+    starts: dict[str, int]
+
+
+def saved_weights(model: Any) -> SavedWeights | None:
+    """Return the weights of a model for its checkpoint; None for an adapter and if there is no trace of the conversion.
+
+    All ranks must call it, and then either `write` or `gather`.
+    """
+    if is_adapted(model):
+        return None
+    tensors = stored_tensors(model)
+    layout = trace_saving(model, tensors)
+    if layout is None or not all(traced.dtype in _DTYPE_NAMES for traced in layout.values()):
+        return None
+    return SavedWeights(layout, {name: tensor.detach() for name, tensor in tensors.items()})
+
+
+def save_settings(model: Any, directory: Path) -> None:
+    """Write what `save_pretrained` writes except the weights: configuration, generation settings, code of the model."""
+    model.save_pretrained(directory, state_dict={"none": torch.zeros(1)}, save_original_format=False)
+    (directory / SINGLE_FILE).unlink()
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Return each tensor whole on the CPU; all ranks of a sharded model take them together."""
+    from torch.distributed.tensor import DTensor
+
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            # With --cpu-offload the shards are on the CPU, and the ranks gather on the device of their mesh.
+            whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+            yield name, whole.cpu()
+        else:
+            yield name, tensor.cpu()
+
+
+def _plan_files(layout: Mapping[str, Traced], names: list[str], max_bytes: int) -> dict[str, _File]:
+    """Distribute the tensors over files of at most `max_bytes`, or of one tensor, in the order of `names`."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name in names:
+        size = _num_bytes(layout[name])
+        if groups[-1] and total + size > max_bytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
+    if len(groups) == 1:
+        return {SINGLE_FILE: _plan_file(layout, groups[0])}
+    stem, suffix = SINGLE_FILE.split(".")  # "model", "safetensors"
+    return {
+        f"{stem}-{number:05d}-of-{len(groups):05d}.{suffix}": _plan_file(layout, group)
+        for number, group in enumerate(groups, 1)
+    }
+
+
+def _plan_file(layout: Mapping[str, Traced], names: list[str]) -> _File:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts: dict[str, int] = {}
+    first = 0
+    # Larger elements first, so that each tensor starts at a multiple of the size of its elements.
+    for name in sorted(names, key=lambda name: -layout[name].itemsize):
+        traced = layout[name]
+        stop = first + _num_bytes(traced)
+        shape = list(traced.shape)
+        entries[name] = {"dtype": _DTYPE_NAMES[traced.dtype], "shape": shape, "data_offsets": [first, stop]}
+        starts[name] = first
+        first = stop
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return _File(header, {name: len(header) + start for name, start in starts.items()})
+
+
+def _num_bytes(traced: Traced) -> int:
+    return traced.numel() * traced.itemsize
+
+
+def _write(file: BinaryIO, start: int, tensor: Tensor) -> None:
+    file.seek(start)
+    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
