@@ -36,7 +36,7 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 _SECTIONS = {
     "Data, model and output": "mix model init-from out overwrite resume cache cache-size",
     "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
-    "temperature beta",
+    "temperature beta router-aux",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
     "LoRA": "lora-rank lora-alpha lora-targets lora-dropout quantize merge",
     "Held-out rows": "eval eval-every patience",
@@ -84,6 +84,14 @@ _SECTIONS = {
     default="adamw",
     show_default=True,
     help="adamw-8bit keeps the states of AdamW in 8 bits (needs bitsandbytes; one process).",
+)
+@click.option(
+    "--router-aux",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="COEF",
+    help="Coefficient of the load-balancing loss of a mixture's routers, with --loss sft; 0 leaves it out.",
 )
 @lora_options
 @click.option(
@@ -154,6 +162,7 @@ def train(
     steps: int | None,
     optimiser: OptimiserOptions,
     optimizer: str,
+    router_aux: float,
     lora: LoraOptions | None,
     dtype: str,
     compiled: bool,
@@ -188,6 +197,7 @@ def train(
         init_from=init_from,
         **asdict(optimiser),
         optimizer=optimizer,
+        router_aux=router_aux,
         lora=lora,
         dtype=dtype,
         compile=compiled,

@@ -61,7 +61,8 @@ class TrainOptions:
     when `stop` ends the run, and the newest `keep` are kept. Held-out rows, if the run has them, are evaluated every
     `eval_every` steps and after the last one; with `patience`, the run ends after so many evaluations without a lower
     loss, and its model is that of the lowest. At most `max_skipped` consecutive steps may have a loss or gradient that
-    is not finite. With `lora` only an adapter is trained, and its base stays as it is.
+    is not finite. With `lora` only an adapter is trained, and its base stays as it is. `router_aux` is the coefficient
+    of the load-balancing loss of a mixture's routers (`model.router_balance`), for the loss sft only; 0 leaves it out.
     """
 
     steps: int | None = None
@@ -91,6 +92,7 @@ class TrainOptions:
     eval_every: int = 100
     patience: int = 0
     lora: LoraOptions | None = None
+    router_aux: float = 0.0
     max_skipped: int = 5  # more in a row mean that the model has diverged, and then it does not recover
 
     def __post_init__(self) -> None:
@@ -103,10 +105,15 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise TreepackError(f"{name} is {value}; expected at least {minimum}")
-        for name in ("lr", "min_lr_ratio", "weight_decay", "clip"):
+        for name in ("lr", "min_lr_ratio", "weight_decay", "clip", "router_aux"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise TreepackError(f"{name} is {value}; expected a finite number of at least 0")
+        if self.router_aux and self.objective.loss != "sft":
+            raise TreepackError(
+                f"router_aux is {self.router_aux} with the loss {self.objective.loss}; reinforcement learning and dpo "
+                "leave the auxiliary loss of routers out, so give 0"
+            )
         if self.mix is not None and not all(math.isfinite(share) and share > 0 for share in self.mix):
             raise TreepackError(f"mix is {', '.join(map(str, self.mix))}; expected positive numbers")
         if not 0 <= self.seed < 2**63:  # torch takes a signed 64-bit seed, numpy none below 0

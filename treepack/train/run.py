@@ -25,12 +25,14 @@ from treepack.ingest.tokenization import load_tokenizer
 from treepack.model.adapter import adapter_base, assign, check_trainable, initial_weights, is_adapted
 from treepack.model.compatibility import check_fits, position_limit, saved_tokenizer
 from treepack.model.denominators import TrajectoryTable, check_columns, step_factors, trainable_rows, trajectory_table
+from treepack.model.experts.active import num_active_weights
 from treepack.model.four_bits import num_weights
 from treepack.model.layers import adapt_layers
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import Objective
+from treepack.model.router_balance import RouterBalance
 from treepack.model.whole_checkpoint import check_savable, has_rest
 from treepack.train.initial_weights import find_weights
 from treepack.train.optimiser import check_optimizer
@@ -55,7 +57,8 @@ class TrainingRun:
     """A checked training run: data, model, options, and the rows of every optimiser step.
 
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
-    `held_out` are rows to evaluate on, with a schedule of one step that has all of them.
+    `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
+    auxiliary loss of routers, if `options.router_aux` asks for it.
     """
 
     dataset: AnyDataset
@@ -68,6 +71,7 @@ class TrainingRun:
     ranks: Ranks = field(default_factory=Ranks)
     rewards: Float64 | None = None
     held_out: TrainingRun | None = None
+    balance: RouterBalance | None = None
 
     @property
     def paths(self) -> list[str | Path]:
@@ -101,7 +105,7 @@ class TrainingRun:
         causal = self.loaded.causal
         config = causal.config.get_text_config()
         # Frozen weights too: they cost as much forward.
-        weights = sum(num_weights(p) for p in causal.base_model.parameters())
+        weights = num_active_weights(causal)
         weights -= causal.get_input_embeddings().weight.numel()  # a lookup, not a product
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -163,6 +167,8 @@ def open_run(
             if has_rest(loaded.causal, model):
                 check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
     run = TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks)
+    if options.router_aux:
+        run = replace(run, balance=RouterBalance(loaded.causal, options.router_aux, source=loaded.source))
     if evaluated is not None:
         rows, rows_table, rows_schedule = evaluated
         held = TrainingRun(rows, loaded, options, rows_schedule, None, (), rows_table, ranks)
@@ -283,7 +289,7 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     dataset, loaded, objective = run.dataset, run.loaded, run.options.objective
     _check_rows(run)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
-    notes = (*notes, *repair_generation_config(loaded.causal), *_adapter_notes(run))
+    notes = (*notes, *repair_generation_config(loaded.causal), *_adapter_notes(run), *_router_notes(run))
     num_left_out = len(dataset) - len(run.trainable_rows)
     if num_left_out:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"
@@ -304,6 +310,18 @@ def _adapter_notes(run: TrainingRun) -> tuple[str, ...]:
     if base.endswith(".json"):
         notes = (*notes, f"the base has random weights: the adapter fits load_model({base!r}, seed={run.options.seed})")
     return notes
+
+
+def _router_notes(run: TrainingRun) -> tuple[str, ...]:
+    config, options = run.loaded.causal.config.get_text_config(), run.options
+    if run.balance is not None or not getattr(config, "router_aux_loss_coef", None):
+        return ()
+    if options.router_aux:
+        return ("the gradients are compared without the load-balancing loss of the routers",)
+    reason = (
+        "; --router-aux adds it" if options.objective.loss == "sft" else f", as usual with {options.objective.loss}"
+    )
+    return (f"the load-balancing loss of the routers is left out{reason}",)
 
 
 def _tokenizer(loaded: LoadedModel, made_by: TokenizerEntry | None) -> tuple[Any, tuple[str, ...]]:

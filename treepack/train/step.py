@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,9 +21,11 @@ from torch import Tensor
 from treepack.data.batch import Batch
 from treepack.data.mixture import source_names, source_of_rows
 from treepack.data.prefetch import Prefetch
-from treepack.model.forward import prepare_batch, row_loss, row_objective
+from treepack.model.experts.weights import cast_once
+from treepack.model.forward import hidden_states, prepare_batch, row_loss, row_objective
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import sum_names
+from treepack.model.router_balance import RouterBalance
 from treepack.train.run import TrainingRun
 from treepack.train.schedule import deal, learning_rate
 
@@ -73,11 +77,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     # Of the rows of all ranks. FSDP sums gradients over ranks and never averages, so no rank divides by its own rows.
     denominator = float(run.dataset.total_weight[step.rows].sum())
     report = Report(run, step.rows)
-    factors = dict(zip(step.rows, run.factors(step.rows), strict=True))
-    for row in deal(step.rows, run.costs(), run.ranks.size)[run.ranks.rank]:
-        batch = next(rows)
-        with step_memory_errors(batch):
-            _accumulate(run, batch, row, denominator, factors, report)
+    balancing = _compute_rows(run, step.rows, rows, denominator, report)
     losses, tokens_flat, sums = report.over_ranks()
     # Losses are the same on every rank here, so all ranks agree to skip and none waits in `_clip` for another.
     bad = [row for row, loss in zip(step.rows, losses, strict=True) if not math.isfinite(loss)]
@@ -91,7 +91,7 @@ def train_step(run: TrainingRun, optimiser: torch.optim.Optimizer, number: int, 
     weight = sums.pop("weight", 1.0)  # total weight of the terms, or pairs, by which the other sums are divided
     means = {name: value / weight for name, value in sums.items()}
     reward = run.mean_reward(step.rows)
-    means = means if reward is None else {"reward": reward, **means}
+    means = {**(means if reward is None else {"reward": reward, **means}), **balancing}
     seconds = time.perf_counter() - start
     return StepMetrics(
         step=number + 1,
@@ -158,6 +158,25 @@ class Report:
         return losses, int(tokens), dict(zip(self.names, sums, strict=True))
 
 
+def _compute_rows(
+    run: TrainingRun, numbers: list[int], rows: Prefetch, denominator: float, report: Report
+) -> dict[str, float]:
+    """Run forward and backward of this rank's share of a step; return the means of the routers' loss, if it is used."""
+    factors = dict(zip(numbers, run.factors(numbers), strict=True))
+    share = deal(numbers, run.costs(), run.ranks.size)[run.ranks.rank]
+    batches: Iterable[Batch] = (next(rows) for _ in share)
+    balancing: dict[str, float] = {}
+    # Sharded weights live only while their layer runs, so their casts are not kept.
+    with cast_once(keep=run.loaded.root is None):
+        if run.balance is not None:
+            batches = list(batches)
+            balancing = _count_routes(run, run.balance, batches)
+        for row, batch in zip(share, batches, strict=True):
+            with step_memory_errors(batch):
+                _accumulate(run, batch, row, denominator, factors, report)
+    return balancing
+
+
 def _accumulate(
     run: TrainingRun,
     batch: Batch,
@@ -167,9 +186,11 @@ def _accumulate(
     report: Report,
 ) -> None:
     """Run forward and backward of one micro-batch; `row` is None for padding, which every layer still computes."""
-    loss, sums = row_part(run, batch, denominator, None if row is None else factors[row])
-    # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
-    torch.autograd.backward(loss)
+    attached = nullcontext() if run.balance is None else run.balance.attached(batch.scale.to(run.loaded.device))
+    with attached:
+        loss, sums = row_part(run, batch, denominator, None if row is None else factors[row])
+        # For padding too, whose loss is 0: FSDP gathers weights and sums gradients in the backward pass of all ranks.
+        torch.autograd.backward(loss)
     if row is not None:
         report.add(row, batch, loss, sums)
 
@@ -195,6 +216,20 @@ def row_part(
 
     with torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16"):
         return loaded.compute(part)
+
+
+def _count_routes(run: TrainingRun, balance: RouterBalance, batches: list[Batch]) -> dict[str, float]:
+    """Count the routes of all rows of a step by a forward pass; return the auxiliary loss and the seconds it took."""
+    start, loaded = time.perf_counter(), run.loaded
+    for batch in batches:
+        row = prepare_batch(loaded, batch)
+        autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=run.options.dtype == "bf16")
+        with torch.no_grad(), autocast, balance.counting(row.scale), step_memory_errors(batch):
+            loaded.compute(functools.partial(hidden_states, loaded, row))
+    if loaded.root is not None:
+        loaded.root.reshard()  # a forward without a backward leaves the root gathered
+    loss = balance.finish(run.ranks.sum(balance.sums()))
+    return {"router_aux": loss, "router_aux_seconds": time.perf_counter() - start}
 
 
 def _clip(run: TrainingRun) -> float:

@@ -1,0 +1,193 @@
+"""The load-balancing loss of routers: trees against the trajectories one by one; and the costs of a mixture."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from support.command_line import Run
+from support.oracle_model import Sample, gradients, make_row, packed_directory, tiny_config, worst_error
+from support.rank_processes import CPU, Case, train_over
+from support.strategies import make
+from support.tiny_families import KeepFloat64, tiny_family
+from treepack.analysis.model_cost import shape_of
+from treepack.attention import IMPLEMENTATIONS, register
+from treepack.data.batch import make_batch
+from treepack.errors import TreepackError
+from treepack.model.forward import hidden_states, row_loss
+from treepack.model.layers import find_layers
+from treepack.model.loaded import LoadedModel
+from treepack.model.objectives import choose_objective
+from treepack.model.router_balance import RouterBalance
+from treepack.train.loop import train
+from treepack.train.options import TrainOptions
+from treepack.train.run import open_run, open_verification
+from treepack.trajectory import Trajectory
+
+COEFFICIENT = 0.3
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SAMPLES = [
+    Sample(tokens, (0.0, *[1.0] * (len(tokens) - 1)))
+    for tokens in [
+        (*range(9), 21, 22, 23),
+        (*range(9), 31, 32),
+        (*range(5), 41, 42, 43, 44),
+        (7, 8, 9, 10),
+        (7, 8, 9, 11, 12, 13, 14, 15),
+    ]
+]
+
+
+def flat(model: Any, samples: list[Sample]) -> tuple[Tensor, Tensor, Any]:
+    """Return the nll of `samples` alone, the loss of the routers over all of them, and their logits by layer."""
+    total, routed = torch.zeros((), dtype=torch.float64), []
+    for sample in samples:
+        tokens = torch.tensor(sample.tokens)
+        out = model(input_ids=tokens[None], use_cache=False, output_router_logits=True)
+        nll = cross_entropy(out.logits[0, :-1], tokens[1:], reduction="none")
+        total = total + (nll.double() * torch.tensor(sample.weights[1:], dtype=torch.float64)).sum()
+        routed.append(out.router_logits)
+    layers = tuple(torch.cat(each) for each in zip(*routed, strict=True))
+    p = torch.cat(layers).double().softmax(-1)
+    chosen = torch.zeros_like(p).scatter_(1, p.topk(2, -1).indices, 1.0)
+    return total, p.shape[1] * (chosen.mean(0) * p.mean(0)).sum(), layers
+
+
+def in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `forward` under `KeepFloat64`, which torch leaves for the whole backward pass."""
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with KeepFloat64():
+            return forward(*args, **kwargs)
+
+    return kept
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False)])
+def test_rows_of_trees_give_the_gradients_of_the_trajectories_one_by_one(kind: str, recompute: bool) -> None:
+    register()
+    model = tiny_family(kind)
+    denominator = sum(sum(sample.weights) for sample in SAMPLES)
+    with KeepFloat64():
+        nll, auxiliary, layers = flat(model, SAMPLES)
+        torch.autograd.backward(nll / denominator + COEFFICIENT * auxiliary)
+        expected = gradients(model)
+        # transformers counts in float32
+        theirs = float(torch.as_tensor(load_balancing_loss_func(layers, layers[0].shape[1], 2)).detach())
+        assert theirs == pytest.approx(float(auxiliary.detach()), rel=1e-6)
+        model.zero_grad()
+        model.set_attn_implementation(IMPLEMENTATIONS["reference"])
+        for layer in find_layers(model) if recompute else []:
+            layer.forward = functools.partial(checkpoint, in_float64(layer.forward), use_reentrant=False)
+        loaded = LoadedModel(model, kind, "reference", ())
+        # The second row is padded, to 16 tokens; padding must not count.
+        rows = [make_batch(make_row(SAMPLES[:2])), make_batch(make_row(SAMPLES[2:]), multiple=16)]
+        balance = RouterBalance(model, COEFFICIENT, source=kind)
+        for row in rows:
+            with torch.no_grad(), balance.counting(row.scale):
+                hidden_states(loaded, row)
+        assert balance.finish(balance.sums()) == pytest.approx(float(auxiliary.detach()), rel=1e-12)
+        for row in rows:
+            with balance.attached(row.scale):
+                torch.autograd.backward(row_loss(loaded, row) / denominator)
+        assert worst_error(gradients(model), expected) <= 1e-9
+        model.zero_grad()
+        for row in rows:
+            torch.autograd.backward(row_loss(loaded, row) / denominator)
+        assert worst_error(gradients(model), expected) > 1e-3, "outside the block nothing is added"
+
+
+def trajectories() -> list[Trajectory]:
+    return [
+        make(f"t{i}", list(sample.tokens), spans=[(1, len(sample.tokens), 1.0)], group="g")
+        for i, sample in enumerate(SAMPLES)
+    ]
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    return packed_directory(tmp_path / "packed", trajectories(), capacity=24)
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    return tiny_config(tmp_path / "config.json", "qwen3", **EXPERTS, model_type="qwen3_moe")
+
+
+def options(**changes: Any) -> TrainOptions:
+    return TrainOptions(device="cpu", attention="reference", lr=0.0, clip=0.0, router_aux=COEFFICIENT, **changes)
+
+
+def test_a_step_of_a_run_reports_it_and_adds_its_gradient(packed: Path, mixture: Path, tmp_path: Path) -> None:
+    run = open_run(packed, mixture, options())
+    assert len(run.schedule[0].rows) > 1
+    (metrics,) = train(run, tmp_path / "out")
+    assert metrics.means["router_aux_seconds"] > 0
+    model = run.loaded.model
+    model.zero_grad()
+    model.set_attn_implementation("sdpa")
+    nll, auxiliary, _ = flat(model, SAMPLES)
+    mean = nll / metrics.total_weight
+    assert metrics.means["router_aux"] == pytest.approx(float(auxiliary.detach()), rel=1e-5)
+    assert metrics.loss == pytest.approx(float(mean.detach()), rel=1e-5)
+    grads = torch.autograd.grad(mean + COEFFICIENT * auxiliary, list(model.parameters()))
+    assert metrics.grad_norm == pytest.approx(float(torch.cat([g.flatten() for g in grads]).norm()), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_balance_as_one_process_does(packed: Path, mixture: Path) -> None:
+    changes = {"epochs": 2, "rows_per_step": 3, "router_aux": COEFFICIENT, "gradient_checkpointing": True}
+    cases = [
+        Case("plain", packed, mixture, changes),
+        Case("compiled", packed, mixture, {**changes, "compile": True}),
+    ]
+    results, expected = (train_over(size, packed.parent, cases) for size in (2, 0))
+    for case in cases:
+        for record, twin in zip(results[case.name]["records"], expected[case.name]["records"], strict=True):
+            assert record["router_aux"] == pytest.approx(twin["router_aux"], rel=1e-5)
+            assert record["grad_norm"] == pytest.approx(twin["grad_norm"], rel=1e-4)
+        assert results[case.name]["records"][-1]["grad_norm"] == pytest.approx(
+            expected["plain"]["records"][-1]["grad_norm"], rel=1e-4
+        )
+
+
+def test_other_losses_and_other_models_refuse_it(packed: Path, tmp_path: Path, treepack: Run) -> None:
+    with pytest.raises(TreepackError, match=r"router_aux is 0\.3 with the loss grpo; reinforcement learning and dpo"):
+        options(objective=choose_objective("grpo"))
+    dense = tiny_config(tmp_path / "dense.json")
+    result = treepack("train", packed, "--model", dense, "--out", tmp_path / "out", "--router-aux", 0.1)
+    assert result.status == 1
+    assert "no load-balancing loss for Qwen3ForCausalLM; train it without --router-aux" in result.err
+
+
+def test_a_note_says_when_it_is_left_out(packed: Path, mixture: Path) -> None:
+    def noted(run: Any) -> list[str]:
+        return [note for note in run.notes if "load-balancing" in note]
+
+    assert noted(open_run(packed, mixture, CPU)) == [
+        "the load-balancing loss of the routers is left out; --router-aux adds it"
+    ]
+    assert noted(open_run(packed, mixture, options())) == []
+    assert noted(open_verification(packed, mixture, options())) == [
+        "the gradients are compared without the load-balancing loss of the routers"
+    ]
+
+
+def test_a_row_of_a_mixture_costs_its_active_experts(packed: Path, mixture: Path) -> None:
+    run = open_run(packed, mixture, CPU)
+    config = run.loaded.causal.config
+    shape = shape_of(config.to_dict(), name="mixture")
+    exact = 2.0 * (shape.weights * run.dataset.num_tokens + shape.scores * run.dataset.num_pairs)
+    # The forecast leaves out the norms, which are few: two of the hidden size and two of the head size a layer.
+    norms = config.num_hidden_layers * 2 * (config.hidden_size + config.head_dim) + config.hidden_size
+    np.testing.assert_allclose(run.costs(), exact + 2.0 * norms * run.dataset.num_tokens)

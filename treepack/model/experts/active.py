@@ -1,0 +1,32 @@
+"""Count the weights that one token uses in a model: of stacked experts, only the chosen ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from treepack.model.four_bits import num_weights
+
+# Names of the number of experts that a token has, in configurations of transformers.
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+def num_active_weights(causal: Any) -> float:
+    """Return the weights of all layers and the embedding of a model of transformers, active experts only.
+
+    Experts that are stacked in one parameter [E, ...] count k / E of their weights.
+    """
+    chosen = _num_chosen(causal.config.get_text_config())
+    total = 0.0
+    for module in causal.base_model.modules():
+        experts = getattr(module, "num_experts", 0)
+        for parameter in module.parameters(recurse=False):
+            # [E, N, K]; the router's own weights are [E, D]
+            stacked = chosen and parameter.ndim == 3 and len(parameter) == experts
+            total += num_weights(parameter) * (chosen / experts if stacked else 1.0)
+    return total
+
+
+def _num_chosen(config: Any) -> int:
+    values = (getattr(config, name, None) for name in _CHOSEN)
+    value = next((value for value in values if value), 0)
+    return int(value if isinstance(value, int) else max(value))  # Hunyuan may have a list with one for each layer

@@ -1,0 +1,158 @@
+"""The auxiliary loss that balances the experts of a mixture, over the trajectories of an optimiser step.
+
+With p[l, t, i] the softmax of the router's logits of layer l, and chosen[l, t, i] 1 for each of its k experts:
+
+    f[i] = sum over l and t of scale[t] * chosen[l, t, i] / R       R = layers * sum of scale[t]
+    P[i] = sum over l and t of scale[t] * p[l, t, i] / R            loss = experts * sum of f[i] * P[i]
+
+This is `load_balancing_loss_func` of transformers for one batch with all trajectories of the step, without padding: a
+token that `scale[t]` trajectories share counts `scale[t]` times. The sums run over all rows and ranks.
+
+f has no gradient, and the gradient of P[i] is f[i] times that of p. So f of the whole step must be known before the
+first backward pass: a forward pass without gradients counts first, and costs about a quarter of a step.
+
+    balance = RouterBalance(causal, coefficient)      hooks on the routers, idle between the blocks
+    with balance.counting(scale): forward             every row; then add the sums of all ranks
+    loss = balance.finish(sums)                       a number, for the metrics
+    with balance.attached(scale): forward, backward   every row; gradients of coefficient * loss are added
+
+The last block attaches the row's part of the loss to the router's weights, which the layer uses anyway, so layers that
+are recomputed, compiled or sharded need nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import disable
+
+from treepack.errors import TreepackError
+
+
+class RouterBalance:
+    """The balance of a model's routers during one optimiser step after the other."""
+
+    def __init__(self, causal: Any, coefficient: float, *, source: str) -> None:
+        """Put a hook on every router of `causal`, a model of transformers named `source` in errors.
+
+        Raises:
+            TreepackError: if the model has no routers whose loss transformers defines.
+        """
+        self.routers = find_routers(causal, source)
+        self.coefficient, self.source = coefficient, source
+        self._sums: Tensor | None = None  # float64 [2 E + 1]: of chosen, of p, and R, while a step is counted
+        self._slopes: Tensor | None = None  # float64 [E]: coefficient * experts * f / R
+        self._scale: Tensor | None = None  # float64 [T] of the current row
+        self._attaching = False
+        for router in self.routers:
+            router.register_forward_hook(self._observe)
+
+    @contextmanager
+    def counting(self, scale: Tensor) -> Iterator[None]:
+        """Count the forward pass of a row in the block; `scale` int [T] is 0 at padding."""
+        yield from self._row(scale, attaching=False)
+
+    @contextmanager
+    def attached(self, scale: Tensor) -> Iterator[None]:
+        """Add the gradient of the loss to the backward pass in the block, after `finish`."""
+        yield from self._row(scale, attaching=True)
+
+    def _row(self, scale: Tensor, *, attaching: bool) -> Iterator[None]:
+        self._scale, self._attaching = scale.double(), attaching
+        try:
+            yield
+        finally:
+            self._scale = None
+
+    def sums(self) -> Tensor:
+        """Return what this rank has counted since `finish`, float64 [2 E + 1]; sums of ranks add up."""
+        assert self._sums is not None, "every rank computes at least one row"
+        return self._sums
+
+    def finish(self, sums: Tensor) -> float:
+        """End the counting of a step with the `sums` over all ranks, and return the loss without its coefficient."""
+        self._sums = None
+        chosen, probabilities = sums[:-1].chunk(2)
+        num_experts, total = len(chosen), sums[-1]
+        self._slopes = self.coefficient * num_experts * chosen / total.square()
+        return float(num_experts * (chosen * probabilities).sum() / total.square())
+
+    # Global state and a custom function: a compiled layer breaks its graph here.
+    @disable  # type: ignore[untyped-decorator]
+    def _observe(self, router: nn.Module, _: Any, output: Any) -> Any:
+        """Count the output of a router, or return it with the row's part of the loss attached.
+
+        Raises:
+            TreepackError: if the output has another form than transformers gave it in 5.0 to 5.23.
+        """
+        if self._scale is None:
+            return None
+        if not _is_routed(output):
+            raise TreepackError(
+                f"{self.source}: its {type(router).__name__} does not return logits, weights and experts; train it "
+                "without --router-aux"
+            )
+        logits, weights, experts = output
+        # softmax in float32, or float64 for float64 logits
+        p = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        if not self._attaching:
+            self._count(p.detach(), experts)
+            return None
+        assert self._slopes is not None, "finish comes before attached"
+        part = (p.double() @ self._slopes) @ self._scale
+        return logits, _attach(weights, part), experts
+
+    def _count(self, p: Tensor, experts: Tensor) -> None:
+        assert self._scale is not None
+        # experts [[2, 0]] of E = 3 -> [[1, 0, 1]]
+        chosen = torch.zeros(p.shape, dtype=torch.float64, device=p.device).scatter_(1, experts, 1.0)
+        row = torch.cat([self._scale @ chosen, self._scale @ p.double(), self._scale.sum()[None]])
+        self._sums = row if self._sums is None else self._sums + row
+
+
+def find_routers(causal: Any, source: str) -> list[nn.Module]:
+    """Return the routers of a model whose configuration has a coefficient for the loss.
+
+    Raises:
+        TreepackError: if there are none.
+    """
+    config = causal.config.get_text_config()
+    recorded = (getattr(causal.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", None)
+    routers = [module for module in causal.modules() if kind is not None and isinstance(module, kind)]
+    if not routers or not hasattr(config, "router_aux_loss_coef"):
+        raise TreepackError(
+            f"{source}: transformers defines no load-balancing loss for {type(causal).__name__}; train it without "
+            "--router-aux"
+        )
+    return routers
+
+
+def _is_routed(output: Any) -> bool:
+    if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(each, Tensor) for each in output)):
+        return False
+    logits, weights, experts = output
+    return logits.ndim == 2 and weights.shape == experts.shape and not experts.is_floating_point()
+
+
+class _Attach(torch.autograd.Function):
+    """Return `x` as it is, and give the scalar `part` the gradient 1 in the backward pass of `x`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Tensor) -> Tensor:
+        ctx.like = part.new_ones(())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, ctx.like
+
+
+def _attach(x: Tensor, part: Tensor) -> Tensor:
+    apply: Any = _Attach.apply
+    attached: Tensor = apply(x, part)
+    return attached
