@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from support.attention_trees import comb, random_tree
 from treepack.attention import prepare, reference_attention, resolve, takes_chains, tree_attention
 from treepack.attention.autograd import has_hopper
 from treepack.attention.chains import Chains, chain_attention, find_chains
-from treepack.attention.dispatch import choose
+from treepack.attention.dispatch import _shared_memory, choose, obstacle
 from treepack.attention.flash import has_flash_attention_4
 from treepack.errors import TreepackError
 
@@ -135,8 +135,7 @@ REFUSED: list[tuple[str, torch.dtype, tuple[int, int], str]] = [
     ("magic", torch.float32, (16, 16), "attention is 'magic'; expected one of auto, reference, flex, flash, triton"),
     ("flash", torch.bfloat16, (16, 16), "flash needs a Hopper or Blackwell GPU and the tensors are on cpu"),
     ("triton", torch.float64, (16, 16), "triton computes bfloat16, float16 and float32, not float64"),
-    ("triton", torch.float32, (24, 16), "triton takes one head dimension of at most 256, not 24/16; use flex"),
-    ("triton", torch.float32, (320, 320), "triton takes one head dimension of at most 256, not 320/320"),
+    ("triton", torch.float32, (16, 520), "triton takes head dimensions of at most 512, not 16/520; use reference"),
 ]
 
 
@@ -179,12 +178,19 @@ def test_a_schedule_of_other_rows_is_refused(impl: str, end: Tensor) -> None:
         tree_attention(q, k, v, forests(9), impl=impl, schedule=prepare(end, impl))
 
 
+class GpuProperties(NamedTuple):
+    """What torch says of a GPU."""
+
+    shared_memory_per_block_optin: int
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that reports a Hopper GPU, without flash-attn."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: GpuProperties(227 << 10))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    caches = (choose, has_flash_attention_4, has_hopper)
+    caches = (choose, has_flash_attention_4, has_hopper, _shared_memory)
     for cached in caches:
         cached.cache_clear()
     yield
@@ -208,8 +214,9 @@ def flash_attention_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hopper: N
         (torch.bfloat16, [(128, 128)], "triton"),
         (torch.float16, [(80, 80)], "triton"),
         (torch.float32, [(256, 256)], "triton"),
-        (torch.bfloat16, [(192, 128)], "flex"),
-        (torch.bfloat16, [(128, 128), (512, 512)], "flex"),
+        (torch.bfloat16, [(192, 128)], "triton"),
+        (torch.bfloat16, [(128, 128), (512, 512)], "triton"),
+        (torch.bfloat16, [(576, 512)], "reference"),
         (torch.float64, [(64, 64)], "reference"),
     ],
 )
@@ -242,12 +249,32 @@ def test_flash_without_flash_attention_4_says_what_to_install() -> None:
 def test_the_log_names_what_auto_took_once_and_why_not_what_comes_before(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="treepack")
     for _ in range(3):
-        resolve("auto", GPU, torch.bfloat16, (192, 128))
+        resolve("auto", GPU, torch.bfloat16, (576, 512))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "attention: flex on cuda in bfloat16, head dimensions 192/128 "
-        "(triton takes one head dimension of at most 256, not 192/128; flash needs FlashAttention-4)"
+        "attention: reference on cuda in bfloat16, head dimensions 576/512 "
+        "(triton takes head dimensions of at most 512, not 576/512; flash needs FlashAttention-4; "
+        "flex runs out of shared memory on a GPU with head dimensions above 256, and they are 576/512)"
     )
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("size", "dtype", "reason"),
+    [
+        (227, torch.float32, None),
+        (163, torch.float32, "needs 194 KiB of shared memory for head dimensions above 256, and cuda has 163"),
+        (163, torch.bfloat16, None),
+        (99, torch.bfloat16, "needs 112 KiB of shared memory for head dimensions above 256, and cuda has 99"),
+    ],
+)
+def test_wide_heads_need_a_gpu_with_shared_memory_for_their_tiles(
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: torch.dtype, reason: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: GpuProperties(size << 10))
+    assert obstacle("triton", GPU, dtype, (256, 256)) is None
+    told = obstacle("triton", GPU, dtype, (512, 512))
+    assert told is None if reason is None else told is not None and told.startswith(reason)
 
 
 def branches(end: Tensor) -> bool:
@@ -285,8 +312,8 @@ def test_a_long_chain_beside_many_short_ones_is_left_to_the_tree_kernel() -> Non
 def test_auto_gives_rows_without_branches_to_varlen_where_that_can_run_and_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert takes_chains(GPU, torch.bfloat16, (96, 96))
-    for dtype, dims in ((torch.float32, (96, 96)), (torch.bfloat16, (192, 128)), (torch.float16, (36, 36))):
+    assert takes_chains(GPU, torch.bfloat16, (48, 48))
+    for dtype, dims in ((torch.float32, (48, 48)), (torch.bfloat16, (192, 128)), (torch.float16, (36, 36))):
         assert not takes_chains(GPU, dtype, dims)
     assert not takes_chains(GPU, torch.bfloat16, (128, 128)), "the Hopper kernels are faster"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))

@@ -7,7 +7,6 @@ memory outside of the row, or leaves an element unwritten.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from support.attention_trees import chain, comb, ends_of, random_tree, star
+from support.kernel_inputs import poisoned_empty, surrounded
 from support.strategies import trees
 
 pytest.importorskip("triton")
@@ -36,13 +36,7 @@ WIDE = Config(128, 128, 8, 1)  # few programs and steps, because each costs the 
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def poisoned(*args: Any, **options: Any) -> Tensor:
-        tensor: Tensor = empty(*args, **options)
-        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty", poisoned_empty())
     if DEVICE == "cpu":
         monkeypatch.setitem(portable.FLOAT32, 64, Configs(WIDE, WIDE, Config(128, 64, 8, 1)))
 
@@ -59,16 +53,6 @@ class Inputs:
     def widened(self) -> Inputs:
         q, k, v = (x.detach().double().requires_grad_() for x in (self.q, self.k, self.v))
         return Inputs(q, k, v, self.do.double())
-
-
-def surrounded(x: Tensor) -> Tensor:
-    """Return `x` [B, H, T, D] as a view into a NaN buffer [B, T + 2, H + 1, D + 16]."""
-    batch, heads, length, width = x.shape
-    buffer = torch.full((batch, length + 2, heads + 1, width + 16), torch.nan, dtype=x.dtype, device=x.device)
-    # [B, T + 2, H + 1, D + 16] -> [B, T, H, D] -> [B, H, T, D], NaN before and after every token, head and element
-    view = buffer[:, 1:-1, 1:, :width].transpose(1, 2)
-    view.copy_(x)
-    return view
 
 
 def make_inputs(

@@ -40,7 +40,11 @@ from treepack.errors import TreepackError, install_hint
 AUTO = {"cuda": ("triton", "flash", "flex", "reference")}
 
 NAMES = ("reference", "flex", "flash", "triton")
-TRITON_MAX_HEAD_DIM = 256  # the largest that `portable.forward` has shapes for
+TRITON_MAX_HEAD_DIM = 512  # the largest that `portable.forward` has shapes for
+FLEX_MAX_HEAD_DIM = 256  # the largest whose tiles fit into the shared memory of a GPU; above, compiling fails
+
+# Shared memory of a program that head dimensions above 256 need in `portable`, in KiB, by the bytes of an element.
+WIDE_SHARED = {2: 112, 4: 194}
 
 AnySchedule = BlockMask | Schedule | Chains | None
 
@@ -259,6 +263,11 @@ def _flex_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tu
         return f"needs triton on a GPU; {install_hint('train')}, or use reference"
     if dtype == torch.float64:
         return "has no float64 on a GPU; use float32 or reference"
+    if any(max(dims) > FLEX_MAX_HEAD_DIM for dims in head_dims):
+        return (
+            f"runs out of shared memory on a GPU with head dimensions above {FLEX_MAX_HEAD_DIM}, "
+            f"and they are {_dims_text(head_dims)}; use triton or reference"
+        )
     return None
 
 
@@ -284,8 +293,16 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[
         return f"needs a GPU and the tensors are on {device}; use reference"
     if dtype not in (*_HALVES, torch.float32):
         return f"computes bfloat16, float16 and float32, not {_dtype_name(dtype)}; use reference"
-    if any(d != d_v or d > TRITON_MAX_HEAD_DIM for d, d_v in head_dims):
-        return f"takes one head dimension of at most {TRITON_MAX_HEAD_DIM}, not {_dims_text(head_dims)}; use flex"
+    largest = max((max(dims) for dims in head_dims), default=0)
+    if largest > TRITON_MAX_HEAD_DIM:
+        return f"takes head dimensions of at most {TRITON_MAX_HEAD_DIM}, not {_dims_text(head_dims)}; use reference"
+    if largest > 256 and device.type == "cuda":
+        needed, has = WIDE_SHARED[dtype.itemsize], _shared_memory(device)
+        if has < needed:
+            return (
+                f"needs {needed} KiB of shared memory for head dimensions above 256, "
+                f"and {device} has {has}; use reference"
+            )
     return None
 
 
@@ -295,6 +312,13 @@ _OBSTACLES = {
     "flash": _flash_obstacle,
     "triton": _triton_obstacle,
 }
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the shared memory that one program may have, in KiB."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack this field
+    return int(properties.shared_memory_per_block_optin) >> 10
 
 
 def _is_interpreted() -> bool:

@@ -4,10 +4,12 @@ One program computes one block of queries of one head, as `naive.forward` does: 
 list, under the mask, then the full section, without a mask. A tile of keys is gathered from 1, 2 or 4 granules:
 
     key token = granules[entry + i // 32] * 32 + i % 32        i = 0 ... tile - 1; negative if there is no granule
+    visible   = start[query] <= key <= query < end[key]        without windows, only the part after start
 
-In: query [B, H, T, D], key and value [B, H_kv, T, D] in bfloat16, float16 or float32, D <= 256, stride 1 in the last
-dimension and any other strides; a `Schedule` on their device; scale > 0. Out: output [B, H, T, D] in memory
-[B, T, H, D], and the float32 base-2 log-sum-exp [B, H, T] of the scores times scale. Tokens past T are never read.
+In: query [B, H, T, D], key [B, H_kv, T, D] and value [B, H_kv, T, D_v] in bfloat16, float16 or float32, D and D_v <=
+512, stride 1 in the last dimension and any other strides; a `Schedule` on their device; scale > 0; sinks float32 [H] or
+None; softcap > 0 or None. Out: output [B, H, T, D_v] in memory [B, T, H, D_v], and the float32 base-2 log-sum-exp
+[B, H, T] of the scores times scale, after the cap and with the sink. Tokens past T are never read.
 
 Programs start in the order of their work, the longest first, and one section of the heads at a time: as many heads as
 have keys and values that fit into the cache. Triton does not specialise on arguments that differ from row to row, so
@@ -23,7 +25,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import Inputs, Launch, key_heads_per_section, query_arguments, token_major
+from treepack.attention.kernel_launch import (
+    LOG2E,
+    Inputs,
+    Launch,
+    key_heads_per_section,
+    query_arguments,
+    query_window,
+    token_major,
+)
 from treepack.attention.schedule import QUERY_BLOCK, Schedule
 
 # Keys and values that one section of heads may have. The L2 cache of a large GPU has 40 to 50 MB (A100, H100), and
@@ -58,31 +68,35 @@ HOPPER = {
     64: Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     128: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     256: Configs(Config(128, 32, 8, 3), Config(128, 32, 8, 2), Config(32, 64, 8, 2)),
+    512: Configs(Config(32, 32, 8, 2), Config(32, 32, 8, 2), Config(32, 16, 8, 2)),
 }
-# For other GPUs, not measured. These shapes spill at most 28 bytes a thread on sm_80, and they need at most 99 KiB of
-# shared memory, because small GPUs have no more.
+# For other GPUs, not measured. These shapes spill at most 28 bytes a thread on sm_80. Up to 256 they need at most 99 KB
+# of shared memory, because small GPUs have no more; 512 needs 112 KB, and 194 in float32, which `dispatch` checks.
 PORTABLE = {
     64: Configs(Config(128, 64, 4, 3), Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
     128: Configs(Config(128, 32, 8, 3), Config(64, 32, 4, 2), Config(64, 32, 4, 2)),
     256: Configs(Config(64, 32, 8, 2), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
+    512: Configs(Config(32, 32, 8, 2), Config(16, 32, 8, 1), Config(32, 16, 8, 1)),
 }
-# For float32, whose exact products the matrix units do not compute; these shapes spill at most 24 bytes a thread.
+# For float32, whose exact products the matrix units do not compute; these shapes spill at most 32 bytes a thread.
 FLOAT32 = {
     64: Configs(Config(64, 32, 8, 1), Config(64, 32, 8, 1), Config(32, 32, 8, 1)),
     128: Configs(Config(32, 32, 8, 1), Config(32, 32, 8, 1), Config(32, 16, 8, 1)),
     256: Configs(Config(32, 32, 8, 1), Config(16, 32, 8, 1), Config(32, 16, 8, 1)),
+    512: Configs(Config(16, 32, 8, 1), Config(16, 32, 8, 1), Config(32, 16, 16, 1)),
 }
 
 
-def configs_of(query: Tensor) -> Configs:
-    """Return the shapes of the kernels for the dtype, head dimension and device of `query`."""
+def configs_of(query: Tensor, value: Tensor) -> Configs:
+    """Return the shapes of the kernels for the dtype, head dimensions and device of `query` and `value`."""
     if query.dtype == torch.float32:
         table = FLOAT32
     else:
         nvidia = query.is_cuda and torch.version.hip is None
         hopper = nvidia and torch.cuda.get_device_capability(query.device)[0] == 9
         table = HOPPER if hopper else PORTABLE
-    return next(configs for limit, configs in table.items() if query.shape[-1] <= limit)
+    width = max(query.shape[-1], value.shape[-1])
+    return next(configs for limit, configs in table.items() if width <= limit)
 
 
 @triton.jit
@@ -97,6 +111,13 @@ def place(program, heads, batch, blocks):
     section, rest = program // (places * heads), program % (places * heads)
     rank = rest // heads
     return section * heads + rest % heads, rank % batch, rank // batch
+
+
+@triton.jit
+def bend(b_s, factor, cap):
+    """Return tanh(b_s * factor / cap): the share of the cap that a score reaches."""
+    # tanh(x) = 1 - 2 / (1 + e**(2 x)); a large |x| gives e**(2 x) = inf or 0, and 1 or -1. 2 * log2(e) = 2.885...
+    return 1.0 - 2.0 / (1.0 + tl.exp2(b_s * (factor / cap * 2.8853900817779268)))
 
 
 @triton.jit
@@ -154,7 +175,8 @@ def store_rows(p_rows, o_rows, m_rows, stride, b_rows, D: tl.constexpr, BLOCK_D:
 @triton.jit
 def load_key_tile(
     p_k, p_v, p_end, p_granules, entry, k_stride, v_stride, length,
-    TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return one gathered tile: tokens, their subtree_end (0 if there is no granule), keys and values."""
     # [TILE]
@@ -164,44 +186,53 @@ def load_key_tile(
     if MASKED:
         # [TILE]
         b_end = tl.load(p_end + o_k, mask=o_k >= 0, other=0)
-    # [TILE, BLOCK_D]
+    # [TILE, BLOCK_D] and [TILE, BLOCK_V]
     b_k = load_rows(p_k, o_k, m_k, k_stride, D, BLOCK_D, MASKED)
-    b_v = load_rows(p_v, o_k, m_k, v_stride, D, BLOCK_D, MASKED)
+    b_v = load_rows(p_v, o_k, m_k, v_stride, D_V, BLOCK_V, MASKED)
     return o_k, b_end, b_k, b_v
 
 
 @triton.jit
 def _forward_section(
-    b_acc, b_max, b_sum, b_q, o_q, p_k, p_v, p_end, p_granules, first, last, k_stride, v_stride, length, factor,
-    TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    b_acc, b_max, b_sum, b_q, o_q, b_start, p_k, p_v, p_end, p_granules, first, last, k_stride, v_stride, length,
+    factor, cap,
+    TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles [first, last) of a list to the running output, maximum and sum."""
     # With more than one stage, Triton 3.6 pipelines the masked loads of `ends` wrongly.
     STAGES: tl.constexpr = 1 if MASKED else None
     for entry in tl.range(first, last, TILE // 32, num_stages=STAGES):
         o_k, b_end, b_k, b_v = load_key_tile(
-            p_k, p_v, p_end, p_granules, entry, k_stride, v_stride, length, TILE, D, BLOCK_D, MASKED
+            p_k, p_v, p_end, p_granules, entry, k_stride, v_stride, length, TILE, D, D_V, BLOCK_D, BLOCK_V, MASKED
         )
         # [BLOCK, BLOCK_D] @ [BLOCK_D, TILE] -> [BLOCK, TILE]
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        unit = factor
+        if CAPPED:
+            # [BLOCK, TILE]
+            b_s = bend(b_s, factor, cap)
+            unit = cap
         if MASKED:
             # [1, TILE] <= [BLOCK, 1] and [BLOCK, 1] < [1, TILE] -> [BLOCK, TILE]
             m_s = (o_k[None, :] <= o_q[:, None]) & (o_q[:, None] < b_end[None, :])
+            if WINDOWED:
+                m_s = m_s & (b_start[:, None] <= o_k[None, :])
             b_s = tl.where(m_s, b_s, float("-inf"))
         # [BLOCK]
-        b_new = tl.maximum(b_max, tl.max(b_s, 1) * factor)
+        b_new = tl.maximum(b_max, tl.max(b_s, 1) * unit)
         b_safe = b_new
         if MASKED:
             # If tiles are smaller than the diagonal, a query may have seen nothing yet: -inf - (-inf) would be NaN.
             b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
         # [BLOCK, TILE]
-        b_p = tl.exp2(b_s * factor - b_safe[:, None])
+        b_p = tl.exp2(b_s * unit - b_safe[:, None])
         # [BLOCK]
         b_decay = tl.exp2(b_max - b_safe)
         b_sum = b_sum * b_decay + tl.sum(b_p, 1)
-        # [BLOCK, BLOCK_D]
+        # [BLOCK, BLOCK_V]
         b_acc = b_acc * b_decay[:, None]
-        # [BLOCK, TILE] @ [TILE, BLOCK_D] -> [BLOCK, BLOCK_D]
+        # [BLOCK, TILE] @ [TILE, BLOCK_V] -> [BLOCK, BLOCK_V]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
         b_max = b_new
     return b_acc, b_max, b_sum
@@ -209,9 +240,10 @@ def _forward_section(
 
 @triton.jit(do_not_specialize=["length", "blocks", "section"])
 def _forward_kernel(
-    q, k, v, o, lse, ends, granules, query_offsets, query_partial, query_order, q_strides, k_strides, v_strides,
-    o_strides, length, padded, batch, heads, section, blocks, factor,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    q, k, v, o, lse, sinks, ends, starts, granules, query_offsets, query_partial, query_order, q_strides, k_strides,
+    v_strides, o_strides, length, padded, batch, heads, section, blocks, factor, cap,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = 128 // BLOCK  # programs that share one query block and its list
@@ -228,37 +260,60 @@ def _forward_kernel(
     # [BLOCK]
     o_q = i_q * 128 + (rank % PARTS) * BLOCK + tl.arange(0, BLOCK)
     m_q = o_q < length
+    b_start = o_q
+    if WINDOWED:
+        b_start = tl.load(starts + row * padded + o_q)
     # [BLOCK, BLOCK_D]
     b_q = load_rows(q + row * q_strides[0] + head * q_strides[1], o_q, m_q, q_strides[2], D, BLOCK_D, True)
-    b_acc = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
+    # [BLOCK, BLOCK_V]
+    b_acc = tl.zeros([BLOCK, BLOCK_V], dtype=tl.float32)
     # [BLOCK]
     b_max = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
     b_acc, b_max, b_sum = _forward_section(
-        b_acc, b_max, b_sum, b_q, o_q, p_k, p_v, p_end, granules, first, middle, k_strides[2], v_strides[2], length,
-        factor, TILE, D, BLOCK_D, True, PRECISION,
+        b_acc, b_max, b_sum, b_q, o_q, b_start, p_k, p_v, p_end, granules, first, middle, k_strides[2], v_strides[2],
+        length, factor, cap, TILE, D, D_V, BLOCK_D, BLOCK_V, True, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
     b_acc, b_max, b_sum = _forward_section(
-        b_acc, b_max, b_sum, b_q, o_q, p_k, p_v, p_end, granules, middle, last, k_strides[2], v_strides[2], length,
-        factor, TILE, D, BLOCK_D, False, PRECISION,
+        b_acc, b_max, b_sum, b_q, o_q, b_start, p_k, p_v, p_end, granules, middle, last, k_strides[2], v_strides[2],
+        length, factor, cap, TILE, D, D_V, BLOCK_D, BLOCK_V, False, WINDOWED, CAPPED, PRECISION,
     )  # fmt: skip
+    if SINKS:
+        # One more score, without a value, in powers of two: log2(e) = 1.442...
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        # [BLOCK]
+        b_new = tl.maximum(b_max, sink)
+        b_decay = tl.exp2(b_max - b_new)
+        b_sum = b_sum * b_decay + tl.exp2(sink - b_new)
+        # [BLOCK, BLOCK_V]
+        b_acc = b_acc * b_decay[:, None]
+        b_max = b_new
     p_o = o + row * o_strides[0] + head * o_strides[1]
-    # [BLOCK, BLOCK_D] / [BLOCK, 1] -> [BLOCK, BLOCK_D]
-    store_rows(p_o, o_q, m_q, o_strides[2], b_acc / b_sum[:, None], D, BLOCK_D)
+    # [BLOCK, BLOCK_V] / [BLOCK, 1] -> [BLOCK, BLOCK_V]
+    store_rows(p_o, o_q, m_q, o_strides[2], b_acc / b_sum[:, None], D_V, BLOCK_V)
     # [BLOCK]
     tl.store(lse + (row * heads + head) * length + o_q, b_max + tl.log2(b_sum), mask=m_q)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp, float32 [B, H, T]; see the header."""
-    out = token_major(query)
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    schedule: Schedule,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return output [B, H, T, D_v] in the dtype of `query`, and lse, float32 [B, H, T]; see the header."""
+    inputs = Inputs(query, key, value, schedule, scale, sinks, softcap)
+    out = token_major(query, value.shape[-1])
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    forward_launch(Inputs(query, key, value, schedule, scale), out, lse, configs_of(query).forward).run()
+    forward_launch(inputs, out, lse, configs_of(query, value).forward).run()
     return out, lse
 
 
 def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: Config) -> Launch:
-    """Describe the launch that writes `out` [B, H, T, D] and `lse` [B, H, T]."""
+    """Describe the launch that writes `out` [B, H, T, D_v] and `lse` [B, H, T]."""
     query, key, value, schedule = inputs[:4]
     batch, heads = query.shape[:2]
     arguments = {
@@ -267,14 +322,18 @@ def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor, config: Config) -> 
         "v": value,
         "o": out,
         "lse": lse,
+        "sinks": lse if inputs.sinks is None else inputs.sinks,
         "q_strides": query.stride()[:3],
         "k_strides": key.stride()[:3],
         "v_strides": value.stride()[:3],
         "o_strides": out.stride()[:3],
+        "cap": cap_of(inputs),
+        **query_window(inputs),
         **query_arguments(inputs, heads_at_a_time(key) * inputs.group),
     }
+    constants = {**constants_of(inputs, config), "SINKS": inputs.sinks is not None}
     programs = batch * heads * schedule.query_order.shape[1] * (QUERY_BLOCK // config.block)
-    return Launch(_forward_kernel, programs, arguments, constants_of(inputs, config), options_of(config))
+    return Launch(_forward_kernel, programs, arguments, constants, options_of(config))
 
 
 def heads_at_a_time(key: Tensor) -> int:
@@ -284,15 +343,24 @@ def heads_at_a_time(key: Tensor) -> int:
 
 def constants_of(inputs: Inputs, config: Config) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel with a loop."""
-    width = inputs.query.shape[-1]
+    width, value_width = inputs.query.shape[-1], inputs.value.shape[-1]
     return {
         "GROUP": inputs.group,
         "BLOCK": config.block,
         "TILE": config.tile,
         "D": width,
+        "D_V": value_width,
         "BLOCK_D": padded_width(width),
+        "BLOCK_V": padded_width(value_width),
+        "WINDOWED": inputs.is_windowed,
+        "CAPPED": inputs.softcap is not None,
         "PRECISION": "ieee" if inputs.query.dtype == torch.float32 else "tf32",
     }
+
+
+def cap_of(inputs: Inputs) -> float:
+    """Return the cap of scores in powers of two; kernels do not read it without a cap."""
+    return 0.0 if inputs.softcap is None else inputs.softcap * LOG2E
 
 
 def options_of(config: Config) -> dict[str, int]:
