@@ -99,14 +99,18 @@ def tiny_family(kind: str, *, attention: str = "eager", **fields: Any) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float64, experts_implementation="eager"
         ).double()
-        for parameter in model.parameters():
-            # Matrices of order one, so that attention is far from uniform and a wrong mask shows; vectors (norms and
-            # biases) move a little from 1 and 0, so that none of them drops out of the comparison.
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-            else:
-                parameter.data.add_(0.1 * torch.randn_like(parameter))
+        spread_weights(model)
     return model.eval()
+
+
+def spread_weights(model: nn.Module) -> None:
+    """Draw weights of order one, so that attention is far from uniform and a wrong mask shows."""
+    for parameter in model.parameters():
+        # Vectors (norms and biases) move a little from 1 and 0, so that none of them drops out of a comparison.
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
 
 
 def family_config(kind: str, **fields: Any) -> Any:
