@@ -27,7 +27,7 @@ from candidates import portable_kernels
 from torch import Tensor
 from workloads import agent_tree, chains, star
 
-from treepack.attention import reference_attention, tree_attention
+from treepack.attention import Reach, first_visible, reference_attention, tree_attention
 
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 KERNEL_FLOAT32 = 1e-5
@@ -35,23 +35,31 @@ SHORT = 1000  # rows below this many tokens have too few elements to compare the
 LENGTHS = (1, 12, 127, 129, 1000, 4095, 8192)
 QUICK_LENGTHS = (1, 129, 1000)
 
-# Query heads, key heads, size of a head, scale, and whether flex, which takes longest to compile, runs as well.
-Layout = tuple[int, int, int, float | None]
+# Query heads, key heads, head dimensions (of q and k, of v) and scale.
+Layout = tuple[int, int, int, int, float | None]
+# With the dtype, and whether flex, which takes longest to compile, runs as well.
 LAYOUTS: tuple[tuple[Layout, torch.dtype, bool], ...] = (
-    ((6, 2, 64, None), torch.bfloat16, True),
-    ((6, 2, 64, None), torch.float16, True),
-    ((6, 2, 64, None), torch.float32, True),
-    ((4, 4, 128, 0.05), torch.bfloat16, True),
-    ((4, 4, 128, 0.05), torch.float16, False),
-    ((4, 4, 128, 0.05), torch.float32, False),
-    ((4, 1, 80, None), torch.bfloat16, True),
-    ((4, 2, 96, None), torch.bfloat16, True),
-    ((4, 2, 96, None), torch.float32, False),
-    ((2, 1, 256, None), torch.bfloat16, True),
-    ((2, 1, 256, None), torch.float32, False),
+    ((6, 2, 64, 64, None), torch.bfloat16, True),
+    ((6, 2, 64, 64, None), torch.float16, True),
+    ((6, 2, 64, 64, None), torch.float32, True),
+    ((4, 4, 128, 128, 0.05), torch.bfloat16, True),
+    ((4, 4, 128, 128, 0.05), torch.float16, False),
+    ((4, 4, 128, 128, 0.05), torch.float32, False),
+    ((4, 1, 80, 80, None), torch.bfloat16, True),
+    ((4, 2, 96, 96, None), torch.bfloat16, True),
+    ((4, 2, 96, 96, None), torch.float32, False),
+    ((2, 1, 256, 256, None), torch.bfloat16, True),
+    ((2, 1, 256, 256, None), torch.float16, False),
+    ((2, 1, 256, 256, None), torch.float32, False),
+    ((4, 4, 192, 128, None), torch.bfloat16, True),
+    ((4, 2, 192, 128, None), torch.float16, False),
 )
 
-Inputs = tuple[Tensor, Tensor, Tensor]
+# Head dimensions of the Hopper kernels.
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+REACHES = (None, *(Reach("window", size) for size in (1, 31, 128, 1000)), Reach("chunk", 100))
+
+Inputs = tuple[Tensor, ...]  # q, k, v, and sinks if the layer has them
 Outputs = tuple[Tensor, ...]
 
 
@@ -117,43 +125,49 @@ def amid_nan(values: Tensor, *, extra: int = 8) -> Tensor:
 
 def draw_inputs(end: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Inputs, Tensor]:
     """Draw q, k, v and the gradient of the output; equal rows and layouts give equal numbers."""
-    heads, kv_heads, size, _ = layout
+    heads, kv_heads, size, size_v, _ = layout
     batch, length = end.shape
     generator = torch.Generator(end.device).manual_seed(length)
-    counts = (heads, kv_heads, kv_heads, heads)
-    made = [torch.randn(batch, n, length, size, generator=generator, device=end.device).to(dtype) for n in counts]
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, size_v), (heads, size_v))
+    made = [torch.randn(batch, n, length, d, generator=generator, device=end.device).to(dtype) for n, d in shapes]
     return (made[0], made[1], made[2]), made[3]
 
 
-def outputs(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs, weight: Tensor) -> Outputs:
-    """Return the output and the gradients of q, k and v."""
-    q, k, v = (x.detach().requires_grad_() for x in inputs)
-    out = attend(q, k, v)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), weight)
+def outputs(attend: Callable[..., Tensor], inputs: Inputs, weight: Tensor) -> Outputs:
+    """Return the output and the gradients of the inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, weight)
 
 
-def run(name: str, end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor) -> Outputs:
-    """Return `outputs` of the implementation called `name`."""
+def run(
+    name: str, end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor, start: Tensor | None = None
+) -> Outputs:
+    """Return `outputs` of the implementation called `name`; `start` is the first token that each token sees."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tree_attention(q, k, v, end, scale=scale, impl="flex" if name == "flex" else "triton")
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        impl = "flex" if name == "flex" else "triton"
+        return tree_attention(q, k, v, end, scale=scale, impl=impl, start=start, sinks=sinks)
 
     poison(inputs[0])
     with portable_kernels() if name == "portable" else nullcontext():
         return outputs(attend, inputs, weight)
 
 
-def exact(end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor) -> Outputs:
+def exact(end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor, start: Tensor | None = None) -> Outputs:
     """Return `outputs` of the reference in float64."""
-    q, k, v = (x.double() for x in inputs)
-    return outputs(lambda q, k, v: reference_attention(q, k, v, end, scale=scale), (q, k, v), weight.double())
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return reference_attention(q, k, v, end, scale=scale, start=start, sinks=sinks)
+
+    return outputs(attend, tuple(x.double() for x in inputs), weight.double())
 
 
-def kernels(query: Tensor) -> list[str]:
+def kernels(query: Tensor, value: Tensor, *, windowed: bool = False, sinks: bool = False) -> list[str]:
     """Return the names of the project's own kernels that run on these tensors."""
     from treepack.attention import autograd as kernel
 
-    return list(dict.fromkeys([kernel.backend(query), "portable"]))
+    return list(dict.fromkeys([kernel.backend(query, value, windowed=windowed, sinks=sinks), "portable"]))
 
 
 def measure(results: Outputs, expected: Outputs, weight: Tensor) -> tuple[float, ...]:
@@ -183,14 +197,14 @@ def compare(
 ) -> Iterator[Result]:
     """Yield the result of every implementation on rows `end` [B, T], against the reference."""
     drawn, weight = draw_inputs(end, layout, dtype)
-    expected = exact(end, layout[3], drawn, weight)
+    expected = exact(end, layout[4], drawn, weight)
     inputs = (amid_nan(drawn[0], extra=extra), amid_nan(drawn[1], extra=extra), amid_nan(drawn[2], extra=extra))
     incoming = amid_nan(weight, extra=extra)
     flex: tuple[float, ...] | None = None
-    for name in (["flex"] if with_flex else []) + kernels(inputs[0]):
+    for name in (["flex"] if with_flex else []) + kernels(inputs[0], inputs[2]):
         try:
             # FlexAttention copies the row into whole blocks, so it never reads the NaN beyond the row.
-            errors = measure(run(name, end, layout[3], inputs, incoming), expected, weight)
+            errors = measure(run(name, end, layout[4], inputs, incoming), expected, weight)
         except Exception as error:  # an error must not hide the other results; it counts as a failure
             first = (str(error).strip().splitlines() or [""])[0]
             yield Result(check, case, name, (), (), f"raised {type(error).__name__}: {first[:120]}")
@@ -212,7 +226,7 @@ def check_layout(index: int, check: str, device: torch.device, *, quick: bool) -
 
 def check_shapes_of_trees(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Check branches at every offset, one-token branches, block edges, and padding only."""
-    layout, offsets = (4, 2, 64, None), 8 if quick else 128
+    layout, offsets = (4, 2, 64, 64, None), 8 if quick else 128
     rows = []
     for offset in range(offsets):
         # A stem and three teeth: sizes 1 129 64 130 -> teeth 1 130 194 324, subtree_end 324, 130, 194, 324
@@ -235,39 +249,58 @@ def check_shapes_of_trees(check: str, device: torch.device, *, quick: bool) -> I
 
 def check_gradients_in(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Check the incoming gradient of a sum, which has stride 0 and no memory of its own."""
-    layout, length = (4, 2, 64, None), 300 if quick else 1500
+    layout, length = (4, 2, 64, 64, None), 300 if quick else 1500
     end = random_forest_ends(length, 3).to(device)[None]
     inputs, weight = draw_inputs(end, layout, torch.bfloat16)
     ones = weight.new_ones(()).expand(weight.shape)
     expected = exact(end, None, inputs, ones)
-    for name in kernels(inputs[0]):
+    for name in kernels(inputs[0], inputs[2]):
         errors = measure(run(name, end, None, inputs, ones), expected, ones)
         yield Result(check, "gradient of a sum", name, errors, bounds_of(name, torch.bfloat16, length, None))
 
 
 def check_determinism(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Check that two runs are equal in every bit; the error is the number of elements that differ."""
-    for size, dtype in ((64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)):
-        layout = (14, 2, size, None)
+    for dims, dtype in (*((dims, torch.bfloat16) for dims in HEAD_DIMS), ((128, 128), torch.float32)):
+        layout = (14, 2, *dims, None)
         end = random_forest_ends(300 if quick else 8000, 5).to(device)[None]
         inputs, weight = draw_inputs(end, layout, dtype)
-        for name in kernels(inputs[0]):
+        for name in kernels(inputs[0], inputs[2]):
             first = run(name, end, None, inputs, weight)
             again = run(name, end, None, inputs, weight)
             # Compare bits, because NaN is not equal to itself.
             kind = torch.int32 if dtype == torch.float32 else torch.int16
             differing = [float((a.view(kind) != b.view(kind)).sum()) for a, b in zip(first, again, strict=True)]
-            case = f"head size {size}, {str(dtype).removeprefix('torch.')}"
+            case = f"head size {'/'.join(map(str, dims))}, {str(dtype).removeprefix('torch.')}"
             yield Result(check, case, name, tuple(differing), (0.0,) * 4)
+
+
+def check_windows(dims: tuple[int, int], check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
+    """Check windows, chunks and sinks, and that two runs are equal in every bit; the fifth error is the sinks'."""
+    layout = (4, 2, *dims, None)
+    end = random_forest_ends(129 if quick else 2500, 9).to(device)[None]
+    drawn, weight = draw_inputs(end, layout, torch.bfloat16)
+    inputs = (*drawn, torch.linspace(-2, 4, layout[0], device=device))
+    for reach in REACHES:
+        start = first_visible(end, reach)
+        expected = exact(end, None, inputs, weight, start)
+        for name in kernels(inputs[0], inputs[2], windowed=start is not None, sinks=True):
+            results = run(name, end, None, inputs, weight, start)
+            again = run(name, end, None, inputs, weight, start)
+            equal = all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
+            errors = measure(results, expected, weight)
+            case = "no window" if reach is None else f"{reach.kind} {reach.size}"
+            note = "" if equal else "raised: two runs differ"
+            yield Result(check, case, name, errors, (8 * ROUNDING[torch.bfloat16],) * 5, note)
 
 
 def check_long(check: str, device: torch.device, *, quick: bool) -> Iterator[Result]:
     """Check 131,072 tokens against flex; both round, but the bound stays that of one implementation."""
-    layout, length = (4, 2, 128, None), 1024 if quick else 131_072
+    layout, length = (4, 2, 128, 128, None), 1024 if quick else 131_072
     end = torch.tensor(agent_tree("", max(length, 3500), seed=7).subtree_end, dtype=torch.int32, device=device)[None]
     inputs, weight = draw_inputs(end, layout, torch.bfloat16)
     expected = run("flex", end, None, inputs, weight)
-    for name in kernels(inputs[0]):
+    for name in kernels(inputs[0], inputs[2]):
         errors = measure(run(name, end, None, inputs, weight), expected, weight)
         yield Result(
             check, f"{end.shape[1]:,} tokens", name, errors, (8 * ROUNDING[torch.bfloat16],) * 4, "against flex"
@@ -289,7 +322,7 @@ def check_overflow(check: str, device: torch.device, *, quick: bool) -> Iterator
         q, k, v, weight = (
             x if order == "heads first" else x.view(batch, length, heads, size).transpose(1, 2) for x in drawn
         )
-        for name in kernels(q):
+        for name in kernels(q, v):
             results = run(name, end, None, (q, k, v), weight)
             worst: tuple[float, ...] = (0.0,) * 4
             for row, head, number in places:
@@ -304,9 +337,10 @@ def check_overflow(check: str, device: torch.device, *, quick: bool) -> Iterator
 
 
 def layout_name(index: int) -> str:
-    """Return query heads / key heads / size of a head, and the dtype, as text."""
+    """Return query heads / key heads / head dimensions, and the dtype, as text."""
     layout, dtype, _ = LAYOUTS[index]
-    return f"{'/'.join(map(str, layout[:3]))} {str(dtype).removeprefix('torch.')}"
+    sizes = layout[:3] if layout[2] == layout[3] else layout[:4]
+    return f"{'/'.join(map(str, sizes))} {str(dtype).removeprefix('torch.')}"
 
 
 CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
@@ -314,6 +348,7 @@ CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
     "shapes of trees": check_shapes_of_trees,
     "incoming gradient": check_gradients_in,
     "bitwise equal runs": check_determinism,
+    **{f"windows, sinks {'/'.join(map(str, dims))}": partial(check_windows, dims) for dims in HEAD_DIMS},
     "long row": check_long,
 }
 # This check runs alone on the GPU, because it takes 50 GB.
