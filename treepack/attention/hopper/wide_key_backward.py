@@ -6,8 +6,10 @@ dk and dv of 64 keys fill the registers of a consumer each, so the consumers div
     keys     dP' = V dO'                                dS' = P' dP'       dk += dS' Q
 
 Queries pass by as in `key_backward`: from the last one back, all heads of the group, with lse and delta as the initial
-values of accumulators. A key block of the schedule has 128 keys, and its halves are two programs. P passes as float16
-times 2**14, whose error is 2**-12 of P down to P = 2**-28: an eighth of the rounding of dS to bfloat16.
+values of accumulators. A key block of the schedule has 128 keys, and its halves are two programs.
+
+P passes as float16 times 2**14, whose error is 2**-12 of P down to P = 2**-28: an eighth of the rounding of dS to
+bfloat16. If the inputs are float16, dS is rounded as finely as that, so P passes as float32.
 """
 
 from __future__ import annotations
@@ -169,7 +171,7 @@ def _consume_values(
                 seen = seen & (gl.load(pointers.starts + queries)[None, :] <= key[:, None])
             p = gl.where(seen, p, 0.0)
         mbarrier.wait(shared.p.empty.index(p_stage), ((step // P_STAGES) & 1) ^ 1)
-        shared.p.tiles.index(p_stage).store((p * SHIFT).to(gl.float16))
+        shared.p.tiles.index(p_stage).store((p * SHIFT).to(shared.p.tiles.dtype))
         mbarrier.arrive(shared.p.full.index(p_stage), count=1)
         mbarrier.wait(shared.do.full.index(stage), phase)
         # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v]
@@ -242,8 +244,9 @@ def _allocate(
     q_ring = ring_of(q_first, q_second, QUERIES, STAGES, 33)
     do_ring = ring_of(do_first, do_second, QUERIES, STAGES, 33)
     # [P, 64, QUERIES], from one consumer to the other
-    p_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    p_tiles = gl.allocate_shared_memory(gl.float16, [P, 64, QUERIES], p_layout)
+    kind: gl.constexpr = gl.float32 if q_first.dtype == gl.float16 else gl.float16
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(128, kind.primitive_bitwidth, 2)
+    p_tiles = gl.allocate_shared_memory(kind, [P, 64, QUERIES], p_layout)
     p_full = gl.allocate_shared_memory(gl.int64, [P, 1], mbarrier.MBarrierLayout())
     p_empty = gl.allocate_shared_memory(gl.int64, [P, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(P):
