@@ -31,9 +31,11 @@ def compiled(table: str, dtype: str, capability: int, *widths: int) -> list[Repo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "width"), [("bf16", 128), ("fp16", 64)])
-def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(dtype: str, width: int) -> None:
-    for report in compiled("hopper", dtype, 90, width):
+@pytest.mark.parametrize(
+    ("table", "dtype", "width"), [("hopper", "bf16", 128), ("hopper", "fp16", 64), ("hopper+window", "bf16", 128)]
+)
+def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(table: str, dtype: str, width: int) -> None:
+    for report in compiled(table, dtype, 90, width):
         assert report.wgmma > 0, report
         assert not any("serialized" in remark for remark in report.remarks), report
         assert report.spills <= 64, report

@@ -7,7 +7,8 @@ prints one line for each pass (forward, query, key) and head dimension. The kern
 same `Launch` values that the library runs, built here from tensors on the CPU.
 
 Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process of its own, without that variable.
-`table` is hopper for the Gluon kernels, or HOPPER, PORTABLE or FLOAT32, the shapes in `portable.forward`.
+`table` is hopper for the Gluon kernels, hopper+window for those with a window and sinks, or HOPPER, PORTABLE or
+FLOAT32, the shapes in `portable.forward`.
 """
 
 from __future__ import annotations
@@ -87,21 +88,26 @@ def source(which: str, table: str, dtype: str, width: int) -> tuple[Any, dict[st
     from triton.experimental.gluon._runtime import GluonASTSource
 
     launch = launches(table, dtype, width)[which]
-    kind = GluonASTSource if table == "hopper" else ASTSource
+    kind = GluonASTSource if table.startswith("hopper") else ASTSource
     return kind(launch.kernel, *signature(launch)), launch.options
 
 
 def launches(table: str, dtype: str, width: int) -> dict[str, Any]:
     """Return the `Launch` of each pass over one row of one key head."""
     from treepack.attention.kernel_launch import Incoming, Inputs
+    from treepack.attention.reach import Reach, first_visible
     from treepack.attention.schedule import build_schedule
 
     query, grad, out, dq = (torch.empty(1, GROUP, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(4))
     key, value, dk, dv = (torch.empty(1, 1, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(4))
     lse, delta = torch.empty(2, 1, GROUP, LENGTH)
-    inputs = Inputs(query, key, value, build_schedule(torch.full((1, LENGTH), LENGTH)), scale=1.0)
+    end = torch.full((1, LENGTH), LENGTH)
+    has_window = table.endswith("+window")
+    start = first_visible(end, Reach("window", 16)) if has_window else None
+    sinks = torch.empty(GROUP) if has_window else None
+    inputs = Inputs(query, key, value, build_schedule(end, start), scale=1.0, sinks=sinks)
     incoming = Incoming(grad, lse, delta)
-    if table == "hopper":
+    if table.startswith("hopper"):
         from treepack.attention.hopper import launch as hopper
 
         return {

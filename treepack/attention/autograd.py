@@ -28,7 +28,7 @@ from treepack.errors import TreepackError
 
 # Head dimensions (of q and k, of v) that the Hopper kernels take, and those that they take with windows and sinks too.
 HOPPER_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)})
-HOPPER_WINDOWS: frozenset[tuple[int, int]] = frozenset()
+HOPPER_WINDOWS = frozenset({(64, 64), (128, 128)})
 # The first and last release of Triton whose Gluon has compiled them.
 HOPPER_TRITON = ((3, 6), (3, 9))
 

@@ -1,38 +1,75 @@
 """Forward pass of tree attention on Hopper: one program for 128 queries of one head.
 
 In step i a consumer issues the scores of key tile i and then the product with the values of tile i - 1; tiles have 128
-keys. It computes the exponentials of tile i while the second product is in flight. Same inputs and outputs as
-`portable.forward`.
+keys. It computes the exponentials of tile i while the second product is in flight. A sink is one more score after the
+last tile. Same inputs and outputs as `portable.forward`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from treepack.attention.hopper.tiles import feed, fetch, matrix, place, ring, store_rows
+from treepack.attention.hopper.tiles import (
+    Lists,
+    feed,
+    fetch,
+    keys_of,
+    matrix,
+    numbers_of,
+    place,
+    ring,
+    staged_ends,
+    store_rows,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+class ForwardWork(NamedTuple):
+    """First query and tiles of a program, the numbers that a consumer reads, and pointers of its head.
+
+    o, lse    results; tokens of o are o_stride elements apart
+    sink      one number, read if SINKS
+    """
+
+    q0: gl.tensor
+    tiles: gl.tensor
+    partial_tiles: gl.tensor
+    length: gl.tensor
+    factor: gl.tensor
+    o: gl.tensor
+    o_stride: gl.tensor
+    lse: gl.tensor
+    sink: gl.tensor
 
 
 @gluon.jit
-def _produce(q, k, v, q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES: gl.constexpr):
+def _produce(copies, shared, lists, work, STAGES: gl.constexpr, WINDOWED: gl.constexpr):
+    q, k, v = copies
+    q_tile, q_full, k_ring, v_ring = shared
     # [128, D]
     mbarrier.expect(q_full, q.descriptor.block_type.nbytes)
     fetch(q.descriptor, [q.row, q.column], q_full, q_tile)
-    feed(k, v, k_ring, v_ring, granules, tiles, STAGES)
-
-
-@gluon.jit
-def _consume_second(q, k, v, q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES: gl.constexpr):
-    _consume(q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES, 64)
+    feed(k, v, k_ring, v_ring, lists, work.tiles, STAGES, WINDOWED)
 
 
 @gluon.jit
 def _consume(
-    q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr
+    shared,
+    lists,
+    work,
+    STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    SINKS: gl.constexpr,
+    FIRST_ROW: gl.constexpr,
 ):
-    ends, o_pointer, lse_pointer = outputs
-    q0, length, partial_tiles, o_stride, factor = numbers
+    q_tile, q_full, k_ring, v_ring = shared
+    tiles = work.tiles
+    factor = work.factor
     KEYS: gl.constexpr = k_ring.tiles.shape[1]
     D: gl.constexpr = k_ring.tiles.shape[2]
     dtype: gl.constexpr = q_tile.dtype
@@ -41,12 +78,15 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
+    column: gl.constexpr = gl.SliceLayout(0, s_layout)
 
     # [64]
     rows = FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
-    query = q0 + rows
+    query = work.q0 + rows
+    if WINDOWED:
+        start = gl.load(lists.starts + query)
     # [KEYS]
-    columns = gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
+    columns = gl.arange(0, KEYS, column)
     # [64, D] of [128, D]
     q = q_tile.slice(FIRST_ROW, 64, dim=0)
     # [64, KEYS]
@@ -57,11 +97,17 @@ def _consume(
     mbarrier.wait(k_ring.full.index(0), 0)
     # [64, D] @ [D, KEYS] -> [64, KEYS]
     s = warpgroup_mma(q, k_ring.tiles.index(0).permute((1, 0)), zeros, use_acc=False)
-    mbarrier.arrive(k_ring.empty.index(0), count=1)
     # [KEYS]
-    end = gl.load(ends + q0 + columns)
+    if WINDOWED:
+        end = lists.end_tiles.index(0).load(column)
+    else:
+        end = gl.load(lists.ends + work.q0 + columns)
+    mbarrier.arrive(k_ring.empty.index(0), count=1)
     # [1, KEYS] and [64, 1] -> [64, KEYS]
-    s = gl.where((columns[None, :] <= rows[:, None]) & (query[:, None] < end[None, :]), s, float("-inf"))
+    seen = (columns[None, :] <= rows[:, None]) & (query[:, None] < end[None, :])
+    if WINDOWED:
+        seen = seen & (start[:, None] <= work.q0 + columns[None, :])
+    s = gl.where(seen, s, float("-inf"))
     # [64]
     highest = gl.max(s, 1) * factor
     # [64, KEYS]
@@ -75,6 +121,8 @@ def _consume(
     for i in range(1, tiles):
         stage = i % STAGES
         before = (i - 1) % STAGES
+        if WINDOWED:
+            numbers = numbers_of(lists.granules + i * (KEYS // 32), KEYS // 32)
         mbarrier.wait(k_ring.full.index(stage), (i // STAGES) & 1)
         # [64, D] @ [D, KEYS] -> [64, KEYS], tile i
         s_product = warpgroup_mma(q, k_ring.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -82,13 +130,21 @@ def _consume(
         # [64, KEYS] @ [KEYS, D] -> [64, D], tile i - 1
         o_product = warpgroup_mma(weights, v_ring.tiles.index(before), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s_product,))
-        mbarrier.arrive(k_ring.empty.index(stage), count=1)
-        if i < partial_tiles:
-            # [KEYS]; end is 0 for granule -1, so that no query is below it
-            granule = gl.load(granules + i * (KEYS // 32) + columns // 32)
-            end = gl.load(ends + granule * 32 + columns % 32, mask=granule >= 0, other=0)
-            # [64, 1] < [1, KEYS] -> [64, KEYS]; the keys precede the block, so key <= query holds
-            s = gl.where(query[:, None] < end[None, :], s, float("-inf"))
+        if WINDOWED:
+            if i < work.partial_tiles:
+                key = keys_of(numbers, columns)
+                end = lists.end_tiles.index(stage).load(column)
+                # [64, 1] and [1, KEYS] -> [64, KEYS]; the keys precede the block, so key <= query holds
+                s = gl.where((query[:, None] < end[None, :]) & (start[:, None] <= key[None, :]), s, float("-inf"))
+            mbarrier.arrive(k_ring.empty.index(stage), count=1)
+        else:
+            mbarrier.arrive(k_ring.empty.index(stage), count=1)
+            if i < work.partial_tiles:
+                # [KEYS]; end is 0 for granule -1, so that no query is below it
+                granule = gl.load(lists.granules + i * (KEYS // 32) + columns // 32)
+                end = gl.load(lists.ends + granule * 32 + columns % 32, mask=granule >= 0, other=0)
+                # [64, 1] < [1, KEYS] -> [64, KEYS]; the keys precede the block, so key <= query holds
+                s = gl.where(query[:, None] < end[None, :], s, float("-inf"))
         # [64]
         raised = gl.maximum(highest, gl.max(s, 1) * factor)
         # [64, KEYS]
@@ -109,9 +165,19 @@ def _consume(
     o = warpgroup_mma(weights, v_ring.tiles.index(last), o)
 
     # [64]
-    gl.store(lse_pointer + query, highest + gl.log2(total))
-    # [64, D] / [64, 1] -> [64, D]; the queries are no longer needed, so their tile stages the output
-    store_rows(o_pointer, o_stride, query, query < length, o / gl.convert_layout(total, o_row)[:, None], q)
+    if SINKS:
+        # One more score, without a value, in powers of two
+        sink = gl.load(work.sink) * LOG2E
+        raised = gl.maximum(highest, sink)
+        shrink = gl.exp2(highest - raised)
+        total = total * shrink + gl.exp2(sink - raised)
+        highest = raised
+        share = shrink / total
+    else:
+        share = 1 / total
+    gl.store(work.lse + query, highest + gl.log2(total))
+    # [64, D] * [64, 1] -> [64, D]; the queries are no longer needed, so their tile stages the output
+    store_rows(work.o, work.o_stride, query, query < work.length, o * gl.convert_layout(share, o_row)[:, None], q)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -125,7 +191,9 @@ def forward_kernel(
     o_pointer,
     o_strides,
     lse_pointer,
+    sinks,
     ends,
+    starts,
     granules,
     query_offsets,
     query_partial,
@@ -140,19 +208,19 @@ def forward_kernel(
     GROUP: gl.constexpr,
     GRANULES: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    SINKS: gl.constexpr,
 ):
     """Write output and lse of 128 queries of one head; the grid is batch * blocks * heads.
 
     Descriptors read 128 rows of q and one granule of k and v. q_at, k_at and v_at are the steps of `tiles.matrix`;
     o_strides are the elements from one batch row, head or token to the next. lse has `padded` places per head, and the
-    kernel writes all of them.
+    kernel writes all of them. `starts` is read if WINDOWED, `sinks`, float32 [heads], if SINKS.
     """
     D: gl.constexpr = q_descriptor.block_type.shape[1]
     row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
     offset = query_offsets + row * (blocks + 1) + block
     first = gl.load(offset)
-    tiles = (gl.load(offset + 1) - first) // GRANULES
-    partial_tiles = gl.load(query_partial + row * blocks + block) // GRANULES
     group = head // GROUP
     q0 = block * 128
 
@@ -160,24 +228,33 @@ def forward_kernel(
     q_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    # [STAGES, GRANULES * 32, D]
-    k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 1)
+    # [STAGES, GRANULES * 32, D]; 33 arrivals: 1 of the producer, and 32 of the lanes that copy ends
+    k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 33 if WINDOWED else 1)
     v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
+    end_tiles = staged_ends(k_ring, STAGES, WINDOWED)
 
-    o_pointer += row.to(gl.int64) * o_strides[0] + head * o_strides[1]
-    lse_pointer += (row.to(gl.int64) * heads + head) * padded
-    outputs = (ends + row * padded, o_pointer, lse_pointer)
-    numbers = (q0, length, partial_tiles, o_strides[2], factor)
-    granules += first
+    lists = Lists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
+    work = ForwardWork(
+        q0,
+        (gl.load(offset + 1) - first) // GRANULES,
+        gl.load(query_partial + row * blocks + block) // GRANULES,
+        length,
+        factor,
+        o_pointer + row.to(gl.int64) * o_strides[0] + head * o_strides[1],
+        o_strides[2],
+        lse_pointer + (row.to(gl.int64) * heads + head) * padded,
+        sinks + head,
+    )
     q = matrix(q_descriptor, q_at, row, head, q0)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
-    everything = (q, k, v, q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES)
+    shared = (q_tile, q_full, k_ring, v_ring)
+    # Tuples with constants are written here: what a name holds is no constant to the functions that get it.
     gl.warp_specialize(
         [
-            (_consume, (q_tile, q_full, k_ring, v_ring, granules, tiles, outputs, numbers, STAGES, 0)),
-            (_consume_second, everything),
-            (_produce, everything),
+            (_consume, (shared, lists, work, STAGES, WINDOWED, SINKS, 0)),
+            (_consume, (shared, lists, work, STAGES, WINDOWED, SINKS, 64)),
+            (_produce, ((q, k, v), shared, lists, work, STAGES, WINDOWED)),
         ],
         [4, 1],  # warps of the second consumer and of the producer
         [240, 24],  # registers of a thread of each

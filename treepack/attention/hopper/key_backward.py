@@ -1,9 +1,10 @@
 """Gradients of the keys and values on Hopper: one program for 128 gathered keys of one key head.
 
 A program passes over the queries that see any of its keys, of all query heads of the group, from the last query back to
-the first. The blocks of one branch end together, so programs that start together read the same queries from the L2
-cache. Scores are transposed (keys down, queries across), which makes P and dS operands in registers. The log-sum-exp is
-the initial value of the scores' accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
+the first; with windows or chunks these are a list of query tiles instead of a range. The blocks of one branch end
+together, so programs that start together read the same queries from the L2 cache. Scores are transposed (keys down,
+queries across), which makes P and dS operands in registers. The log-sum-exp is the initial value of the scores'
+accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
 Same inputs and outputs as `portable.backward`.
 """
 
@@ -25,7 +26,11 @@ from treepack.attention.hopper.tiles import Matrix, Ring, copy, fetch, gather, m
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program: its keys and values, and rings of queries, output gradients, lse and delta."""
+    """Shared memory of a program: its keys and values, rings of queries and output gradients, and numbers of queries.
+
+    lse, delta, starts   [STAGES, QUERIES]; lse and starts arrive with the queries, delta with the output gradients;
+                         starts is read if WINDOWED
+    """
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -34,6 +39,7 @@ class Shared(NamedTuple):
     do: Ring
     lse: gl.shared_memory_descriptor
     delta: gl.shared_memory_descriptor
+    starts: gl.shared_memory_descriptor
 
 
 class Sources(NamedTuple):
@@ -50,10 +56,12 @@ class Sources(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """Pointers into global memory: ends of the row, granules of the block, numbers and gradients of the group."""
+    """Pointers into global memory: numbers of the row, lists of the block, numbers and gradients of the group."""
 
     ends: gl.tensor
+    starts: gl.tensor
     granules: gl.tensor
+    tiles: gl.tensor
     lse: gl.tensor
     delta: gl.tensor
     dk: gl.tensor
@@ -61,7 +69,10 @@ class Pointers(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """Range of queries, `steps` (its tiles times the heads of the group), and the numbers that a consumer reads."""
+    """Range of queries, `steps` (its tiles times the heads of the group), and the numbers that a consumer reads.
+
+    If WINDOWED, the range is one of places in the list of query tiles.
+    """
 
     steps: gl.tensor
     full_begin: gl.tensor
@@ -76,7 +87,20 @@ class KeyWork(NamedTuple):
 
 
 @gluon.jit
-def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr):
+def _place(pointers, work, step, QUERIES: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+    """Return the first query of a step, and where the step is in the range of queries or places."""
+    # GROUP 2, QUERIES 64, last 512: step 0 1 2 3 4 ... -> query 448 448 384 384 320 ..., head 0 1 0 1 0 ...
+    # WINDOWED, tiles 0 64 448, last 3: -> place 2 2 1 1 0 0, query 448 448 64 64 0 0
+    if WINDOWED:
+        at = work.last - (step // GROUP + 1)
+        return gl.load(pointers.tiles + at), at
+    else:
+        query = work.last - (step // GROUP + 1) * QUERIES
+        return query, query
+
+
+@gluon.jit
+def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr):
     QUERIES: gl.constexpr = shared.q.tiles.shape[1]
     mbarrier.expect(
         shared.block_full, 4 * (sources.k.descriptor.block_type.nbytes + sources.v.descriptor.block_type.nbytes)
@@ -87,10 +111,9 @@ def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.co
     # [QUERIES]
     lanes = gl.arange(0, QUERIES, gl.BlockedLayout([QUERIES // 32], [32], [1], [0]))
     for step in range(work.steps):
-        # GROUP 2, QUERIES 64, last 512: step 0 1 2 3 4 ... -> query 448 448 384 384 320 ..., head 0 1 0 1 0 ...
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        query = work.last - (step // GROUP + 1) * QUERIES
+        query, _ = _place(pointers, work, step, QUERIES, GROUP, WINDOWED)
         head = step % GROUP
         for part in gl.static_range(2):
             descriptor = sources.q if part == 0 else sources.do
@@ -103,6 +126,8 @@ def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.co
             mbarrier.wait(ring_to.empty.index(stage), phase ^ 1)
             # [QUERIES], by the 32 lanes, whose arrivals the barrier counts
             copy(numbers_to.index(stage), numbers + head * work.padded + query + lanes)
+            if WINDOWED and part == 0:
+                copy(shared.starts.index(stage), pointers.starts + query + lanes)
             async_copy.mbarrier_arrive(full, increment_count=False)
             mbarrier.expect(full, descriptor.block_type.nbytes)
             # [QUERIES, D]
@@ -110,12 +135,15 @@ def _produce(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.co
 
 
 @gluon.jit
-def _consume_second(shared, sources, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    _consume(shared, pointers, work, GROUP, STAGES, 64)
-
-
-@gluon.jit
-def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr):
+def _consume(
+    shared,
+    pointers,
+    work,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    FIRST_ROW: gl.constexpr,
+):
     QUERIES: gl.constexpr = shared.q.tiles.shape[1]
     D: gl.constexpr = shared.q.tiles.shape[2]
     dtype: gl.constexpr = shared.k.dtype
@@ -143,7 +171,7 @@ def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, 
     for step in range(work.steps):
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        start = work.last - (step // GROUP + 1) * QUERIES
+        first, at = _place(pointers, work, step, QUERIES, GROUP, WINDOWED)
         # [QUERIES, D]
         q = shared.q.tiles.index(stage)
         do = shared.do.tiles.index(stage)
@@ -160,11 +188,14 @@ def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, 
         s = warpgroup_mma_wait(1, deps=(s_product,))
         # [64, QUERIES]
         p = gl.exp2(s * work.factor)
-        if (start < work.full_begin) | (start >= work.full_end):
+        if (at < work.full_begin) | (at >= work.full_end):
             # [QUERIES]
-            query = start + gl.arange(0, QUERIES, column)
+            query = first + gl.arange(0, QUERIES, column)
             # [64, 1] and [1, QUERIES] -> [64, QUERIES]
-            p = gl.where((key[:, None] <= query[None, :]) & (query[None, :] < end[:, None]), p, 0.0)
+            seen = (key[:, None] <= query[None, :]) & (query[None, :] < end[:, None])
+            if WINDOWED:
+                seen = seen & (shared.starts.index(stage).load(column)[None, :] <= key[:, None])
+            p = gl.where(seen, p, 0.0)
         # [64, QUERIES] @ [QUERIES, D] -> [64, D]
         dv_product = warpgroup_mma(gl.convert_layout(p.to(dtype), p_layout), do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp_product,))
@@ -185,7 +216,7 @@ def _consume(shared, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, 
 
 
 @gluon.jit
-def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: gl.constexpr):
+def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: gl.constexpr, WINDOWED: gl.constexpr):
     """Allocate the shared memory of a program and initialise its barriers."""
     QUERIES: gl.constexpr = q_descriptor.block_type.shape[0]
     D: gl.constexpr = q_descriptor.block_type.shape[1]
@@ -194,14 +225,18 @@ def _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES: g
     v_tile = gl.allocate_shared_memory(v_descriptor.dtype, [128, D], v_descriptor.layout)
     block_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(block_full, count=1)
-    # [STAGES, QUERIES, D]; 33 arrivals: 1 of the producer, and 32 of the lanes that copy lse or delta
+    # [STAGES, QUERIES, D]; 33 arrivals: 1 of the producer, and 32 of the lanes that copy numbers
     q_ring = ring(q_descriptor, QUERIES, STAGES, 33)
     do_ring = ring(do_descriptor, QUERIES, STAGES, 33)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # [STAGES, QUERIES]
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], plain)
-    return Shared(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles)
+    if WINDOWED:
+        start_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, QUERIES], plain)
+    else:
+        start_tiles = lse_tiles
+    return Shared(k_tile, v_tile, block_full, q_ring, do_ring, lse_tiles, delta_tiles, start_tiles)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -221,7 +256,9 @@ def key_kernel(
     dv_pointer,
     dv_strides,
     ends,
+    starts,
     key_granules,
+    key_tiles,
     key_ranges,
     key_order,
     length,
@@ -234,6 +271,7 @@ def key_kernel(
     scale,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):
     """Write the gradients dk and dv of 128 keys of one key head; the grid is batch * blocks * kv_heads.
 
@@ -246,36 +284,32 @@ def key_kernel(
     first = gl.load(ranges)
     last = gl.load(ranges + 3)
 
-    shared = _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES)
+    shared = _allocate(q_descriptor, do_descriptor, k_descriptor, v_descriptor, STAGES, WINDOWED)
 
     of_head = (row.to(gl.int64) * kv_heads + group) * GROUP * padded
     pointers = Pointers(
         ends + row * padded,
+        starts + row * padded,
         key_granules + (row * blocks + block) * 4,
+        key_tiles,
         lse_pointer + of_head,
         delta_pointer + of_head,
         dk_pointer + row.to(gl.int64) * dk_strides[0] + group * dk_strides[1],
         dv_pointer + row.to(gl.int64) * dv_strides[0] + group * dv_strides[1],
     )
-    steps = (last - first) // QUERIES * GROUP
+    steps = (last - first) // (1 if WINDOWED else QUERIES) * GROUP
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
     work = KeyWork(steps, full_begin, full_end, last, length, padded, dk_strides[2], dv_strides[2], factor, scale)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
-    everything = (
-        shared,
-        Sources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group),
-        pointers,
-        work,
-        GROUP,
-        STAGES,
-    )
+    sources = Sources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)
+    # Tuples with constants are written here: what a name holds is no constant to the functions that get it.
     gl.warp_specialize(
         [
-            (_consume, (shared, pointers, work, GROUP, STAGES, 0)),
-            (_consume_second, everything),
-            (_produce, everything),
+            (_consume, (shared, pointers, work, GROUP, STAGES, WINDOWED, 0)),
+            (_consume, (shared, pointers, work, GROUP, STAGES, WINDOWED, 64)),
+            (_produce, (shared, sources, pointers, work, GROUP, STAGES, WINDOWED)),
         ],
         [4, 1],  # warps of the second consumer and of the producer
         [240, 24],  # registers of a thread of each

@@ -1,8 +1,8 @@
 """Launches of the Hopper kernels (wgmma, TMA, warp specialisation; written in Gluon).
 
 Forward and backward make the same passes over the same lists as `portable`, with the same inputs and outputs, about 1.5
-times as fast. They take bfloat16 and float16 and head dimensions 64 and 128; `autograd.backend` gives every other
-tensor to `portable`.
+times as fast. They take bfloat16 and float16, head dimensions 64 and 128, windows, chunks and sinks, but no caps of
+scores. `wide_launch` has other head dimensions, and `autograd.backend` gives everything else to `portable`.
 
 One difference in memory: lse and delta have T_pad places per head, so that the copy engine can read whole tiles.
 """
@@ -27,7 +27,10 @@ from treepack.attention.kernel_launch import (
     Launch,
     key_arguments,
     key_heads_per_section,
+    key_window,
     query_arguments,
+    query_window,
+    sink_gradient,
     token_major,
 )
 from treepack.attention.schedule import GRANULE, QUERY_BLOCK, QUERY_TILE, Schedule
@@ -47,12 +50,19 @@ OPTIONS = {"num_warps": 4, "maxnreg": 168}
 CACHE_BYTES = 32_000_000
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp, float32 [B, H, T_pad]."""
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, schedule: Schedule, scale: float, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return output [B, H, T, D] in the dtype of `query` and base-2 log-sum-exp, float32 [B, H, T_pad].
+
+    Args:
+        query, key, value, schedule, scale: as in `portable.forward`.
+        sinks: float32 [H], one more score per head, without a value.
+    """
     out = token_major(query)
     places = (*query.shape[:2], schedule.end.shape[1])
     lse = torch.empty(places, dtype=torch.float32, device=query.device)
-    forward_launch(Inputs(query, key, value, schedule, scale), out, lse).run()
+    forward_launch(Inputs(query, key, value, schedule, scale, sinks), out, lse).run()
     return out, lse
 
 
@@ -65,20 +75,24 @@ def backward(
     grad: Tensor,
     schedule: Schedule,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, in their shapes and dtypes and in memory [B, T, H, D].
+    *,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of query, key, value and sinks, the first three in their dtypes and in memory [B, T, H, D].
 
     Args:
-        query, key, value, schedule, scale: as in `forward`.
+        query, key, value, schedule, scale, sinks: as in `forward`.
         out, lse: the results of `forward` for the same arguments.
         grad: [B, H, T, D], the gradient of `out`.
     """
-    inputs = Inputs(query, key, value, schedule, scale)
+    inputs = Inputs(query, key, value, schedule, scale, sinks)
     incoming = Incoming(grad, lse, _delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     query_launch(inputs, incoming, dq).run()
     key_launch(inputs, incoming, dk, dv).run()
-    return dq, dk, dv
+    # The weights of the sinks come from lse, so that the two kernels do not see them.
+    dsinks = None if sinks is None else sink_gradient(sinks, lse, incoming.delta, schedule.length)
+    return dq, dk, dv, dsinks
 
 
 def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
@@ -90,9 +104,13 @@ def forward_launch(inputs: Inputs, out: Tensor, lse: Tensor) -> Launch:
         "o_pointer": out,
         "o_strides": out.stride()[:3],
         "lse_pointer": lse,
+        "sinks": lse if inputs.sinks is None else inputs.sinks,
+        **query_window(inputs),
         **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
     }
-    return Launch(forward_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **FORWARD}, OPTIONS)
+    sinks = inputs.sinks is not None
+    constants = {"GROUP": inputs.group, **FORWARD, "WINDOWED": inputs.is_windowed, "SINKS": sinks}
+    return Launch(forward_kernel, _query_programs(inputs), arguments, constants, OPTIONS)
 
 
 def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
@@ -107,9 +125,11 @@ def query_launch(inputs: Inputs, incoming: Incoming, dq: Tensor) -> Launch:
         "dq_pointer": dq,
         "dq_strides": dq.stride()[:3],
         "scale": inputs.scale,
+        **query_window(inputs),
         **query_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES) * inputs.group),
     }
-    return Launch(query_kernel, _query_programs(inputs), arguments, {"GROUP": inputs.group, **QUERY}, OPTIONS)
+    constants = {"GROUP": inputs.group, **QUERY, "WINDOWED": inputs.is_windowed}
+    return Launch(query_kernel, _query_programs(inputs), arguments, constants, OPTIONS)
 
 
 def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> Launch:
@@ -127,10 +147,12 @@ def key_launch(inputs: Inputs, incoming: Incoming, dk: Tensor, dv: Tensor) -> La
         "dv_pointer": dv,
         "dv_strides": dv.stride()[:3],
         "scale": inputs.scale,
+        **key_window(inputs),
         **key_arguments(inputs, key_heads_per_section(inputs.key, CACHE_BYTES, pairs=inputs.group)),
     }
     programs = batch * kv_heads * inputs.schedule.key_order.shape[1]
-    return Launch(key_kernel, programs, arguments, {"GROUP": inputs.group, **KEY}, OPTIONS)
+    constants = {"GROUP": inputs.group, **KEY, "WINDOWED": inputs.is_windowed}
+    return Launch(key_kernel, programs, arguments, constants, OPTIONS)
 
 
 def _query_programs(inputs: Inputs) -> int:

@@ -6,47 +6,78 @@ inputs and outputs as `portable.backward`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from treepack.attention.hopper.tiles import feed, fetch, matrix, place, ring, store_rows
+from treepack.attention.hopper.tiles import (
+    Lists,
+    feed,
+    fetch,
+    keys_of,
+    matrix,
+    numbers_of,
+    place,
+    ring,
+    staged_ends,
+    store_rows,
+)
+
+
+class QueryWork(NamedTuple):
+    """First query and tiles of a program, the numbers that a consumer reads, and pointers of its head.
+
+    lse, delta    [T_pad]
+    dq            the result; its tokens are dq_stride elements apart
+    """
+
+    q0: gl.tensor
+    tiles: gl.tensor
+    partial_tiles: gl.tensor
+    length: gl.tensor
+    factor: gl.tensor
+    scale: gl.tensor
+    lse: gl.tensor
+    delta: gl.tensor
+    dq: gl.tensor
+    dq_stride: gl.tensor
 
 
 @gluon.jit
-def _produce(q, do, k, v, inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
-    q_tile, do_tile, inputs_full = inputs
+def _produce(copies, shared, lists, work, STAGES: gl.constexpr, WINDOWED: gl.constexpr):
+    q, do, k, v = copies
+    q_tile, do_tile, inputs_full, k_ring, v_ring = shared
     # [128, D] each
     mbarrier.expect(inputs_full, q.descriptor.block_type.nbytes + do.descriptor.block_type.nbytes)
     fetch(q.descriptor, [q.row, q.column], inputs_full, q_tile)
     fetch(do.descriptor, [do.row, do.column], inputs_full, do_tile)
-    feed(k, v, k_ring, v_ring, granules, tiles, STAGES)
+    feed(k, v, k_ring, v_ring, lists, work.tiles, STAGES, WINDOWED)
 
 
 @gluon.jit
-def _consume_second(q, do, k, v, inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr):
-    _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES, 64)
-
-
-@gluon.jit
-def _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES: gl.constexpr, FIRST_ROW: gl.constexpr):
-    q_tile, do_tile, inputs_full = inputs
-    ends, lse_pointer, delta_pointer, dq_pointer = pointers
-    q0, length, partial_tiles, dq_stride, factor, scale = numbers
+def _consume(shared, lists, work, STAGES: gl.constexpr, WINDOWED: gl.constexpr, FIRST_ROW: gl.constexpr):
+    q_tile, do_tile, inputs_full, k_ring, v_ring = shared
+    tiles = work.tiles
+    factor = work.factor
     KEYS: gl.constexpr = k_ring.tiles.shape[1]
     D: gl.constexpr = k_ring.tiles.shape[2]
     dtype: gl.constexpr = q_tile.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     ds_layout: gl.constexpr = gl.DotOperandLayout(0, dq_layout, 2)
+    column: gl.constexpr = gl.SliceLayout(0, s_layout)
 
     # [64]
-    query = q0 + FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
+    query = work.q0 + FIRST_ROW + gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     # [KEYS]
-    columns = gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))
+    columns = gl.arange(0, KEYS, column)
     # [64]
-    lse = gl.load(lse_pointer + query)
-    delta = gl.load(delta_pointer + query)
+    if WINDOWED:
+        start = gl.load(lists.starts + query)
+    lse = gl.load(work.lse + query)
+    delta = gl.load(work.delta + query)
     # [64, KEYS]
     zeros = gl.zeros((64, KEYS), gl.float32, s_layout)
     # [64, D] of [128, D]
@@ -61,6 +92,8 @@ def _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES:
         stage = i % STAGES
         # In the first iteration ds is 0 and multiplies this tile: other stages may hold NaN, and 0 * NaN is NaN.
         before = gl.maximum(i - 1, 0) % STAGES
+        if WINDOWED:
+            numbers = numbers_of(lists.granules + i * (KEYS // 32), KEYS // 32)
         mbarrier.wait(k_ring.full.index(stage), (i // STAGES) & 1)
         # [64, D] @ [D, KEYS] -> [64, KEYS]
         s_product = warpgroup_mma(q, k_ring.tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -72,13 +105,20 @@ def _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES:
         s = warpgroup_mma_wait(2, deps=(s_product,))
         # [64, KEYS]
         p = gl.exp2(s * factor - lse[:, None])
-        if i < partial_tiles:
-            # [KEYS]; end is 0 for granule -1, so that no query is below it
-            granule = gl.load(granules + i * (KEYS // 32) + columns // 32)
-            key = granule * 32 + columns % 32
-            end = gl.load(ends + key, mask=granule >= 0, other=0)
+        if i < work.partial_tiles:
+            # [KEYS]; granule -1 has end 0, so that no query is below it, or keys before every window
+            if WINDOWED:
+                key = keys_of(numbers, columns)
+                end = lists.end_tiles.index(stage).load(column)
+            else:
+                granule = gl.load(lists.granules + i * (KEYS // 32) + columns // 32)
+                key = granule * 32 + columns % 32
+                end = gl.load(lists.ends + key, mask=granule >= 0, other=0)
             # [1, KEYS] and [64, 1] -> [64, KEYS]
-            p = gl.where((key[None, :] <= query[:, None]) & (query[:, None] < end[None, :]), p, 0.0)
+            seen = (key[None, :] <= query[:, None]) & (query[:, None] < end[None, :])
+            if WINDOWED:
+                seen = seen & (start[:, None] <= key[None, :])
+            p = gl.where(seen, p, 0.0)
         # [64, KEYS]
         dp = warpgroup_mma_wait(1, deps=(dp_product,))
         mbarrier.arrive(v_ring.empty.index(stage), count=1)
@@ -94,7 +134,7 @@ def _consume(inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES:
     # [64]
     rows = gl.convert_layout(query, gl.SliceLayout(1, dq_layout))
     # [64, D]
-    store_rows(dq_pointer, dq_stride, rows, rows < length, dq * scale, q)
+    store_rows(work.dq, work.dq_stride, rows, rows < work.length, dq * work.scale, q)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
@@ -112,6 +152,7 @@ def query_kernel(
     dq_pointer,
     dq_strides,
     ends,
+    starts,
     granules,
     query_offsets,
     query_partial,
@@ -127,6 +168,7 @@ def query_kernel(
     GROUP: gl.constexpr,
     GRANULES: gl.constexpr,
     STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):
     """Write the gradient dq of 128 queries of one head; the grid is batch * blocks * heads.
 
@@ -136,8 +178,6 @@ def query_kernel(
     row, head, block = place(gl.program_id(0), section, batch, blocks, query_order)
     offset = query_offsets + row * (blocks + 1) + block
     first = gl.load(offset)
-    tiles = (gl.load(offset + 1) - first) // GRANULES
-    partial_tiles = gl.load(query_partial + row * blocks + block) // GRANULES
     group = head // GROUP
     q0 = block * 128
 
@@ -146,26 +186,36 @@ def query_kernel(
     do_tile = gl.allocate_shared_memory(q_descriptor.dtype, [128, D], q_descriptor.layout)
     inputs_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(inputs_full, count=1)
-    # [STAGES, GRANULES * 32, D]
-    k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 1)
+    # [STAGES, GRANULES * 32, D]; 33 arrivals: 1 of the producer, and 32 of the lanes that copy ends
+    k_ring = ring(k_descriptor, GRANULES * 32, STAGES, 33 if WINDOWED else 1)
     v_ring = ring(v_descriptor, GRANULES * 32, STAGES, 1)
+    end_tiles = staged_ends(k_ring, STAGES, WINDOWED)
 
     of_head = (row.to(gl.int64) * heads + head) * padded
-    dq_pointer += row.to(gl.int64) * dq_strides[0] + head * dq_strides[1]
-    pointers = (ends + row * padded, lse_pointer + of_head, delta_pointer + of_head, dq_pointer)
-    numbers = (q0, length, partial_tiles, dq_strides[2], factor, scale)
-    inputs = (q_tile, do_tile, inputs_full)
-    granules += first
+    lists = Lists(granules + first, ends + row * padded, starts + row * padded, end_tiles)
+    work = QueryWork(
+        q0,
+        (gl.load(offset + 1) - first) // GRANULES,
+        gl.load(query_partial + row * blocks + block) // GRANULES,
+        length,
+        factor,
+        scale,
+        lse_pointer + of_head,
+        delta_pointer + of_head,
+        dq_pointer + row.to(gl.int64) * dq_strides[0] + head * dq_strides[1],
+        dq_strides[2],
+    )
     q = matrix(q_descriptor, q_at, row, head, q0)
     do = matrix(do_descriptor, do_at, row, head, q0)
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
-    everything = (q, do, k, v, inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES)
+    shared = (q_tile, do_tile, inputs_full, k_ring, v_ring)
+    # Tuples with constants are written here: what a name holds is no constant to the functions that get it.
     gl.warp_specialize(
         [
-            (_consume, (inputs, k_ring, v_ring, granules, tiles, pointers, numbers, STAGES, 0)),
-            (_consume_second, everything),
-            (_produce, everything),
+            (_consume, (shared, lists, work, STAGES, WINDOWED, 0)),
+            (_consume, (shared, lists, work, STAGES, WINDOWED, 64)),
+            (_produce, ((q, do, k, v), shared, lists, work, STAGES, WINDOWED)),
         ],
         [4, 1],  # warps of the second consumer and of the producer
         [240, 24],  # registers of a thread of each

@@ -43,6 +43,21 @@ class Ring(NamedTuple):
     empty: gl.shared_memory_descriptor
 
 
+class Lists(NamedTuple):
+    """Lists of a program: its granules, where tokens end and begin to see, and the ends of the keys in the ring.
+
+    granules    [4 * tiles]
+    ends        [T_pad] of the row
+    starts      [T_pad] of the row; read if WINDOWED
+    end_tiles   [STAGES, keys] in shared memory; read if WINDOWED
+    """
+
+    granules: gl.tensor
+    ends: gl.tensor
+    starts: gl.tensor
+    end_tiles: gl.shared_memory_descriptor
+
+
 @gluon.jit
 def matrix(descriptor, at, row, head, token):
     """Return the `Matrix` of one head at `token`, from the steps (batch, head, column) of `launch._describe`."""
@@ -78,20 +93,62 @@ def gather(source, granules, barrier, tile, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def feed(k, v, k_ring, v_ring, granules, tiles, STAGES: gl.constexpr):
-    """Fill the rings with the tiles of a list of granules, keys before values, when stages become empty."""
-    GRANULES: gl.constexpr = k_ring.tiles.shape[1] // 32
+def feed(k, v, k_ring, v_ring, lists, tiles, STAGES: gl.constexpr, WINDOWED: gl.constexpr):
+    """Fill the rings with the tiles of the list of a program, keys before values, when stages become empty.
+
+    If WINDOWED, the ends of the keys arrive in `end_tiles` [STAGES, keys] together with the keys: almost every tile of
+    a short window is under the mask, and consumers would wait for two loads, one after the other.
+    """
+    KEYS: gl.constexpr = k_ring.tiles.shape[1]
+    # [KEYS], a lane has one key of each granule
+    columns = gl.arange(0, KEYS, gl.BlockedLayout([1], [32], [1], [0]))
     for i in range(tiles):
         # STAGES 3: i 0 1 2 3 4 5 6 -> stage 0 1 2 0 1 2 0, phase 0 0 0 1 1 1 0
         stage = i % STAGES
         phase = (i // STAGES) & 1
+        of_tile = lists.granules + i * (KEYS // 32)
         for part in gl.static_range(2):
             source = k if part == 0 else v
             to = k_ring if part == 0 else v_ring
             mbarrier.wait(to.empty.index(stage), phase ^ 1)  # passes at once in the first round
-            mbarrier.expect(to.full.index(stage), GRANULES * source.descriptor.block_type.nbytes)
-            # [GRANULES * 32, D]
-            gather(source, granules + i * GRANULES, to.full.index(stage), to.tiles.index(stage), GRANULES)
+            if WINDOWED and part == 0:
+                # [KEYS], by the 32 lanes, whose arrivals the barrier counts
+                token = gl.maximum(gl.load(of_tile + columns // 32), 0) * 32 + columns % 32
+                copy(lists.end_tiles.index(stage), lists.ends + token)
+                async_copy.mbarrier_arrive(to.full.index(stage), increment_count=False)
+            mbarrier.expect(to.full.index(stage), KEYS // 32 * source.descriptor.block_type.nbytes)
+            # [KEYS, D]
+            gather(source, of_tile, to.full.index(stage), to.tiles.index(stage), KEYS // 32)
+
+
+@gluon.jit
+def staged_ends(k_ring, STAGES: gl.constexpr, WINDOWED: gl.constexpr):
+    """Allocate the `end_tiles` of `feed`, [STAGES, keys]; if not WINDOWED, nobody reads what this returns."""
+    if WINDOWED:
+        shape: gl.constexpr = [STAGES, k_ring.tiles.shape[1]]
+        return gl.allocate_shared_memory(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        return k_ring.tiles
+
+
+@gluon.jit
+def numbers_of(granules, COUNT: gl.constexpr):
+    """Return COUNT granules of a list, each a scalar, so that their loads can start long before `keys_of`."""
+    if COUNT == 2:
+        return (gl.load(granules), gl.load(granules + 1))
+    else:
+        return (gl.load(granules), gl.load(granules + 1), gl.load(granules + 2), gl.load(granules + 3))
+
+
+@gluon.jit
+def keys_of(numbers, columns):
+    """Return the key tokens of the columns of a tile; those of granule -1 are negative, before every window."""
+    # numbers 9 -1: columns 0 1 ... 31 | 32 ... 63 -> keys 288 289 ... 319 | -32 ... -1
+    key = numbers[0] * 32 + columns % 32
+    for i in gl.static_range(1, len(numbers)):
+        # Which registers hold columns of granule i is known at compile time, so this selects nothing at run time.
+        key = gl.where(columns // 32 == i, numbers[i] * 32 + columns % 32, key)
+    return key
 
 
 @gluon.jit
