@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import disable
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
 
@@ -82,7 +82,7 @@ class RouterBalance:
         return float(num_experts * (chosen * probabilities).sum() / total.square())
 
     # Global state and a custom function: a compiled layer breaks its graph here.
-    @disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def _observe(self, router: nn.Module, _: Any, output: Any) -> Any:
         """Count the output of a router, or return it with the row's part of the loss attached.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import disable
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from treepack.errors import TreepackError
 from treepack.model.experts.products import grouped_linear
@@ -35,7 +35,7 @@ def implementation_of(dtype: torch.dtype) -> str:
 
 
 # Custom kernels and a sort: a compiled layer breaks its graph here, and its other parts stay compiled.
-@disable  # type: ignore[untyped-decorator]
+@_disable_dynamo
 def compute_experts(experts: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the weighted sum of the chosen experts of each token.
 
