@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from support.oracle_model import tiny_model
+from support.tiny_families import tiny_family
 from treepack.attention import allow_generation, register
 from treepack.errors import TreepackError
 
@@ -46,6 +47,28 @@ def generate(model: Any, prompts: Tensor, mask: Tensor, **options: Any) -> Tenso
     torch.manual_seed(1)
     ids: Tensor = model.generate(prompts, attention_mask=mask, max_new_tokens=6, pad_token_id=0, **options)
     return ids
+
+
+# Types whose attention sdpa does not have: sinks, a cap of scores, keys that an indexer selects.
+TWISTED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma2": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
+    "deepseek_v32": {"index_topk": 3},
+}
+
+
+@pytest.mark.parametrize("kind", TWISTED)
+def test_sinks_caps_and_indexers_work_without_a_tree_as_in_eager_attention(kind: str) -> None:
+    register()
+    # In float32, because eager attention makes NaN of padding in float64.
+    model, plain = (tiny_family(kind, attention=name, **TWISTED[kind]).float() for name in ("treepack_auto", "eager"))
+    allow_generation(model)
+    with torch.no_grad():
+        for prompts, mask in ((PROMPTS, MASK), (PROMPTS[:1], None)):
+            logits, expected = (each(input_ids=prompts, attention_mask=mask).logits for each in (model, plain))
+            real = torch.ones_like(prompts, dtype=torch.bool) if mask is None else mask.bool()
+            torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-5)
+    assert torch.equal(generate(model, PROMPTS, MASK), generate(plain, PROMPTS, MASK))
 
 
 @pytest.mark.parametrize("search", SEARCHES)

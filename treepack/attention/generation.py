@@ -102,12 +102,46 @@ def is_plain(config: Any) -> bool:
 def plain_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    """Compute one call of attention by transformers' sdpa: [B, H, T, D] in, [B, T, H, D_v] out."""
+    """Compute one call of attention by transformers' sdpa: [B, H, T, D] in, [B, T, H, D_v] out.
+
+    The sdpa of transformers ignores sinks, caps of scores and the keys that an indexer selects, so calls with one of
+    them are computed here.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if any(options.get(name) is not None for name in ("s_aux", "softcap", "indices")):
+        return _dense_attention(query, key, value, mask, options), None
     theirs = {name: option for name, option in options.items() if name not in _OF_TREES}
     out: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **theirs)
     return out
+
+
+def _dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Compute attention with sinks, a cap of scores, or selected keys: [B, H, T, D] in, [B, T, H, D_v] out.
+
+    `options` are those of the model: scaling, s_aux [H], softcap, indices [B, T, k] of keys.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = options.get("scaling")
+    # [B, H, T, S]
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    cap, sinks, indices = (options.get(name) for name in ("softcap", "s_aux", "indices"))
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    if mask is None:  # as in sdpa: a single query sees all keys, several are causal from the first key on
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        mask = mask.tril() if query.shape[2] > 1 else mask
+    if indices is not None:
+        chosen = torch.zeros(len(query), *scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        mask = mask & chosen.scatter(-1, indices.long(), value=True)[:, None]
+    # Not -inf, because a padding token may see no key at all.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:  # one more column, whose value is 0
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:-1], 1).to(scores.dtype)], -1)
+    precision = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, -1, dtype=precision)[..., : key.shape[2]].to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def plain_mask(*arguments: Any, **options: Any) -> Tensor | None:
