@@ -1,11 +1,13 @@
 """Forward pass of tree attention on Hopper for heads in parts: one program for 128 queries of one head.
 
 As `forward`, with two differences. Tensors are tuples of `parts`. A tile may have fewer keys than the block has
-queries, so that the first tile need not hold a key that a query sees: the running maximum begins at the lowest number,
-or at the sink, the score that every query of a head sees without a key.
+queries, so that the first tile need not hold a key that a query sees: the running maximum begins at a number below all
+scores. A sink is one more score after the last tile.
 """
 
 from __future__ import annotations
+
+import math
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +33,7 @@ from treepack.attention.hopper.parts import (
 from treepack.attention.hopper.tiles import place
 
 LOWEST = gl.constexpr(-3.0e38)
+LOG2E = gl.constexpr(math.log2(math.e))
 
 
 @gluon.jit
@@ -83,9 +86,6 @@ def _consume(
     # [64]
     highest = gl.full((64,), LOWEST, gl.float32, gl.SliceLayout(1, s_layout))
     total = gl.zeros((64,), gl.float32, gl.SliceLayout(1, s_layout))
-    if SINKS:
-        highest = gl.maximum(highest, gl.load(sink_pointer) * 1.4426950408889634)  # log2(e): powers of two
-        total = total + 1.0
 
     # The first tile is one of the partial section, which begins with the block's own keys.
     mbarrier.wait(q_full, 0)
@@ -136,10 +136,20 @@ def _consume(
     # [64, KEYS] @ [KEYS, D] -> [64, D]
     o = finish(outer(weights, stage_of(v_ring.tiles, last), o), 0)
 
-    # [64]
+    # [64], the factor of the output
+    factors = 1.0 / total
+    if SINKS:
+        # One more score, of base 2, without a value; p stays relative to the largest score of a key: a sink far above
+        # it would make all p small, and less exact in the dtype of the product.
+        sink = gl.load(sink_pointer) * LOG2E
+        raised = gl.maximum(highest, sink)
+        shrink = gl.exp2(highest - raised)
+        total = total * shrink + gl.exp2(sink - raised)
+        highest = raised
+        factors = shrink / total
     gl.store(lse_pointer + query, highest + gl.log2(total))
-    # [64, D] / [64, 1] -> [64, D]; the queries are no longer needed, so their tile stages the output
-    store_parts(o_pointer, o_stride, query, query < length, scaled(o, 1.0 / total), q)
+    # [64, D] * [64, 1] -> [64, D]; the queries are no longer needed, so their tile stages the output
+    store_parts(o_pointer, o_stride, query, query < length, scaled(o, factors), q)
 
 
 @gluon.jit(do_not_specialize=["length", "blocks", "section"])
