@@ -17,7 +17,6 @@ block gets a list of query tiles of 64: those under a mask, then the full ones.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,31 +29,17 @@ _PER_QUERY_BLOCK = QUERY_BLOCK // GRANULE
 _TILES = QUERY_BLOCK // QUERY_TILE  # query tiles of a query block
 
 
-class _Pairs(NamedTuple):
-    """Granules of keys and the query blocks or tiles that see some of them, [n] each.
-
-    queries   number of the block or tile, counted over all rows
-    granule   number of the granule in its row
-    is_full   whether every pair is visible
-    """
-
-    queries: Tensor
-    granule: Tensor
-    is_full: Tensor
-
-
 def narrow(whole: Schedule, start: Tensor) -> Schedule:
     """Return the schedule in which token q sees nothing before start[q], int [B, T], on the device of `whole`."""
     # The tokens that pad the row see only themselves: T = 300 -> start 300, 301, ... 383
     batch, padded = whole.end.shape
     tail = torch.arange(whole.length, padded, dtype=torch.int32, device=whole.end.device)
     start = torch.cat([start.to(torch.int32).to(whole.end.device), tail.expand(batch, -1)], dim=1)
-    listed = _listed_pairs(whole)
-    granules, offsets, partial = _query_lists(_test_pairs(listed, whole.end, start, QUERY_BLOCK), batch, padded)
-    # Query block 5 is the tiles 10 and 11.
-    tiles = torch.cat([listed.queries * _TILES + half for half in range(_TILES)])
-    again = _Pairs(tiles, listed.granule.repeat(_TILES), listed.is_full.repeat(_TILES))
-    key_tiles, key_ranges = _key_lists(_test_pairs(again, whole.end, start, QUERY_TILE), whole)
+    queries, granule = _listed_pairs(whole, start)
+    is_visible, is_full = _test_pairs(queries, granule, whole.end, start, QUERY_BLOCK)
+    queries, granule = queries[is_visible], granule[is_visible]
+    granules, offsets, partial = _query_lists(queries, granule, is_full[is_visible], batch, padded)
+    key_tiles, key_ranges = _key_lists(queries, granule, whole, start)
     return replace(
         whole,
         granules=granules,
@@ -69,73 +54,124 @@ def narrow(whole: Schedule, start: Tensor) -> Schedule:
     )
 
 
-def _listed_pairs(whole: Schedule) -> _Pairs:
-    """Return the pairs of the lists of all query blocks, in their order; `is_full` is not set."""
-    sizes = whole.query_offsets.diff(dim=1).flatten().long()
-    queries = torch.repeat_interleave(sizes, output_size=len(whole.granules))
-    real = whole.granules >= 0
-    return _Pairs(queries[real], whole.granules[real].long(), real[real])
+def _listed_pairs(whole: Schedule, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return query blocks, counted over all rows, and granules, in the order of the lists: the visible pairs and more.
+
+    A full section has its granules in ascending order, so those inside the window of some query are its last ones. A
+    binary search finds the first of them, and the others, most of the list of a long path, are never looked at.
+    """
+    begin, last = whole.query_offsets[:, :-1].flatten().long(), whole.query_offsets[:, 1:].flatten().long()
+    middle = begin + whole.query_partial.flatten()
+    # The granule of the smallest start: windows that begin at 70 ... 197 -> granule 2
+    least = start.view(-1, QUERY_BLOCK).amin(dim=1) // GRANULE
+    low, high = middle, last
+    for _ in range(int((last - middle).max()).bit_length()):
+        # [B nq]; where the search is over, low = high and both stay
+        probe = (low + high) // 2
+        is_before = (low < high) & (whole.granules[probe.clamp(max=len(whole.granules) - 1)] < least)
+        low, high = torch.where(is_before, probe + 1, low), torch.where(is_before, high, probe)
+    # partial section 8 9 10 11 | full section 12 ... 19, first visible one 17 -> places 8 9 10 11 17 18 19
+    num_partial = middle - begin
+    sizes = num_partial + last - low
+    total = int(sizes.sum())
+    queries = torch.repeat_interleave(sizes, output_size=total)
+    rank = torch.arange(total, device=begin.device) - _offsets(sizes)[queries]
+    places = rank + torch.where(rank < num_partial[queries], begin[queries], (low - num_partial)[queries])
+    granule = whole.granules[places].long()
+    real = granule >= 0
+    return queries[real], granule[real]
 
 
-def _test_pairs(pairs: _Pairs, end: Tensor, start: Tensor, size: int) -> _Pairs:
-    """Return the visible ones of some pairs of granules and query tiles of `size` tokens; see the header."""
+def _test_pairs(queries: Tensor, granule: Tensor, end: Tensor, start: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return whether some pairs are visible, and whether all are; see the header.
+
+    Args:
+        queries: numbers of query tiles, counted over all rows.
+        granule: numbers of granules in their row; the two shapes broadcast.
+        end, start: [B, T_pad].
+        size: tokens of a query tile.
+    """
     padded = end.shape[1]
     # [B, T_pad] -> one row per tile
     first = start.reshape(-1, size)
-    least, most = first.cummin(dim=1).values, first.amax(dim=1)
+    least, most = first.cummin(dim=1).values.flatten(), first.amax(dim=1)
     low, high = end.view(-1, GRANULE).aminmax(dim=1)
-    row, tile = pairs.queries // (padded // size), pairs.queries % (padded // size)
-    at = row * (padded // GRANULE) + pairs.granule
-    begin, key = tile * size, pairs.granule * GRANULE
+    row, tile = queries // (padded // size), queries % (padded // size)
+    at = row * (padded // GRANULE) + granule
+    begin, key = tile * size, granule * GRANULE
     # The queries before the end of the granule's last subtree are the first `inside` ones of the tile.
     inside = (high[at] - begin).clamp(max=size)
     is_visible = (inside > 0) & (key < begin + size)
-    is_visible &= key + GRANULE > least[pairs.queries, inside.clamp(min=1) - 1]
-    is_full = (key + GRANULE <= begin) & (low[at] >= begin + size) & (key >= most[pairs.queries])
-    return _Pairs(pairs.queries[is_visible], pairs.granule[is_visible], is_full[is_visible])
+    is_visible &= key + GRANULE > least[queries * size + inside.clamp(min=1) - 1]
+    is_full = (key + GRANULE <= begin) & (low[at] >= begin + size) & (key >= most[queries])
+    return is_visible, is_full
 
 
-def _query_lists(pairs: _Pairs, batch: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return granules, query_offsets and query_partial of a `Schedule`, from pairs that are ordered by query block."""
+def _sections(owner: Tensor, is_full: Tensor, owners: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """Place entries in two sections of each owner: its partial ones and its full ones, each in the given order.
+
+    Args:
+        owner: [n], ascending numbers below `owners`.
+        is_full: bool [n].
+        owners: number of owners.
+        multiple: the length of a section is rounded up to a multiple of it.
+
+    Returns:
+        the place of each entry, [n], and the place where each section begins, [2 owners + 1].
+    """
+    # owner 0 0 0 1, is_full 1 0 1 0, multiple 1 -> section 1 0 1 2, counts 1 2 1 0, begin 0 1 3 4 4
+    section = owner * 2 + is_full
+    counts = torch.bincount(section, minlength=2 * owners)
+    begin = _offsets((counts + (multiple - 1)) // multiple * multiple)
+    # The number of earlier entries of the same kind, 0 0 1 1, without those of earlier owners, 0 0 0 1 -> rank 0 0 1 0
+    by_kind = counts.view(-1, 2)
+    earlier = (by_kind.cumsum(0) - by_kind).flatten()
+    num_full = is_full.cumsum(0) - is_full.long()
+    rank = torch.where(is_full, num_full, torch.arange(len(owner), device=owner.device) - num_full) - earlier[section]
+    return begin[section] + rank, begin
+
+
+def _query_lists(
+    queries: Tensor, granule: Tensor, is_full: Tensor, batch: int, padded: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return granules, query_offsets and query_partial of a `Schedule`, from visible pairs in the order of queries."""
     blocks = batch * padded // QUERY_BLOCK
     # The full section has whole groups of 4; up to 3 full granules are computed under the mask.
     # full 1 1 1 0 1 1 in one block -> numbers 1 2 3 3 4 5, of which 4 count
-    number = pairs.is_full.cumsum(0)
-    before = _offsets(torch.bincount(pairs.queries[pairs.is_full], minlength=blocks))
-    is_full = pairs.is_full & (number - before[pairs.queries] <= (before.diff() // 4 * 4)[pairs.queries])
-    # Sections in the order partial of block 0, full of block 0, partial of block 1, ...; the sort is stable, so the own
-    # granules of a block stay first in its partial section.
-    section, order = (pairs.queries * 2 + is_full).sort(stable=True)
-    counts = torch.bincount(section, minlength=2 * blocks)
-    padded_counts = (counts + 3) // 4 * 4
-    places = _offsets(padded_counts)
-    rank = torch.arange(len(section), device=section.device) - _offsets(counts)[section]
-    granules = torch.full((int(places[-1]),), -1, dtype=torch.int32, device=section.device)
-    granules[places[section] + rank] = pairs.granule[order].int()
+    number = is_full.cumsum(0)
+    before = _offsets(torch.bincount(queries[is_full], minlength=blocks))
+    is_full = is_full & (number - before[queries] <= (before.diff() // 4 * 4)[queries])
+    # Sections keep their order, so the own granules of a block stay first in its partial section.
+    places, begin = _sections(queries, is_full, blocks, 4)
+    granules = torch.full((int(begin[-1]),), -1, dtype=torch.int32, device=queries.device)
+    granules[places] = granule.int()
     per_row = blocks // batch
-    begin = places[:-1].view(batch, -1)[:, ::2]  # of the partial sections
-    offsets = torch.cat([begin, places[2 * per_row :: 2 * per_row, None]], dim=1).int()
-    return granules, offsets, padded_counts.view(batch, per_row, 2)[..., 0].int()
+    offsets = torch.cat([begin[:-1].view(batch, -1)[:, ::2], begin[2 * per_row :: 2 * per_row, None]], dim=1).int()
+    return granules, offsets, begin.diff().view(batch, per_row, 2)[..., 0].int()
 
 
-def _key_lists(pairs: _Pairs, whole: Schedule) -> tuple[Tensor, Tensor]:
-    """Return key_tiles and key_ranges of a `Schedule`, from pairs of granules and query tiles."""
+def _key_lists(queries: Tensor, granule: Tensor, whole: Schedule, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Return key_tiles and key_ranges of a `Schedule`, from the visible pairs of query blocks and granules."""
     batch, padded = whole.end.shape
     tiles, blocks = padded // QUERY_TILE, -(-whole.length // KEY_BLOCK)
-    row, tile = pairs.queries // tiles, pairs.queries % tiles
-    # Neither keys nor queries of the padding
-    real = (pairs.granule * GRANULE < whole.length) & (tile * QUERY_TILE < whole.length)
-    block = row * blocks + pairs.granule // _PER_KEY_BLOCK
-    # A block and a tile as one number; four granules may give it four times. It is full if all four are.
-    joint, index = torch.unique((block * tiles + tile)[real], return_inverse=True)
-    num_full = torch.bincount(index[pairs.is_full[real]], minlength=len(joint))
-    block, tile, is_full = joint // tiles, joint % tiles, num_full == _PER_KEY_BLOCK
-    section, order = (block * 2 + is_full).sort(stable=True)
-    counts = torch.bincount(section, minlength=2 * batch * blocks)
-    begin, full_begin = _offsets(counts)[:-1].view(-1, 2).unbind(1)
-    last = begin + counts.view(-1, 2).sum(1)
-    ranges = torch.stack([begin, full_begin, last, last], dim=1).view(batch, blocks, 4)
-    return (tile[order] * QUERY_TILE).int(), ranges.int()
+    per_row = padded // QUERY_BLOCK
+    # A key block and a query block as one number. Most granules of a key block follow one another in the lists, so that
+    # few of the numbers have to be sorted: 7 7 7 7 9 9 9 7 -> 7 9 7 -> 7 9
+    joint = (queries // per_row * blocks + granule // _PER_KEY_BLOCK) * per_row + queries % per_row
+    joint = torch.unique(torch.unique_consecutive(joint[granule < blocks * _PER_KEY_BLOCK]))
+    # Query block 5 is the tiles 10 and 11, which see nothing that the block does not see: [n] -> [2 n]
+    block = (joint // per_row).repeat_interleave(_TILES)
+    tile = ((joint % per_row)[:, None] * _TILES + torch.arange(_TILES, device=joint.device)).flatten()
+    # [2 n, 4], the granules of the key blocks; neither keys nor queries of the padding
+    number = (block % blocks)[:, None] * _PER_KEY_BLOCK + torch.arange(_PER_KEY_BLOCK, device=block.device)
+    is_visible, is_full = _test_pairs((block // blocks * tiles + tile)[:, None], number, whole.end, start, QUERY_TILE)
+    is_visible = (is_visible & (number * GRANULE < whole.length)).any(1) & (tile * QUERY_TILE < whole.length)
+    block, tile, is_full = block[is_visible], tile[is_visible], is_full.all(1)[is_visible]
+    places, begin = _sections(block, is_full, batch * blocks, 1)
+    key_tiles = torch.empty(len(tile), dtype=torch.int32, device=tile.device)
+    key_tiles[places] = (tile * QUERY_TILE).int()
+    first, full_begin, last = begin[:-1:2], begin[1::2], begin[2::2]
+    return key_tiles, torch.stack([first, full_begin, last, last], dim=1).view(batch, blocks, 4).int()
 
 
 def _consecutive(whole: Schedule) -> Tensor:
