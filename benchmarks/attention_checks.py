@@ -1,6 +1,6 @@
 """Checks of tree attention on a GPU: accuracy against the float64 reference, stray memory, sizes, determinism.
 
-    check(name, device)  ->  [Result, ...]      for every name of `CHECKS`; each runs in a process of its own
+    check(name, function, device)  ->  [Result, ...]      for every item of `CHECKS`; each runs in a process of its own
 
 An implementation is `flex`, `portable` (the project's Triton kernels) or `hopper` (its Hopper kernels, on such a GPU).
 An error is the RMS of the difference over the RMS of the reference; there is one error for the output and one for each
@@ -163,11 +163,11 @@ def exact(end: Tensor, scale: float | None, inputs: Inputs, weight: Tensor, star
     return outputs(attend, tuple(x.double() for x in inputs), weight.double())
 
 
-def kernels(query: Tensor, value: Tensor, *, windowed: bool = False, sinks: bool = False) -> list[str]:
+def kernels(query: Tensor, value: Tensor) -> list[str]:
     """Return the names of the project's own kernels that run on these tensors."""
     from treepack.attention import autograd as kernel
 
-    return list(dict.fromkeys([kernel.backend(query, value, windowed=windowed, sinks=sinks), "portable"]))
+    return list(dict.fromkeys([kernel.backend(query, value), "portable"]))
 
 
 def measure(results: Outputs, expected: Outputs, weight: Tensor) -> tuple[float, ...]:
@@ -286,7 +286,7 @@ def check_windows(dims: tuple[int, int], check: str, device: torch.device, *, qu
     for reach in REACHES:
         start = first_visible(end, reach)
         expected = exact(end, None, inputs, weight, start)
-        for name in kernels(inputs[0], inputs[2], windowed=start is not None, sinks=True):
+        for name in kernels(inputs[0], inputs[2]):
             results = run(name, end, None, inputs, weight, start)
             again = run(name, end, None, inputs, weight, start)
             equal = all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
@@ -357,11 +357,11 @@ CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
 LAST = {"offsets past 2**31": check_overflow}
 
 
-def check(name: str, device: torch.device, *, quick: bool) -> list[Result]:
-    """Return the results of one of `CHECKS` or `LAST`; an error of a kernel or a launch is a result too."""
+def check(name: str, function: Callable[..., Iterator[Result]], device: torch.device, *, quick: bool) -> list[Result]:
+    """Return the results of a check, such as one of `CHECKS`; an error of a kernel or a launch is a result too."""
     results = []
     try:
-        for result in {**CHECKS, **LAST}[name](name, device, quick=quick):
+        for result in function(name, device, quick=quick):
             results.append(result)
             gc.collect()
     except Exception as error:  # the other checks must still run; it counts as a failure

@@ -260,7 +260,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     [
         ((128, 128), {}, "hopper"),
         ((128, 128), {"capped": True}, "portable"),
-        ((64, 64), {"windowed": True, "capped": True}, "portable"),
+        ((192, 128), {}, "hopper"),
+        ((256, 256), {"capped": True}, "portable"),
         ((512, 512), {}, "portable"),
         ((64, 128), {}, "portable"),
     ],
@@ -271,7 +272,5 @@ def test_a_backend_takes_only_layers_that_it_supports(
     monkeypatch.setattr(autograd, "has_hopper", lambda device: True)
     query, value = (torch.empty(1, 1, 1, width, dtype=torch.bfloat16, device="meta") for width in dims)
     runs_hopper = autograd.runs_hopper
-    monkeypatch.setattr(
-        autograd, "runs_hopper", lambda _, *args, **options: runs_hopper(torch.device("cuda"), *args, **options)
-    )
+    monkeypatch.setattr(autograd, "runs_hopper", lambda _, *args: runs_hopper(torch.device("cuda"), *args))
     assert backend(query, value, **layer) == expected

@@ -26,9 +26,8 @@ from torch.autograd.function import once_differentiable
 from treepack.attention.schedule import Schedule
 from treepack.errors import TreepackError
 
-# Head dimensions (of q and k, of v) that the Hopper kernels take, and those that they take with windows and sinks too.
+# Head dimensions (of q and k, of v) that the Hopper kernels take, with windows, chunks and sinks or without.
 HOPPER_HEAD_DIMS = frozenset({(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)})
-HOPPER_WINDOWS = frozenset({(64, 64), (128, 128)})
 # The first and last release of Triton whose Gluon has compiled them.
 HOPPER_TRITON = ((3, 6), (3, 9))
 
@@ -114,26 +113,22 @@ def triton_attention(
     return out
 
 
-def backend(
-    query: Tensor, value: Tensor | None = None, *, windowed: bool = False, sinks: bool = False, capped: bool = False
-) -> str:
+def backend(query: Tensor, value: Tensor | None = None, *, capped: bool = False) -> str:
     """Return the name of the kernels for such a layer: hopper or portable.
 
     Args:
         query: [B, H, T, D].
         value: [B, H_kv, T, D_v]; if None, D_v is D.
-        windowed: whether the layer has windows or chunks.
-        sinks: whether it has sinks.
-        capped: whether it has a cap of scores, which only the portable kernels compute.
+        capped: whether the layer has a cap of scores, which only the portable kernels compute.
     """
     head_dims = (query.shape[-1], (query if value is None else value).shape[-1])
-    runs = runs_hopper(query.device, query.dtype, head_dims, special=windowed or sinks)
+    runs = runs_hopper(query.device, query.dtype, head_dims)
     return "hopper" if runs and not capped else "portable"
 
 
-def runs_hopper(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], *, special: bool = False) -> bool:
-    """Return whether the Hopper kernels take such tensors; `special` layers have windows, chunks or sinks."""
-    known = head_dims in (HOPPER_WINDOWS if special else HOPPER_HEAD_DIMS)
+def runs_hopper(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int]) -> bool:
+    """Return whether the Hopper kernels take such tensors."""
+    known = head_dims in HOPPER_HEAD_DIMS
     suits = dtype in (torch.bfloat16, torch.float16) and known and device.type == "cuda"
     return suits and has_hopper(device)
 
@@ -180,8 +175,7 @@ class _Attention(torch.autograd.Function):
         kept: tuple[Kept, Hashable] | None,
     ) -> Tensor:
         query, key, value = (_with_dense_rows(x) for x in (query, key, value))
-        windowed, has_sinks = schedule.start is not None, sinks is not None
-        kernels = backend(query, value, windowed=windowed, sinks=has_sinks, capped=softcap is not None)
+        kernels = backend(query, value, capped=softcap is not None)
         options = _options(sinks, softcap)
         result = kept[0].take(kept[1]) if kept is not None else None
         if result is not None:
