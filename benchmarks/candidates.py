@@ -37,7 +37,16 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad
 from workloads import Workload
 
-from treepack.attention import build_block_mask, prepare, reference_attention, resolve, takes_chains, tree_attention
+from treepack.attention import (
+    Reach,
+    build_block_mask,
+    first_visible,
+    prepare,
+    reference_attention,
+    resolve,
+    takes_chains,
+    tree_attention,
+)
 from treepack.attention.flash import build_flash_mask
 from treepack.attention.flex import flex_attention as tree_flex
 
@@ -65,14 +74,29 @@ class Candidate:
 
 
 class Case:
-    """A workload with random inputs on a device; `subtree_end` is int32 [1, T]."""
+    """A workload with random inputs on a device.
+
+    end     int32 [1, T], its subtree_end
+    start   int32 [1, T], the first token that each token sees; None for all ancestors
+    sinks   float32 [query heads], or None
+    """
 
     def __init__(
-        self, workload: Workload, heads: Heads, dtype: torch.dtype, device: torch.device, *, tokens_first: bool
+        self,
+        workload: Workload,
+        heads: Heads,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tokens_first: bool,
+        reach: Reach | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """Draw query, key, value and the gradient of the output, tokens before heads in memory if `tokens_first`."""
         self.workload, self.heads, self.dtype, self.device = workload, heads, dtype, device
         self.end = torch.tensor(workload.subtree_end, dtype=torch.int32, device=device)[None]
+        self.start = first_visible(self.end, reach)
+        self.sinks = torch.linspace(-1, 1, heads.query, device=device) if has_sinks else None
         generator = torch.Generator(device).manual_seed(workload.tokens)
 
         def draw(count: int) -> Tensor:
@@ -133,10 +157,12 @@ def prepare_triton(case: Case) -> Candidate:
 
     if case.device.type == "cpu":
         mend_interpreter()
-    schedule, inputs = prepare(case.end, "triton"), leaves(*case.inputs)
+    schedule, inputs = prepare(case.end, "triton", start=case.start), leaves(*case.inputs)
+    sinks = None if case.sinks is None else case.sinks.requires_grad_()
 
     def forward() -> Tensor:
-        return tree_attention(*inputs, case.end, impl="triton", schedule=schedule)
+        options: dict[str, Any] = {"schedule": schedule, "start": case.start, "sinks": sinks}
+        return tree_attention(*inputs, case.end, impl="triton", **options)
 
     return Candidate("triton", kernel.backend(inputs[0]), forward, inputs, case.weight, num_bytes(schedule))
 
@@ -177,12 +203,16 @@ def prepare_auto(case: Case) -> Candidate:
 def prepare_reference(case: Case) -> Candidate:
     """Prepare the dense twin."""
     inputs = leaves(*case.inputs)
-    return Candidate("reference", "", lambda: reference_attention(*inputs, case.end), inputs, case.weight, 0)
+
+    def forward() -> Tensor:
+        return reference_attention(*inputs, case.end, start=case.start, sinks=case.sinks)
+
+    return Candidate("reference", "", forward, inputs, case.weight, 0)
 
 
 def prepare_flex(case: Case, *, name: str = "flex", mode: str | None = None, backend: str = "AUTO") -> Candidate:
     """Prepare FlexAttention, eager on the CPU."""
-    mask = build_flash_mask(case.end) if backend == "FLASH" else build_block_mask(case.end)
+    mask = build_flash_mask(case.end) if backend == "FLASH" else build_block_mask(case.end, case.start)
     if case.device.type == "cpu":
         # On the CPU the public function has no gradient; the project's own function has one.
         inputs = leaves(*case.inputs)
