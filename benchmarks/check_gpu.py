@@ -5,10 +5,11 @@
         bfloat16 instead of rounding it, so the kernels fail the bounds of that dtype
 
 Needs only torch with CUDA, triton and transformers, not the other requirements of treepack (polars, pyarrow, ...). The
-checks of `attention_checks` (which defines their bounds) and of four tiny models run at the same time, each in its own
-process, because most of the time is spent on compiling. Prints a table of them: the largest error of output, dq, dk and
-dv over all cases, and the largest ratio of an error to its bound with its case; per model, the largest relative error
-of a parameter's gradient, packed against one by one. Exits 1 if an error exceeds its bound or if anything raised.
+checks of `attention_checks` (which defines their bounds), of `option_checks` and of four tiny models run at the same
+time, each in its own process, because most of the time is spent on compiling. Prints a table of them: the largest error
+of output, dq, dk, dv and the sinks' gradient over all cases, and the largest ratio of an error to its bound with its
+case; per model, the largest relative error of a parameter's gradient, packed against one by one. Exits 1 if an error
+exceeds its bound or if anything raised.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 from attention_checks import CHECKS, LAST, Result, check
 from candidates import mend_interpreter
+from option_checks import OPTION_CHECKS
 
 from treepack.attention.flex import BLOCK
 from treepack.data.batch import Batch, make_batch
@@ -39,7 +41,7 @@ from treepack.model.token_statistics import LogitMap, TokenStatistics
 from treepack.model.verify import verify_gradients
 
 STATISTICS = "token statistics"
-QUICK = ("6/2/64 bfloat16", "6/2/64 float32", "4/4/128 bfloat16")
+QUICK = ("6/2/64 bfloat16", "6/2/64 float32", "4/4/128 bfloat16", "options 6/2/64/64 float32")
 COMMON: dict[str, Any] = {"vocab_size": 320, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
@@ -168,7 +170,8 @@ def run_one(name: str, kind: str, *, quick: bool) -> list[Result]:
         mend_interpreter()
     if name == STATISTICS:
         return check_statistics(device, quick=quick)
-    return check(name, device, quick=quick) if name in CHECKS or name in LAST else check_model(name, device)
+    kernels = {**CHECKS, **OPTION_CHECKS, **LAST}
+    return check(name, kernels[name], device, quick=quick) if name in kernels else check_model(name, device)
 
 
 def run_all(names: list[str], kind: str, *, quick: bool, workers: int) -> Iterator[tuple[str, list[Result]]]:
@@ -190,10 +193,10 @@ def summary(name: str, results: list[Result]) -> list[str]:
     for implementation in dict.fromkeys(result.implementation for result in results):
         mine = [result for result in results if result.implementation == implementation]
         measured = [result.errors for result in mine if result.errors]
-        worst = [max(column) for column in zip(*measured, strict=True)]
+        worst = [max(column) for column in itertools.zip_longest(*measured, fillvalue=0.0)]
         # Failures first, then the largest ratio; NaN compares as neither larger nor smaller, so it becomes 1e9.
         nearest = max(mine, key=lambda result: (not result.passed, result.use if result.use == result.use else 1e9))
-        cells = " ".join(f"{value:9.1e}" for value in worst) + " " * 10 * (4 - len(worst))
+        cells = " ".join(f"{value:9.1e}" for value in worst) + " " * 10 * (5 - len(worst))
         failed = [result for result in mine if not result.passed]
         mark = f"  FAIL in {len(failed)} of {len(mine)}" if failed else ""
         where = f"{nearest.case} {nearest.note}".strip()
@@ -210,7 +213,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="tiny rows on the CPU")
     options = parser.parse_args()
     quick, began = options.quick or options.dry_run, time.time()
-    names = [STATISTICS, *CHECKS, *model_names(quick=quick), *LAST]
+    names = [STATISTICS, *CHECKS, *OPTION_CHECKS, *model_names(quick=quick), *LAST]
     if quick:
         names = [name for name in names if "/" not in name or name in QUICK]
     wanted = options.only.split(",")
@@ -224,7 +227,8 @@ def main() -> None:
         for result in bad[:8]:
             errors = " ".join(f"{a:.1e}/{b:.1e}" for a, b in zip(result.errors, result.bounds, strict=True))
             print(f"         {result.implementation} {result.case} {result.note} {errors}", flush=True)
-    print(f"\n{'check':>27} {'':>9} {'output':>9} {'dq':>9} {'dk':>9} {'dv':>9} {'share':>6} of the bound, in")
+    columns = "".join(f"{title:>10}" for title in ("", "output", "dq", "dk", "dv", "dsinks"))
+    print(f"\n{'check':>27}{columns} {'share':>6} of the bound, in")
     for name in names:
         print("\n".join(summary(name, results_of[name])))
     failed = not results_of or any(not result.passed for results in results_of.values() for result in results)
