@@ -50,7 +50,7 @@ def trace_loading(
                 None,
                 config=copy.deepcopy(model.config),
                 state_dict=state,
-                dtype=torch.float32,
+                dtype=model.dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
@@ -59,8 +59,8 @@ def trace_loading(
         return None
     for name, expected, shape in report["mismatched_keys"]:
         raise TreepackError(
-            f"{source}: {name} has the shape {list(expected)} in the weights and {list(shape)} by the configuration; "
-            "download the whole checkpoint"
+            f"{source}: {name} is mismatched in its weights (of shape {list(expected)}, and {list(shape)} by the "
+            f"configuration); expected a whole checkpoint of {type(model).__name__}"
         )
     traced = made.state_dict(keep_vars=True)
     plan = {name: traced.get(name) for name in stored_tensors(model)}

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,12 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
 from treepack.model.source import local_source
 from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
+from treepack.model.weight_files import weight_files
+from treepack.model.weight_reading import fill, find_plan
 from treepack.model.whole_checkpoint import check_savable
 
 _log = logging.getLogger("treepack")
+_CPU = torch.device("cpu")
 
 
 def load_model(
@@ -74,7 +77,7 @@ def load_model(
     quantized = quantization(base, autocast or dtype, device) if lora is not None and lora.quantize else {}
     _log.info("loading the weights of %s", base)
     with translate_load_errors(base), hide_progress_bars():
-        model = build_model(base, config, dtype, seed, **quantized)
+        model = build_model(base, config, dtype, seed, device, **quantized)
     if not quantized:  # bitsandbytes puts its weights on the device when it rounds them
         model.to(device)
     model, weights, more = put_adapter(model, adapter, lora, source=str(source), seed=seed)
@@ -201,22 +204,32 @@ def _config_of(source: str) -> Any:
         raise load_fault(source, error, kind="model", files=("config.json",)) from error
 
 
-def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int, **quantized: Any) -> Any:
-    """Build the model on the CPU under the reference attention.
+def build_model(
+    source: str | Path,
+    config: Any,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device = _CPU,
+    **quantized: Any,
+) -> Any:
+    """Build the model under the reference attention.
 
     Its weights come from `source`; if `source` is a config file, they are random. `quantized` are from
-    `adapter.quantization`. Of a vision-language model, only the text half is built (`text_half`).
+    `adapter.quantization`. Of a vision-language model, only the text half is built (`text_half`). The weights are read
+    to `device` if they can be read tensor by tensor, else to the CPU.
 
     Raises:
         TreepackError: if weights are missing or have another shape.
     """
-    options: dict[str, Any] = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": dtype}
-    options["experts_implementation"] = implementation_of(dtype)
+    options = _options(dtype)
     local = local_source(source)
     if local.endswith(".json"):
         with torch.random.fork_rng():  # leaves the caller's random state as it was
             torch.manual_seed(seed)
             return _cast_routers(model_from_config(config, **options), dtype)
+    model = None if quantized else _read_in_parts(source, config, dtype, device)
+    if model is not None:
+        return _cast_routers(model, dtype)
     model, report = model_class(config).from_pretrained(
         local,
         config=config,
@@ -239,6 +252,49 @@ def build_model(source: str | Path, config: Any, dtype: torch.dtype, seed: int, 
     if is_text_half(model):
         check_savable(model, source)
     return _cast_routers(model, dtype)
+
+
+def build_empty(source: str | Path, config: Any, dtype: torch.dtype) -> Any:
+    """Return the model on the meta device, without memory for its weights, with its generation settings."""
+    from transformers import GenerationConfig
+
+    with torch.device("meta"):
+        model = model_from_config(config, **_options(dtype))
+    local = local_source(source)
+    model.config.name_or_path = local  # as `from_pretrained` does
+    with suppress(OSError):  # the source has no generation_config.json
+        model.generation_config = GenerationConfig.from_pretrained(local, local_files_only=is_offline(local))
+    return model
+
+
+def _options(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "attn_implementation": IMPLEMENTATIONS["reference"],
+        "dtype": dtype,
+        "experts_implementation": implementation_of(dtype),
+    }
+
+
+def _read_in_parts(source: str | Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return the model with its weights on `device`, or None if only transformers can convert them.
+
+    `from_pretrained` holds the tensors of the files and the tensors made of them at once, on the CPU.
+
+    Raises:
+        TreepackError: if a file cannot be read, or a weight has another shape.
+    """
+    # In 16 bits transformers keeps some modules in float32, which a model without weights does not show.
+    files = weight_files(source) if dtype in (torch.float32, torch.float64) else None
+    if files is None:
+        return None
+    model = build_empty(source, config, dtype)
+    plan = find_plan(model, files, str(source))
+    if plan is None:
+        return None
+    if is_text_half(model):
+        check_savable(model, source)
+    fill(model, plan, files, device, str(source))
+    return model
 
 
 def _cast_routers(model: Any, dtype: torch.dtype) -> Any:

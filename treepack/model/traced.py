@@ -70,7 +70,8 @@ class Piece:
 
     def put(self, stored: Any, tensor: Tensor) -> None:
         """Copy the piece from `stored`, a tensor or a slice object of safetensors, into its place in `tensor`."""
-        tensor[tuple(slice(first, stop) for first, stop in self.target)].copy_(self.take(stored))
+        place = tensor[tuple(slice(first, stop) for first, stop in self.target)]
+        place.copy_(self.take(stored).to(tensor.device))  # moved before it is cast: most files have 16 bits per element
 
     def take(self, stored: Any) -> Tensor:
         """Return the elements of the piece from `stored`, as in `put`, in the shape that they have in the target."""

@@ -93,7 +93,7 @@ def fill(model: Any, plan: Mapping[str, Traced], files: Mapping[str, Path], devi
     for name, tensor in stored.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         with translate_read_errors(source):
-            _read(plan[name], own_part(tensor), files, local)
+            read_part(plan[name], own_part(tensor), files, local)
     # Buffers that no checkpoint contains, such as rotary frequencies, are computed by `initialize_weights`. The flag
     # keeps it from overwriting the weights that were just read.
     for tensor in stored.values():
@@ -101,7 +101,7 @@ def fill(model: Any, plan: Mapping[str, Traced], files: Mapping[str, Path], devi
     model.initialize_weights()
 
 
-def _read(traced: Traced, part: Ranges, files: Mapping[str, Path], tensor: Tensor) -> None:
+def read_part(traced: Traced, part: Ranges, files: Mapping[str, Path], tensor: Tensor) -> None:
     """Read the box `part` of a traced tensor into `tensor`, which has its shape."""
     from safetensors import safe_open
 

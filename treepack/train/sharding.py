@@ -18,22 +18,24 @@ and a note is made. Every rank has the whole weights of an adapter on its CPU fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from treepack.attention import IMPLEMENTATIONS
 from treepack.errors import TreepackError
 from treepack.model.adapter import assign, base_of, is_adapted, put_adapter
-from treepack.model.experts.interface import implementation_of
 from treepack.model.layers import adapt_layers, find_layers
-from treepack.model.load import build_model, hide_progress_bars, read_config, translate_load_errors, with_attention
+from treepack.model.load import (
+    build_empty,
+    build_model,
+    hide_progress_bars,
+    read_config,
+    translate_load_errors,
+    with_attention,
+)
 from treepack.model.loaded import LoadedModel
-from treepack.model.source import local_source
-from treepack.model.text_half import model_from_config
 from treepack.model.weight_files import weight_files
 from treepack.model.weight_reading import fill, find_plan, own_part
 from treepack.model.whole_checkpoint import check_savable, has_rest
@@ -68,7 +70,7 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     files = None if base.endswith(".json") else weight_files(base)
     with translate_load_errors(base), hide_progress_bars():
         if files:
-            causal = _build_without_memory(base, config)
+            causal = build_empty(base, config, torch.float32)
         else:
             causal = build_model(base, config, torch.float32, options.seed)
         plan = find_plan(causal, files, base) if files else None
@@ -104,19 +106,6 @@ def load_sharded(source: str | Path, options: TrainOptions, device: torch.device
     # gathered parameters in place of the shards.
     root.reshard()
     return loaded
-
-
-def _build_without_memory(source: str | Path, config: Any) -> Any:
-    """Return the model on the meta device, without memory for its weights, with its generation settings."""
-    from transformers import GenerationConfig
-
-    settings = {"attn_implementation": IMPLEMENTATIONS["reference"], "dtype": torch.float32}
-    settings["experts_implementation"] = implementation_of(torch.float32)
-    with torch.device("meta"):
-        model = model_from_config(config, **settings)
-    with suppress(OSError):  # the source has no generation_config.json
-        model.generation_config = GenerationConfig.from_pretrained(local_source(source))
-    return model
 
 
 def _shard(model: Any, causal: Any, options: TrainOptions, device: torch.device) -> Any:

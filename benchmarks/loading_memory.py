@@ -1,0 +1,183 @@
+"""Peak CPU memory of a mixture of experts while it is loaded and saved, in one process and in each of several ranks.
+
+    python benchmarks/loading_memory.py [--ranks 2] [--layers 12] [--experts 32] [--width 512]
+
+The checkpoint is made up, in bfloat16, with one tensor per expert as on the hub. Every measurement is a new process (or
+new ranks) and counts from the moment when everything is imported; pages of open files count. Compared are
+
+    transformers    from_pretrained and save_pretrained, as every rank would do it alone
+    treepack        load_model or load_sharded, and the writing of the model
+
+Needs Linux, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from treepack.model.load import hide_progress_bars, load_model
+from treepack.model.weight_writing import save_settings, saved_weights
+from treepack.train.options import TrainOptions
+from treepack.train.sharding import load_sharded, whole_state
+
+_PROCESSES = multiprocessing.get_context("spawn")
+CPU = torch.device("cpu")
+
+
+def make_checkpoint(folder: Path, *, layers: int, experts: int, width: int) -> Path:
+    """Write a Qwen3-MoE checkpoint with one tensor per expert and one file per layer; return its directory."""
+    config = Qwen3MoeConfig(
+        hidden_size=width,
+        moe_intermediate_size=width,
+        num_experts=experts,
+        num_hidden_layers=layers,
+        num_experts_per_tok=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=width // 8,
+        vocab_size=8192,
+    )
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        part = parts.setdefault(".".join(name.split(".")[:3]), {})
+        values = torch.randn(tensor.shape, dtype=torch.bfloat16) * 0.02
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            part[name] = values
+            continue
+        prefix, _, kind = name.rpartition(".")
+        for expert, matrix in enumerate(values):
+            if kind == "gate_up_proj":
+                gate, up = matrix.chunk(2)
+                part[f"{prefix}.{expert}.gate_proj.weight"] = gate.clone()
+                part[f"{prefix}.{expert}.up_proj.weight"] = up.clone()
+            else:
+                part[f"{prefix}.{expert}.down_proj.weight"] = matrix.clone()
+    weight_map: dict[str, str] = {}
+    for number, tensors in enumerate(parts.values()):
+        save_file(tensors, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, f"part-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def peak(function: Callable[[], Any]) -> tuple[Any, int]:
+    """Call the function; return its result, and by how many bytes the memory of this process grew at its peak."""
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the memory of now
+    result = function()
+    return result, _memory("VmHWM") - before
+
+
+def _memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None:
+    """Load and save in this process, as one of `size` ranks; write the two peaks into `folder`."""
+    torch.set_num_threads(1)
+    with hide_progress_bars():
+        _measure(rank, size, folder, source, way)
+
+
+def _measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None:
+    out = folder / "out"
+    if size > 1:
+        store = distributed.FileStore(str(folder / "meeting"), size)  # type: ignore[attr-defined]
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    # What is imported when a first model is loaded does not count.
+    make_checkpoint(folder / f"tiny-{rank}", layers=1, experts=4, width=64)
+    load_model(folder / f"tiny-{rank}")
+    save: Callable[[], Any]
+    if way == "transformers":
+        model, loading = peak(lambda: AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
+        save = functools.partial(model.save_pretrained, out)
+    else:
+        load = functools.partial(load_sharded, source, TrainOptions(device="cpu"), CPU) if size > 1 else None
+        loaded, loading = peak(load or functools.partial(load_model, source))
+        assert not any("whole model" in note for note in loaded.notes)
+        save = functools.partial(_save, loaded, rank, out, gathered=way == "gathered")
+    distributed.barrier() if size > 1 else None
+    _, saving = peak(save)
+    distributed.destroy_process_group() if size > 1 else None
+    (folder / f"{rank}.json").write_text(json.dumps([loading, saving]))
+
+
+def _save(loaded: Any, rank: int, out: Path, *, gathered: bool) -> None:
+    if gathered:  # what a sharded model needs with `save_pretrained`
+        state = whole_state(loaded)
+        if rank == 0:
+            loaded.model.save_pretrained(out, state_dict=state)
+        return
+    weights = saved_weights(loaded.model)
+    assert weights is not None
+    if rank == 0:
+        save_settings(loaded.model, out)
+        weights.write(out)
+    else:
+        weights.gather()
+
+
+def peaks(source: Path, *, size: int, way: str) -> list[tuple[int, int]]:
+    """Return the peaks of loading and saving in bytes, of every rank."""
+    with tempfile.TemporaryDirectory(dir=source.parent) as folder:
+        processes = [
+            _PROCESSES.Process(target=measure, args=(rank, size, Path(folder), source, way)) for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a process of {way} ended with {process.exitcode}")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+        return [(loading, saving) for loading, saving in found]
+
+
+def num_bytes(source: Path) -> tuple[int, int]:
+    """Return the bytes of the whole model in float32, and of its largest part (a layer, or the embeddings)."""
+    files = [path.stat().st_size * 2 for path in source.glob("*.safetensors")]
+    return sum(files), max(files)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"layers": options.layers, "experts": options.experts, "width": options.width}
+        source = make_checkpoint(Path(folder) / "checkpoint", **sizes)
+        whole, layer = num_bytes(source)
+        print(f"float32 model {whole / 2**20:.0f} MiB, one layer {layer / 2**20:.0f} MiB; peaks in MiB")
+        print(f"{'processes':>9} {'way':<13} {'load':>7} {'save':>7}   of the rank with the highest peak")
+        for size, way in [
+            (1, "transformers"),
+            (1, "treepack"),
+            *((options.ranks, w) for w in ("gathered", "treepack")),
+        ]:
+            loading, saving = (max(values) / 2**20 for values in zip(*peaks(source, size=size, way=way), strict=True))
+            print(f"{size:>9} {way:<13} {loading:>7.0f} {saving:>7.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
