@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from support.oracle_model import packed_directory
 from support.rank_processes import Case, train_over
 from support.strategies import make
-from support.tiny_vision import HUB_NAMES, read_weights, save_vision, tiny_vision, vision_config
+from support.tiny_vision import HUB_NAMES, IMAGE_TOKEN, read_weights, save_vision, tiny_vision, vision_config
 from treepack import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.load import build_model, load_model, read_config
@@ -34,6 +34,7 @@ MORE = ["qwen2_vl", "qwen3_vl", "glm4v_moe"]
 OLD_NAMES = {**dict.fromkeys(HUB_NAMES, "hub"), "qwen3_vl_moe": "turned"}
 NAMES = [
     *[(kind, OLD_NAMES.get(kind, "saved")) for kind in KINDS],
+    ("gemma3", "tied"),
     *[pytest.param(kind, OLD_NAMES.get(kind, "saved"), marks=pytest.mark.slow) for kind in MORE],
     *[pytest.param(kind, "saved", marks=pytest.mark.slow) for kind in OLD_NAMES],
     *[pytest.param(kind, "memory", marks=pytest.mark.slow) for kind in (*KINDS, *MORE)],
@@ -214,6 +215,21 @@ def test_checkpoints_that_could_not_be_saved_whole_are_refused(tmp_path: Path) -
         tensors = read_weights(partial)
         save_file({n: t for n, t in tensors.items() if fields["weight_map"].get(n) == path.name}, path)
     assert "norm.weight is missing in its weights; expected a whole checkpoint" in refusal(partial)
+
+
+def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
+    source = save_vision(tiny_vision("mistral3"), tmp_path / "source")
+    fields = json.loads((source / "config.json").read_text())
+    quantized = {**fields, "quantization_config": {"quant_method": "fp8", "weight_block_size": None}}
+    (source / "config.json").write_text(json.dumps(quantized))
+    assert refusal(source).endswith("its weights are quantised; give the checkpoint in bf16 of the same model")
+
+
+def test_rows_with_images_are_refused(packed: Path, tmp_path: Path) -> None:
+    source = save_vision(tiny_vision("qwen2_5_vl"), tmp_path / "source")
+    with_image = packed_directory(tmp_path / "images", [make("t0", [1, 2, IMAGE_TOKEN, 3])], capacity=32)
+    with pytest.raises(TreepackError, match=f"token id {IMAGE_TOKEN}, which is image_token_id of qwen2_5_vl, but only"):
+        run(with_image, source, tmp_path / "out")
 
 
 def test_a_model_without_a_language_model_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.oracle_model import VOCABULARY
 
+IMAGE_TOKEN = VOCABULARY - 1
+
 _TEXT: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 256},
@@ -59,7 +61,11 @@ def vision_config(kind: str, **fields: Any) -> Any:
     if kind == "qwen2_vl":  # its vision tower calls the width of the text `hidden_size`
         parts["vision_config"]["hidden_size"] = 32
     parts["text_config"] |= fields
-    return type(default)(**parts)
+    config = type(default)(**parts)
+    for name, token in {"image_token_id": IMAGE_TOKEN, "video_token_id": VOCABULARY}.items():
+        if getattr(config, name, None) is not None:  # image_token_id is another name of image_token_index
+            setattr(config, name, token)
+    return config
 
 
 def tiny_vision(kind: str, **fields: Any) -> Any:
@@ -76,14 +82,16 @@ def tiny_vision(kind: str, **fields: Any) -> Any:
 def save_vision(model: Any, directory: Path, names: str = "saved") -> Path:
     """Write a checkpoint in two files, its vision half in bf16, with a processor's file; return the directory.
 
-    `names` are "saved" (those of save_pretrained), "memory" (of the model's state), "hub" (of the first checkpoints) or
-    "turned" (in memory, with experts turned as in Qwen3-VL's checkpoints).
+    `names` are "saved" (those of save_pretrained), "memory" (of the model's state), "hub" (of the first checkpoints),
+    "tied" (the same, with two tied tensors), or "turned" (the same, with experts as in Qwen3-VL's checkpoints).
     """
     model.save_pretrained(directory)
     state = load_file(directory / "model.safetensors")
     if names != "saved":
         stored = {tensor.data_ptr(): name for name, tensor in reversed(model.state_dict().items())}
         state = {name: model.state_dict()[name].clone() for name in stored.values()}
+    if names == "tied":
+        state["lm_head.weight"] = model.lm_head.weight.detach().clone()
     if names == "turned":
         state = {name: tensor.mT.contiguous() if "experts" in name else tensor for name, tensor in state.items()}
     if names == "hub":

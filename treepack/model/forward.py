@@ -28,15 +28,17 @@ from treepack.model.layers import find_decoder, recomputes
 from treepack.model.loaded import LoadedModel
 from treepack.model.loss import CHUNK, filled_temperature
 from treepack.model.objectives import Objective, objective_loss
+from treepack.model.text_half import check_text
 
 
 def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     """Return the row on the model's device, with the schedules of the model's attention.
 
     Raises:
-        TreepackError: if the model cannot compute positions of the row exactly.
+        TreepackError: if the model cannot compute positions of the row exactly, or has no vision tower for its images.
     """
     check_positions(batch.position_ids, loaded.causal, loaded.source)
+    check_text(loaded.causal, batch.input_ids, loaded.source)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
     schedules = Schedules(batch.subtree_end, device=loaded.device, varlen=loaded.varlen)
     for kind in loaded.kinds:

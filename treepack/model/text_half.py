@@ -20,7 +20,8 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from treepack.errors import TreepackError
 
@@ -32,10 +33,15 @@ def choose_config(config: Any, source: str | Path) -> tuple[Any, tuple[str, ...]
 
     It is that of the text half alone if `config` is of a type for which transformers has no text half, or if `source`
     is a config file: a model with random weights has no rest to save.
+
+    Raises:
+        TreepackError: the weights are quantised, so that trained ones could not be put beside the rest.
     """
     text = config.get_text_config()
     if not is_vision_language(config):
         return text, ()
+    if any(getattr(each, "quantization_config", None) is not None for each in (config, text)):
+        raise TreepackError(f"{source}: its weights are quantised; give the checkpoint in bf16 of the same model")
     if not str(source).endswith(".json"):
         return config, (
             f"only the text half of this {config.model_type} is loaded: images and videos are not computed, and a "
@@ -66,6 +72,30 @@ def is_vision_language(config: Any) -> bool:
 def is_text_half(model: Any) -> bool:
     """Return True if `model` is the text half of a vision-language model, so that a save must add the rest."""
     return getattr(type(model), _MARK, False)
+
+
+def check_text(model: Any, input_ids: Tensor, source: str) -> None:
+    """Refuse a row with images, videos or sounds if `model` is a text half: their features are not computed.
+
+    Args:
+        model: a model of transformers.
+        input_ids: the row's token ids [T].
+        source: the model's name, for the error.
+
+    Raises:
+        TreepackError: naming the token id.
+    """
+    if not is_text_half(model):
+        return
+    names = [f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")]
+    ids = {value: name for name in names if isinstance(value := getattr(model.config, name, None), int)}
+    rest = input_ids[torch.isin(input_ids, torch.tensor(sorted(ids), dtype=input_ids.dtype, device=input_ids.device))]
+    if len(rest):
+        token = int(rest[0])
+        raise TreepackError(
+            f"{source}: the data has the token id {token}, which is {ids[token]} of {model.config.model_type}, but "
+            "only the text half is trained; leave out trajectories with images, videos or sounds"
+        )
 
 
 def model_class(config: Any) -> Any:

@@ -42,10 +42,8 @@ def check_savable(model: Any, source: str | Path) -> None:
     To be called when the model is loaded, so that no run finds out at its end.
 
     Raises:
-        TreepackError: the checkpoint has no safetensors, is quantised, or has names that transformers cannot restore.
+        TreepackError: the checkpoint has no safetensors, or has names that transformers cannot restore.
     """
-    if getattr(model.config, "quantization_config", None) is not None and not getattr(model, "is_quantized", False):
-        raise TreepackError(f"{source}: its weights are quantised; give the checkpoint in bf16 of the same model")
     _plan(model, source, _files(source))
 
 
@@ -67,7 +65,6 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
         TreepackError: the checkpoint of the source is not there any more, or is another one.
         OSError: the disk fails.
     """
-    from safetensors import safe_open
     from safetensors.torch import save_file
 
     files = _files(source)
@@ -76,26 +73,39 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
     directory.mkdir(parents=True, exist_ok=True)
     num_bytes = 0
     for path in sorted(set(files.values())):
-        tensors: dict[str, Tensor] = {}
-        restored: dict[str, dict[str, Tensor]] = {}  # by name in memory: several experts are in one tensor
-        with translate_read_errors(source), safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                if name not in plan:
-                    tensors[name] = file.get_tensor(name)
-                    continue
-                ours = plan[name]
-                if ours not in restored:
-                    restored[ours] = _restore(model, ours, state[ours].detach())
-                tensor = restored[ours][name] if name in restored[ours] else state[ours].detach()
-                value = _fit(tensor, file.get_slice(name).get_shape())
-                assert value is not None, "_plan has checked the shapes"
-                tensors[name] = value.cpu().contiguous()
-            metadata = file.metadata()
+        with translate_read_errors(source):
+            tensors, metadata = _fill_in(path, plan, model, state)
         save_file(tensors, directory / path.name, metadata=metadata)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    if (directory / SINGLE_FILE).exists():
-        return
-    _write_index(files, num_bytes, directory)
+    if not (directory / SINGLE_FILE).exists():
+        names = {name: path.name for name, path in sorted(files.items())}
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": names}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _fill_in(path: Path, plan: dict[str, str], model: Any, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a file of the source, with the values of `state` in the text half; and its metadata."""
+    from safetensors import safe_open
+
+    tensors: dict[str, Tensor] = {}
+    restored: dict[str, dict[str, Tensor]] = {}  # by name in memory: several experts are in one tensor
+    addresses: set[int] = set()
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            if name not in plan:
+                tensors[name] = file.get_tensor(name)
+                continue
+            ours = plan[name]
+            if ours not in restored:
+                value = state[ours].detach().cpu()
+                restored[ours] = {ours: value, **_restore(model, ours, value)}
+            fitting = _fit(restored[ours][name], file.get_slice(name).get_shape())
+            assert fitting is not None, "_plan has checked the shapes"
+            tensor = fitting.contiguous()
+            # A checkpoint may contain two tied tensors, but safetensors writes no tensors that share memory.
+            tensors[name] = tensor.clone() if tensor.data_ptr() in addresses else tensor
+            addresses.add(tensor.data_ptr())
+        return tensors, file.metadata()
 
 
 def copy_other_files(source: str | Path, directory: Path) -> None:
@@ -171,9 +181,3 @@ def _fit(tensor: Tensor, shape: list[int]) -> Tensor | None:
     if tensor.ndim == 3 and list(tensor.mT.shape) == list(shape):
         return tensor.mT
     return None
-
-
-def _write_index(files: dict[str, Path], num_bytes: int, directory: Path) -> None:
-    names = {name: path.name for name, path in sorted(files.items())}
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": names}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
