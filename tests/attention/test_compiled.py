@@ -18,7 +18,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton comes without ptxas")
 
 
-def compiled(table: str, dtype: str, capability: int, *widths: int) -> list[Report]:
+def compiled(table: str, dtype: str, capability: int, *widths: int | str) -> list[Report]:
     """Return reports on all passes and head dimensions, from a process without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
@@ -40,6 +40,35 @@ def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(table: str,
         assert not any("serialized" in remark for remark in report.remarks), report
         assert report.spills <= 64, report
         assert report.shared <= 227 << 10, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "dtype", "dims"),
+    [
+        ("hopper", "bf16", "256"),
+        ("hopper+window", "fp16", "256"),
+        ("hopper", "bf16", "192/128"),
+        ("hopper", "bf16", "96"),
+        ("hopper", "fp16", "80"),
+    ],
+)
+def test_kernels_of_heads_in_parts_keep_their_products_asynchronous_and_fit(table: str, dtype: str, dims: str) -> None:
+    for report in compiled(table, dtype, 90, dims):
+        assert report.wgmma > 0, report
+        assert not any("serialized" in remark for remark in report.remarks), report
+        assert report.spills <= 128, report
+        assert report.shared <= 227 << 10, report
+
+
+def test_every_head_dimension_of_the_hopper_kernels_has_a_shape_in_parts_that_add_up() -> None:
+    from treepack.attention.autograd import HOPPER_HEAD_DIMS
+    from treepack.attention.hopper.wide_launch import SHAPES
+
+    assert set(SHAPES) | {(64, 64), (128, 128)} == HOPPER_HEAD_DIMS
+    for dims, shape in SHAPES.items():
+        assert (sum(shape.parts), sum(shape.parts_v)) == dims
+        assert shape.parts_v == shape.parts[: len(shape.parts_v)]  # gradients and outputs go through tiles of q and k
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Compile the kernels of tree attention for a GPU that need not exist, and report on them as JSON.
 
     python tests/support/ahead_of_time.py hopper  bf16   90          64 128
-                                  table   dtype  capability  head dimensions
+                                  table   dtype  capability  head dimensions, as 192/128 if they differ
 
 prints one line for each pass (forward, query, key) and head dimension. The kernels and their arguments come from the
 same `Launch` values that the library runs, built here from tensors on the CPU.
@@ -55,9 +55,12 @@ def main(table: str, dtype: str, capability: str, *widths: str) -> None:
 
     knobs.compilation.always_compile = True  # a cached kernel has no log
     knobs.nvidia.dump_ptxas_log = True
-    for width in map(int, widths):
+    for width in widths:
+        # "192/128" -> (192, 128), and "64" -> (64, 64)
+        first, _, second = width.partition("/")
+        dims = (int(first), int(second or first))
         for which in ("forward", "query", "key"):
-            compilable, options = source(which, table, dtype, width)
+            compilable, options = source(which, table, dtype, dims)
             print(json.dumps(asdict(report(f"{which} {width}", compilable, options, int(capability)))))
 
 
@@ -82,24 +85,27 @@ def report(name: str, compilable: Any, options: dict[str, int], capability: int)
     )
 
 
-def source(which: str, table: str, dtype: str, width: int) -> tuple[Any, dict[str, int]]:
+def source(which: str, table: str, dtype: str, dims: tuple[int, int]) -> tuple[Any, dict[str, int]]:
     """Return the compilable source of one kernel, and the compiler options that the library launches it with."""
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    launch = launches(table, dtype, width)[which]
+    launch = launches(table, dtype, dims)[which]
     kind = GluonASTSource if table.startswith("hopper") else ASTSource
     return kind(launch.kernel, *signature(launch)), launch.options
 
 
-def launches(table: str, dtype: str, width: int) -> dict[str, Any]:
+def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     """Return the `Launch` of each pass over one row of one key head."""
     from treepack.attention.kernel_launch import Incoming, Inputs
     from treepack.attention.reach import Reach, first_visible
     from treepack.attention.schedule import build_schedule
 
-    query, grad, out, dq = (torch.empty(1, GROUP, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(4))
-    key, value, dk, dv = (torch.empty(1, 1, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(4))
+    width, width_v = dims
+    query, dq = (torch.empty(1, GROUP, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(2))
+    grad, out = (torch.empty(1, GROUP, LENGTH, width_v, dtype=DTYPES[dtype]) for _ in range(2))
+    key, dk = (torch.empty(1, 1, LENGTH, width, dtype=DTYPES[dtype]) for _ in range(2))
+    value, dv = (torch.empty(1, 1, LENGTH, width_v, dtype=DTYPES[dtype]) for _ in range(2))
     lse, delta = torch.empty(2, 1, GROUP, LENGTH)
     end = torch.full((1, LENGTH), LENGTH)
     has_window = table.endswith("+window")
@@ -108,8 +114,9 @@ def launches(table: str, dtype: str, width: int) -> dict[str, Any]:
     inputs = Inputs(query, key, value, build_schedule(end, start), scale=1.0, sinks=sinks)
     incoming = Incoming(grad, lse, delta)
     if table.startswith("hopper"):
-        from treepack.attention.hopper import launch as hopper
+        from treepack.attention.hopper import launch, wide_launch
 
+        hopper: Any = wide_launch if dims in wide_launch.SHAPES else launch
         return {
             "forward": hopper.forward_launch(inputs, out, lse),
             "query": hopper.query_launch(inputs, incoming, dq),
