@@ -22,6 +22,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pyarrow as pa
+import support_table
 
 import treepack
 from treepack.analysis import model_cost as shapes
@@ -39,7 +40,7 @@ from treepack.trie.build import build_trie
 
 OPTIONS = {"method": "auto", "semantics": "branch", "normalize": "token", "too_long": "error"}
 DOCS = Path(__file__).parent
-PAGES = ("forecast.md", "format.md", "formats.md", "inputs.md", "objectives.md")
+PAGES = ("forecast.md", "format.md", "formats.md", "inputs.md", "models.md", "objectives.md")
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -108,6 +109,8 @@ def filled_page(name: str) -> str:
         "models": _models,
         "formats": _formats,
         "kept": _kept,
+        "accepted-models": support_table.accepted,
+        "refused-models": support_table.refused,
     }
     page = (DOCS / name).read_text()
     return BLOCK.sub(lambda found: found[1] + blocks[found[2]]() + found[3], page)

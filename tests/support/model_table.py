@@ -15,6 +15,9 @@ from typing import Any
 from treepack.attention.interface import AttentionKind
 from treepack.attention.reach import Reach
 
+# Windows and chunks of the tiny configurations, in tokens: shorter than the paths of the test.
+SIZE = 4
+
 
 @dataclass(frozen=True)
 class Family:
@@ -22,7 +25,7 @@ class Family:
 
     Attributes:
         name: what people call it.
-        example: a checkpoint on the hub.
+        example: a checkpoint on the hub; "" for refused families.
         kind: its model_type in transformers; for a vision-language checkpoint, that of the text half.
         attention: the kinds of attention of the example's layers.
         options: of the tiny configuration, on top of the small defaults of `tiny_families.family_config`.
@@ -44,13 +47,11 @@ def full(width: int, value: int | None = None, **options: Any) -> AttentionKind:
     return AttentionKind((width, width if value is None else value), **options)
 
 
-def window(size: int, width: int, value: int | None = None, **options: Any) -> AttentionKind:
-    """Layers with a window of `size` tokens."""
-    return full(width, value, reach=Reach("window", size), **options)
+def window(width: int, value: int | None = None, **options: Any) -> AttentionKind:
+    """Layers with a window; its size makes no difference to the kernels, so it is that of the tiny configurations."""
+    return full(width, value, reach=Reach("window", SIZE), **options)
 
 
-# Windows and chunks of the tiny configurations, in tokens: shorter than the paths of the test.
-SIZE = 4
 _WINDOW = {"sliding_window": SIZE}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}
 _CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": SIZE}
@@ -69,45 +70,43 @@ ACCEPTED = (
         "Llama 4",
         "meta-llama/Llama-4-Scout-17B-16E",
         "llama4_text",
-        (full(128), full(128, reach=Reach("chunk", 8192))),
+        (full(128), full(128, reach=Reach("chunk", SIZE))),
         _CHUNKS,
     ),
-    Family("Mistral 7B v0.1", "mistralai/Mistral-7B-v0.1", "mistral", (window(4096, 128),), _WINDOW),
+    Family("Mistral 7B v0.1", "mistralai/Mistral-7B-v0.1", "mistral", (window(128),), _WINDOW),
     Family("Mistral", "mistralai/Mistral-7B-v0.3", "mistral", (full(128),), {"sliding_window": None}),
-    Family("Ministral 8B", "mistralai/Ministral-8B-Instruct-2410", "ministral", (window(32768, 128),), _WINDOW),
+    Family("Ministral 8B", "mistralai/Ministral-8B-Instruct-2410", "ministral", (window(128),), _WINDOW),
     Family("Ministral 3", "mistralai/Ministral-3-8B-Base-2512", "ministral3", (full(128),)),
     Family("Mixtral", "mistralai/Mixtral-8x7B-v0.1", "mixtral", (full(128),)),
     Family("Phi 2", "microsoft/phi-2", "phi", (full(80),)),
-    Family("Phi 3 mini", "microsoft/Phi-3-mini-4k-instruct", "phi3", (window(2047, 96),), _WINDOW),
+    Family("Phi 3 mini", "microsoft/Phi-3-mini-4k-instruct", "phi3", (window(96),), _WINDOW),
     Family("Phi 4", "microsoft/phi-4", "phi3", (full(128),), {"sliding_window": None}),
-    Family("Phi 3.5 MoE", "microsoft/Phi-3.5-MoE-instruct", "phimoe", (window(131072, 128),), _WINDOW),
+    Family("Phi 3.5 MoE", "microsoft/Phi-3.5-MoE-instruct", "phimoe", (window(128),), _WINDOW),
     Family("Gemma", "google/gemma-7b", "gemma", (full(256),)),
-    Family(
-        "Gemma 2", "google/gemma-2-9b", "gemma2", (full(256, softcap=50.0), window(4096, 256, softcap=50.0)), _MIXED
-    ),
-    Family("Gemma 3", "google/gemma-3-4b-pt", "gemma3_text", (full(256), window(1024, 256)), _MIXED),
-    Family("Gemma 3n", "google/gemma-3n-E4B", "gemma3n_text", (full(256), window(512, 256)), _MIXED),
-    Family("Gemma 4", "google/gemma-4-E4B", "gemma4_text", (full(512), window(512, 256)), _MIXED),
+    Family("Gemma 2", "google/gemma-2-9b", "gemma2", (full(256, softcap=50.0), window(256, softcap=50.0)), _MIXED),
+    Family("Gemma 3", "google/gemma-3-4b-pt", "gemma3_text", (full(256), window(256)), _MIXED),
+    Family("Gemma 3n", "google/gemma-3n-E4B", "gemma3n_text", (full(256), window(256)), _MIXED),
+    Family("Gemma 4", "google/gemma-4-e2b-it", "gemma4_text", (full(512), window(256)), _MIXED),
     Family("OLMo 2", "allenai/OLMo-2-1124-7B", "olmo2", (full(128),)),
-    Family("OLMo 3", "allenai/Olmo-3-1025-7B", "olmo3", (full(128), window(4096, 128)), _MIXED),
+    Family("OLMo 3", "allenai/Olmo-3-7B-Instruct", "olmo3", (full(128), window(128)), _MIXED),
     Family("OLMoE", "allenai/OLMoE-1B-7B-0924", "olmoe", (full(128),)),
     Family("FlexOlmo", "allenai/FlexOlmo-7x7B-1T", "flex_olmo", (full(128),)),
     Family("Command R", "CohereLabs/c4ai-command-r-v01", "cohere", (full(128),), {"logit_scale": 0.06}),
-    Family("Command R7B", "CohereLabs/c4ai-command-r7b-12-2024", "cohere2", (full(128), window(4096, 128)), _MIXED),
-    Family("EXAONE 4", "LGAI-EXAONE/EXAONE-4.0-32B", "exaone4", (full(128), window(4096, 128)), _MIXED),
-    Family("K-EXAONE", "LGAI-EXAONE/K-EXAONE-236B-A23B", "exaone_moe", (full(128), window(128, 128)), _MIXED),
+    Family("Command R7B", "CohereLabs/c4ai-command-r7b-12-2024", "cohere2", (full(128), window(128)), _MIXED),
+    Family("EXAONE 4", "LGAI-EXAONE/EXAONE-4.0-32B", "exaone4", (full(128), window(128)), _MIXED),
+    Family("K-EXAONE", "LGAI-EXAONE/K-EXAONE-236B-A23B", "exaone_moe", (full(128), window(128)), _MIXED),
     Family(
         "gpt-oss",
         "openai/gpt-oss-20b",
         "gpt_oss",
-        (full(64, has_sinks=True), window(128, 64, has_sinks=True)),
+        (full(64, has_sinks=True), window(64, has_sinks=True)),
         _MIXED,
     ),
     Family(
         "MiMo-V2-Flash",
         "XiaomiMiMo/MiMo-V2-Flash",
         "mimo_v2_flash",
-        (full(192, 128), window(128, 192, 128, has_sinks=True)),
+        (full(192, 128), window(192, 128, has_sinks=True)),
         _MIXED,
     ),
     Family("GLM-4", "zai-org/GLM-4-9B-0414", "glm4", (full(128),)),
@@ -116,7 +115,7 @@ ACCEPTED = (
     Family("DeepSeek-V2", "deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2", (full(192, 128),)),
     Family("DeepSeek-V3, R1, Kimi K2", "deepseek-ai/DeepSeek-V3", "deepseek_v3", (full(192, 128),)),
     Family(
-        "DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2", "deepseek_v32", (full(192, 128),), note="paths of up to 2,048"
+        "DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp", "deepseek_v32", (full(192, 128),), note="paths of up to 2,048"
     ),
     Family("GLM-5", "zai-org/GLM-5", "glm_moe_dsa", (full(256),), note="paths of up to 2,048"),
     Family("MiniMax-M2", "MiniMaxAI/MiniMax-M2", "minimax_m2", (full(128),)),
@@ -128,9 +127,9 @@ ACCEPTED = (
     Family("Hunyuan MoE", "tencent/Hunyuan-A13B-Instruct", "hunyuan_v1_moe", (full(128),)),
     Family("Apertus", "swiss-ai/Apertus-8B-2509", "apertus", (full(128),)),
     Family("Arcee", "arcee-ai/AFM-4.5B", "arcee", (full(128),)),
-    Family("Trinity", "arcee-ai/Trinity-Mini", "afmoe", (full(128), window(2048, 128)), _MIXED),
+    Family("Trinity", "arcee-ai/Trinity-Mini", "afmoe", (full(128), window(128)), _MIXED),
     Family("InternLM 3", "internlm/internlm3-8b-instruct", "internlm3", (full(128),)),
-    Family("StarCoder 2", "bigcode/starcoder2-7b", "starcoder2", (window(4096, 128),), _WINDOW),
+    Family("StarCoder 2", "bigcode/starcoder2-7b", "starcoder2", (window(128),), _WINDOW),
     Family("Granite 3", "ibm-granite/granite-3.3-8b-base", "granite", (full(128),), {"logits_scaling": 8.0}),
     Family(
         "Granite 3 MoE", "ibm-granite/granite-3.1-3b-a800m-base", "granitemoe", (full(64),), {"logits_scaling": 8.0}
@@ -143,25 +142,25 @@ ACCEPTED = (
 )
 
 REFUSED = (
-    Family("Qwen 3.5, 3.6", "Qwen/Qwen3.5-4B", "qwen3_5_text", refusal=_STATE),
-    Family("Qwen 3.5, 3.6 MoE", "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", refusal=_STATE),
-    Family("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", refusal=_STATE),
-    Family("Kimi-Linear", "moonshotai/Kimi-Linear-48B-A3B-Instruct", "kimi_linear", refusal=_STATE),
-    Family("MiniMax-M1", "MiniMaxAI/MiniMax-M1-80k", "minimax", refusal=_STATE),
-    Family("Nemotron-H, Nemotron 3", "nvidia/Nemotron-H-8B-Base-8K", "nemotron_h", refusal=_STATE),
-    Family("Granite 4", "ibm-granite/granite-4.0-h-small", "granitemoehybrid", refusal=_STATE),
-    Family("Bamba", "ibm-ai-platform/Bamba-9B", "bamba", refusal=_STATE),
-    Family("Jamba", "ai21labs/Jamba-v0.1", "jamba", refusal=_STATE),
-    Family("Mamba 2", "mistralai/Mamba-Codestral-7B-v0.1", "mamba2", refusal=_STATE),
-    Family("OLMo Hybrid", "allenai/Olmo-Hybrid-7B", "olmo_hybrid", refusal=_STATE),
-    Family("Ling 2.5", "inclusionAI/Ling-2.5-1T", "bailing_hybrid", refusal=_STATE),
-    Family("Falcon-H1", "tiiuae/Falcon-H1-7B-Base", "falcon_h1", refusal=_MIXES),
+    Family("Qwen 3.5, 3.6", "", "qwen3_5_text", refusal=_STATE),
+    Family("Qwen 3.5, 3.6 MoE", "", "qwen3_5_moe_text", refusal=_STATE),
+    Family("Qwen3-Next", "", "qwen3_next", refusal=_STATE),
+    Family("Kimi-Linear", "", "kimi_linear", refusal=_STATE),
+    Family("MiniMax-M1", "", "minimax", refusal=_STATE),
+    Family("Nemotron-H, Nemotron 3", "", "nemotron_h", refusal=_STATE),
+    Family("Granite 4", "", "granitemoehybrid", refusal=_STATE),
+    Family("Bamba", "", "bamba", refusal=_STATE),
+    Family("Jamba", "", "jamba", refusal=_STATE),
+    Family("Mamba 2", "", "mamba2", refusal=_STATE),
+    Family("OLMo Hybrid", "", "olmo_hybrid", refusal=_STATE),
+    Family("Ling 2.5", "", "bailing_hybrid", refusal=_STATE),
+    Family("Falcon-H1", "", "falcon_h1", refusal=_MIXES),
     Family(
         "LFM2", "LiquidAI/LFM2-1.2B", "lfm2", options={"layer_types": ["conv", "full_attention"]}, refusal="is a conv"
     ),
-    Family("DeepSeek-V4", "deepseek-ai/DeepSeek-V4", "deepseek_v4", refusal="compresses runs of tokens to keys"),
-    Family("Nemotron 4", "nvidia/Minitron-8B-Base", "nemotron", refusal=_KWARGS),
-    Family("StableLM", "stabilityai/stablelm-2-12b", "stablelm", refusal=_KWARGS),
-    Family("BLOOM", "bigscience/bloom-7b1", "bloom", refusal="does not use transformers' attention interface"),
-    Family("MPT", "mosaicml/mpt-7b", "mpt", refusal="fails on a packed row"),
+    Family("DeepSeek-V4", "", "deepseek_v4", refusal="compresses runs of tokens to keys"),
+    Family("Nemotron 4", "", "nemotron", refusal=_KWARGS),
+    Family("StableLM", "", "stablelm", refusal=_KWARGS),
+    Family("BLOOM", "", "bloom", refusal="does not use transformers' attention interface"),
+    Family("MPT", "", "mpt", refusal="fails on a packed row"),
 )

@@ -53,7 +53,7 @@ _GEMMA3N = {
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2, "num_layers": 1},
+    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2, "num_layers": 1, "qk_head_dim": 12},
     "gpt_neo": {"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},

@@ -1,7 +1,7 @@
 """Checks of a model that treepack did not load, at its first batch; the losses of `collation` call them.
 
     weights whole      the probe of `load_model`, before the batch
-    both               the batch runs once without gradients: every layer calls tree attention once, and the logits are
+    both               the batch runs once without gradients: every layer calls tree attention, and the logits are
                        the output layer of the hidden states, with a scale and a soft cap that are measured
 
 FSDP and ZeRO-3 gather weights only inside a forward pass that all ranks run together, so sharded weights get no probe,

@@ -1,0 +1,97 @@
+"""The table of supported models in docs/models.md, from the table that the tests prove.
+
+    support.model_table --dispatch, as on an H100 in bf16--> family, example, head dimensions, twists, kernels
+
+The kernels are those that `dispatch` and `autograd` choose. No GPU is needed: tensors are fake, and the two questions
+that only a GPU can answer (is it a Hopper, how much shared memory has it) get the answers of an H100.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from treepack.attention import autograd, dispatch
+from treepack.attention.interface import AttentionKind
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.model_table import ACCEPTED, REFUSED, Family
+
+_H100_SHARED_MEMORY = 227  # KiB that one program may have
+_LABELS = {"hopper": "Hopper", "portable": "Triton"}
+
+
+def accepted() -> str:
+    """Return the table of accepted families in Markdown."""
+    lines = [
+        "| family | example | type | head dimensions | attention | kernels | note |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for family in ACCEPTED:
+        kinds = family.attention
+        cells = (family.name, f"`{family.example}`", f"`{family.kind}`", _unique(map(_dims, kinds)))
+        lines.append(f"| {' | '.join(cells)} | {_twists(kinds)} | {_kernels(kinds)} | {family.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def refused() -> str:
+    """Return the table of refused families in Markdown."""
+    lines = ["| family | type | reason |", "|---|---|---|"]
+    lines += [f"| {each.name} | `{each.kind}` | {_reason(each)} |" for each in REFUSED]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(family: Family) -> str:
+    subject = "a layer " if family.refusal.split()[0] in ("carries", "combines", "compresses", "is") else "its code "
+    return subject + family.refusal.removeprefix("its code ")
+
+
+def _unique(names: object) -> str:
+    return ", ".join(dict.fromkeys(names))  # type: ignore[call-overload]
+
+
+def _dims(kind: AttentionKind) -> str:
+    # (192, 128) -> "192/128", (64, 64) -> "64"
+    return "/".join(map(str, dict.fromkeys(kind.head_dims)))
+
+
+def _twists(kinds: tuple[AttentionKind, ...]) -> str:
+    """Return the names of what the layers add to plain attention."""
+    names = []
+    for kind in kinds:
+        names.append("full" if kind.reach is None else kind.reach.kind)
+        names += ["sinks"] * kind.has_sinks + ["score cap"] * (kind.softcap is not None)
+    # Full and window layers first, what both have last.
+    return _unique(sorted(names, key=("sinks", "score cap").__contains__))
+
+
+def _kernels(kinds: tuple[AttentionKind, ...]) -> str:
+    """Return the kernels of an H100 in bf16, one word if all layers have the same."""
+    of_kinds = [(kind, kernel_of(kind)) for kind in kinds]
+    if len({kernel for _, kernel in of_kinds}) == 1:
+        return of_kinds[0][1]
+    return ", ".join(f"{kernel} ({'full' if kind.reach is None else kind.reach.kind})" for kind, kernel in of_kinds)
+
+
+def kernel_of(kind: AttentionKind) -> str:
+    """Return the implementation that runs such a layer on an H100 in bf16: Hopper, Triton or another name."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    with (
+        patch.object(autograd, "has_hopper", lambda _: True),
+        patch.object(dispatch, "_shared_memory", lambda _: _H100_SHARED_MEMORY),
+        FakeTensorMode(),
+    ):
+        impl = next(
+            impl
+            for impl in dispatch.AUTO["cuda"]
+            if impl != "flash" and dispatch.obstacle(impl, device, dtype, kind.head_dims, plain=kind.is_plain) is None
+        )
+        if impl != "triton":
+            return impl
+        query, value = (torch.empty(1, 1, 1, size, device=device, dtype=dtype) for size in kind.head_dims)
+        return _LABELS[autograd.backend(query, value, capped=kind.softcap is not None)]
