@@ -6,7 +6,8 @@ With p[l, t, i] the softmax of the router's logits of layer l, and chosen[l, t, 
     P[i] = sum over l and t of scale[t] * p[l, t, i] / R            loss = experts * sum of f[i] * P[i]
 
 This is `load_balancing_loss_func` of transformers for one batch with all trajectories of the step, without padding: a
-token that `scale[t]` trajectories share counts `scale[t]` times. The sums run over all rows and ranks.
+token that `scale[t]` trajectories share counts `scale[t]` times. The sums run over all rows and ranks. One difference:
+transformers counts the k largest p as chosen, which are other experts if a bias takes part in the router's choice.
 
 f has no gradient, and the gradient of P[i] is f[i] times that of p. So f of the whole step must be known before the
 first backward pass: a forward pass without gradients counts first, and costs about a quarter of a step.
