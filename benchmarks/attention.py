@@ -1,13 +1,14 @@
 """Tree attention on one GPU, every implementation in one run: milliseconds, TFLOP/s, memory, and what a schedule costs.
 
     python benchmarks/attention.py [--impls triton,flex,...] [--workloads star-4k,...] [--packed DIR ...]
-        [--heads 32/8] [--head-dim 128] [--dtype bfloat16] [--layout bhtd|bthd] [--max-autotune] [--json FILE]
+        [--shapes qwen3,mla,...] [--dtype bfloat16] [--layout bhtd|bthd] [--max-autotune] [--json FILE]
     python benchmarks/attention.py --dry-run       tiny rows on the CPU: does everything run?
 
 Prints one Markdown row per workload and implementation, then geometric means. The implementations of a workload take
 turns, and a figure is the median of `--repeats` turns. CUDA events time forward and backward in the same turn, and the
 launches are queued after a pause, so no time of the CPU is counted. TFLOP/s count only the tree's own score pairs:
-4 * pairs * D * H in the forward and 2.5 times that in the backward, no matter how many an implementation computes.
+2 * pairs * (D + D_v) * H in the forward and 2 * pairs * (3 D + 2 D_v) * H in the backward, no matter how many an
+implementation computes. A shape is the heads of a model, from `SHAPES`.
 `of matmul` is the ratio to the rate of an 8192 x 8192 x 8192 matrix product of random bfloat16 on the same GPU.
 `memory` is the peak beyond q, k, v, o, their gradients and the log-sum-exp, in percent of these, including the
 schedule. `differs` is the largest RMS ratio of output and gradients against the first implementation that ran the tree.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 import platform
@@ -39,8 +41,18 @@ from treepack.attention.schedule import build_schedule
 DEFAULT = ("flex", "triton", "flash", "flat-fa2", "flat-fa4")
 BASELINES = ("flex", "flex-autotune", "flash", "flat-fa2", "flat-fa4")
 PAUSE = 4_000_000  # cycles, about 2 ms: longer than the CPU needs to launch a forward and a backward
+# Query heads, key heads and head dimensions of models.
+SHAPES = {
+    "qwen3": Heads(32, 8, 128, 128),
+    "gpt-oss": Heads(64, 8, 64, 64),
+    "qwen3.5": Heads(16, 2, 256, 256),  # its full layers
+    "mla": Heads(32, 32, 192, 128),  # DeepSeek and Kimi, with fewer heads
+    "phi-3": Heads(32, 32, 96, 96),
+    "phi-2": Heads(32, 32, 80, 80),
+    "gpt2-medium": Heads(16, 16, 64, 64),
+}
 HEADER = (
-    "| workload | tokens tree / flat | implementation | forward | backward | both, ms | spread "
+    "| shape | workload | tokens tree / flat | implementation | forward | backward | both, ms | spread "
     "| TFLOP/s fwd | bwd | both | of matmul | over flex | over flex-autotune | memory % | differs |"
 )
 
@@ -177,8 +189,9 @@ def warm_up(case: Case, names: list[str]) -> tuple[list[Candidate], list[dict[st
     return ready, records
 
 
-def measure(workload: Workload, heads: Heads, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(workload: Workload, shape: str, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one record per implementation, with times and rates."""
+    heads = SHAPES[shape]
     torch._dynamo.reset()
     gc.collect()
     device = torch.device("cpu" if options.dry_run else "cuda")
@@ -195,15 +208,26 @@ def measure(workload: Workload, heads: Heads, names: list[str], options: argpars
             ready = [other for other in ready if other is not candidate]
             next(r for r in records if r["implementation"] == candidate.name)["error"] = first_line(error)
     times = measure_times(ready, device, options.repeats)
-    work = 4 * workload.pairs * heads.size * heads.query / 1e9  # GFLOP are TFLOP/s over milliseconds
+    unit = 2 * workload.pairs * heads.query / 1e9  # GFLOP are TFLOP/s over milliseconds
+    work = {
+        "forward": unit * (heads.size + heads.size_v),
+        "backward": unit * (3 * heads.size + 2 * heads.size_v),
+        "both": unit * (4 * heads.size + 3 * heads.size_v),
+    }
     for record in records:
-        record |= {"workload": workload.name, "tokens": workload.tokens, "tokens_flat": workload.tokens_flat}
+        record |= {
+            "shape": shape,
+            "heads": heads.text,
+            "workload": workload.name,
+            "tokens": workload.tokens,
+            "tokens_flat": workload.tokens_flat,
+        }
         record["pairs"] = workload.pairs
         medians = times.get(record["implementation"])
         if medians:
             record |= medians
-            for name, factor in (("forward", 1.0), ("backward", 2.5), ("both", 3.5)):
-                record[f"{name}_tflops"] = factor * work / medians[f"{name}_ms"]
+            for name, operations in work.items():
+                record[f"{name}_tflops"] = operations / medians[f"{name}_ms"]
     for record in records:
         for other in BASELINES:
             if "both_ms" in record and "both_ms" in times.get(other, {}):
@@ -213,7 +237,7 @@ def measure(workload: Workload, heads: Heads, names: list[str], options: argpars
 
 def table_row(record: dict[str, Any], matmul: float) -> str:
     """Return one row of the table."""
-    workload = f"{record['workload']} | {record['tokens']:,} / {record['tokens_flat']:,}"
+    workload = f"{record['shape']} | {record['workload']} | {record['tokens']:,} / {record['tokens_flat']:,}"
     name = record["implementation"] + (f" ({record['note']})" if record.get("note") else "")
     if "both_ms" not in record:
         return f"| {workload} | {name} | {record.get('error', 'did not run')} |"
@@ -317,8 +341,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workloads", help=f"some of {', '.join(WORKLOADS)}, or none; default all")
     parser.add_argument("--packed", type=Path, action="append", default=[], help="a packed directory; repeatable")
     parser.add_argument("--rows", type=int, default=3, help="rows of each packed directory")
-    parser.add_argument("--heads", default="32/8", help="query/key heads")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--shapes", default="qwen3", help=f"some of {', '.join(SHAPES)}")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--layout", default="bhtd", choices=("bhtd", "bthd"), help="order in memory")
     parser.add_argument("--repeats", type=int, default=11)
@@ -340,16 +363,14 @@ def main() -> None:
     workloads = tiny_workloads() if options.dry_run else [make_workload(name) for name in chosen]
     for directory in options.packed:
         workloads += packed_workloads(directory, options.rows)
-    query, key = map(int, options.heads.split("/"))
-    heads = Heads(query, key, options.head_dim)
+    shapes = options.shapes.split(",")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
     matmul = matmul_rate(device)
     about: dict[str, Any] = {
         "device": platform.processor() if options.dry_run else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),
-        "heads": options.heads,
-        "head_dim": options.head_dim,
+        "shapes": options.shapes,
         "dtype": options.dtype,
         "layout": options.layout,
         "matmul_tflops": matmul,
@@ -357,8 +378,8 @@ def main() -> None:
     print(" ".join(f"{name}={value}" for name, value in about.items()))
     print(f"{HEADER}\n{'|---' * (HEADER.count('|') - 1)}|", flush=True)
     records: list[dict[str, Any]] = []
-    for workload in workloads:
-        for record in measure(workload, heads, names, options):
+    for shape, workload in itertools.product(shapes, workloads):
+        for record in measure(workload, shape, names, options):
             print(table_row(record, matmul), flush=True)
             records.append(record)
     print_summary(records)

@@ -2,7 +2,7 @@
 
     python benchmarks/attention_table.py RUN.json ... > table.md
 
-Prints for every run a sentence (hardware, versions, shapes) and a Markdown table. The table has one row per workload
+Prints for every run a sentence (hardware, versions) and a Markdown table. The table has one row per shape and workload
 and one column per implementation, with milliseconds of forward and backward together and, in brackets, TFLOP/s on the
 tree's own score pairs. Further columns give, for `triton`, the fraction of the measured matrix product rate and the
 speedup over each other implementation of the tree, with geometric means in the last row. An implementation that did not
@@ -26,21 +26,19 @@ Record = dict[str, Any]
 
 
 def about(run: dict[str, Any]) -> str:
-    """Return hardware, versions and shapes of a run, in lines of at most 120 characters."""
-    query, key = run["heads"].split("/")
+    """Return hardware and versions of a run, in lines of at most 120 characters."""
     order = {"bhtd": "heads before tokens", "bthd": "tokens before heads"}[run["layout"]]
     return textwrap.fill(
-        f"{run['device']}, torch {run['torch']}: {query} query and {key} key heads of "
-        f"dimension {run['head_dim']}, {run['dtype']}, {order} in memory; matrix product "
+        f"{run['device']}, torch {run['torch']}: {run['dtype']}, {order} in memory; matrix product "
         f"{run['matmul_tflops']:.0f} TFLOP/s.",
         width=120,
     )
 
 
 def cells_of(records: dict[str, Record], names: list[str], baselines: list[str], matmul: float) -> list[str]:
-    """Return the row of one workload, from its records by implementation."""
+    """Return the row of one shape and workload, from its records by implementation."""
     first = next(iter(records.values()))
-    cells = [first["workload"], f"{first['tokens']:,} / {first['tokens_flat']:,}"]
+    cells = [f"{first['shape']} {first['heads']}", first["workload"], f"{first['tokens']:,} / {first['tokens_flat']:,}"]
     for name in names:
         record = records.get(name, {})
         cells.append(f"{record['both_ms']:.1f} ({record['both_tflops']:.0f})" if "both_ms" in record else "-")
@@ -53,12 +51,12 @@ def cells_of(records: dict[str, Record], names: list[str], baselines: list[str],
 
 def table(run: dict[str, Any]) -> list[str]:
     """Return the lines of one run."""
-    workloads: dict[str, dict[str, Record]] = {}
+    workloads: dict[tuple[str, str], dict[str, Record]] = {}
     for record in run["rows"]:
-        workloads.setdefault(record["workload"], {})[record["implementation"]] = record
+        workloads.setdefault((record["shape"], record["workload"]), {})[record["implementation"]] = record
     names = list(dict.fromkeys(record["implementation"] for record in run["rows"]))
     baselines = [name for name in TREE if name in names]
-    header = ["workload", "tokens tree / flat", *(LABELS.get(name, name) for name in names)]
+    header = ["shape", "workload", "tokens tree / flat", *(LABELS.get(name, name) for name in names)]
     header += [f"{SUBJECT} of matmul", *(f"over {name}" for name in baselines)]
     lines = [about(run), "", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for records in workloads.values():
@@ -68,8 +66,10 @@ def table(run: dict[str, Any]) -> list[str]:
         subjects = [records.get(SUBJECT, {}) for records in workloads.values()]
         ratios = [subject[f"over_{name}"] for subject in subjects if f"over_{name}" in subject]
         means.append(f"{geometric_mean(ratios):.2f}" if ratios else "-")
-    lines.append(f"| {' | '.join(['geometric mean', *[''] * (len(names) + 2), *means])} |")
-    failed = [f"- {r['implementation']} on {r['workload']}: {r['error']}" for r in run["rows"] if "error" in r]
+    lines.append(f"| {' | '.join(['geometric mean', *[''] * (len(names) + 3), *means])} |")
+    failed = [
+        f"- {r['implementation']} on {r['shape']}, {r['workload']}: {r['error']}" for r in run["rows"] if "error" in r
+    ]
     return lines + (["", *failed] if failed else [])
 
 

@@ -53,11 +53,18 @@ from treepack.attention.flex import flex_attention as tree_flex
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, key heads and the size of a head."""
+    """Query heads, key heads, and the head dimensions of q and k and of v."""
 
     query: int
     key: int
     size: int
+    size_v: int
+
+    @property
+    def text(self) -> str:
+        """The heads as text: 32/8 of 128, or 32/32 of 192/128."""
+        size = f"{self.size}" if self.size == self.size_v else f"{self.size}/{self.size_v}"
+        return f"{self.query}/{self.key} of {size}"
 
 
 @dataclass(frozen=True)
@@ -99,13 +106,13 @@ class Case:
         self.sinks = torch.linspace(-1, 1, heads.query, device=device) if has_sinks else None
         generator = torch.Generator(device).manual_seed(workload.tokens)
 
-        def draw(count: int) -> Tensor:
-            sizes = (1, workload.tokens, count, heads.size) if tokens_first else (1, count, workload.tokens, heads.size)
+        def draw(count: int, size: int) -> Tensor:
+            sizes = (1, workload.tokens, count, size) if tokens_first else (1, count, workload.tokens, size)
             made = torch.randn(sizes, generator=generator, device=device, dtype=dtype)
             return made.transpose(1, 2) if tokens_first else made
 
-        self.inputs = (draw(heads.query), draw(heads.key), draw(heads.key))
-        self.weight = draw(heads.query)
+        self.inputs = (draw(heads.query, heads.size), draw(heads.key, heads.size), draw(heads.key, heads.size_v))
+        self.weight = draw(heads.query, heads.size_v)
 
     def padded(self, total: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
         """Return the inputs as leaves, and the weight, padded with zero tokens to `total`."""
@@ -119,8 +126,10 @@ class Case:
         # paths 5 3 4 -> cu_seqlens 0 5 8 12
         offsets = pad(paths.cumsum(0), (1, 0)).to(self.device, torch.int32)
         made = []
-        for count in (self.heads.query, self.heads.key, self.heads.key, self.heads.query):
-            sizes = (self.workload.tokens_flat, count, self.heads.size)
+        heads = self.heads
+        each = ((heads.query, heads.size), (heads.key, heads.size), (heads.key, heads.size_v))
+        for count, size in (*each, (heads.query, heads.size_v)):
+            sizes = (self.workload.tokens_flat, count, size)
             made.append(torch.randn(sizes, device=self.device, dtype=self.dtype))
         return leaves(*made[:3]), made[3], offsets, int(paths.max())
 
@@ -164,7 +173,7 @@ def prepare_triton(case: Case) -> Candidate:
         options: dict[str, Any] = {"schedule": schedule, "start": case.start, "sinks": sinks}
         return tree_attention(*inputs, case.end, impl="triton", **options)
 
-    return Candidate("triton", kernel.backend(inputs[0]), forward, inputs, case.weight, num_bytes(schedule))
+    return Candidate("triton", kernel.backend(inputs[0], inputs[2]), forward, inputs, case.weight, num_bytes(schedule))
 
 
 @contextmanager
@@ -189,7 +198,7 @@ def prepare_portable(case: Case) -> Candidate:
 
 def prepare_auto(case: Case) -> Candidate:
     """Prepare the default of the trainer."""
-    inputs, size = leaves(*case.inputs), (case.heads.size, case.heads.size)
+    inputs, size = leaves(*case.inputs), (case.heads.size, case.heads.size_v)
     chosen = resolve("auto", case.device, case.dtype, size)
     schedule = prepare(case.end, chosen, varlen=takes_chains(case.device, case.dtype, size))
 

@@ -32,7 +32,7 @@ def parse_heads(text: str) -> Heads:
     """Return the heads of a text like 32/8x128: query heads, key heads, head dimension."""
     heads, size = text.split("x")
     query, key = heads.split("/")
-    return Heads(int(query), int(key), int(size))
+    return Heads(int(query), int(key), int(size), int(size))
 
 
 def parse_reach(layer: str) -> Reach | None:
