@@ -11,6 +11,7 @@ import pytest
 
 from support.ahead_of_time import Report, read
 from support.paths import ROOT
+from treepack.attention.dispatch import WIDE_SHARED
 
 triton = pytest.importorskip("triton")
 
@@ -83,3 +84,26 @@ def test_the_portable_kernels_fit_hopper() -> None:
     for report in compiled("HOPPER", "bf16", 90, 128):
         assert report.wgmma > 0, report
         assert report.shared <= 227 << 10, report
+
+
+@pytest.mark.slow
+def test_the_portable_kernels_with_windows_and_sinks_fit_small_gpus_and_hardly_spill() -> None:
+    for report in compiled("PORTABLE+window", "bf16", 80, 64, 128):
+        assert report.spills <= 32, report
+        assert report.shared <= 99 << 10, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "dtype", "capability", "kilobytes"),
+    [
+        ("HOPPER", "bf16", 90, 227),
+        ("PORTABLE", "bf16", 80, WIDE_SHARED[2]),
+        ("FLOAT32", "fp32", 90, WIDE_SHARED[4]),
+    ],
+)
+def test_heads_of_512_need_no_more_shared_memory_than_dispatch_asks_for(
+    table: str, dtype: str, capability: int, kilobytes: int
+) -> None:
+    for report in compiled(table, dtype, capability, 512):
+        assert report.shared <= kilobytes << 10, report

@@ -125,7 +125,7 @@ def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     from treepack.attention.portable import backward as portable_backward
     from treepack.attention.portable import forward as portable
 
-    configs = getattr(portable, table)[width]
+    configs = getattr(portable, table.partition("+")[0])[width]
     return {
         "forward": portable.forward_launch(inputs, out, lse, configs.forward),
         "query": portable_backward.query_launch(inputs, incoming, dq, configs.query),
