@@ -5,8 +5,13 @@
 The checkpoint is made up, in bfloat16, with one tensor per expert as on the hub. Every measurement is a new process (or
 new ranks) and counts from the moment when everything is imported; pages of open files count. Compared are
 
-    transformers    from_pretrained and save_pretrained, as every rank would do it alone
-    treepack        load_model or load_sharded, and the writing of the model
+    transformers    from_pretrained and save_pretrained in one process
+    gathered        load_sharded, then the whole model on the CPU of rank 0 and save_pretrained
+    treepack        load_model or load_sharded, and the model written tensor by tensor
+
+    read            until all weights are in memory
+    load            until the model is probed too: ranks on the CPU gather layers for it, which GPUs do in their memory
+    save            while the model is written, counted from its start
 
 Needs Linux, and no GPU.
 """
@@ -28,10 +33,12 @@ from safetensors.torch import save_file
 from torch import distributed
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from treepack.model.load import hide_progress_bars, load_model
+from treepack.model import load
+from treepack.model.load import hide_progress_bars
 from treepack.model.weight_writing import save_settings, saved_weights
+from treepack.train import sharding
 from treepack.train.options import TrainOptions
-from treepack.train.sharding import load_sharded, whole_state
+from treepack.train.sharding import whole_state
 
 _PROCESSES = multiprocessing.get_context("spawn")
 CPU = torch.device("cpu")
@@ -90,7 +97,7 @@ def _memory(field: str) -> int:
 
 
 def measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None:
-    """Load and save in this process, as one of `size` ranks; write the two peaks into `folder`."""
+    """Load and save in this process, as one of `size` ranks; write the three peaks into `folder`."""
     torch.set_num_threads(1)
     with hide_progress_bars():
         _measure(rank, size, folder, source, way)
@@ -103,20 +110,30 @@ def _measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
     # What is imported when a first model is loaded does not count.
     make_checkpoint(folder / f"tiny-{rank}", layers=1, experts=4, width=64)
-    load_model(folder / f"tiny-{rank}")
+    load.load_model(folder / f"tiny-{rank}")
     save: Callable[[], Any]
+    reading: list[int] = []
     if way == "transformers":
         model, loading = peak(lambda: AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
         save = functools.partial(model.save_pretrained, out)
     else:
-        load = functools.partial(load_sharded, source, TrainOptions(device="cpu"), CPU) if size > 1 else None
-        loaded, loading = peak(load or functools.partial(load_model, source))
+        before = _memory("VmRSS")
+        module: Any = sharding if size > 1 else load
+        probe = module.with_attention
+
+        def record_and_probe(*arguments: Any) -> Any:
+            reading.append(_memory("VmHWM") - before)
+            return probe(*arguments)
+
+        module.with_attention = record_and_probe  # called between the two parts of loading
+        begin = functools.partial(sharding.load_sharded, source, TrainOptions(device="cpu"), CPU) if size > 1 else None
+        loaded, loading = peak(begin or functools.partial(load.load_model, source))
         assert not any("whole model" in note for note in loaded.notes)
         save = functools.partial(_save, loaded, rank, out, gathered=way == "gathered")
     distributed.barrier() if size > 1 else None
     _, saving = peak(save)
     distributed.destroy_process_group() if size > 1 else None
-    (folder / f"{rank}.json").write_text(json.dumps([loading, saving]))
+    (folder / f"{rank}.json").write_text(json.dumps([*(reading or [loading]), loading, saving]))
 
 
 def _save(loaded: Any, rank: int, out: Path, *, gathered: bool) -> None:
@@ -134,8 +151,8 @@ def _save(loaded: Any, rank: int, out: Path, *, gathered: bool) -> None:
         weights.gather()
 
 
-def peaks(source: Path, *, size: int, way: str) -> list[tuple[int, int]]:
-    """Return the peaks of loading and saving in bytes, of every rank."""
+def peaks(source: Path, *, size: int, way: str) -> list[tuple[int, int, int]]:
+    """Return the peaks of reading, loading and saving in bytes, of every rank."""
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
         processes = [
             _PROCESSES.Process(target=measure, args=(rank, size, Path(folder), source, way)) for rank in range(size)
@@ -147,7 +164,7 @@ def peaks(source: Path, *, size: int, way: str) -> list[tuple[int, int]]:
             if process.exitcode:
                 raise SystemExit(f"a process of {way} ended with {process.exitcode}")
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
-        return [(loading, saving) for loading, saving in found]
+        return [(reading, loading, saving) for reading, loading, saving in found]
 
 
 def num_bytes(source: Path) -> tuple[int, int]:
@@ -169,14 +186,14 @@ def main() -> None:
         source = make_checkpoint(Path(folder) / "checkpoint", **sizes)
         whole, layer = num_bytes(source)
         print(f"float32 model {whole / 2**20:.0f} MiB, one layer {layer / 2**20:.0f} MiB; peaks in MiB")
-        print(f"{'processes':>9} {'way':<13} {'load':>7} {'save':>7}   of the rank with the highest peak")
+        print(f"{'processes':>9} {'way':<13} {'read':>7} {'load':>7} {'save':>7}   of the rank with the highest peak")
         for size, way in [
             (1, "transformers"),
             (1, "treepack"),
             *((options.ranks, w) for w in ("gathered", "treepack")),
         ]:
-            loading, saving = (max(values) / 2**20 for values in zip(*peaks(source, size=size, way=way), strict=True))
-            print(f"{size:>9} {way:<13} {loading:>7.0f} {saving:>7.0f}", flush=True)
+            highest = [max(values) / 2**20 for values in zip(*peaks(source, size=size, way=way), strict=True)]
+            print(f"{size:>9} {way:<13}", *(f"{each:>7.0f}" for each in highest), flush=True)
 
 
 if __name__ == "__main__":
