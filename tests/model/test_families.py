@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from transformers import AutoModelForCausalLM
 
 from support.oracle_model import Sample, alone, gradients, make_row, worst_error
-from support.tiny_families import KeepFloat64, family_config, tiny_family, transformers_types
+from support.tiny_families import NOT_COMPARED, KeepFloat64, family_config, tiny_family, transformers_types
 from treepack.attention import register
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
@@ -49,10 +48,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layer 0 is 'conv'"),
     ("mamba2", {}, "layer 0 is '(linear_attention|mamba)'"),
 ]
-# Before 5.11, transformers' own code of these types cannot be compared: it has no MiniCPM3, Nemotron takes no other
-# attention, OPT makes masks (and is refused), and the tiny Phi-MoE and DeepSeek-V3 do not run in float64.
-IS_OLD = Version(transformers.__version__) < Version("5.11")
-NOT_COMPARED = frozenset("minicpm3 nemotron opt phimoe deepseek_v3".split() if IS_OLD else [])
 EXACT = "opt phimoe ernie4_5_moe hunyuan_v1_moe granite mixtral gemma deepseek_v3 starcoder2 olmo2 gpt_oss".split()
 # Types that change their logits, or the hidden states before the output layer.
 MAPPED: dict[str, dict[str, Any]] = {
