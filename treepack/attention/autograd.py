@@ -198,11 +198,10 @@ class _Attention(torch.autograd.Function):
         options = _options(sinks, ctx.softcap)
         kernels = _kernels(ctx.kernels, (query.shape[-1], value.shape[-1]))[1]
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            gradients = kernels.backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale, **options)
-        dq, dk, dv, dsinks = (*gradients, None)[:4]
+            *gradients, dsinks = kernels.backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale, **options)
         if sinks is not None:
             dsinks = dsinks.to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None, None, None  # none for schedule, scale, softcap and kept
+        return *gradients, dsinks, None, None, None, None  # none for schedule, scale, softcap and kept
 
 
 def _options(sinks: Tensor | None, softcap: float | None) -> dict[str, Any]:
