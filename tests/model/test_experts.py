@@ -30,7 +30,7 @@ from treepack.model.load import load_model
 # Experts in every layer, so that none of them drops out of the comparison.
 SPARSE: dict[str, Any] = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"] * 2}
 FAMILIES = {"deepseek_v3": SPARSE, "glm4_moe": SPARSE} | {
-    kind: {} for kind in "qwen3_moe mixtral granitemoe olmoe aria_text gpt_oss".split()
+    kind: {} for kind in "qwen3_moe mixtral granitemoe olmoe gpt_oss".split()
 }
 
 

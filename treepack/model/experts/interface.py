@@ -25,13 +25,23 @@ _KERNEL_SIZE = 64  # the kernels read rows in blocks of this many elements, with
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def implementation_of(dtype: torch.dtype) -> str:
-    """Register `compute_experts` with transformers, and return the implementation for weights of `dtype`."""
+def implementation_of(dtype: torch.dtype) -> str | None:
+    """Register `compute_experts` with transformers, and return the implementation for weights of `dtype`.
+
+    It is None, the choice of transformers, if this version of transformers knows only its own.
+    """
+    from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    if dtype == torch.float64:
+        return "eager"  # in float64 gradients are verified, and the loop is code that is not treepack's
     ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
-    # In float64 gradients are verified, and the loop of transformers is code that is not treepack's.
-    return "eager" if dtype == torch.float64 else NAME
+    try:
+        # transformers 5.0 has a list of names and no way to add one. The method needs no model for this question.
+        PreTrainedModel.get_correct_experts_implementation(None, NAME)
+    except ValueError:
+        return None
+    return NAME
 
 
 # Custom kernels and a sort: a compiled layer breaks its graph here, and its other parts stay compiled.
@@ -74,7 +84,7 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 def _expert_outputs(module: Any, x: Tensor, routing: Routing) -> Tensor:
     """Return the output [S, D] of each pair's expert for its row of `x` [S, D], without the router's weight."""
-    # Older versions of transformers have no such attributes, and only gated experts without biases.
+    # Versions of transformers before 5.17 lack some of these attributes, and have only gated experts.
     transposed, has_bias = getattr(module, "is_transposed", False), getattr(module, "has_bias", False)
     has_gate = getattr(module, "has_gate", True)
     dtype = x.dtype
