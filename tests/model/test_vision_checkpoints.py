@@ -23,6 +23,7 @@ from support.tiny_vision import HUB_NAMES, IMAGE_TOKEN, read_weights, save_visio
 from treepack import TreepackError
 from treepack.model.adapter import LoraOptions
 from treepack.model.load import build_model, load_model, read_config
+from treepack.model.text_half import choose_config
 from treepack.model.verify_rows import verify_rows
 from treepack.model.whole_checkpoint import save_whole
 from treepack.train.loop import train
@@ -40,6 +41,7 @@ NAMES = [
     *[pytest.param(kind, "memory", marks=pytest.mark.slow) for kind in (*KINDS, *MORE)],
 ]
 VERIFIED = ["qwen2_5_vl", "gemma3"]
+SMALL_BLIP = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "image_size": 16}
 OPTIONS = TrainOptions(device="cpu", lr=1e-2, rows_per_step=2, steps=1, attention="reference")
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
@@ -235,3 +237,16 @@ def test_rows_with_images_are_refused(packed: Path, tmp_path: Path) -> None:
 def test_a_model_without_a_language_model_is_refused(tmp_path: Path) -> None:
     AutoConfig.for_model("siglip_vision_model").save_pretrained(tmp_path)
     assert "transformers has no causal language model of the type 'siglip_vision_model'" in refusal(tmp_path)
+
+
+def test_a_captioner_without_a_decoder_of_text_is_refused(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("blip", text_config=SMALL_BLIP, vision_config=SMALL_BLIP)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    assert refusal(tmp_path).startswith(f"{tmp_path}: blip has no text half with embeddings, a decoder and an output")
+
+
+def test_a_type_that_needs_its_towers_for_text_is_a_text_model(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gemma3n")
+    chosen, notes = choose_config(config, tmp_path)
+    assert chosen.model_type == "gemma3n_text"
+    assert notes == ("only the text half of gemma3n is built: a saved model has no vision tower",)

@@ -26,13 +26,15 @@ from torch import Tensor, nn
 from treepack.errors import TreepackError
 
 _MARK = "_treepack_text_half"
+# Types whose code needs its towers for text too. Their text half is a causal language model of transformers.
+_NEEDS_TOWERS = frozenset({"gemma3n"})
 
 
 def choose_config(config: Any, source: str | Path) -> tuple[Any, tuple[str, ...]]:
     """Return the configuration of the model that is built for `config`, which `source` contains, and notes.
 
-    It is that of the text half alone if `config` is of a type for which transformers has no text half, or if `source`
-    is a config file: a model with random weights has no rest to save.
+    It is that of the text half alone if the whole model cannot compute text without its towers, or if `source` is a
+    config file: a model with random weights has no rest to save.
 
     Raises:
         TreepackError: the weights are quantised, so that trained ones could not be put beside the rest.
@@ -42,7 +44,7 @@ def choose_config(config: Any, source: str | Path) -> tuple[Any, tuple[str, ...]
         return text, ()
     if any(getattr(each, "quantization_config", None) is not None for each in (config, text)):
         raise TreepackError(f"{source}: its weights are quantised; give the checkpoint in bf16 of the same model")
-    if not str(source).endswith(".json"):
+    if not str(source).endswith(".json") and config.model_type not in _NEEDS_TOWERS:
         return config, (
             f"only the text half of this {config.model_type} is loaded: images and videos are not computed, and a "
             "saved model has the rest of the checkpoint unchanged",
@@ -154,9 +156,11 @@ def _drop_towers(model: Any) -> None:
         TreepackError: there is no decoder or no output layer.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    if decoder is None or decoder is model or head is None:
+    parts = (decoder, head, model.get_input_embeddings())
+    if None in parts or decoder is model or model.config.is_encoder_decoder:
         raise TreepackError(
-            f"{type(model).__name__} has no text half with a decoder and an output layer; give a language model"
+            f"{model.config.name_or_path}: {model.config.model_type} has no text half with embeddings, a decoder and "
+            "an output layer; give a language model"
         )
     kept = {id(module) for part in (decoder, head) for module in part.modules()}
     dropped = [f"^{name}\\." for name in _drop(model, kept)]
