@@ -29,6 +29,7 @@ from treepack.model.experts.routing import Routing
 
 BLOCK_M = 128  # pairs per tile, and rows of a result of `outer`
 BLOCK_K = 64  # elements per step of a sum
+NUM_WARPS = 8  # of the products
 _ROW_BLOCK = 2048  # elements of a row per step of `combine` and `gate_back`
 
 
@@ -264,7 +265,7 @@ def gate_up(x: Tensor, w: Tensor, weights: Tensor, routing: Routing, tiles: Tile
     num = width // block
     _gate_up_kernel[(len(tiles.expert) * num,)](
         x, routing.token, w, weights, both, out, *tiles, routing.ends, num_experts, size, width,
-        NUM_N=num, BLOCK_M=BLOCK_M, BLOCK_N=block, BLOCK_K=BLOCK_K, num_warps=8, num_stages=stages,
+        NUM_N=num, BLOCK_M=BLOCK_M, BLOCK_N=block, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     return both, out
 
@@ -288,7 +289,7 @@ def product(x: Tensor, w: Tensor, routing: Routing, tiles: Tiles, *, gather: boo
     _product_kernel[(len(tiles.expert) * num,)](
         x, routing.token, w, out, *tiles, routing.ends, num_experts, x.shape[1], width,
         NUM_N=num, GATHER=gather, TRANSPOSED=transposed,
-        BLOCK_M=BLOCK_M, BLOCK_N=block, BLOCK_K=BLOCK_K, num_warps=8, num_stages=stages,
+        BLOCK_M=BLOCK_M, BLOCK_N=block, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -314,7 +315,7 @@ def outer(a: Tensor, b: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     grid = len(routing.ends) * (height // m) * (width // n)
     _outer_kernel[(grid,)](
         a, b, out, routing.ends, height, width, NUM_M=height // m, NUM_N=width // n,
-        BLOCK_M=m, BLOCK_N=n, BLOCK_K=BLOCK_K, num_warps=8, num_stages=stages,
+        BLOCK_M=m, BLOCK_N=n, BLOCK_K=BLOCK_K, num_warps=NUM_WARPS, num_stages=stages,
     )  # fmt: skip
     return out
 

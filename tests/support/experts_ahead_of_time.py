@@ -1,0 +1,70 @@
+"""Compile the kernels of experts for a GPU that need not exist, and report on them as JSON.
+
+    python tests/support/experts_ahead_of_time.py  HOPPER  90
+                                                   config  capability
+
+prints one line for each product: gate_up, product with both layouts of the weights, outer. `config` is one of the
+shapes in `experts.kernels`. Nothing is compiled under TRITON_INTERPRET, so tests start this file as a process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from support.ahead_of_time import report
+
+SIZES = {"size", "width", "height"}  # multiples of 64
+FLOAT, COUNT = {"weights"}, {"num_experts"}
+INT32, INT64 = {"experts", "firsts", "ends"}, {"tokens"}
+
+
+def main(config: str, capability: str) -> None:
+    """Print the reports; the header explains the arguments."""
+    from triton import knobs
+
+    from treepack.model.experts import kernels
+
+    knobs.compilation.always_compile = True  # a cached kernel has no log
+    knobs.nvidia.dump_ptxas_log = True
+    chosen = getattr(kernels, config)
+    blocks = {"BLOCK_M": kernels.BLOCK_M, "BLOCK_K": kernels.BLOCK_K}
+    cases: list[tuple[Any, tuple[int, int], dict[str, Any]]] = [
+        (kernels._gate_up_kernel, chosen.gate_up, {"NUM_N": 6}),
+        (kernels._product_kernel, chosen.product, {"NUM_N": 8, "GATHER": False, "TRANSPOSED": False}),
+        (kernels._product_kernel, chosen.product, {"NUM_N": 8, "GATHER": True, "TRANSPOSED": True}),
+        (kernels._outer_kernel, chosen.outer, {"NUM_M": 16, "NUM_N": 3}),
+    ]
+    for kernel, (block, stages), constants in cases:
+        options = {"num_warps": kernels.NUM_WARPS, "num_stages": stages}
+        compilable = source(kernel, {**constants, **blocks, "BLOCK_N": block})
+        print(json.dumps(asdict(report(kernel.__name__, compilable, options, int(capability)))))
+
+
+def source(kernel: Any, constants: dict[str, Any]) -> Any:
+    """Return the compilable source of a kernel on aligned bfloat16 tensors; gradients of weights are float32."""
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    types: dict[str, str] = {}
+    aligned: dict[Any, Any] = {}
+    for i, name in enumerate(names):
+        types[name] = "constexpr" if name in constants else type_of(name, is_outer="NUM_M" in constants)
+        if name not in constants and name not in COUNT:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, aligned)
+
+
+def type_of(name: str, *, is_outer: bool) -> str:
+    """Return Triton's type of a run-time argument."""
+    if name in SIZES | COUNT:
+        return "i32"
+    if name in INT32 | INT64:
+        return "*i64" if name in INT64 else "*i32"
+    return "*fp32" if name in FLOAT or (is_outer and name == "out") else "*bf16"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
