@@ -49,7 +49,7 @@ def test_the_hopper_kernels_keep_their_products_asynchronous_and_fit(table: str,
     [
         ("hopper", "bf16", "256"),
         ("hopper+window", "fp16", "256"),
-        ("hopper", "bf16", "192/128"),
+        ("hopper+window", "fp16", "192/128"),
         ("hopper", "bf16", "96"),
         ("hopper", "fp16", "80"),
     ],

@@ -8,8 +8,9 @@ dk and dv of 64 keys fill the registers of a consumer each, so the consumers div
 Queries pass by as in `key_backward`: from the last one back, all heads of the group, with lse and delta as the initial
 values of accumulators. A key block of the schedule has 128 keys, and its halves are two programs.
 
-P passes as float16 times 2**14, whose error is 2**-12 of P down to P = 2**-28: an eighth of the rounding of dS to
-bfloat16. If the inputs are float16, dS is rounded as finely as that, so P passes as float32.
+CARRIED is the order in which the products on the right are in flight during the next step, as in `wide_query_backward`;
+it needs three stages. P passes as float16 times 2**14, whose error is 2**-12 of P down to P = 2**-28: an eighth of the
+rounding of dS to bfloat16. If the inputs are float16, dS is rounded as finely as that, so P passes as float32.
 """
 
 from __future__ import annotations
@@ -92,7 +93,14 @@ def _query_of(step, work, key_tiles, QUERIES: gl.constexpr, GROUP: gl.constexpr,
 
 @gluon.jit
 def _produce(
-    shared, blocks, streams, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr
+    shared,
+    blocks,
+    streams,
+    pointers,
+    work,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):
     k, v = blocks
     q_first, q_second, do_first, do_second, q_at, do_at, row, group = streams
@@ -129,7 +137,15 @@ def _send(source, ring, stage, phase, numbers, pointers):
 
 @gluon.jit
 def _consume_values(
-    shared, pointers, work, dv_pointer, dv_stride, GROUP: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr
+    shared,
+    pointers,
+    work,
+    dv_pointer,
+    dv_stride,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    CARRIED: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):
     QUERIES: gl.constexpr = shared.q.tiles[0].shape[1]
     P_STAGES: gl.constexpr = shared.p.tiles.shape[0]
@@ -148,6 +164,10 @@ def _consume_values(
     inverse = -1.0 / work.factor
     # [64, D_v]
     dv = zeros_of(shared.v, 64)
+    PARTS: gl.constexpr = len(dv)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
+    # [64, QUERIES]
+    p_before = gl.zeros((64, QUERIES), dtype, p_layout)
     mbarrier.wait(shared.block_full, 0)
     for step in range(work.steps):
         stage = step % STAGES
@@ -158,7 +178,14 @@ def _consume_values(
         # [64, QUERIES] + [1, QUERIES]
         s = zeros + (shared.lse.index(stage).load(column) * inverse)[None, :]
         # [64, D] @ [D, QUERIES] -> [64, QUERIES], added to -lse / factor
-        s = warpgroup_mma_wait(0, deps=(inner(shared.k, stage_of(shared.q.tiles, stage), s, True),))
+        s_product = inner(shared.k, stage_of(shared.q.tiles, stage), s, True)
+        # In the first step p is 0 and multiplies this step's tile: others may hold NaN, and 0 * NaN is NaN.
+        before = gl.maximum(step - 1, 0)
+        if CARRIED:
+            mbarrier.wait(shared.do.full.index(before % STAGES), (before // STAGES) & 1)
+            # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v], the step before
+            dv_product = outer(p_before, stage_of(shared.do.tiles, before % STAGES), dv)
+        s = warpgroup_mma_wait(CARRIED * PARTS, deps=(s_product,))
         mbarrier.arrive(shared.q.empty.index(stage), count=1)
         # [64, QUERIES]
         p = gl.exp2(s * work.factor)
@@ -173,17 +200,36 @@ def _consume_values(
         mbarrier.wait(shared.p.empty.index(p_stage), ((step // P_STAGES) & 1) ^ 1)
         shared.p.tiles.index(p_stage).store((p * SHIFT).to(shared.p.tiles.dtype))
         mbarrier.arrive(shared.p.full.index(p_stage), count=1)
-        mbarrier.wait(shared.do.full.index(stage), phase)
-        # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v]
-        dv = finish(outer(p.to(dtype), stage_of(shared.do.tiles, stage), dv), 0)
-        mbarrier.arrive(shared.do.empty.index(stage), count=1)
+        if CARRIED:
+            dv = finish(dv_product, 0)
+            mbarrier.arrive(shared.do.empty.index(before % STAGES), count=1, pred=step > 0)
+            # [64, QUERIES]
+            p_before = gl.convert_layout(p.to(dtype), p_layout)
+        else:
+            mbarrier.wait(shared.do.full.index(stage), phase)
+            # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v]
+            dv = finish(outer(p.to(dtype), stage_of(shared.do.tiles, stage), dv), 0)
+            mbarrier.arrive(shared.do.empty.index(stage), count=1)
+    if CARRIED:
+        last = gl.maximum(work.steps - 1, 0)
+        mbarrier.wait(shared.do.full.index(last % STAGES), (last // STAGES) & 1, pred=work.steps > 0)
+        # [64, QUERIES] @ [QUERIES, D_v] -> [64, D_v], the last step
+        dv = finish(outer(p_before, stage_of(shared.do.tiles, last % STAGES), dv), 0)
     # [64, D_v]; only this consumer reads the keys, so their tile stages the gradient
     _store(dv_pointer, dv_stride, key, granule, work.length, dv, shared.k)
 
 
 @gluon.jit
 def _consume_keys(
-    shared, pointers, work, dk_pointer, dk_stride, GROUP: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr
+    shared,
+    pointers,
+    work,
+    dk_pointer,
+    dk_stride,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    CARRIED: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):
     QUERIES: gl.constexpr = shared.q.tiles[0].shape[1]
     P_STAGES: gl.constexpr = shared.p.tiles.shape[0]
@@ -195,6 +241,10 @@ def _consume_keys(
     zeros = gl.zeros((64, QUERIES), gl.float32, s_layout)
     # [64, D]
     dk = zeros_of(shared.k, 64)
+    PARTS: gl.constexpr = len(dk)
+    ds_layout: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    # [64, QUERIES]
+    ds_before = gl.zeros((64, QUERIES), dtype, ds_layout)
     mbarrier.wait(shared.block_full, 0)
     for step in range(work.steps):
         stage = step % STAGES
@@ -204,17 +254,34 @@ def _consume_keys(
         # [64, QUERIES] - [1, QUERIES]
         dp = zeros - shared.delta.index(stage).load(column)[None, :]
         # [64, D_v] @ [D_v, QUERIES] -> [64, QUERIES], added to -delta
-        dp = warpgroup_mma_wait(0, deps=(inner(shared.v, stage_of(shared.do.tiles, stage), dp, True),))
+        dp_product = inner(shared.v, stage_of(shared.do.tiles, stage), dp, True)
+        before = gl.maximum(step - 1, 0)
+        if CARRIED:
+            mbarrier.wait(shared.q.full.index(before % STAGES), (before // STAGES) & 1)
+            # [64, QUERIES] @ [QUERIES, D] -> [64, D], the step before
+            dk_product = outer(ds_before, stage_of(shared.q.tiles, before % STAGES), dk)
+        dp = warpgroup_mma_wait(CARRIED * PARTS, deps=(dp_product,))
         mbarrier.arrive(shared.do.empty.index(stage), count=1)
         mbarrier.wait(shared.p.full.index(p_stage), (step // P_STAGES) & 1)
         # [64, QUERIES]
         p = shared.p.tiles.index(p_stage).load(s_layout).to(gl.float32)
         mbarrier.arrive(shared.p.empty.index(p_stage), count=1)
         ds = (p * dp) * (1.0 / SHIFT)
-        mbarrier.wait(shared.q.full.index(stage), phase)
-        # [64, QUERIES] @ [QUERIES, D] -> [64, D]
-        dk = finish(outer(ds.to(dtype), stage_of(shared.q.tiles, stage), dk), 0)
-        mbarrier.arrive(shared.q.empty.index(stage), count=1)
+        if CARRIED:
+            dk = finish(dk_product, 0)
+            mbarrier.arrive(shared.q.empty.index(before % STAGES), count=1, pred=step > 0)
+            # [64, QUERIES]
+            ds_before = gl.convert_layout(ds.to(dtype), ds_layout)
+        else:
+            mbarrier.wait(shared.q.full.index(stage), phase)
+            # [64, QUERIES] @ [QUERIES, D] -> [64, D]
+            dk = finish(outer(ds.to(dtype), stage_of(shared.q.tiles, stage), dk), 0)
+            mbarrier.arrive(shared.q.empty.index(stage), count=1)
+    if CARRIED:
+        last = gl.maximum(work.steps - 1, 0)
+        mbarrier.wait(shared.q.full.index(last % STAGES), (last // STAGES) & 1, pred=work.steps > 0)
+        # [64, QUERIES] @ [QUERIES, D] -> [64, D], the last step
+        dk = finish(outer(ds_before, stage_of(shared.q.tiles, last % STAGES), dk), 0)
     # [64]
     rows = gl.arange(0, 64, gl.SliceLayout(1, s_layout))
     granule = gl.load(pointers.granules + rows // 32)
@@ -297,6 +364,7 @@ def wide_key_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     P_STAGES: gl.constexpr,
+    CARRIED: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):
     """Write the gradients dk and dv of 64 keys of one key head; the grid is 2 * batch * blocks * kv_heads.
@@ -331,8 +399,8 @@ def wide_key_kernel(
     # Constants stand in these tuples themselves: through a variable they would become values of the run.
     gl.warp_specialize(
         [
-            (_consume_values, (shared, pointers, work, dv_pointer, dv_strides[2], GROUP, STAGES, WINDOWED)),
-            (_consume_keys, (shared, pointers, work, dk_pointer, dk_strides[2], GROUP, STAGES, WINDOWED)),
+            (_consume_values, (shared, pointers, work, dv_pointer, dv_strides[2], GROUP, STAGES, CARRIED, WINDOWED)),
+            (_consume_keys, (shared, pointers, work, dk_pointer, dk_strides[2], GROUP, STAGES, CARRIED, WINDOWED)),
             (_produce, (shared, sides, streams, pointers, work, GROUP, STAGES, WINDOWED)),
         ],
         [4, 1],  # warps of the consumer of keys and of the producer
