@@ -44,8 +44,8 @@ class Shape(NamedTuple):
     key: dict[str, int]
 
 
-# The fastest values on an H200, within 1 %, that fit into 227 KB of shared memory in both dtypes and hardly spill. At 256
-# the query kernel has 128 KB of queries and output gradients, and room for two tiles of 64 keys and one of values.
+# Within 3 % of the fastest values on an H200 that fit into 227 KB of shared memory in both dtypes and hardly spill. At
+# 256 the query kernel has 128 KB of queries and output gradients, and room for two tiles of 64 keys and one of values.
 SHAPES = {
     (256, 256): Shape(
         (256,),
