@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from support.expert_ranks import reload_over
 from support.tiny_families import family_config, transformers_types
 from treepack import TreepackError
-from treepack.model.load import build_empty, load_model, read_config
+from treepack.model.load import build_empty, build_model, load_model, read_config
 from treepack.model.traced import Traced
 from treepack.model.weight_files import weight_files
 from treepack.model.weight_reading import find_plan, read_part
@@ -82,11 +82,11 @@ def test_a_model_read_in_parts_and_written_has_the_files_that_transformers_write
     source = make(tmp_path, kind)
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_model(source)
+    ours = build_model(source, read_config(source)[0], torch.float32, 0)
     out = tmp_path / "ours"
-    weights = saved_weights(ours.model)
+    weights = saved_weights(ours)
     assert weights is not None
-    save_settings(ours.model, out)
+    save_settings(ours, out)
     weights.write(out, max_file_bytes=30_000)
     expected, written = contents(tmp_path / "theirs"), contents(out)
     assert written.keys() == expected.keys()
