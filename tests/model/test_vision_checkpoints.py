@@ -129,17 +129,16 @@ def test_an_adapter_fits_the_whole_model(packed: Path, tmp_path: Path, merge: bo
 
 @pytest.mark.slow
 def test_ranks_read_their_shards_and_save_the_whole_checkpoint(packed: Path, tmp_path: Path) -> None:
-    cases = [
-        Case(
-            kind, packed, save_vision(tiny_vision(kind), tmp_path / kind, names), {"steps": 1, "attention": "reference"}
-        )
-        for kind, names in (("qwen2_5_vl", "hub"), ("qwen3_vl_moe", "turned"))
-    ]
+    kinds = {"qwen2_5_vl": "hub", "qwen3_vl_moe": "turned", "glm4v_moe": "saved", "gemma3": "hub"}
+    sources = {kind: save_vision(tiny_vision(kind), tmp_path / kind, names) for kind, names in kinds.items()}
+    cases = [Case(kind, packed, source, {"steps": 1}) for kind, source in sources.items()]
+    cases.append(Case("adapter", packed, sources["gemma3"], {"steps": 1, "lora": LoraOptions(rank=2)}))
     alone, over = (train_over(size, tmp_path, cases) for size in (0, 2))
     for case in cases:
         expected, actual = (read_weights(Path(runs[case.name]["out"])) for runs in (alone, over))
         assert expected.keys() == actual.keys()
-        assert all(torch.allclose(expected[name], actual[name], atol=1e-5) for name in expected)
+        for name, tensor in expected.items():
+            assert torch.allclose(tensor, actual[name], atol=1e-5), name
         assert not any("read the whole model" in note for note in over[case.name]["notes"])
 
 
