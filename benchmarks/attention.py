@@ -47,6 +47,7 @@ SHAPES = {
     "gpt-oss": Heads(64, 8, 64, 64),
     "qwen3.5": Heads(16, 2, 256, 256),  # its full layers
     "mla": Heads(32, 32, 192, 128),  # DeepSeek and Kimi, with fewer heads
+    "gemma-4": Heads(8, 4, 512, 512),  # its full layers, on which FlexAttention runs out of shared memory
     "phi-3": Heads(32, 32, 96, 96),
     "phi-2": Heads(32, 32, 80, 80),
     "gpt2-medium": Heads(16, 16, 64, 64),
