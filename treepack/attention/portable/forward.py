@@ -64,8 +64,8 @@ class Configs(NamedTuple):
 # agent tree of 32,000 tokens. With 4 warps a program owns fewer rows than with 8, so two programs fit on one
 # multiprocessor, and one multiplies while the other computes exponentials (head dimension 128: forward 6.7 ms against
 # 8.3, dq 7.8 against 9.9, dk and dv 13.7 against 15.0). Entry 256 is not measured; no thread spills more than 16 bytes.
-# Entry 512, with 8 query and 4 key heads: the forward takes 37.1 ms and the backward 149. A forward with 64 queries took
-# 22.6 ms, but only its time was measured, not its errors.
+# Entry 512, with 8 query and 4 key heads: forward 37.1 ms, backward 149. A forward with 64 queries a program took 22.6
+# ms, but only its time was measured, not its errors.
 HOPPER = {
     64: Configs(Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 3)),
     128: Configs(Config(128, 64, 4, 3), Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
