@@ -64,7 +64,7 @@ PRESETS: dict[str, Config] = {
 
 # "meta-llama-3.1-8b-instruct" and "qwen3-8b-base" -> groups 2 "llama-3.1-8b" and "qwen3-8b"
 _VARIANT = re.compile(r"^(meta-)?(.*?)(-(base|instruct|thinking))?(-\d{4})?$")
-_SOFTMAX = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_SOFTMAX = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention")
 # Fields of models with layers other than softmax attention, for models that do not list their layers in `layer_types`.
 _OTHER_LAYERS = (
     "mamba_d_state ssm_state_size state_size hybrid_override_pattern "
