@@ -56,6 +56,7 @@ _HOME = {
     "row_statistics": "online.statistics",
     "tree_attention": "attention",
     "register_attention": "attention:register",
+    "register_experts": "model.experts.interface",
     "allow_generation": "attention",
     "trajectories_from_arrays": "trajectory",
     "BuildOptions": "ingest.options",

@@ -20,6 +20,7 @@ from treepack.model.adapter import LoraOptions as LoraOptions
 from treepack.model.collation import batch_logprobs as batch_logprobs
 from treepack.model.collation import batch_loss as batch_loss
 from treepack.model.collation import collate as collate
+from treepack.model.experts.interface import register_experts as register_experts
 from treepack.model.forward import row_logprobs as row_logprobs
 from treepack.model.forward import row_loss as row_loss
 from treepack.model.forward import row_objective as row_objective

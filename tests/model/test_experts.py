@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 import support.interpreter  # noqa: F401  # before a kernel runs
 from support.oracle_model import tiny_config
 from support.tiny_families import tiny_family
+from treepack.errors import TreepackError
 from treepack.model.experts.gated import gated_experts
-from treepack.model.experts.interface import NAME, compute_experts, implementation_of, takes_kernels
+from treepack.model.experts.interface import NAME, compute_experts, register_experts, takes_kernels
 from treepack.model.experts.routing import sort_pairs
 from treepack.model.experts.weights import cast_once, cast_weight
 from treepack.model.layers import adapt_layers
@@ -47,7 +49,7 @@ def gradients(model: Any, implementation: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_model_has_the_logits_and_gradients_of_the_loop(kind: str) -> None:
-    implementation_of(torch.float32)
+    register_experts()
     model = tiny_family(kind, **FAMILIES[kind])
     experts = [module for module in model.modules() if getattr(module, "down_proj", None) is not None]
     assert any(isinstance(module.down_proj, nn.Parameter) and module.down_proj.ndim == 3 for module in experts)
@@ -183,6 +185,15 @@ def test_products_are_in_the_dtype_of_autocast_from_weights_cast_once_a_step(rec
     assert {each.dtype for each in results} == {torch.float32}
     hidden, index, weights, _ = routed(33)
     assert relative(results[1], exact(module, hidden.double(), index, weights.double())) < 1e-2
+
+
+def test_a_version_of_transformers_that_knows_only_its_own_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: object, name: str) -> str:
+        raise ValueError(f"{name} is not one of eager, grouped_mm")
+
+    monkeypatch.setattr(PreTrainedModel, "get_correct_experts_implementation", refuse)
+    with pytest.raises(TreepackError, match=r"takes no experts .* install 5\.10 or later"):
+        register_experts()
 
 
 def test_a_weight_that_changes_is_cast_again() -> None:

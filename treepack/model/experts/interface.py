@@ -30,18 +30,39 @@ def implementation_of(dtype: torch.dtype) -> str | None:
 
     It is None, the choice of transformers, if this version of transformers knows only its own.
     """
+    if dtype == torch.float64:
+        return "eager"  # in float64 gradients are verified, and the loop is code that is not treepack's
+    return NAME if _register() else None
+
+
+def register_experts() -> None:
+    """Register this implementation of experts with transformers, for models that another program loads.
+
+    `from_pretrained(..., experts_implementation="treepack")` then uses it, and so does `load_model` without asking.
+
+    Raises:
+        TreepackError: if this version of transformers knows only its own implementations.
+    """
+    import transformers
+
+    if not _register():
+        raise TreepackError(
+            f"transformers {transformers.__version__} takes no experts implementations of others; install 5.10 or later"
+        )
+
+
+def _register() -> bool:
+    """Register `compute_experts`; return False if this version of transformers takes no implementation of others."""
     from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if dtype == torch.float64:
-        return "eager"  # in float64 gradients are verified, and the loop is code that is not treepack's
     ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
     try:
         # transformers 5.0 has a list of names and no way to add one. The method needs no model for this question.
         PreTrainedModel.get_correct_experts_implementation(None, NAME)
     except ValueError:
-        return None
-    return NAME
+        return False
+    return True
 
 
 # Custom kernels and a sort: a compiled layer breaks its graph here, and its other parts stay compiled.
