@@ -7,7 +7,7 @@
 
 The model has two layers, one of each kind that the type has, and weights of order one, in float64 on the CPU. The
 trajectories branch, and the longest has 66 tokens, so that a window or chunk of 16 tokens leaves most tokens out. A
-type is exact if no parameter's gradient differs by more than 1e-9. Prints a Markdown table, after the versions and
+type is exact if no parameter's gradient differs by more than 1e-9. Prints two Markdown tables, after the versions and
 the counts. The exit status is 1 if a type was accepted and is wrong, or ended in another exception.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -152,10 +153,26 @@ def main() -> int:
     counts = Counter(outcome.word for outcome in outcomes.values())
     print(f"transformers {transformers.__version__}, torch {torch.__version__}: {len(outcomes)} types, ", end="")
     print(", ".join(f"{count} {word}" for word, count in sorted(counts.items())))
-    print("\n| type | outcome | windows and more | largest error, or reason |\n|---|---|---|---|")
-    for kind, (word, detail, kinds) in outcomes.items():
-        print(f"| `{kind}` | {word} | {twists(kinds)} | {detail.replace('|', '/')} |")
+    rows_of_table = [(kind, twists(each.kinds), each.detail) for kind, each in outcomes.items() if each.word == "exact"]
+    print("\n".join(tables(rows_of_table, {k: each for k, each in outcomes.items() if each.word != "exact"})))
     return 1 if counts["WRONG"] or counts["FAILED"] else 0
+
+
+def tables(exact: list[tuple[str, str, str]], others: dict[str, Outcome]) -> list[str]:
+    """Return the lines of two tables: exact types with twists and error; the other types by outcome and reason."""
+    lines = ["", "| exact type | windows and more | largest error |", "|---|---|---|"]
+    lines += [f"| `{kind}` | {names} | {error} |" for kind, names, error in exact]
+    lines += ["", "| outcome | reason | types |", "|---|---|---|"]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for kind, (word, detail, _) in others.items():
+        # "layer 1 is 'conv', which is ..., and treepack ..." -> "layer is 'conv', which is ..."
+        detail = re.sub(r"^transformers cannot load it with tree attention \((.*)\)$", r"\1", detail)
+        reason = re.sub(r"layer \d+", "layer", detail.partition(", and treepack")[0]).partition(" (")[0]
+        reason = "transformers cannot run the small configuration" if word == "not made" else reason
+        reason = re.sub(r"^\w+ of layer: ", "", reason).replace("|", "/")
+        groups.setdefault((word, reason), []).append(f"`{kind}`")
+    lines += [f"| {word} | {reason} | {', '.join(kinds)} |" for (word, reason), kinds in sorted(groups.items())]
+    return lines
 
 
 if __name__ == "__main__":
