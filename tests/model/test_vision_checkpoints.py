@@ -106,6 +106,14 @@ def test_the_model_has_only_the_text_half(tmp_path: Path) -> None:
     assert loaded.notes[0].startswith("only the text half of this qwen2_5_vl is loaded")
 
 
+def test_training_mode_reaches_the_decoder_but_not_what_is_around_it(tmp_path: Path) -> None:
+    model = load_model(save_vision(tiny_vision("gemma3"), tmp_path / "source")).model.train()
+    assert model.training
+    assert all(module.training for module in model.model.language_model.modules())
+    assert not model.model.training
+    assert not any(module.training for module in model.eval().modules())
+
+
 @pytest.mark.parametrize("merge", [False, True])
 def test_an_adapter_fits_the_whole_model(packed: Path, tmp_path: Path, merge: bool) -> None:
     model = tiny_vision("gemma3")  # the vision tower has linear layers of the same names: q_proj, k_proj, v_proj

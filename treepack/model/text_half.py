@@ -143,10 +143,19 @@ def _text_half_of(whole: Any) -> Any:
             attn_implementation = dict.fromkeys(["", *text], attn_implementation)
         whole.set_attn_implementation(self, attn_implementation, *args, **kwargs)
 
+    def set_mode(self: Any, mode: bool = True) -> Any:
+        whole.train(self, mode)
+        # In training mode some models refuse text without a map of its images. No module above the decoder depends on
+        # the mode otherwise.
+        for module in self.modules():
+            if module is not self and module is not self.get_decoder() and self.get_decoder() in module.modules():
+                module.training = False
+        return self
+
     # The name of the class is that of the whole one: transformers looks up conversions of weights by it, and writes it
     # into config.json.
-    members = {"__init__": build, "set_attn_implementation": set_attention, "__module__": whole.__module__, _MARK: True}
-    return type(whole.__name__, (whole,), members)
+    members = {"__init__": build, "set_attn_implementation": set_attention, "train": set_mode}
+    return type(whole.__name__, (whole,), {**members, "__module__": whole.__module__, _MARK: True})
 
 
 def _drop_towers(model: Any) -> None:

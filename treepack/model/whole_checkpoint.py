@@ -44,6 +44,7 @@ def check_savable(model: Any, source: str | Path) -> None:
     Raises:
         TreepackError: the checkpoint has no safetensors, or has names that transformers cannot restore.
     """
+    model.tie_weights()  # older versions of transformers leave tied weights apart on the meta device
     _plan(model, source, _files(source))
 
 
