@@ -86,7 +86,7 @@ def backward(
         grad: [B, H, T, D], the gradient of `out`.
     """
     inputs = Inputs(query, key, value, schedule, scale, sinks)
-    incoming = Incoming(grad, lse, _delta(out, grad, lse))
+    incoming = Incoming(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     query_launch(inputs, incoming, dq).run()
     key_launch(inputs, incoming, dk, dv).run()
@@ -197,21 +197,43 @@ def as_matrix(x: Tensor) -> tuple[Tensor, list[int], tuple[int, int, int]]:
     return as_matrix(torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x))
 
 
-def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
-    """Return delta, float32 [B, H, T_pad]."""
+def compute_delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
+    """Return delta, the sum of out * grad over the head dimension, in the shape of `lse`."""
     batch, heads, length, width = out.shape
     padded = lse.shape[-1]
     delta = torch.empty_like(lse)
     _delta_kernel[(batch * heads * padded // QUERY_TILE,)](
-        out, grad, delta, out.stride()[:3], grad.stride()[:3], length, padded, heads, D=width, BLOCK=QUERY_TILE
+        out,
+        grad,
+        delta,
+        out.stride()[:3],
+        grad.stride()[:3],
+        length,
+        padded,
+        heads,
+        WIDTH=width,
+        D=triton.next_power_of_2(width),
+        BLOCK=QUERY_TILE,
     )
     return delta
 
 
 @triton.jit(do_not_specialize=["length"])
-def _delta_kernel(o, do, delta, o_strides, do_strides, length, padded, heads, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Write delta, the sum of o * do over D, and 0 for the tokens that pad the row."""
-    # BLOCK consecutive tokens of one head; T_pad is a multiple of BLOCK, so only `inside` masks.
+def _delta_kernel(
+    o,
+    do,
+    delta,
+    o_strides,
+    do_strides,
+    length,
+    padded,
+    heads,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write delta of BLOCK consecutive tokens of one head, and 0 for the tokens that pad the row."""
+    # T_pad is a multiple of BLOCK, so only `inside` masks tokens; D is WIDTH rounded up to a power of two.
     blocks = padded // BLOCK
     # [BLOCK]
     i_t = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -219,10 +241,9 @@ def _delta_kernel(o, do, delta, o_strides, do_strides, length, padded, heads, D:
     i_b = (tl.program_id(0) // (blocks * heads)).to(tl.int64)
     # [1, D]
     o_d = tl.arange(0, D)[None, :]
-    # [BLOCK, 1]
-    inside = (i_t < length)[:, None]
-    rows = i_t.to(tl.int64)[:, None]
     # [BLOCK, D]
+    inside = (i_t < length)[:, None] & (o_d < WIDTH)
+    rows = i_t.to(tl.int64)[:, None]
     b_o = tl.load(o + i_b * o_strides[0] + i_h * o_strides[1] + rows * o_strides[2] + o_d, mask=inside, other=0.0)
     b_do = tl.load(do + i_b * do_strides[0] + i_h * do_strides[1] + rows * do_strides[2] + o_d, mask=inside, other=0.0)
     # [BLOCK, D] -> [BLOCK]

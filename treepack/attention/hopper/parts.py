@@ -16,10 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from treepack.attention.hopper.tiles import Matrix, Ring, fetch, matrix
-
-# Triton 3.9 renamed it. All threads of one consumer meet here.
-meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from treepack.attention.hopper.tiles import Matrix, Ring, fetch, matrix, store_rows
 
 
 @gluon.jit
@@ -200,21 +197,6 @@ def visible(granules, ends, query, start, columns, WINDOWED: gl.constexpr):
 @gluon.jit
 def store_parts(pointer, stride, tokens, real, values, tile):
     """Write the parts of `values` [64, D] to the rows `tokens` that are `real`, both [64], through those of `tile`."""
-    _store_part(pointer, stride, tokens, real, values[0], tile[0])
+    store_rows(pointer, stride, tokens, real, values[0], tile[0])
     if len(values) == 2:
-        _store_part(pointer + values[0].shape[1], stride, tokens, real, values[1], tile[1])
-
-
-@gluon.jit
-def _store_part(pointer, stride, tokens, real, values, tile):
-    D: gl.constexpr = tile.shape[1]
-    # A thread holds [1, 8] neighbours (16 bytes), a warp [256 // D, D], 4 warps [1024 // D, D].
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    row: gl.constexpr = gl.SliceLayout(1, layout)
-    # [64, D], registers -> shared memory
-    tile.store(values.to(tile.dtype))
-    # [64, 1] + [1, D] -> [64, D], in int64
-    at = gl.convert_layout(gl.convert_layout(tokens, gl.SliceLayout(1, values.type.layout)), row).to(gl.int64) * stride
-    offsets = at[:, None] + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-    # [64, D], shared memory -> global memory
-    gl.store(pointer + offsets, tile.load(layout), mask=gl.convert_layout(real, row)[:, None])
+        store_rows(pointer + values[0].shape[1], stride, tokens, real, values[1], tile[1])

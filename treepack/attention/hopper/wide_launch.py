@@ -9,13 +9,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from treepack.attention.hopper.launch import CACHE_BYTES, OPTIONS, as_matrix
+from treepack.attention.hopper.launch import CACHE_BYTES, OPTIONS, as_matrix, compute_delta
 from treepack.attention.hopper.wide_forward import wide_forward_kernel
 from treepack.attention.hopper.wide_key_backward import wide_key_kernel
 from treepack.attention.hopper.wide_query_backward import wide_query_kernel
@@ -114,7 +112,7 @@ def backward(
         grad: [B, H, T, D_v], the gradient of `out`.
     """
     inputs = Inputs(query, key, value, schedule, scale, sinks)
-    incoming = Incoming(grad, lse, _delta(out, grad, lse))
+    incoming = Incoming(grad, lse, compute_delta(out, grad, lse))
     dq, dk, dv = token_major(query), token_major(key), token_major(value)
     query_launch(inputs, incoming, dq).run()
     key_launch(inputs, incoming, dk, dv).run()
@@ -213,56 +211,3 @@ def _matrix(name: str, x: Tensor, rows: int, parts: tuple[int, ...]) -> dict[str
 def _layout(width: int) -> NVMMASharedLayout:
     # Rows of 64 and more elements are swizzled in 128 bytes, of 32 in 64, of 16 in 32.
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=2)
-
-
-def _delta(out: Tensor, grad: Tensor, lse: Tensor) -> Tensor:
-    """Return delta, the sum of out * grad over the head dimension, in the shape of `lse`."""
-    batch, heads, length, width = out.shape
-    padded = lse.shape[-1]
-    delta = torch.empty_like(lse)
-    _delta_kernel[(batch * heads * padded // QUERY_TILE,)](
-        out,
-        grad,
-        delta,
-        out.stride()[:3],
-        grad.stride()[:3],
-        length,
-        padded,
-        heads,
-        WIDTH=width,
-        D=triton.next_power_of_2(width),
-        BLOCK=QUERY_TILE,
-    )
-    return delta
-
-
-@triton.jit(do_not_specialize=["length"])
-def _delta_kernel(
-    o,
-    do,
-    delta,
-    o_strides,
-    do_strides,
-    length,
-    padded,
-    heads,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write delta of BLOCK consecutive tokens of one head, and 0 for the tokens that pad the row."""
-    # T_pad is a multiple of BLOCK, so only `inside` masks tokens; D is WIDTH rounded up to a power of two.
-    blocks = padded // BLOCK
-    # [BLOCK]
-    i_t = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    i_h = (tl.program_id(0) // blocks % heads).to(tl.int64)
-    i_b = (tl.program_id(0) // (blocks * heads)).to(tl.int64)
-    # [1, D]
-    o_d = tl.arange(0, D)[None, :]
-    # [BLOCK, D]
-    inside = (i_t < length)[:, None] & (o_d < WIDTH)
-    rows = i_t.to(tl.int64)[:, None]
-    b_o = tl.load(o + i_b * o_strides[0] + i_h * o_strides[1] + rows * o_strides[2] + o_d, mask=inside, other=0.0)
-    b_do = tl.load(do + i_b * do_strides[0] + i_h * do_strides[1] + rows * do_strides[2] + o_d, mask=inside, other=0.0)
-    # [BLOCK, D] -> [BLOCK]
-    tl.store(delta + (i_b * heads + i_h) * padded + i_t, tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1))
