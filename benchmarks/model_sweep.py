@@ -47,7 +47,7 @@ LONGEST = 66  # tokens of the longest trajectory
 
 
 class Outcome(NamedTuple):
-    """What became of a type: "exact", "refused", "not made", "WRONG" or "FAILED", and the error or the reason."""
+    """Result for a type: "exact", "refused", "not made", "WRONG" or "FAILED", and the error or the reason."""
 
     word: str
     detail: str
@@ -129,7 +129,7 @@ def first_line(error: Exception) -> str:
 
 
 def twists(kinds: frozenset[AttentionKind]) -> str:
-    """Return what was computed besides plain attention."""
+    """Return the names of windows, chunks, sinks, caps and other dimensions of values."""
     # Reach("window", 16) and has_sinks -> "sinks, window 16"
     names = {f"{kind.reach.kind} {kind.reach.size}" for kind in kinds if kind.reach is not None}
     names |= {"sinks" for kind in kinds if kind.has_sinks} | {"score cap" for kind in kinds if kind.softcap}

@@ -2,8 +2,8 @@
 
     support.model_table --dispatch, as on an H100 in bf16--> family, example, head dimensions, twists, kernels
 
-The kernels are those that `dispatch` and `autograd` choose. No GPU is needed: tensors are fake, and the two questions
-that only a GPU can answer (is it a Hopper, how much shared memory has it) get the answers of an H100.
+`dispatch` and `autograd` choose the kernels. No GPU is needed: tensors are fake, and the two properties of a GPU that
+the choice depends on (Hopper or not, shared memory) are those of an H100.
 """
 
 from __future__ import annotations

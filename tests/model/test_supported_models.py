@@ -84,6 +84,15 @@ def test_a_refused_family_is_refused_for_the_reason_of_the_table(tmp_path: Path,
     assert "\n" not in str(caught.value)
 
 
+def test_layers_without_attention_are_not_counted_and_a_module_may_attend_twice(tmp_path: Path) -> None:
+    layers = ["full_attention", "mlp"]
+    feed_forward = Family("Nemotron-H without states", "", "nemotron_h", options={"layers_block_type": layers})
+    if family_config("nemotron_h", layers_block_type=layers).layer_types != layers:
+        pytest.skip(f"transformers {transformers.__version__} has other names for the layers of nemotron_h")
+    for family in (feed_forward, Family("DiffLlama", "", "diffllama")):
+        assert verify_gradients(tiny(tmp_path, family), [ROW]).passed
+
+
 def family_named(kind: str) -> Family:
     return next(family for family in ACCEPTED if family.kind == kind)
 

@@ -26,7 +26,7 @@ class Family:
     Attributes:
         name: what people call it.
         example: a checkpoint on the hub; "" for refused families.
-        kind: its model_type in transformers; for a vision-language checkpoint, that of the text half.
+        kind: its model_type in transformers: that of the text half if the checkpoint has vision.
         attention: the kinds of attention of the example's layers.
         options: of the tiny configuration, on top of the small defaults of `tiny_families.family_config`.
         refusal: part of the error's sentence if the family is refused, else "".
