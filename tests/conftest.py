@@ -2,7 +2,7 @@
 
 One thread per process: the models are tiny and the tests run side by side, so more threads only wait for each other.
 Without a GPU, Triton runs kernels in its interpreter; it reads the variable once, when it is first imported.
-Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 32
+Hypothesis is derandomised, so that a run is repeatable, and has no deadlines, as machines differ. `make test` tries 24
 examples of each property, `make test-slow` 80. A property with a number of its own is tried by `make test` alone: the
 slow group would try the same examples again.
 """
@@ -67,3 +67,9 @@ def s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
     """Start an S3 server with an empty bucket, and a cache of its own; for tests marked s3."""
     with running_store(monkeypatch, tmp_path_factory.mktemp("cache")) as store:
         yield store
+
+
+@pytest.fixture
+def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep bitsandbytes from its layout for CPUs with AVX512-BF16, which needs widths that are multiples of 32."""
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False, raising=False)

@@ -195,7 +195,7 @@ def test_routers_have_no_adapter_unless_all_linear_layers_have_one(tmp_path: Pat
             super().__init__()
             self.gate, self.up_proj = nn.Linear(4, 2), nn.Linear(4, 4)
 
-    def targets(choice: str) -> list[str]:
+    def targets(choice: str) -> list[str] | str:
         loaded = load_model(tiny_config(tmp_path / "tiny.json"))
         for layer in loaded.causal.model.layers:
             layer.router_and_more = Layer()
@@ -279,12 +279,6 @@ def test_a_second_adapter_is_refused_and_a_whole_model_has_none(base: Path) -> N
     assert find_adapter(base) is None
     with pytest.raises(TreepackError, match="contains an adapter, which training continues; leave out lora_rank"):
         load_model(saved(base), lora=LoraOptions(rank=2))
-
-
-@pytest.fixture
-def any_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep bitsandbytes from its layout for CPUs with AVX512-BF16, which needs widths that are multiples of 32."""
-    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: False, raising=False)
 
 
 def four_bits(base: Path) -> LoadedModel:

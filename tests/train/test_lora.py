@@ -151,6 +151,7 @@ def test_gradient_checkpointing_trains_the_same_adapter(packed: Path, base: Path
         torch.testing.assert_close(mine[name], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("any_width")
 def test_only_the_adapter_has_state_in_the_optimiser_and_frozen_weights_count_as_work(packed: Path, base: Path) -> None:
     from treepack.train.optimiser import make_optimiser
 
