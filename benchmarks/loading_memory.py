@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from treepack.model import load
 from treepack.model.load import hide_progress_bars
-from treepack.model.weight_writing import save_settings, saved_weights
+from treepack.model.weights.writing import save_settings, saved_weights
 from treepack.train import sharding
 from treepack.train.options import TrainOptions
 from treepack.train.sharding import whole_state

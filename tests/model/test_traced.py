@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treepack.model.traced import Traced
+from treepack.model.weights.traced import Traced
 
 SHAPE = (4, 6, 2)
 

@@ -25,7 +25,7 @@ from treepack.model.adapter import LoraOptions
 from treepack.model.load import build_model, load_model, read_config
 from treepack.model.text_half import choose_config
 from treepack.model.verify_rows import verify_rows
-from treepack.model.whole_checkpoint import save_whole
+from treepack.model.weights.whole_checkpoint import save_whole
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import open_run, open_verification

@@ -11,7 +11,7 @@ import torch
 from torch import distributed, multiprocessing
 
 from support.fresh_processes import PROCESSES
-from treepack.model.weight_writing import save_settings, saved_weights
+from treepack.model.weights.writing import save_settings, saved_weights
 from treepack.train.options import TrainOptions
 from treepack.train.ranks import join_ranks
 from treepack.train.sharding import load_sharded

@@ -18,10 +18,10 @@ from support.expert_ranks import reload_over
 from support.tiny_families import family_config, transformers_types
 from treepack import TreepackError
 from treepack.model.load import build_empty, build_model, load_model, read_config
-from treepack.model.traced import Traced
-from treepack.model.weight_files import weight_files
-from treepack.model.weight_reading import find_plan, read_part
-from treepack.model.weight_writing import save_settings, saved_weights
+from treepack.model.weights.files import weight_files
+from treepack.model.weights.reading import find_plan, read_part
+from treepack.model.weights.traced import Traced
+from treepack.model.weights.writing import save_settings, saved_weights
 
 # One tensor per expert; all experts in one tensor; the same with other names; dense; dense without a prefix.
 MERGED = "qwen3_moe qwen2_moe mixtral glm4_moe deepseek_v3 minimax_m2".split()

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.oracle_model import packed_directory, tiny_config
 from support.rank_processes import Case, train_over
 from support.strategies import make
-from treepack.model.weight_files import weight_files
+from treepack.model.weights.files import weight_files
 from treepack.train.schedule import deal
 from treepack.trajectory import Trajectory
 

@@ -37,9 +37,9 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.probe import probe
 from treepack.model.source import local_source
 from treepack.model.text_half import check_type, choose_config, is_text_half, model_class, model_from_config
-from treepack.model.weight_files import weight_files
-from treepack.model.weight_reading import fill, find_plan
-from treepack.model.whole_checkpoint import check_savable
+from treepack.model.weights.files import weight_files
+from treepack.model.weights.reading import fill, find_plan
+from treepack.model.weights.whole_checkpoint import check_savable
 
 _log = logging.getLogger("treepack")
 _CPU = torch.device("cpu")

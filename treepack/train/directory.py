@@ -33,8 +33,8 @@ from treepack.files.object_store import ExistsError, first_line
 from treepack.files.patience import patiently
 from treepack.model.adapter import adapter_base, is_adapted, save_adapter
 from treepack.model.load import hide_progress_bars, load_merged
-from treepack.model.weight_writing import SavedWeights, save_settings, saved_weights
-from treepack.model.whole_checkpoint import copy_other_files, has_rest, save_whole
+from treepack.model.weights.whole_checkpoint import copy_other_files, has_rest, save_whole
+from treepack.model.weights.writing import SavedWeights, save_settings, saved_weights
 from treepack.train.options import LENGTH_OPTIONS, TrainOptions
 from treepack.train.place import Place
 from treepack.train.run import Packed, TrainingRun, repair_generation_config

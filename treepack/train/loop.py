@@ -28,8 +28,8 @@ import torch
 from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files.address import AnyPath, RemotePath
-from treepack.model.weight_writing import saved_weights
-from treepack.model.whole_checkpoint import has_rest
+from treepack.model.weights.whole_checkpoint import has_rest
+from treepack.model.weights.writing import saved_weights
 from treepack.train.checkpoint import Checkpoints, SavedCheckpoint, latest, restore
 from treepack.train.checkpoint_files import CHECKPOINTS
 from treepack.train.checkpoint_upload import CheckpointUpload

@@ -33,7 +33,7 @@ from treepack.model.loaded import LoadedModel
 from treepack.model.memory import memory_errors
 from treepack.model.objectives import Objective
 from treepack.model.router_balance import RouterBalance
-from treepack.model.whole_checkpoint import check_savable, has_rest
+from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.initial_weights import find_weights
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions

@@ -10,7 +10,7 @@
 because it reads the output layer in chunks and the layer must be whole. Gradients are summed over ranks in float32 and
 never averaged: each rank divides the loss of its rows by the denominator of the whole step.
 
-Each rank reads its shards from safetensors (`model.weight_reading`), so that no rank holds the whole model. If
+Each rank reads its shards from safetensors (`model.weights.reading`), so that no rank holds the whole model. If
 transformers computes with weights when it loads them, each rank loads the whole model on the CPU and keeps its shard,
 and a note is made. Every rank has the whole weights of an adapter on its CPU for a moment, because they are few.
 """
@@ -36,9 +36,9 @@ from treepack.model.load import (
     with_attention,
 )
 from treepack.model.loaded import LoadedModel
-from treepack.model.weight_files import weight_files
-from treepack.model.weight_reading import fill, find_plan, own_part
-from treepack.model.whole_checkpoint import check_savable, has_rest
+from treepack.model.weights.files import weight_files
+from treepack.model.weights.reading import fill, find_plan, own_part
+from treepack.model.weights.whole_checkpoint import check_savable, has_rest
 from treepack.train.options import TrainOptions
 
 

@@ -6,8 +6,8 @@
         Piece("a", source=((1, 2), (0, 3)), axes=(0, 1), start=(0, 0))    row 1 of a is row 0
         Piece("b", source=((0, 1), (0, 3)), axes=(0, 1), start=(1, 0))    row 0 of b is row 1
 
-A function that only cuts, joins, turns and casts tensors, such as the conversion of a checkpoint, runs on them as on
-real ones. The elements of the results of every other operation are unknown. `model.conversion` runs transformers' own
+A function that only cuts, joins, permutes and casts tensors, such as the conversion of a checkpoint, runs on them as on
+real ones. Every other operation makes the elements of its results unknown. `weights.conversion` runs transformers' own
 conversions this way, so that weights can be read and written in parts.
 """
 

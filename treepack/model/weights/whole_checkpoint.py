@@ -29,7 +29,7 @@ from treepack.errors import TreepackError
 from treepack.files.hub import snapshot
 from treepack.model.source import NOT_THE_MODEL, local_source
 from treepack.model.text_half import is_text_half
-from treepack.model.weight_files import INDEX_FILE, SINGLE_FILE, translate_read_errors, weight_files
+from treepack.model.weights.files import INDEX_FILE, SINGLE_FILE, translate_read_errors, weight_files
 
 # Configurations, processors, tokenizers and chat templates. Weights in other formats would be those before training.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")

@@ -9,8 +9,8 @@
     trace_saving     for each tensor of a checkpoint the pieces of the tensors in memory
 
 transformers converts whole models at once. These functions run its conversion on tensors without memory
-(`model.traced`), so that a process can read or write any part of a model alone. If a conversion computes with elements,
-there is no trace, and only transformers itself can convert the weights.
+(`weights.traced`), so that a process can read or write any part of a model alone. If a conversion computes with
+elements, there is no trace, and only transformers itself can convert the weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from treepack.errors import TreepackError
-from treepack.model.traced import Traced
+from treepack.model.weights.traced import Traced
 
 
 def trace_loading(

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from treepack.model.adapter import base_name
-from treepack.model.conversion import stored_tensors, trace_loading
-from treepack.model.traced import Piece, Ranges, Traced
-from treepack.model.weight_files import translate_read_errors
+from treepack.model.weights.conversion import stored_tensors, trace_loading
+from treepack.model.weights.files import translate_read_errors
+from treepack.model.weights.traced import Piece, Ranges, Traced
 
 # Names of dtypes in safetensors files. Others, such as those of eight bits, need scales that are stored elsewhere.
 DTYPES = {

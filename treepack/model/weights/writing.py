@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from treepack.model.adapter import is_adapted
-from treepack.model.conversion import stored_tensors, trace_saving
-from treepack.model.traced import Piece, Traced
-from treepack.model.weight_files import INDEX_FILE, SINGLE_FILE
-from treepack.model.weight_reading import DTYPES
+from treepack.model.weights.conversion import stored_tensors, trace_saving
+from treepack.model.weights.files import INDEX_FILE, SINGLE_FILE
+from treepack.model.weights.reading import DTYPES
+from treepack.model.weights.traced import Piece, Traced
 
 MAX_FILE_BYTES = 50_000_000_000  # of one file, as transformers' default
 
