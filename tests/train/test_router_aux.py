@@ -195,3 +195,16 @@ def test_a_row_of_a_mixture_costs_its_active_experts(packed: Path, mixture: Path
     # The forecast leaves out the norms, which are few: two of the hidden size and two of the head size a layer.
     norms = config.num_hidden_layers * 2 * (config.hidden_size + config.head_dim) + config.hidden_size
     np.testing.assert_allclose(run.costs(), exact + 2.0 * norms * run.dataset.num_tokens)
+
+
+def test_a_layer_with_a_window_costs_at_most_its_window_for_each_token(packed: Path, tmp_path: Path) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["sliding_attention"] * 2}
+    full, short = (
+        open_run(packed, tiny_config(tmp_path / f"{window}.json", "qwen3", **fields), CPU)
+        for window, fields in ((0, {}), (3, sliding))
+    )
+    pairs, tokens = full.dataset.num_pairs, full.dataset.num_tokens
+    config = full.loaded.causal.config
+    each = 4.0 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    assert (3 * tokens < pairs).any()
+    np.testing.assert_allclose(full.costs() - short.costs(), each * (pairs - np.minimum(pairs, 3 * tokens)))

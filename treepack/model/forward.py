@@ -41,7 +41,7 @@ def prepare_batch(loaded: LoadedModel, batch: Batch) -> Batch:
     check_text(loaded.causal, batch.input_ids, loaded.source)
     # Before the move: from a tensor on the CPU the schedule is computed without waiting for the GPU.
     schedules = Schedules(batch.subtree_end, device=loaded.device, varlen=loaded.varlen)
-    for kind in loaded.kinds:
+    for kind in set(loaded.kinds):
         schedules.of(loaded.attention, kind.reach, varlen=loaded.varlen and kind.is_plain)
     return replace(batch.to(loaded.device), schedule=schedules)
 

@@ -23,7 +23,7 @@ class LoadedModel:
         attention: the implementation in use, never "auto".
         notes: remarks for the user.
         varlen: True if rows without a branch go to varlen FlashAttention.
-        kinds: the kinds of attention of its layers.
+        kinds: the kind of attention of each layer, in order; layers without attention have none.
         device: the device that computes.
         root: the module that gathers the weights if they are sharded over ranks (`train.sharding`), else None.
     """
@@ -33,7 +33,7 @@ class LoadedModel:
     attention: str
     notes: tuple[str, ...]
     varlen: bool = False
-    kinds: frozenset[AttentionKind] = frozenset()
+    kinds: tuple[AttentionKind, ...] = ()
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     root: Any = None
 

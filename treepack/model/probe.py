@@ -58,7 +58,7 @@ def use_attention(model: Any, name: str) -> Iterator[None]:
             setattr(config, name_of_setting, setting)
 
 
-def probe(model: Any, *, source: str, device: torch.device | None = None) -> frozenset[AttentionKind]:
+def probe(model: Any, *, source: str, device: torch.device | None = None) -> tuple[AttentionKind, ...]:
     """Run a small tree and refuse a model that does not treat each branch as if it were alone.
 
     Three checks: every layer calls tree attention; the logits are the output layer applied to the hidden states,
@@ -73,7 +73,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
         device: device of the inputs, by default the device of the model's weights.
 
     Returns:
-        the kinds of attention of the layers.
+        the kind of attention of each call, in the order of the layers.
 
     Raises:
         TreepackError: if a check fails; the message names the check.
@@ -102,7 +102,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> fro
             f"{source}: a branch in a tree gets other hidden states than alone (relative difference {error:.1e}), so "
             f"its code mixes tokens outside attention, or needs more than their positions; {REMEDY}"
         )
-    return frozenset(call.kind for call in tree.attention.calls)
+    return tuple(call.kind for call in tree.attention.calls)
 
 
 @contextmanager

@@ -107,11 +107,13 @@ class TrainingRun:
         # Frozen weights too: they cost as much forward.
         weights = num_active_weights(causal)
         weights -= causal.get_input_embeddings().weight.numel()  # a lookup, not a product
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        # 2 operations per weight and token. A pair of query and key costs 2 * size in q k^T and 2 * size in p v.
-        pairs = 4.0 * config.num_hidden_layers * heads * size
-        costs: Float64 = 2.0 * weights * self.dataset.num_tokens + pairs * self.dataset.num_pairs
+        tokens, pairs = self.dataset.num_tokens, self.dataset.num_pairs
+        # 2 operations per weight and token. A pair of query and key costs 2 D in q k^T and 2 D_v in p v.
+        costs: Float64 = 2.0 * weights * tokens
+        for kind in self.loaded.kinds:
+            # In a window, a token has at most as many pairs as the window has tokens.
+            seen = pairs if kind.reach is None else np.minimum(pairs, kind.reach.size * tokens)
+            costs = costs + 2.0 * config.num_attention_heads * sum(kind.head_dims) * seen
         return costs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from treepack.model.four_bits import num_weights
+from treepack.model.layers import find_decoder
 
 # Names of the number of experts that a token has, in configurations of transformers.
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
@@ -17,7 +18,7 @@ def num_active_weights(causal: Any) -> float:
     """
     chosen = _num_chosen(causal.config.get_text_config())
     total = 0.0
-    for module in causal.base_model.modules():
+    for module in find_decoder(causal).modules():
         experts = getattr(module, "num_experts", 0)
         for parameter in module.parameters(recurse=False):
             # [E, N, K]; the router's own weights are [E, D]

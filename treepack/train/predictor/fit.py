@@ -28,7 +28,7 @@ from treepack.files import schema
 from treepack.files.address import AnyPath, as_output
 from treepack.files.directory import MANIFEST, finished_directory
 from treepack.files.manifest import file_sha256, read_manifest
-from treepack.model.layers import adapt_layers
+from treepack.model.layers import adapt_layers, find_decoder
 from treepack.model.memory import LOADING, memory_errors
 from treepack.rl.leaf_weights import leaf_weights
 from treepack.rl.trace.targets import anchors, binary_rewards, recursive_targets
@@ -194,8 +194,8 @@ def fit(run: Fit, out: str | AnyPath, *, overwrite: bool = False) -> Iterator[Fi
     """
     loaded, parameters = run.model.loaded, list(run.model.head.parameters())
     if not run.options.freeze:
-        # `base_model` is the model without its output layer, which has no part in the values.
-        parameters = [*loaded.model.base_model.parameters(), *parameters]
+        # Without the output layer, which has no part in the values.
+        parameters = [*find_decoder(loaded.model).parameters(), *parameters]
         loaded.model.train()  # only for checkpointing, which transformers does in this mode; all dropouts are 0
     optimiser = _optimiser(parameters, run.options.train)
     states_of = _frozen_states(run) if run.options.freeze else lambda row: end_states(loaded, row, dtype=_dtype(run))
