@@ -55,6 +55,8 @@ _HOME = {
     "batch_statistics": "online.statistics",
     "row_statistics": "online.statistics",
     "tree_attention": "attention",
+    "Reach": "attention",
+    "first_visible": "attention",
     "register_attention": "attention:register",
     "register_experts": "model.experts.interface",
     "allow_generation": "attention",

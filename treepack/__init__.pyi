@@ -5,7 +5,9 @@ from treepack.analysis.options import ReportOptions as ReportOptions
 from treepack.analysis.options import StatsOptions as StatsOptions
 from treepack.analysis.report.write import report as report
 from treepack.analysis.stats import stats as stats
+from treepack.attention import Reach as Reach
 from treepack.attention import allow_generation as allow_generation
+from treepack.attention import first_visible as first_visible
 from treepack.attention import register as register_attention
 from treepack.attention import tree_attention as tree_attention
 from treepack.data.batch import make_batch as make_batch
