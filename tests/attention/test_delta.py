@@ -11,7 +11,7 @@ import support.interpreter  # noqa: F401  (repairs the interpreter)
 
 @pytest.mark.parametrize("width", [80, 128])
 def test_delta_is_the_sum_over_the_head_dimension_and_zero_after_the_row(width: int) -> None:
-    from treepack.attention.hopper.launch import compute_delta
+    from treepack.attention.hopper.delta import compute_delta
 
     # [B, H, T, D], with tokens before heads in memory as the forward returns it; T_pad is 128
     made = torch.randn(2, 1, 100, 2, width, generator=torch.Generator().manual_seed(width))

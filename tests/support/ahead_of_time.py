@@ -114,9 +114,8 @@ def launches(table: str, dtype: str, dims: tuple[int, int]) -> dict[str, Any]:
     inputs = Inputs(query, key, value, build_schedule(end, start), scale=1.0, sinks=sinks)
     incoming = Incoming(grad, lse, delta)
     if table.startswith("hopper"):
-        from treepack.attention.hopper import launch, wide_launch
+        from treepack.attention.hopper import launch as hopper
 
-        hopper: Any = wide_launch if dims in wide_launch.SHAPES else launch
         return {
             "forward": hopper.forward_launch(inputs, out, lse),
             "query": hopper.query_launch(inputs, incoming, dq),

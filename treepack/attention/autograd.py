@@ -145,12 +145,8 @@ def has_hopper(device: torch.device) -> bool:
     return hopper and HOPPER_TRITON[0] <= release <= HOPPER_TRITON[1]
 
 
-def _kernels(name: str, head_dims: tuple[int, int]) -> tuple[ModuleType, ModuleType]:
+def _kernels(name: str) -> tuple[ModuleType, ModuleType]:
     """Return the modules with the forward and the backward; imported late, because triton may be missing."""
-    if name == "hopper" and head_dims not in ((64, 64), (128, 128)):
-        from treepack.attention.hopper import wide_launch as wide
-
-        return wide, wide
     if name == "hopper":
         from treepack.attention.hopper import launch as hopper
 
@@ -182,7 +178,7 @@ class _Attention(torch.autograd.Function):
             out, lse = result
         else:
             with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-                module = _kernels(kernels, (query.shape[-1], value.shape[-1]))[0]
+                module = _kernels(kernels)[0]
                 out, lse = module.forward(query, key, value, schedule, scale, **options)
             if kept is not None and not is_recomputing():
                 kept[0].store(kept[1], out, lse)
@@ -196,7 +192,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = _with_dense_rows(grad)
         options = _options(sinks, ctx.softcap)
-        kernels = _kernels(ctx.kernels, (query.shape[-1], value.shape[-1]))[1]
+        kernels = _kernels(ctx.kernels)[1]
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             *gradients, dsinks = kernels.backward(query, key, value, out, lse, grad, ctx.schedule, ctx.scale, **options)
         if sinks is not None:

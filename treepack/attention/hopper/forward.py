@@ -249,7 +249,7 @@ def forward_kernel(
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     shared = (q_tile, q_full, k_ring, v_ring)
-    # Tuples with constants are written here: what a name holds is no constant to the functions that get it.
+    # The tuples are written here: in a tuple with a name, constants would become values of the run.
     gl.warp_specialize(
         [
             (_consume, (shared, lists, work, STAGES, WINDOWED, SINKS, 0)),

@@ -1,10 +1,11 @@
 """Gradients of the keys and values on Hopper: one program for 128 gathered keys of one key head.
 
 A program passes over the queries that see any of its keys, of all query heads of the group, from the last query back to
-the first; with windows or chunks these are a list of query tiles instead of a range. The blocks of one branch end
+the first. With windows or chunks these queries are a list of tiles instead of a range. The blocks of one branch end
 together, so programs that start together read the same queries from the L2 cache. Scores are transposed (keys down,
 queries across), which makes P and dS operands in registers. The log-sum-exp is the initial value of the scores'
 accumulator, and delta that of dP's accumulator, so neither takes registers of its own.
+
 Same inputs and outputs as `portable.backward`.
 """
 
@@ -304,7 +305,7 @@ def key_kernel(
     k = matrix(k_descriptor, k_at, row, group, 0)
     v = matrix(v_descriptor, v_at, row, group, 0)
     sources = Sources(k, v, q_descriptor, do_descriptor, q_at, do_at, row, group)
-    # Tuples with constants are written here: what a name holds is no constant to the functions that get it.
+    # The tuples are written here: in a tuple with a name, constants would become values of the run.
     gl.warp_specialize(
         [
             (_consume, (shared, pointers, work, GROUP, STAGES, WINDOWED, 0)),

@@ -1,6 +1,6 @@
-"""Heads in one or two parts: tiles, products and masks for head dimensions that are no power of two.
+"""Heads in one or two parts: tiles, products and masks for the head dimensions 256, 192, 96 and 80.
 
-Shapes in Gluon are powers of two, so the columns of a head are divided into parts, each with its own tiles:
+Shapes in Gluon are powers of two, so the columns of most heads are divided into two parts, each with its own tiles:
 
     head dimension   256   192      128   96      80
     parts            256   128 64   128   64 32   64 16
@@ -21,7 +21,7 @@ from treepack.attention.hopper.tiles import Matrix, Ring, fetch, matrix, store_r
 
 @gluon.jit
 def sources(first, second, at, row, head, token):
-    """Return the `Matrix` of each part of one head at `token`, from the steps of `launch.as_matrix`."""
+    """Return the `Matrix` of each part of one head at `token`, from the steps of `matrices.as_matrix`."""
     whole = matrix(first, at, row, head, token)
     if second is None:
         return (whole,)

@@ -60,7 +60,7 @@ class Lists(NamedTuple):
 
 @gluon.jit
 def matrix(descriptor, at, row, head, token):
-    """Return the `Matrix` of one head at `token`, from the steps (batch, head, column) of `launch._describe`."""
+    """Return the `Matrix` of one head at `token`, from the steps (batch, head, column) of `matrices.as_matrix`."""
     # steps (300, 100, 0), row 1, head 2, token 32 -> row 532, column 0; steps (100, 0, 64) -> row 132, column 128
     return Matrix(descriptor, row * at[0] + head * at[1] + token, head * at[2])
 

@@ -220,7 +220,7 @@ def wide_forward_kernel(
     outputs = (o_pointer, lse_pointer)
     copies = (q, k, v)
     shared = (q_tile, q_full, k_ring, v_ring)
-    # Constants stand in these tuples themselves: through a variable they would become values of the run.
+    # The tuples are written here: in a tuple with a name, constants would become values of the run.
     gl.warp_specialize(
         [
             (_consume, (shared, lists, tiles, outputs, numbers, K_STAGES, V_STAGES, WINDOWED, SINKS, 0)),

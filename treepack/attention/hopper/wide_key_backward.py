@@ -5,12 +5,12 @@ dk and dv of 64 keys fill the registers of a consumer each, so the consumers div
     values   S' = K Q'    P' = 2**S'  -- P' through shared memory -->      dv += P' dO
     keys     dP' = V dO'                                dS' = P' dP'       dk += dS' Q
 
-Queries pass by as in `key_backward`: from the last one back, all heads of the group, with lse and delta as the initial
-values of accumulators. A key block of the schedule has 128 keys, and its halves are two programs.
+Queries come from the last one back, or with windows in the order of their list; for each tile, all heads of the group.
+lse and delta are the initial values of accumulators. A key block of the schedule has 128 keys: two programs.
 
-CARRIED is the order in which the products on the right are in flight during the next step, as in `wide_query_backward`;
-it needs three stages. P passes as float16 times 2**14, whose error is 2**-12 of P down to P = 2**-28: an eighth of the
-rounding of dS to bfloat16. If the inputs are float16, dS is rounded as finely as that, so P passes as float32.
+If CARRIED, the products on the right are in flight during the next step, which needs three stages. P passes as float16
+times 2**14. Its error is 2**-12 of P down to P = 2**-28, an eighth of the rounding of dS to bfloat16. With float16
+inputs dS is rounded as finely as that, so P passes as float32.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Pointers(NamedTuple):
 
 
 class KeyWork(NamedTuple):
-    """Query tiles of a program and the heads of its group: `steps` is their product. Numbers that consumers read."""
+    """The numbers that consumers read; `steps` is query tiles of the program times heads of its group."""
 
     steps: gl.tensor
     first: gl.tensor
@@ -83,6 +83,7 @@ class KeyWork(NamedTuple):
 def _query_of(step, work, key_tiles, QUERIES: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
     """Return the first query of a step, and whether its pairs need the mask."""
     # GROUP 2, QUERIES 64, last 512: step 0 1 2 3 4 ... -> query 448 448 384 384 320 ...
+    # WINDOWED, key_tiles 0 64 448, first 0: step 0 1 2 3 4 5 -> query 0 0 64 64 448 448
     if WINDOWED:
         index = work.first + step // GROUP
         return gl.load(key_tiles + index), index < work.full_begin
@@ -93,14 +94,7 @@ def _query_of(step, work, key_tiles, QUERIES: gl.constexpr, GROUP: gl.constexpr,
 
 @gluon.jit
 def _produce(
-    shared,
-    blocks,
-    streams,
-    pointers,
-    work,
-    GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    WINDOWED: gl.constexpr,
+    shared, blocks, streams, pointers, work, GROUP: gl.constexpr, STAGES: gl.constexpr, WINDOWED: gl.constexpr
 ):
     k, v = blocks
     q_first, q_second, do_first, do_second, q_at, do_at, row, group = streams
@@ -369,8 +363,7 @@ def wide_key_kernel(
 ):
     """Write the gradients dk and dv of 64 keys of one key head; the grid is 2 * batch * blocks * kv_heads.
 
-    Descriptors read QUERIES rows of q and do and one granule of k and v. The other arguments are as in
-    `wide_forward_kernel`.
+    Descriptors read QUERIES rows of q and do, one granule of k and v; all else is as in `wide_forward_kernel`.
     """
     QUERIES: gl.constexpr = q_first.block_type.shape[0]
     row, group, block = place(gl.program_id(0) // 2, section, batch, blocks, key_order)
@@ -392,11 +385,9 @@ def wide_key_kernel(
     full_begin = gl.load(ranges + 1)
     full_end = gl.load(ranges + 2)
     work = KeyWork(steps, first, full_begin, full_end, last, length, padded, factor, scale)
-    k = sources(k_first, k_second, k_at, row, group, 0)
-    v = sources(v_first, v_second, v_at, row, group, 0)
-    sides = (k, v)
+    sides = (sources(k_first, k_second, k_at, row, group, 0), sources(v_first, v_second, v_at, row, group, 0))
     streams = (q_first, q_second, do_first, do_second, q_at, do_at, row, group)
-    # Constants stand in these tuples themselves: through a variable they would become values of the run.
+    # The tuples are written here: in a tuple with a name, constants would become values of the run.
     gl.warp_specialize(
         [
             (_consume_values, (shared, pointers, work, dv_pointer, dv_strides[2], GROUP, STAGES, CARRIED, WINDOWED)),

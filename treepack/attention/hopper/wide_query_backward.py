@@ -198,7 +198,7 @@ def wide_query_kernel(
     lists = (granules + first, ends + row * padded, starts + row * padded)
     copies = (q, do, k, v)
     shared = (q_tile, do_tile, inputs_full, k_ring, v_ring)
-    # Constants stand in these tuples themselves: through a variable they would become values of the run.
+    # The tuples are written here: in a tuple with a name, constants would become values of the run.
     gl.warp_specialize(
         [
             (_consume, (shared, lists, tiles, pointers, numbers, K_STAGES, V_STAGES, CARRIED, WINDOWED, 0)),
