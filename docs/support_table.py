@@ -1,6 +1,6 @@
 """The table of supported models in docs/models.md, from the table that the tests prove.
 
-    support.model_table --dispatch, as on an H100 in bf16--> family, example, head dimensions, twists, kernels
+    support.model_table --dispatch, as on an H100 in bf16--> family, example, head dimensions, attention, kernels
 
 `dispatch` and `autograd` choose the kernels. No GPU is needed: tensors are fake, and the two properties of a GPU that
 the choice depends on (Hopper or not, shared memory) are those of an H100.
@@ -35,7 +35,7 @@ def accepted() -> str:
     for family in ACCEPTED:
         kinds = family.attention
         cells = (family.name, f"`{family.example}`", f"`{family.kind}`", _unique(map(_dims, kinds)))
-        lines.append(f"| {' | '.join(cells)} | {_twists(kinds)} | {_kernels(kinds)} | {family.note} |")
+        lines.append(f"| {' | '.join(cells)} | {_variants(kinds)} | {_kernels(kinds)} | {family.note} |")
     return "\n".join(lines) + "\n"
 
 
@@ -60,13 +60,13 @@ def _dims(kind: AttentionKind) -> str:
     return "/".join(map(str, dict.fromkeys(kind.head_dims)))
 
 
-def _twists(kinds: tuple[AttentionKind, ...]) -> str:
-    """Return the names of what the layers add to plain attention."""
+def _variants(kinds: tuple[AttentionKind, ...]) -> str:
+    """Return the variants of attention in the layers, such as "full, window, sinks"."""
     names = []
     for kind in kinds:
         names.append("full" if kind.reach is None else kind.reach.kind)
         names += ["sinks"] * kind.has_sinks + ["score cap"] * (kind.softcap is not None)
-    # Full and window layers first, what both have last.
+    # Full and window first, then sinks and caps, which layers of both kinds may have.
     return _unique(sorted(names, key=("sinks", "score cap").__contains__))
 
 

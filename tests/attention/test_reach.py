@@ -69,7 +69,7 @@ def test_rows_of_a_batch_and_of_a_reach_that_never_ends() -> None:
 
 @pytest.mark.parametrize("reach", [Reach("window", 0), Reach("dilated", 4)])
 def test_another_reach_is_refused(reach: Reach) -> None:
-    with pytest.raises(TreepackError, match=f"the reach is {reach.kind} of {reach.size}; expected a window or a chunk"):
+    with pytest.raises(TreepackError, match=f"the reach is a {reach.kind} of {reach.size} tokens; expected a window"):
         first_visible(chain(5), reach)
 
 

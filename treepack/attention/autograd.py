@@ -3,8 +3,8 @@
     query, key, value, sinks, Schedule --forward--> output, log-sum-exp
     gradient of the output             --backward--> gradients of query, key, value and sinks
 
-Between the two, only the inputs, the output and the log-sum-exp are kept. This module chooses the kernels; `dispatch`
-makes sure that a row has a schedule and that the kernels take the shapes and dtypes.
+Between forward and backward, only the inputs, the output and the log-sum-exp are kept. This module chooses the kernels;
+`dispatch` makes sure that a row has a schedule and that the kernels take the shapes and dtypes.
 
 Triton launches on the current GPU even if the tensors are on another one, so their GPU becomes the current one for each
 launch. torch.compile skips this module: it would trace the launches, and it would decide only once whether this is a

@@ -10,8 +10,8 @@ triton            CUDA                              bf16, fp16, fp32     Schedul
 auto              the first implementation in `AUTO` that has no obstacle
 
 A schedule serves every layer of one reach (`reach.Reach`), the backward, and recomputation under checkpointing.
-`Schedules` has those of a model whose layers differ. Windows, chunks, sinks and caps of scores run on every
-implementation except flash and chains.
+`Schedules` makes one for each reach of a model whose layers differ. Windows, chunks, sinks and caps of scores run on
+every implementation except flash and chains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ AUTO = {"cuda": ("triton", "flash", "flex", "reference")}
 
 NAMES = ("reference", "flex", "flash", "triton")
 TRITON_MAX_HEAD_DIM = 512  # the largest that `portable.forward` has shapes for
-FLEX_MAX_HEAD_DIM = 256  # the largest whose tiles fit into the shared memory of a GPU; above, compiling fails
+FLEX_MAX_HEAD_DIM = 256  # the tiles of larger heads exceed the shared memory of a GPU, and compiling fails
 
 # Shared memory of a program that head dimensions above 256 need in `portable`, in KiB, by the bytes of an element.
 WIDE_SHARED = {2: 112, 4: 194}

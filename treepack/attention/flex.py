@@ -111,8 +111,8 @@ def classify_blocks(subtree_end: Tensor, query_block: int, start: Tensor | None 
     full = below & (last <= low)
     touched = (below & (first < high)) | ((first < key + BLOCK) & (key < last))
     if start is not None:
-        least, most = start.view(len(start), -1, 1, query_block).aminmax(dim=-1)
-        touched, full = touched & (key + BLOCK > least), full & (key >= most)
+        smallest, largest = start.view(len(start), -1, 1, query_block).aminmax(dim=-1)
+        touched, full = touched & (key + BLOCK > smallest), full & (key >= largest)
     return touched & ~full, full
 
 

@@ -1,15 +1,15 @@
-"""Indexers: parts of a model that select keys for each query, and that tree attention may skip on short paths.
+"""Skip indexers, which select keys for each query, on paths so short that they would select every key.
 
     trajectory of L tokens alone:  hidden states --indexer--> the k keys with the highest index scores --> attention
     row of a tree:                 hidden states ----------------------------------------------------> tree attention
 
 DeepSeek-V3.2, GLM-5 and their relatives have an indexer in a layer. While L <= k it selects every token before a query,
-so attention is plain softmax attention. On a row it would select the best k tokens of the whole row, of other branches
-too, and score all pairs of the row. So under tree attention it does not run, and `compatibility.position_limit` refuses
-paths of more than k tokens. The parameters of an indexer have no gradient from the loss, in a tree or alone.
+so attention is plain softmax attention. On a row it would select the best k tokens of the whole row, including tokens
+of other branches. So under tree attention it does not run, and `compatibility.position_limit` refuses paths of more
+than k tokens. The parameters of an indexer have no gradient from the loss, in a tree or alone.
 
-The code of such a model slices its mask, so its layers get an `AllAncestors` in place of one. An indexer that gets it
-too returns no keys.
+The code of such a model slices its mask, so its layers get an `AllAncestors` instead. An indexer that gets it returns
+no keys.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 
 A model passes its keyword arguments to the attention function of every layer. Four arguments reach it in this way:
 `subtree_end`, the `dispatch.Schedules` made from it, the `autograd.Kept` of a forward pass under checkpointing, and the
-list `record` of a probe. Windows and chunks come in another way: a model asks for one mask per kind of layer and hands
-it to its layers, and what it gets here instead of a mask is the `reach.Reach` of that kind. Sinks and caps of scores
-are computed. Every other request of a model is refused, not ignored, because a missing bias gives a wrong gradient and
-no error. A call without `subtree_end` is refused too, unless `generation.allow_generation` permits it.
+list `record` of a probe. Windows and chunks arrive as masks: a model requests one mask for each kind of layer and
+passes it to these layers. It gets the `reach.Reach` of that kind instead of a mask. Sinks and caps of scores are
+options of the call. Every other request of a model is refused, not ignored, because a missing bias gives a wrong
+gradient and no error. A call without `subtree_end` is refused too, unless `generation.allow_generation` permits it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def register() -> None:
 def attention_mask_of(
     *arguments: Any, attention_mask: Tensor | None = None, config: Any = None, **options: Any
 ) -> Tensor | Reach | AllAncestors | None:
-    """Return the reach of a kind of layers when a model builds their mask; None if they see all of their ancestors.
+    """Return the reach of a kind of layers, instead of the mask that a model requests; None for all ancestors.
 
     A model with indexers gets an `AllAncestors` instead of None, because its code slices the mask.
 

@@ -1,4 +1,4 @@
-"""Schedules of layers with windows or chunks: the lists of the whole row, without what lies before every window.
+"""Schedules of layers with windows or chunks: the lists of the whole row, without the granules before all windows.
 
 A query block or tile [t0, t1) sees a granule of keys [k0, k1) with subtree ends low ... high, if
 
@@ -6,11 +6,11 @@ A query block or tile [t0, t1) sees a granule of keys [k0, k1) with subtree ends
     k1 - 1 >= the smallest start of the queries t0 ... high - 1   its last key is inside the window of one of them
 
 Subtrees nest, so the queries that have the granule among their ancestors come first in the tile. The second line leaves
-out the queries after them, which may belong to a branch whose window begins much earlier. The tile is full, and needs
-no mask, if all ends lie past it (low >= t1) and all windows begin at the granule or before it (k0 >= the largest
+out the queries after them, which may belong to a branch whose window starts much earlier. The tile is full, and needs
+no mask, if all ends are past it (low >= t1) and all windows start at the granule or before it (k0 >= the largest
 start).
 
-For dk and dv, key blocks are 4 consecutive granules, because the queries that see neighbours are about the same. Each
+For dk and dv, key blocks are 4 consecutive granules, because about the same queries see neighbouring granules. Each
 block gets a list of query tiles of 64: those under a mask, then the full ones.
 """
 
@@ -55,20 +55,21 @@ def narrow(whole: Schedule, start: Tensor) -> Schedule:
 
 
 def _listed_pairs(whole: Schedule, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return query blocks, counted over all rows, and granules, in the order of the lists: the visible pairs and more.
+    """Return query blocks, counted over all rows, and granules, both int64 [n]: all visible pairs and some others.
 
-    A full section has its granules in ascending order, so those inside the window of some query are its last ones. A
-    binary search finds the first of them, and the others, most of the list of a long path, are never looked at.
+    They are in the order of the lists. A full section has its granules in ascending order, so the granules inside the
+    window of some query are its last ones. A binary search finds the first of them; the others, most of the list of a
+    long path, are never read.
     """
     begin, last = whole.query_offsets[:, :-1].flatten().long(), whole.query_offsets[:, 1:].flatten().long()
     middle = begin + whole.query_partial.flatten()
-    # The granule of the smallest start: windows that begin at 70 ... 197 -> granule 2
-    least = start.view(-1, QUERY_BLOCK).amin(dim=1) // GRANULE
+    # The granule of the smallest start: windows that start at 70 ... 197 -> granule 2
+    lowest = start.view(-1, QUERY_BLOCK).amin(dim=1) // GRANULE
     low, high = middle, last
     for _ in range(int((last - middle).max()).bit_length()):
         # [B nq]; where the search is over, low = high and both stay
         probe = (low + high) // 2
-        is_before = (low < high) & (whole.granules[probe.clamp(max=len(whole.granules) - 1)] < least)
+        is_before = (low < high) & (whole.granules[probe.clamp(max=len(whole.granules) - 1)] < lowest)
         low, high = torch.where(is_before, probe + 1, low), torch.where(is_before, high, probe)
     # partial section 8 9 10 11 | full section 12 ... 19, first visible one 17 -> places 8 9 10 11 17 18 19
     num_partial = middle - begin
@@ -83,18 +84,22 @@ def _listed_pairs(whole: Schedule, start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _test_pairs(queries: Tensor, granule: Tensor, end: Tensor, start: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return whether some pairs are visible, and whether all are; see the header.
+    """Return, for each query tile and granule, whether some of their pairs are visible, and whether all are.
 
     Args:
         queries: numbers of query tiles, counted over all rows.
         granule: numbers of granules in their row; the two shapes broadcast.
         end, start: [B, T_pad].
         size: tokens of a query tile.
+
+    Returns:
+        two bool tensors of the broadcast shape.
     """
     padded = end.shape[1]
     # [B, T_pad] -> one row per tile
     first = start.reshape(-1, size)
-    least, most = first.cummin(dim=1).values.flatten(), first.amax(dim=1)
+    # starts 5 7 3 9 -> smallest up to each query 5 5 3 3, largest 9
+    smallest, largest = first.cummin(dim=1).values.flatten(), first.amax(dim=1)
     low, high = end.view(-1, GRANULE).aminmax(dim=1)
     row, tile = queries // (padded // size), queries % (padded // size)
     at = row * (padded // GRANULE) + granule
@@ -102,8 +107,8 @@ def _test_pairs(queries: Tensor, granule: Tensor, end: Tensor, start: Tensor, si
     # The queries before the end of the granule's last subtree are the first `inside` ones of the tile.
     inside = (high[at] - begin).clamp(max=size)
     is_visible = (inside > 0) & (key < begin + size)
-    is_visible &= key + GRANULE > least[queries * size + inside.clamp(min=1) - 1]
-    is_full = (key + GRANULE <= begin) & (low[at] >= begin + size) & (key >= most[queries])
+    is_visible &= key + GRANULE > smallest[queries * size + inside.clamp(min=1) - 1]
+    is_full = (key + GRANULE <= begin) & (low[at] >= begin + size) & (key >= largest[queries])
     return is_visible, is_full
 
 
@@ -114,7 +119,7 @@ def _sections(owner: Tensor, is_full: Tensor, owners: int, multiple: int) -> tup
         owner: [n], ascending numbers below `owners`.
         is_full: bool [n].
         owners: number of owners.
-        multiple: the length of a section is rounded up to a multiple of it.
+        multiple: the length of each section is rounded up to a multiple of this number.
 
     Returns:
         the place of each entry, [n], and the place where each section begins, [2 owners + 1].

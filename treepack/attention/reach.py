@@ -10,7 +10,7 @@ bound on positions is a bound on indices: the whole mask is
      \           |          |                 |               position max(0, position - 1), or at the first position
       3 - 4      1 2        0 3               0 4             of its chunk
 
-In: subtree_end int [B, T]. Out: start int32 [B, T], None if no path is so long that it makes a difference.
+In: subtree_end int [B, T]. Out: start int32 [B, T]; None if every path fits into one window or chunk.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from treepack.errors import TreepackError
 
 
 class Reach(NamedTuple):
-    """The keys that a query sees among its ancestors.
+    """The keys that a query sees on its path.
 
-    kind    "window": the last `size` tokens of the path, itself among them. "chunk": those of its own chunk, where
-            chunks of `size` tokens divide every path from its first token on.
-    size    tokens
+    kind    "window": the query and the `size` - 1 tokens before it. "chunk": the query and the tokens before it in its
+            chunk, if every path is divided into chunks of `size` tokens from its first token on.
+    size    tokens, at least 1
     """
 
     kind: str
@@ -54,13 +54,13 @@ def first_visible(subtree_end: Tensor, reach: Reach | None) -> Tensor | None:
         reach: None for layers without a window.
 
     Raises:
-        TreepackError: if the reach is of another kind, or smaller than 1.
+        TreepackError: if the kind is not "window" or "chunk", or the size is below 1.
     """
     if reach is None:
         return None
     if reach.kind not in ("window", "chunk") or reach.size < 1:
         raise TreepackError(
-            f"attention: the reach is {reach.kind} of {reach.size}; expected a window or a chunk of >= 1"
+            f"attention: the reach is a {reach.kind} of {reach.size} tokens; expected a window or chunk of at least 1"
         )
     depth = depths(subtree_end)
     if int(depth.max()) < reach.size:  # the longest path fits

@@ -156,7 +156,7 @@ def hide_progress_bars() -> Iterator[None]:
 def read_config(source: str | Path, attention: str = "auto") -> tuple[Any, tuple[str, ...]]:
     """Read the configuration of a model, set every dropout to 0, and return it with a note on each change.
 
-    Of a vision-language model it is the whole configuration, and what is said here is about its text half.
+    For a vision-language model this is the whole configuration; dropout and the checks concern its text half.
 
     Raises:
         TreepackError: if the configuration cannot be read, the model cannot be trained exactly, or `attention` is
@@ -214,9 +214,9 @@ def build_model(
 ) -> Any:
     """Build the model under the reference attention.
 
-    Its weights come from `source`; if `source` is a config file, they are random. `quantized` are from
-    `adapter.quantization`. Of a vision-language model, only the text half is built (`text_half`). The weights are read
-    to `device` if they can be read tensor by tensor, else to the CPU.
+    Its weights come from `source`; if `source` is a config file, they are random. `quantized` are the options of
+    `four_bits.quantization`. Of a vision-language model, only the text half is built (`text_half`). The weights are
+    read to `device` if they can be read tensor by tensor, else to the CPU.
 
     Raises:
         TreepackError: if weights are missing or have another shape.

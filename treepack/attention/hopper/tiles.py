@@ -123,7 +123,7 @@ def feed(k, v, k_ring, v_ring, lists, tiles, STAGES: gl.constexpr, WINDOWED: gl.
 
 @gluon.jit
 def staged_ends(k_ring, STAGES: gl.constexpr, WINDOWED: gl.constexpr):
-    """Allocate the `end_tiles` of `feed`, [STAGES, keys]; if not WINDOWED, nobody reads what this returns."""
+    """Allocate the `end_tiles` of `feed`, [STAGES, keys]; if not WINDOWED, the result is never read."""
     if WINDOWED:
         shape: gl.constexpr = [STAGES, k_ring.tiles.shape[1]]
         return gl.allocate_shared_memory(gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -28,10 +28,10 @@ _KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 def implementation_of(dtype: torch.dtype) -> str | None:
     """Register `compute_experts` with transformers, and return the implementation for weights of `dtype`.
 
-    It is None, the choice of transformers, if this version of transformers knows only its own.
+    None leaves the choice to transformers, if this version accepts no implementation of another library.
     """
     if dtype == torch.float64:
-        return "eager"  # in float64 gradients are verified, and the loop is code that is not treepack's
+        return "eager"  # float64 verifies gradients, so it runs code of transformers instead of treepack
     return NAME if _register() else None
 
 
@@ -41,18 +41,18 @@ def register_experts() -> None:
     `from_pretrained(..., experts_implementation="treepack")` then uses it, and so does `load_model` without asking.
 
     Raises:
-        TreepackError: if this version of transformers knows only its own implementations.
+        TreepackError: if this version of transformers accepts no implementation of another library.
     """
     import transformers
 
     if not _register():
         raise TreepackError(
-            f"transformers {transformers.__version__} takes no experts implementations of others; install 5.10 or later"
+            f"transformers {transformers.__version__} accepts no experts of another library; install 5.10 or later"
         )
 
 
 def _register() -> bool:
-    """Register `compute_experts`; return False if this version of transformers takes no implementation of others."""
+    """Register `compute_experts`; return False if this version of transformers refuses its name."""
     from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -138,7 +138,7 @@ def takes_kernels(module: Any, hidden: Tensor, dtype: torch.dtype) -> bool:
     special = "is_transposed has_bias has_post_expert_norm".split()
     if any(getattr(module, name, False) for name in special) or not getattr(module, "has_gate", True):
         return False
-    # A class with a gate of its own replaces `_apply_gate`.
+    # A class with another gate replaces `_apply_gate`. If transformers has no default gate, no class takes the kernels.
     plain = getattr(type(module), "_apply_gate", None) is getattr(moe, "_default_apply_gate", moe)
     if not (plain and isinstance(module.act_fn, nn.SiLU | SiLUActivation) and getattr(module, "is_concatenated", True)):
         return False

@@ -54,7 +54,11 @@ def _config(x: Tensor) -> Config:
 
 
 class Tiles(NamedTuple):
-    """The tiles of a row's pairs: int32 [count], the expert of each and its first pair; the expert is E for no tile."""
+    """The tiles of a row's pairs, more than there are: the number that exists is known only on the GPU.
+
+    expert  int32 [count], the expert of each tile; E for a tile that does not exist
+    first   int32 [count], the first pair of each tile
+    """
 
     expert: Tensor
     first: Tensor
@@ -278,8 +282,8 @@ def product(x: Tensor, w: Tensor, routing: Routing, tiles: Tiles, *, gather: boo
         w: [E, N, K], or with `transposed` [E, K, N].
         routing: of the tokens.
         tiles: of the routing.
-        gather: what `x` has.
-        transposed: what `w` is.
+        gather: True if `x` has a row for each token.
+        transposed: True if `w` is [E, K, N].
     """
     num_experts, width = len(w), w.shape[2 if transposed else 1]
     out = x.new_empty(len(routing.order), width)

@@ -82,7 +82,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool)
         x: [S, K] in the dtype of the products.
         weight: [E, N, K], or with `transposed` [E, K, N], in any dtype; its gradient is in the same one.
         ends: int32 [E], one past the last row of each expert.
-        transposed: what `weight` is.
+        transposed: True if `weight` is [E, K, N].
     """
     apply: Any = _GroupedLinear.apply
     out: Tensor = apply(x, weight, ends, transposed)

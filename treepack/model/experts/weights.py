@@ -5,9 +5,9 @@
         cast_weight(weight, bf16)     later calls return it, in recomputed layers too
     optimiser.step()                  the casts are freed
 
-Without the block every call casts, which is always right. The block must not contain an update of the weights; one that
-torch sees (its version counter) is noticed all the same. Sharded weights are not kept: they live only while a layer
-runs.
+Without the block every call casts, which is always correct. The block must not update the weights; an update that
+increases the version counter of a tensor is noticed, and the weight is cast again. Do not use the block with sharded
+weights: they exist only while a layer runs.
 """
 
 from __future__ import annotations

@@ -9,5 +9,5 @@
     reading, writing    the two directions, tensor by tensor
     whole_checkpoint    a vision-language checkpoint with its text weights replaced by trained ones
 
-No function here holds a whole model beside the one that it reads or writes.
+None of them makes a second copy of the model in memory.
 """

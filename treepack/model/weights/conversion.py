@@ -1,12 +1,12 @@
-"""How the tensors of a checkpoint become those of a model in memory, and back: transformers' own conversion, traced.
+"""Trace transformers' conversion between the tensors of a checkpoint and the tensors of a model in memory.
 
     checkpoint                                     model in memory
     experts.0.gate_proj.weight [I, H]  --+
     experts.0.up_proj.weight   [I, H]  --+--->     experts.gate_up_proj [E, 2 I, H]
     experts.1.gate_proj.weight [I, H]  --+
 
-    trace_loading    for each tensor in memory the pieces of the checkpoint that it consists of
-    trace_saving     for each tensor of a checkpoint the pieces of the tensors in memory
+    trace_loading    for each tensor in memory, the pieces of checkpoint tensors that it consists of
+    trace_saving     for each tensor of a checkpoint, the pieces of tensors in memory that it consists of
 
 transformers converts whole models at once. These functions run its conversion on tensors without memory
 (`weights.traced`), so that a process can read or write any part of a model alone. If a conversion computes with
@@ -55,7 +55,7 @@ def trace_loading(
                 ignore_mismatched_sizes=True,
             )
     except Exception:
-        # Not hidden: whoever has no trace loads the model with transformers, which raises the same error.
+        # Not hidden: without a trace the caller loads the model with transformers, which raises the same error.
         return None
     for name, expected, shape in report["mismatched_keys"]:
         raise TreepackError(
@@ -76,7 +76,7 @@ def trace_saving(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Traced]
 
     Args:
         model: the model, whose weights may be sharded.
-        tensors: what to save, such as `stored_tensors(model)`; the pieces have these names.
+        tensors: the tensors to save by name, such as `stored_tensors(model)`; pieces refer to these names.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -91,7 +91,7 @@ def trace_saving(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Traced]
 def stored_tensors(model: Any) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint of `model` contains: parameters and persistent buffers, tied ones once."""
     state = model.state_dict(keep_vars=True)
-    # Of tied tensors the name that transformers saves: {"lm_head.weight": "model.embed_tokens.weight"} -> the second
+    # Tied tensors get the name that transformers saves: {"lm_head.weight": "model.embed_tokens.weight"} -> the second
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     named: dict[str, Tensor] = {}

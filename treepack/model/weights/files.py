@@ -9,12 +9,28 @@ import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
+
 from treepack.errors import TreepackError
 from treepack.files.hub import is_offline
 from treepack.model.compatibility import translate_errors
 from treepack.model.source import local_source
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+
+# Names of dtypes in safetensors files. Others, such as those of eight bits, need scales that are stored elsewhere.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 def translate_read_errors(source: str | Path) -> AbstractContextManager[None]:

@@ -1,13 +1,13 @@
 """Read the weights of a sharded model: each rank reads its part of every tensor, one tensor at a time.
 
-    model on the meta device, files --find_plan--> for each tensor of the model the pieces of the files it consists of
+    model on the meta device, files --find_plan--> for each tensor of the model, the pieces of files it consists of
     plan, sharded model             --fill-------> the rank's part in memory
 
                             rank 0                  rank 1
     experts.gate_up_proj    experts 0 ... 63        experts 64 ... 127        (dimension 0 is cut by FSDP2)
-    is read from            experts.0.gate_proj.weight ... and so on, or from a part of one larger tensor
+    is read from            experts.0.gate_proj.weight, ..., or a part of one larger tensor
 
-Beside its part of the model a rank needs memory for one tensor of a file. Each file is opened for one tensor of the
+Besides its part of the model, a rank needs memory for one tensor of a file. Each file is opened for one tensor of the
 model at a time, because pages of an open file count as memory of the process.
 """
 
@@ -22,22 +22,8 @@ from torch import Tensor
 
 from treepack.model.adapter import base_name
 from treepack.model.weights.conversion import stored_tensors, trace_loading
-from treepack.model.weights.files import translate_read_errors
+from treepack.model.weights.files import DTYPES, translate_read_errors
 from treepack.model.weights.traced import Piece, Ranges, Traced
-
-# Names of dtypes in safetensors files. Others, such as those of eight bits, need scales that are stored elsewhere.
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def find_plan(model: Any, files: Mapping[str, Path], source: str) -> dict[str, Traced] | None:

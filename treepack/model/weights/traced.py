@@ -1,4 +1,4 @@
-"""Tensors without memory that record from which parts of other tensors they are put together.
+"""Tensors without memory that record the parts of other tensors they consist of.
 
     a = Traced.whole("a", (2, 3), torch.float32)
     b = Traced.whole("b", (2, 3), torch.float32)
@@ -33,8 +33,8 @@ class Piece:
     Attributes:
         name: name of the tensor that has the elements.
         source: the box, in each dimension of that tensor.
-        axes: for each dimension of the traced tensor the dimension of the other one, or None if that has none and the
-            piece is 1 long. A dimension of the other tensor that is not listed is 1 long in `source`.
+        axes: for each dimension of the traced tensor, the matching dimension of the tensor `name`; None if there is
+            none, and then the piece has length 1. Dimensions of `name` that are not listed have length 1 in `source`.
         start: the index in the traced tensor at which the piece begins, in each dimension.
     """
 
@@ -86,7 +86,7 @@ class Piece:
 
 
 class Traced(Tensor):
-    """A tensor of which only shape, dtype and `pieces` exist; `pieces` is None if an operation made its elements."""
+    """A tensor that has only shape, dtype and `pieces`; `pieces` is None if an operation computed its elements."""
 
     pieces: tuple[Piece, ...] | None
 
@@ -124,7 +124,7 @@ class Traced(Tensor):
 
 
 def _run_unknown(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation for the shapes of its results alone; all elements that it makes are unknown from now on."""
+    """Run an operation for the shapes of its results alone; the elements of the results are unknown."""
 
     def without_elements(value: Any) -> Any:
         return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
@@ -167,7 +167,7 @@ def _cut(tensor: Traced, dim: int, first: int, stop: int) -> Traced:
     return Traced(parts, [high - low for low, high in window], tensor.dtype)
 
 
-def _turn(tensor: Traced, order: Sequence[int]) -> Traced:
+def _permute(tensor: Traced, order: Sequence[int]) -> Traced:
     """Return the tensor with dimension i of the result taken from dimension order[i]; all dimensions are listed."""
     parts = [
         replace(piece, axes=tuple(piece.axes[i] for i in order), start=tuple(piece.start[i] for i in order))
@@ -179,13 +179,13 @@ def _turn(tensor: Traced, order: Sequence[int]) -> Traced:
 def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
     order = list(range(tensor.ndim))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _turn(tensor, order)
+    return _permute(tensor, order)
 
 
 def _squeeze(tensor: Traced, dim: int | Sequence[int] | None = None) -> Traced:
     dims = [dim] if isinstance(dim, int) else range(tensor.ndim) if dim is None else dim
     dropped = {each % tensor.ndim for each in dims}
-    return _turn(tensor, [i for i in range(tensor.ndim) if tensor.shape[i] != 1 or i not in dropped])
+    return _permute(tensor, [i for i in range(tensor.ndim) if tensor.shape[i] != 1 or i not in dropped])
 
 
 def _unsqueeze(tensor: Traced, dim: int) -> Traced:
@@ -254,7 +254,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.cat: _cat,
     torch.ops.aten.clone: _same,
     torch.ops.aten.detach: _same,
-    torch.ops.aten.permute: lambda tensor, order: _turn(tensor, [dim % tensor.ndim for dim in order]),
+    torch.ops.aten.permute: lambda tensor, order: _permute(tensor, [dim % tensor.ndim for dim in order]),
     torch.ops.aten.select: _select,
     torch.ops.aten.slice: _slice,
     torch.ops.aten.split: _split,

@@ -1,4 +1,4 @@
-"""Save a vision-language model of which only the text half was loaded and trained: a whole checkpoint again.
+"""Save a trained text half as a whole vision-language checkpoint.
 
     source: model-00001-of-00002.safetensors                 directory: the same files, tensors and names
       visual.patch_embed.proj.weight        --as it is-->      visual.patch_embed.proj.weight
@@ -11,7 +11,7 @@ turned into names of the source, one tensor at a time:
     model.language_model.layers.0.mlp.up_proj.weight    -> model.layers.0.mlp.up_proj.weight
     model.language_model.layers.0.mlp.experts.down_proj -> ... .mlp.experts.0.down_proj.weight, ... .mlp.experts.1 ...
 
-A tensor of the source that is nobody's is copied bit for bit. One file of the source is in memory at a time.
+Every other tensor of the source is copied bit for bit. One file of the source is in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from treepack.model.source import NOT_THE_MODEL, local_source
 from treepack.model.text_half import is_text_half
 from treepack.model.weights.files import INDEX_FILE, SINGLE_FILE, translate_read_errors, weight_files
 
-# Configurations, processors, tokenizers and chat templates. Weights in other formats would be those before training.
+# Configurations, processors, tokenizers and chat templates. Weights in other formats are left out: they are untrained.
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _NOT_COPIED = {*NOT_THE_MODEL, INDEX_FILE, "adapter_config.json"}
 
@@ -39,17 +39,17 @@ _NOT_COPIED = {*NOT_THE_MODEL, INDEX_FILE, "adapter_config.json"}
 def check_savable(model: Any, source: str | Path) -> None:
     """Refuse a text half whose trained weights could not be put into a copy of the checkpoint `source`.
 
-    To be called when the model is loaded, so that no run finds out at its end.
+    Call it when the model is loaded, so that no run fails after its training.
 
     Raises:
-        TreepackError: the checkpoint has no safetensors, or has names that transformers cannot restore.
+        TreepackError: the weights are not safetensors, or transformers cannot restore their names.
     """
     model.tie_weights()  # older versions of transformers leave tied weights apart on the meta device
     _plan(model, source, _files(source))
 
 
 def has_rest(model: Any, source: str | Path) -> bool:
-    """Return True if `model` is the text half of a checkpoint; random weights of a config file have no rest."""
+    """Return True if the checkpoint `source` has more tensors than `model`, its text half; a config file has none."""
     return is_text_half(model) and not str(source).endswith(".json")
 
 
@@ -63,7 +63,7 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
         state: the whole tensors of a model whose weights are sharded; None if `model` has them itself.
 
     Raises:
-        TreepackError: the checkpoint of the source is not there any more, or is another one.
+        TreepackError: the checkpoint of the source is missing or was replaced since the model was loaded.
         OSError: the disk fails.
     """
     from safetensors.torch import save_file
@@ -85,7 +85,7 @@ def save_whole(model: Any, source: str | Path, directory: Path, state: dict[str,
 
 
 def _fill_in(path: Path, plan: dict[str, str], model: Any, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-    """Return the tensors of a file of the source, with the values of `state` in the text half; and its metadata."""
+    """Return the tensors of a file of the source, those of the text half with values from `state`, and its metadata."""
     from safetensors import safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -167,7 +167,7 @@ def _shapes(source: str | Path, files: dict[str, Path]) -> dict[str, list[int]]:
 
 
 def _restore(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint, by name, that transformers has made into the tensor `name` of the model."""
+    """Return the tensors of a checkpoint, by name, from which transformers makes the tensor `name` of the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
     restored: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})

@@ -26,21 +26,20 @@ from torch import Tensor
 
 from treepack.model.adapter import is_adapted
 from treepack.model.weights.conversion import stored_tensors, trace_saving
-from treepack.model.weights.files import INDEX_FILE, SINGLE_FILE
-from treepack.model.weights.reading import DTYPES
+from treepack.model.weights.files import DTYPES, INDEX_FILE, SINGLE_FILE
 from treepack.model.weights.traced import Piece, Traced
 
-MAX_FILE_BYTES = 50_000_000_000  # of one file, as transformers' default
+MAX_FILE_BYTES = 50_000_000_000  # the default of transformers
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """What to write, and the tensors in memory in the order in which all ranks gather them.
+    """The weight files to write, and the tensors in memory in the order in which all ranks gather them.
 
     Attributes:
-        layout: for each tensor of the checkpoint the pieces of `tensors` that it consists of.
+        layout: for each tensor of the checkpoint, the pieces of `tensors` that it consists of.
         tensors: the tensors of the model by name, sharded or not.
     """
 
@@ -52,7 +51,7 @@ class SavedWeights:
         object.__setattr__(self, "_rest", _whole(self.tensors))
 
     def gather(self) -> None:
-        """Take part in the gathering of the tensors that are left."""
+        """Gather the remaining tensors together with the other ranks, and drop them."""
         for _ in self._rest:
             pass
 
@@ -106,7 +105,7 @@ class SavedWeights:
 
 @dataclass
 class _Assembled:
-    """A tensor of which some pieces are in place."""
+    """A tensor of the checkpoint that is complete once `num_elements` of it are in place."""
 
     tensor: Tensor
     num_elements: int = 0
@@ -127,7 +126,7 @@ class _File:
 
 
 def saved_weights(model: Any) -> SavedWeights | None:
-    """Return the weights of a model for its checkpoint; None for an adapter and if there is no trace of the conversion.
+    """Return the weights of a model for its checkpoint; None for an adapter, or if the conversion has no trace.
 
     All ranks must call it, and then either `write` or `gather`.
     """
@@ -160,7 +159,7 @@ def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plan_files(layout: Mapping[str, Traced], names: list[str], max_bytes: int) -> dict[str, _File]:
-    """Distribute the tensors over files of at most `max_bytes`, or of one tensor, in the order of `names`."""
+    """Distribute the tensors over files in the order of `names`; a file has at most `max_bytes`, or one tensor."""
     groups: list[list[str]] = [[]]
     total = 0
     for name in names:
