@@ -71,7 +71,7 @@ WAYS = (
 
 
 def make_row(workload: Workload, vocabulary: int, multiple: int) -> Batch:
-    """The workload as a row of random tokens; every token with a parent is trained, once for each path through it."""
+    """Return the workload as a row of random tokens; tokens with a parent are trained once for each path through them."""
     end, count = workload.subtree_end, workload.tokens
     parent, path = np.full(count, -1), list[int]()
     for token in range(count):
@@ -103,7 +103,7 @@ def make_row(workload: Workload, vocabulary: int, multiple: int) -> Batch:
 
 
 def load(config: dict[str, Any], way: Way, device: torch.device) -> LoadedModel:
-    """A random model on the device, with the attention that treepack chooses."""
+    """Return a model with random weights on the device, with the attention that treepack chooses."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     implementation_of(way.dtype)  # registers it
@@ -123,7 +123,7 @@ def load(config: dict[str, Any], way: Way, device: torch.device) -> LoadedModel:
 
 
 def forward_and_backward(loaded: LoadedModel, row: Batch, way: Way) -> float:
-    """One row as the trainer computes it; the mean loss."""
+    """Run forward and backward of one row as the trainer does; return the mean loss."""
     autocast = torch.autocast(loaded.device.type, torch.bfloat16, enabled=way.dtype == torch.float32)
     with cast_once():
         with autocast:
@@ -133,7 +133,7 @@ def forward_and_backward(loaded: LoadedModel, row: Batch, way: Way) -> float:
 
 
 def seconds_of(device: torch.device, run: Callable[[], Any]) -> float:
-    """Seconds of one call, the device idle before and after."""
+    """Return the seconds of one call; the device is idle before and after it."""
     wait = torch.cuda.synchronize if device.type == "cuda" else int
     wait()
     began = time.perf_counter()
@@ -143,7 +143,7 @@ def seconds_of(device: torch.device, run: Callable[[], Any]) -> float:
 
 
 def measure(way: Way, config: dict[str, Any], row: Batch, work: float, arguments: argparse.Namespace) -> str:
-    """One line of the table, and with --profile the kernels of a step."""
+    """Return one line of the table; with --profile, print the kernels of a step."""
     device = row.input_ids.device
     loaded = load(config, way, device)
     optimiser = torch.optim.AdamW(loaded.model.parameters(), lr=0.0, fused=device.type == "cuda")
@@ -193,7 +193,7 @@ class Experts(torch.nn.Module):
 
 
 def exact_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The experts one by one in the dtype of `hidden`: the slow twin."""
+    """Compute the experts one by one in the dtype of `hidden`: the slow twin."""
     out = torch.zeros_like(hidden)
     for e in range(module.num_experts):
         token, place = (index == e).nonzero(as_tuple=True)
@@ -204,7 +204,7 @@ def exact_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 
 def check(device: torch.device, tokens: int, count: int, size: int, width: int, top_k: int) -> list[float]:
-    """Relative errors of output and gradients (hidden, weights, gate_up, down) in bfloat16, against float64.
+    """Return relative errors of output and gradients (hidden, weights, gate_up, down) in bfloat16, against float64.
 
     Raises:
         SystemExit: an error is above 1 %, or two runs differ in a bit.
@@ -240,7 +240,7 @@ def check(device: torch.device, tokens: int, count: int, size: int, width: int, 
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)

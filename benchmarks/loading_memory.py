@@ -2,8 +2,8 @@
 
     python benchmarks/loading_memory.py [--ranks 2] [--layers 12] [--experts 32] [--width 512]
 
-The checkpoint is made up, in bfloat16, with one tensor per expert as on the hub. Every measurement is a new process (or
-new ranks) and counts from the moment when everything is imported; pages of open files count. Compared are
+The checkpoint has random weights in bfloat16, and one tensor per expert as on the hub. Every measurement is a new
+process (or new ranks) and starts after all imports; pages of open files count. Compared are
 
     transformers    from_pretrained and save_pretrained in one process
     gathered        load_sharded, then the whole model on the CPU of rank 0 and save_pretrained
@@ -130,9 +130,11 @@ def _measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None
         loaded, loading = peak(begin or functools.partial(load.load_model, source))
         assert not any("whole model" in note for note in loaded.notes)
         save = functools.partial(_save, loaded, rank, out, gathered=way == "gathered")
-    distributed.barrier() if size > 1 else None
+    if size > 1:
+        distributed.barrier()
     _, saving = peak(save)
-    distributed.destroy_process_group() if size > 1 else None
+    if size > 1:
+        distributed.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps([*(reading or [loading]), loading, saving]))
 
 
@@ -166,8 +168,8 @@ def peaks(source: Path, *, size: int, way: str) -> list[tuple[int, int, int]]:
             process.join()
             if process.exitcode:
                 raise SystemExit(f"a process of {way} ended with {process.exitcode}")
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
-        return [(reading, loading, saving) for reading, loading, saving in found]
+        figures = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+        return [(reading, loading, saving) for reading, loading, saving in figures]
 
 
 def num_bytes(source: Path) -> tuple[int, int]:

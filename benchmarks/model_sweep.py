@@ -69,7 +69,7 @@ def batches() -> list[Batch]:
 
 
 def fields_of(kind: str) -> Iterator[dict[str, Any]]:
-    """Yield the options of a type to try, the ones that show most first; the last are its own defaults."""
+    """Yield the options of a type to try, those with most kinds of layers first; the last are its own defaults."""
     config = family_config(kind)
     full = type(config)().layer_types if getattr(config, "layer_types", None) else []
     fields: dict[str, Any] = {}
@@ -119,8 +119,8 @@ def _compare(kind: str, fields: dict[str, Any], rows: list[Batch]) -> Outcome:
             return Outcome("refused", str(error).removeprefix(f"{path}: ").partition(";")[0])
         except Exception as error:
             return Outcome("FAILED", first_line(error))
-    word = "exact" if report.passed else "WRONG"
-    return Outcome(word, f"{max(report.worst[1], report.loss_error):.1e}", loaded.kinds)
+    verdict = "exact" if report.passed else "WRONG"
+    return Outcome(verdict, f"{max(report.worst[1], report.loss_error):.1e}", frozenset(loaded.kinds))
 
 
 def first_line(error: Exception) -> str:
@@ -128,7 +128,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
-def twists(kinds: frozenset[AttentionKind]) -> str:
+def variants(kinds: frozenset[AttentionKind]) -> str:
     """Return the names of windows, chunks, sinks, caps and other dimensions of values."""
     # Reach("window", 16) and has_sinks -> "sinks, window 16"
     names = {f"{kind.reach.kind} {kind.reach.size}" for kind in kinds if kind.reach is not None}
@@ -153,13 +153,15 @@ def main() -> int:
     counts = Counter(outcome.word for outcome in outcomes.values())
     print(f"transformers {transformers.__version__}, torch {torch.__version__}: {len(outcomes)} types, ", end="")
     print(", ".join(f"{count} {word}" for word, count in sorted(counts.items())))
-    rows_of_table = [(kind, twists(each.kinds), each.detail) for kind, each in outcomes.items() if each.word == "exact"]
+    rows_of_table = [
+        (kind, variants(each.kinds), each.detail) for kind, each in outcomes.items() if each.word == "exact"
+    ]
     print("\n".join(tables(rows_of_table, {k: each for k, each in outcomes.items() if each.word != "exact"})))
     return 1 if counts["WRONG"] or counts["FAILED"] else 0
 
 
 def tables(exact: list[tuple[str, str, str]], others: dict[str, Outcome]) -> list[str]:
-    """Return the lines of two tables: exact types with twists and error; the other types by outcome and reason."""
+    """Return the lines of two tables: exact types with variants and error; the other types by outcome and reason."""
     lines = ["", "| exact type | windows and more | largest error |", "|---|---|---|"]
     lines += [f"| `{kind}` | {names} | {error} |" for kind, names, error in exact]
     lines += ["", "| outcome | reason | types |", "|---|---|---|"]

@@ -24,7 +24,7 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: what people call it.
+        name: the usual name of the family.
         example: a checkpoint on the hub; "" for refused families.
         kind: its model_type in transformers: that of the text half if the checkpoint has vision.
         attention: the kinds of attention of the example's layers.

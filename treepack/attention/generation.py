@@ -90,7 +90,7 @@ def _leave(*_: object) -> None:
     _RUNNING.set(_RUNNING.get()[:-1])
 
 
-def is_plain(config: Any) -> bool:
+def is_plain_call(config: Any) -> bool:
     """Return True if a model with this configuration may run, and now runs, a call without `subtree_end`.
 
     Outside of a forward pass too: with a static cache, `generate` builds masks before it calls the model. False if any

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.compiler import disable
 
 from treepack.attention.dispatch import NAMES, AnySchedule, Schedules, resolve, takes_chains, tree_attention
-from treepack.attention.generation import is_plain, plain_attention, plain_mask, records_gradients
+from treepack.attention.generation import is_plain_call, plain_attention, plain_mask, records_gradients
 from treepack.attention.indexed import AllAncestors, index_top_k
 from treepack.attention.reach import Reach
 from treepack.errors import TreepackError
@@ -111,7 +111,7 @@ def attention_mask_of(
     Raises:
         TreepackError: if the caller passed an attention mask, or the model adds one of its own.
     """
-    if is_plain(config):
+    if is_plain_call(config):
         return plain_mask(*arguments, attention_mask=attention_mask, config=config, **options)
     if attention_mask is not None:
         raise BadCallError(f"attention: an attention_mask is given; padding tokens are {_PADDING}", code=_ITS_OWN_MASK)
@@ -146,7 +146,7 @@ def attention_forward(
     Raises:
         TreepackError: as in `check_request` and `dispatch.tree_attention`.
     """
-    if options.get("subtree_end") is None and is_plain(getattr(module, "config", None)):
+    if options.get("subtree_end") is None and is_plain_call(getattr(module, "config", None)):
         _refuse_gradients(module, query, key, value)
         assert not isinstance(attention_mask, Reach | AllAncestors)
         return plain_attention(module, query, key, value, attention_mask, options)

@@ -47,13 +47,13 @@ class Shape(NamedTuple):
     key: dict[str, int]
 
 
-NARROW = Kernels(forward_kernel, query_kernel, key_kernel, 1)
-WIDE = Kernels(wide_forward_kernel, wide_query_kernel, wide_key_kernel, 2)
+WHOLE_HEADS = Kernels(forward_kernel, query_kernel, key_kernel, 1)
+HEADS_IN_PARTS = Kernels(wide_forward_kernel, wide_query_kernel, wide_key_kernel, 2)
 
 # Key granules per tile and stages per ring: the fastest values on an H200 that fit into 227 KB of shared memory beside
 # 128 rows of queries. The forward needs 4 granules, because its first tile must hold the whole diagonal. For dq, 2
 # granules are faster than 4 (head dimension 64: 3.7 ms against 5.8). For dk and dv, a third stage gains nothing.
-_WHOLE = Shape(NARROW, None, None, {"GRANULES": 4, "STAGES": 2}, {"GRANULES": 2, "STAGES": 3}, {"STAGES": 2})
+_WHOLE = Shape(WHOLE_HEADS, None, None, {"GRANULES": 4, "STAGES": 2}, {"GRANULES": 2, "STAGES": 3}, {"STAGES": 2})
 
 # Heads in parts: within 3 % of the fastest values on an H200 that fit into 227 KB in both dtypes and hardly spill. At
 # 256 the query kernel has 128 KB of queries and output gradients, and room for two tiles of 64 keys and one of values.
@@ -61,7 +61,7 @@ SHAPES = {
     (64, 64): _WHOLE,
     (128, 128): _WHOLE,
     (256, 256): Shape(
-        WIDE,
+        HEADS_IN_PARTS,
         (256,),
         (256,),
         {"GRANULES": 2, "K_STAGES": 2, "V_STAGES": 2},
@@ -69,7 +69,7 @@ SHAPES = {
         {"STAGES": 2, "P_STAGES": 2, "CARRIED": False},
     ),
     (192, 128): Shape(
-        WIDE,
+        HEADS_IN_PARTS,
         (128, 64),
         (128,),
         {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
@@ -77,7 +77,7 @@ SHAPES = {
         {"STAGES": 3, "P_STAGES": 2, "CARRIED": True},
     ),
     (96, 96): Shape(
-        WIDE,
+        HEADS_IN_PARTS,
         (64, 32),
         (64, 32),
         {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
@@ -85,7 +85,7 @@ SHAPES = {
         {"STAGES": 3, "P_STAGES": 2, "CARRIED": True},
     ),
     (80, 80): Shape(
-        WIDE,
+        HEADS_IN_PARTS,
         (64, 16),
         (64, 16),
         {"GRANULES": 4, "K_STAGES": 2, "V_STAGES": 2},
