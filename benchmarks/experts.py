@@ -71,7 +71,7 @@ WAYS = (
 
 
 def make_row(workload: Workload, vocabulary: int, multiple: int) -> Batch:
-    """Return the workload as a row of random tokens; tokens with a parent are trained once for each path through them."""
+    """Return the workload as a row of random tokens; each with a parent is trained once for each path through it."""
     end, count = workload.subtree_end, workload.tokens
     parent, path = np.full(count, -1), list[int]()
     for token in range(count):

@@ -21,20 +21,20 @@ from torch import nn
 from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.indexed import index_top_k
 from treepack.errors import TreepackError
+from treepack.model.memory import is_memory_error
 
 if TYPE_CHECKING:
     from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without
     from treepack.model.loaded import LoadedModel
-from treepack.model.memory import is_memory_error
 
 REMEDY = "docs/models.md lists the models that treepack trains"
 NO_INTERFACE = "its code does not use transformers' attention interface"
 
-# Values of `layer_types` under which a layer is softmax attention. "indexed_attention" is, on short paths: `indexed`.
+# Values of `layer_types` for softmax attention. "indexed_attention" is softmax attention on short paths (`indexed`).
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "indexed_attention")
-# Values under which a layer has no attention, and treats each token alone.
+# Values for layers without attention, which treat each token alone.
 _TOKEN_LAYERS = ("mlp", "moe")
-# Reasons to refuse a layer, by its value; another value is not known.
+# Reasons to refuse a layer, by its value; other values are refused without a reason.
 _REASONS = {
     **dict.fromkeys(("linear_attention", "mamba", "recurrent"), "carries a state from token to token"),
     "conv": "is a convolution over neighbouring tokens",

@@ -35,7 +35,7 @@ from treepack.errors import TreepackError
 
 
 class RouterBalance:
-    """The balance of a model's routers during one optimiser step after the other."""
+    """Counts and gradients of the load-balancing loss, one optimiser step at a time."""
 
     def __init__(self, causal: Any, coefficient: float, *, source: str) -> None:
         """Put a hook on every router of `causal`, a model of transformers named `source` in errors.

@@ -33,11 +33,11 @@ _NEEDS_TOWERS = frozenset({"gemma3n"})
 def choose_config(config: Any, source: str | Path) -> tuple[Any, tuple[str, ...]]:
     """Return the configuration of the model that is built for `config`, which `source` contains, and notes.
 
-    It is that of the text half alone if the whole model cannot compute text without its towers, or if `source` is a
-    config file: a model with random weights has no rest to save.
+    The result describes the text half alone if the whole model cannot compute text without its towers, or if `source`
+    is a config file: a model with random weights has no other tensors to save.
 
     Raises:
-        TreepackError: the weights are quantised, so that trained ones could not be put beside the rest.
+        TreepackError: the weights are quantised, so that a checkpoint with trained weights could not be saved.
     """
     text = config.get_text_config()
     if not is_vision_language(config):
@@ -72,7 +72,7 @@ def is_vision_language(config: Any) -> bool:
 
 
 def is_text_half(model: Any) -> bool:
-    """Return True if `model` is the text half of a vision-language model, so that a save must add the rest."""
+    """Return True if `model` is the text half of a vision-language model: saving it must add all other tensors."""
     return getattr(type(model), _MARK, False)
 
 
@@ -104,7 +104,7 @@ def model_class(config: Any) -> Any:
     """Return a class with `from_pretrained` for models of `config`; see the module's picture.
 
     Raises:
-        TreepackError: when a model is built that has no decoder or output layer that can be found.
+        TreepackError: when the class builds a model without a decoder or output layer.
     """
     from transformers import AutoModelForCausalLM
 
@@ -159,7 +159,7 @@ def _text_half_of(whole: Any) -> Any:
 
 
 def _drop_towers(model: Any) -> None:
-    """Replace every module by None that is neither in the decoder or output layer, nor contains one of them.
+    """Replace modules by None unless they are in the decoder or output layer, or contain one of the two.
 
     Raises:
         TreepackError: there is no decoder or no output layer.
