@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from support.oracle_model import Sample, make_row, packed_directory, sample_sets, tiny_config
 from support.strategies import make
+from support.tiny_families import tiny_family, transformers_types
 from treepack.data.batch import Batch, make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
@@ -172,6 +173,16 @@ def free_for(loaded: LoadedModel, tokens: int) -> float:
     while plan_memory(sizes, free, 400).max_tokens < tokens:
         free *= 1.01
     return free
+
+
+@pytest.mark.parametrize(("kind", "width"), [("qwen3", 8), ("gemma3n_text", 8), ("gemma4_text", 512)])
+def test_layers_that_differ_count_with_their_largest_size(kind: str, width: int) -> None:
+    if kind not in transformers_types():
+        pytest.skip(f"this version of transformers has no {kind}")
+    fields: dict[str, Any] = {} if kind == "qwen3" else {"layer_types": ["sliding_attention", "full_attention"]}
+    sizes = model_sizes(tiny_family(kind, **fields), attention="reference")
+    assert (sizes.head_size, sizes.intermediate) == (width, 48)
+    assert sizes.projections == 8 * width  # 4 heads of queries, 2 of keys, 2 of values
 
 
 def test_what_does_not_fit_is_compared_in_part(packed: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support.paths import SAMPLE_DATA
+from support.tiny_families import tiny_family
 from treepack.errors import TreepackError
 from treepack.model.load import build_model, load_model, read_config
 from treepack.rollout.engine import LENGTH, STOP, EngineError, Sampling, Segment, check_segments
@@ -307,6 +308,34 @@ def test_a_model_with_a_sliding_window_samples_right_without_shared_pages() -> N
     segments = closing(LocalEngine(model, WARM, options=SMALL), sample)
     model.set_attn_implementation("eager")
     assert largest_error(model, tokens(40), segments) < 1e-5
+
+
+def test_windows_and_sinks_count_in_what_is_sampled() -> None:
+    windows: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    model, plain = (tiny_family("gpt_oss", **windows).float() for _ in range(2))
+    prompt = tokens(21) % 50
+
+    async def sample(engine: LocalEngine) -> list[Segment]:
+        return await engine.extend(prompt, count=2, max_tokens=4, seed=0)
+
+    options = LocalOptions(cache_tokens=512)
+    segments = closing(LocalEngine(model, Sampling(temperature=0.7), options=options), sample)
+    assert largest_error(plain, prompt, segments) < 1e-5
+    for layer in plain.model.layers:  # the sinks matter
+        layer.self_attn.sinks.data.fill_(-1e4)
+    assert largest_error(plain, prompt, segments) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gemma2", "caps its scores, .*; sample from a server"),
+        ("deepseek_v3", "has keys and values of several widths, .*; sample from a server"),
+    ],
+)
+def test_attention_that_pages_do_not_compute_is_refused(kind: str, reason: str) -> None:
+    with pytest.raises(TreepackError, match=reason):
+        LocalEngine(tiny_family(kind).float(), WARM, options=SMALL)
 
 
 def test_tokens_are_chosen_with_their_probabilities() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from treepack.attention import IMPLEMENTATIONS, register, resolve
 from treepack.errors import TreepackError
 from treepack.model.compatibility import check_config
+from treepack.model.layers import head_widths
 from treepack.model.probe import probe
 
 
@@ -43,10 +44,10 @@ def use_tree_attention(model: nn.Module, device: torch.device, autocast: torch.d
     register()
     causal = find_causal(model)
     config = causal.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Values with a head dimension of their own, as of latent attention: each layer chooses for itself.
-    is_plain = getattr(config, "v_head_dim", head_dim) == head_dim
-    chosen = resolve("auto", device, autocast or causal.dtype, (head_dim, head_dim)) if is_plain else "auto"
+    dims = [(width, width) for width in head_widths(config)]
+    is_plain = getattr(config, "v_head_dim", None) in (None, *head_widths(config))
+    chosen = resolve("auto", device, autocast or causal.dtype, *dims) if is_plain else "auto"
     causal.set_attn_implementation(IMPLEMENTATIONS[chosen])
 
 

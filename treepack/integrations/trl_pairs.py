@@ -14,12 +14,16 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from treepack.attention import Schedules
 from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, find_causal, use_tree_attention
 from treepack.integrations.trl_checks import check_trainer, compute_dtype
-from treepack.online import OnlineOptions, plan_batch
+from treepack.model.first_batch import check_positions
+from treepack.model.layers import find_decoder
+from treepack.online import OnlineBatch, OnlineOptions, plan_batch
 
 Trainer = TypeVar("Trainer")
 
@@ -35,8 +39,12 @@ def share_prefixes(causal: Any, *, options: OnlineOptions | None = None) -> None
         causal: a causal language model of transformers, without wrappers.
         options: how the row is planned. `capacity` is not used, because all ranks must run the layers equally often: a
             batch is one row.
+
+    Raises:
+        TreepackError: by the forward pass, if it generates, or gets positions; or if the model cannot compute the
+            positions of a sequence exactly.
     """
-    layers = causal.base_model
+    layers = find_decoder(causal)
     original = layers.forward
 
     @wraps(original)
@@ -48,30 +56,36 @@ def share_prefixes(causal: Any, *, options: OnlineOptions | None = None) -> None
                 f"{type(causal).__name__}: computes padded batches on trees, so call it with input_ids and "
                 "use_cache=False, and generate with another copy of the model"
             )
-        return _states_of(original, input_ids, attention_mask, others, options or OnlineOptions())
+        if others.pop("position_ids", None) is not None:
+            raise TreepackError(
+                f"{type(causal).__name__}: counts the positions of each sequence, so call it without position_ids"
+            )
+        plan = _plan_row(input_ids, attention_mask, options or OnlineOptions())
+        check_positions(plan.rows[0].position_ids, causal, type(causal).__name__)
+        return _states_of(original, plan, input_ids.shape, others)
 
     layers.forward = forward
 
 
-def _states_of(
-    original: Any, input_ids: Tensor, attention_mask: Tensor | None, others: dict[str, Any], options: OnlineOptions
-) -> Any:
-    """Return the output of the layers for a padded batch, with states [B, L, D] computed on one row."""
+def _plan_row(input_ids: Tensor, attention_mask: Tensor | None, options: OnlineOptions) -> OnlineBatch:
+    """Return the plan of a padded batch as one row, on the device of the ids."""
     # As long as the batch: every plan is one row.
     options = replace(options, capacity=input_ids.numel())
-    plan = plan_batch(input_ids, attention_mask, None, options).to(input_ids.device)
+    return plan_batch(input_ids, attention_mask, None, options).to(input_ids.device)
+
+
+def _states_of(original: Any, plan: OnlineBatch, shape: torch.Size, others: dict[str, Any]) -> Any:
+    """Return the output of the layers for a padded batch of `shape` [2B, L], with states computed on one row."""
     (row,) = plan.rows
     assert row.terms is not None
-    columns = {name: getattr(row, name)[None] for name in ("input_ids", "position_ids", "subtree_end")}
-    output = original(**columns, **others)
+    columns: dict[str, Any] = {name: getattr(row, name)[None] for name in ("input_ids", "position_ids", "subtree_end")}
+    output = original(**columns, schedule=Schedules(row.subtree_end), **others)
     states = output.last_hidden_state[0]  # [T, D]
     # The state that predicts token j of a sequence goes to place j - 1, where the output layer expects it. No sequence
     # scores its first token, so j - 1 is a place of the same sequence.
     sources = row.parent.index_select(0, row.terms.tokens).index_select(0, row.terms.index)
-    flat = states.new_zeros(input_ids.numel(), states.shape[1])
-    output.last_hidden_state = flat.index_copy(0, plan.places - 1, states.index_select(0, sources)).view(
-        *input_ids.shape, -1
-    )
+    flat = states.new_zeros(shape.numel(), states.shape[1])
+    output.last_hidden_state = flat.index_copy(0, plan.places - 1, states.index_select(0, sources)).view(*shape, -1)
     return output
 
 

@@ -87,3 +87,21 @@ def find_layers(model: Any) -> list[nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def layer_values(config: Any, name: str) -> list[Any]:
+    """Return the values of a field of a model's configuration: one, or one of each layer if layers differ in it.
+
+    None stands for a field that the configuration lacks.
+    """
+    # Where layers differ, the configuration of the whole model refuses to answer. Gemma 4, head_dim -> [256, 512]
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    values = [getattr(layer, name, None) for layer in layers]
+    # Gemma 3n has a list in one field.
+    return [each for value in values for each in (value if isinstance(value, list) else [value])]
+
+
+def head_widths(config: Any) -> list[int]:
+    """Return the different head dimensions of queries and keys by a model's configuration, ascending."""
+    default = config.hidden_size // (getattr(config, "num_attention_heads", None) or 1)
+    return sorted({width or default for width in layer_values(config, "head_dim")})

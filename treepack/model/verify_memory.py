@@ -21,6 +21,7 @@ import torch
 
 from treepack.attention.reference import QUERIES
 from treepack.model.four_bits import num_weights
+from treepack.model.layers import head_widths, layer_values
 
 # Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
 _USABLE = 0.8
@@ -123,11 +124,11 @@ def model_sizes(model: Any, *, attention: str) -> ModelSizes:
     """Return the sizes of a model of transformers whose packed rows run under `attention`."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = head_widths(config)[-1]
+    kv_heads = max(number or heads for number in layer_values(config, "num_key_value_heads"))
     # Names of the width of a layer's network; a mixture of experts runs some of its experts for each token.
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-    dense = max((getattr(config, name, None) or 0 for name in names), default=0) or 4 * config.hidden_size
+    dense = max(size or 0 for name in names for size in layer_values(config, name)) or 4 * config.hidden_size
     experts = getattr(config, "num_experts_per_tok", None) or 0
     sparse = experts * (getattr(config, "moe_intermediate_size", None) or dense)
     dtype, device = model.dtype, model.device

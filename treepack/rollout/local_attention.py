@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from treepack.model.layers import head_widths
+
 # The manager of transformers builds no mask for implementations with "flash" in the name. A 2 or 3 would make it look
 # for the functions of the package flash-attn.
 NAME = "treepack_paged_flash"
@@ -20,8 +22,9 @@ NAME = "treepack_paged_flash"
 
 def takes(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the kernel can run a model with this text configuration."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    # Without a type of each layer, a window is that of all layers.
+    windowed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    types = set(getattr(config, "layer_types", None) or [windowed])
     is_plain = types == {"full_attention"} and not getattr(config, "attn_logit_softcapping", None)
     # Models with v_head_dim have values of another dimension than their keys.
     return (
@@ -30,8 +33,7 @@ def takes(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and is_plain
         and getattr(config, "v_head_dim", None) is None
-        and head_dim % 8 == 0
-        and head_dim <= 256
+        and all(width % 8 == 0 and width <= 256 for width in head_widths(config))
     )
 
 

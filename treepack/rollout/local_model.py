@@ -14,6 +14,7 @@ import torch
 from packaging.version import Version
 
 from treepack.errors import TreepackError
+from treepack.model.layers import head_widths
 from treepack.rollout import local_attention
 
 OLDEST_TRANSFORMERS = "5.17"
@@ -53,12 +54,16 @@ def twin(model: Any) -> Any:
     """Return a model with the parameters and buffers of `model`, not copies, under transformers' attention.
 
     Raises:
-        TreepackError: its parameters are not those of its class, as with adapters, or not whole.
+        TreepackError: transformers cannot compute its attention over pages, or its parameters are not those of its
+            class, as with adapters, or not whole.
     """
+    _check_attention(model)
     config = copy.deepcopy(model.config)
+    # Models with sinks have no sdpa; the dense code of transformers for pages computes them.
+    attention = _attention() if model._supports_sdpa else "paged|eager"
     with torch.device("meta"):
-        other = type(model)._from_config(config, attn_implementation=_attention(), dtype=model.dtype)
-    if local_attention.takes(config.get_text_config(), model.device, model.dtype):
+        other = type(model)._from_config(config, attn_implementation=attention, dtype=model.dtype)
+    if model._supports_sdpa and local_attention.takes(config.get_text_config(), model.device, model.dtype):
         local_attention.register()
         prefix = "paged|" if "paged|" in _attention() else ""
         # Not by the model's own method, which looks for a package of every name with "flash".
@@ -75,6 +80,27 @@ def twin(model: Any) -> Any:
             owner, _, leaf = name.rpartition(".")
             getattr(other.get_submodule(owner), f"_{kind}")[leaf] = tensor
     return other.eval()
+
+
+def _check_attention(model: Any) -> None:
+    """Refuse attention that transformers does not compute over pages, or not as the model's own code does.
+
+    Raises:
+        TreepackError: naming it.
+    """
+    config = model.config.get_text_config()
+    reason = None
+    if getattr(config, "attn_logit_softcapping", None):
+        reason = "caps its scores, which transformers does not do over pages of keys"
+    widths = set(head_widths(config))
+    if getattr(config, "qk_rope_head_dim", None):  # latent attention, where head_dim is the width of a part
+        widths.add(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    if getattr(config, "v_head_dim", None):
+        widths.add(config.v_head_dim)
+    if len(widths) > 1:
+        reason = "has keys and values of several widths, and the pages of transformers have one"
+    if reason is not None:
+        raise TreepackError(f"{type(model).__name__}: {reason}; sample from a server")
 
 
 def check_transformers() -> None:
