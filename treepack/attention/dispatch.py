@@ -91,6 +91,11 @@ def tree_attention(
     """
     end = subtree_end.expand(len(q), -1) if subtree_end.ndim == 1 else subtree_end
     check_shapes(q, k, v, end)
+    if start is not None and start.shape != end.shape:
+        raise TreepackError(
+            f"attention: start is {list(start.shape)} and subtree_end is {list(end.shape)}; "
+            "pass first_visible(subtree_end, reach) of these rows"
+        )
     dims = (q.shape[-1], v.shape[-1])
     is_plain = start is None and sinks is None and softcap is None
     chosen = resolve(impl, q.device, q.dtype, dims, plain=is_plain)
@@ -168,6 +173,24 @@ class Schedules:
         self._device = self._end.device if device is None else torch.device(device)
         self._starts: dict[Reach | None, Tensor | None] = {}
         self._made: dict[tuple[str, Reach | None, bool], tuple[Tensor | None, AnySchedule]] = {}
+
+    def check(self, subtree_end: Tensor) -> None:
+        """Check that these are the schedules of the rows of `subtree_end`: their length, and on the CPU their values.
+
+        Another number of rows is found by `tree_attention`, or by the trainer whose wrapper divided a batch.
+
+        Raises:
+            TreepackError: if they are not.
+        """
+        end = subtree_end[None] if subtree_end.ndim == 1 else subtree_end
+        # Values on a GPU are not compared, because the comparison would wait for it in every layer.
+        on_cpu = end.device.type == self._end.device.type == "cpu"
+        comparable = on_cpu and len(end) == len(self._end) and end is not self._end
+        if end.shape[1] != self._end.shape[1] or (comparable and not torch.equal(end, self._end)):
+            raise TreepackError(
+                f"attention: the schedule was made for {len(self._end)} other rows of {self._end.shape[1]} tokens; "
+                "pass Schedules(subtree_end) of these rows"
+            )
 
     def of(self, impl: str, reach: Reach | None = None, *, varlen: bool = False) -> tuple[Tensor | None, AnySchedule]:
         """Return `start` and `schedule` of `tree_attention`, for an implementation and a reach.

@@ -198,6 +198,7 @@ def _schedule_of(
         if layer.reach is None:
             return impl, None, schedules
         schedules = Schedules(options["subtree_end"])
+    schedules.check(options["subtree_end"])
     chosen = impl
     if impl == "auto":
         chosen = resolve(impl, query.device, query.dtype, layer.head_dims, plain=layer.is_plain)
