@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 import support.interpreter  # noqa: F401  # before a kernel runs
 from support.oracle_model import tiny_config
-from support.tiny_families import tiny_family
+from support.tiny_families import IS_OLD, NOT_COMPARED, tiny_family
 from treepack.errors import TreepackError
 from treepack.model.experts.gated import gated_experts
 from treepack.model.experts.interface import NAME, compute_experts, register_experts, takes_kernels
@@ -49,6 +50,8 @@ def gradients(model: Any, implementation: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_model_has_the_logits_and_gradients_of_the_loop(kind: str) -> None:
+    if kind in NOT_COMPARED or (IS_OLD and kind == "granitemoe"):
+        pytest.skip(f"{kind} of transformers {transformers.__version__} does not run in tiny form, or does not stack")
     register_experts()
     model = tiny_family(kind, **FAMILIES[kind])
     experts = [module for module in model.modules() if getattr(module, "down_proj", None) is not None]

@@ -315,7 +315,8 @@ MORE_SHARDED: list[Case] = [
     (DistributedDataParallel, "qwen3", {}, None),
     (shard_without_reshard, "qwen3", {}, None),
     (shard, "opt", {}, None),
-    (shard, "diffllama", {}, "call attention 4 times"),
+    (shard, "diffllama", {}, None),
+    (shard, "hrm_text", {}, "call attention"),
     (shard_output_layer, "cohere", {"logit_scale": 0.3, "tie_word_embeddings": False}, None),
     (shard_flat, "qwen3", {}, None),
 ]

@@ -12,7 +12,7 @@ import transformers
 
 from support.model_table import ACCEPTED, REFUSED, SIZE, Family
 from support.oracle_model import VOCABULARY, Sample, make_row
-from support.tiny_families import NOT_COMPARED, family_config, spread_weights, transformers_types
+from support.tiny_families import IS_OLD, NOT_COMPARED, family_config, spread_weights, transformers_types
 from treepack.attention.indexed import AllAncestors
 from treepack.attention.interface import AttentionKind
 from treepack.data.batch import make_batch
@@ -78,6 +78,8 @@ def test_an_accepted_family_has_the_gradients_of_its_trajectories_alone(tmp_path
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
 def test_a_refused_family_is_refused_for_the_reason_of_the_table(tmp_path: Path, family: Family) -> None:
+    if IS_OLD and family.kind == "bloom":
+        pytest.skip(f"bloom of transformers {transformers.__version__} makes a mask, and is refused for it")
     with pytest.raises(TreepackError) as caught:
         tiny(tmp_path, family)
     assert family.refusal in str(caught.value)
@@ -87,7 +89,7 @@ def test_a_refused_family_is_refused_for_the_reason_of_the_table(tmp_path: Path,
 def test_layers_without_attention_are_not_counted_and_a_module_may_attend_twice(tmp_path: Path) -> None:
     layers = ["full_attention", "mlp"]
     feed_forward = Family("Nemotron-H without states", "", "nemotron_h", options={"layers_block_type": layers})
-    if family_config("nemotron_h", layers_block_type=layers).layer_types != layers:
+    if IS_OLD or family_config("nemotron_h", layers_block_type=layers).layer_types != layers:
         pytest.skip(f"transformers {transformers.__version__} has other names for the layers of nemotron_h")
     for family in (feed_forward, Family("DiffLlama", "", "diffllama")):
         assert verify_gradients(tiny(tmp_path, family), [ROW]).passed

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from support.oracle_model import Sample, make_row, packed_directory, sample_sets, tiny_config
 from support.strategies import make
-from support.tiny_families import tiny_family, transformers_types
+from support.tiny_families import IS_OLD, tiny_family, transformers_types
 from treepack.data.batch import Batch, make_batch
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
@@ -177,8 +177,8 @@ def free_for(loaded: LoadedModel, tokens: int) -> float:
 
 @pytest.mark.parametrize(("kind", "width"), [("qwen3", 8), ("gemma3n_text", 8), ("gemma4_text", 512)])
 def test_layers_that_differ_count_with_their_largest_size(kind: str, width: int) -> None:
-    if kind not in transformers_types():
-        pytest.skip(f"this version of transformers has no {kind}")
+    if kind not in transformers_types() or (IS_OLD and kind == "gemma4_text"):
+        pytest.skip(f"this version of transformers has no {kind}, or no head dimension of its own for its full layers")
     fields: dict[str, Any] = {} if kind == "qwen3" else {"layer_types": ["sliding_attention", "full_attention"]}
     sizes = model_sizes(tiny_family(kind, **fields), attention="reference")
     assert (sizes.head_size, sizes.intermediate) == (width, 48)

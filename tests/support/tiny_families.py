@@ -39,7 +39,7 @@ _SIZES: dict[str, int] = {
 # Before 5.11, transformers' own code of these types cannot be compared: it has no MiniCPM3, Nemotron takes no other
 # attention, OPT makes masks (and is refused), and the tiny Phi-MoE and DeepSeek-V3 do not run in float64.
 IS_OLD = Version(transformers.__version__) < Version("5.11")
-NOT_COMPARED = frozenset("minicpm3 nemotron opt phimoe deepseek_v3".split() if IS_OLD else [])
+NOT_COMPARED = frozenset("minicpm3 nemotron opt phimoe deepseek_v3 glm_moe_dsa".split() if IS_OLD else [])
 
 _PER_LAYER = (
     "layer_types",

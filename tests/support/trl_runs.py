@@ -247,6 +247,6 @@ def assert_same_training(record: Record, expected: Record) -> None:
     assert all(float(gradient.norm()) > 0 for gradient in expected.gradients[0].values())
     losses, gradients = loss_errors(record, expected), gradient_errors(record, expected)
     assert losses[0] <= 1e-6
-    assert gradients[0] <= 1e-5
+    assert gradients[0] <= 2e-5  # 1.1e-5 on CPUs with AVX512-BF16, whose products in float32 round otherwise
     assert max(losses[1:]) <= 1e-5
     assert max(gradients[1:]) <= 1e-3

@@ -100,6 +100,7 @@ def test_a_merged_run_writes_the_whole_model_that_the_adapter_gives(packed: Path
     torch.testing.assert_close(merged(TOKENS).logits, with_adapter(TOKENS).logits)
 
 
+@pytest.mark.usefixtures("any_width")
 @pytest.mark.parametrize("quantize", [None, pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_bits_and_small_checkpoints(
     packed: Path, base: Path, tmp_path: Path, quantize: str | None

@@ -63,7 +63,7 @@ def first_visible(subtree_end: Tensor, reach: Reach | None) -> Tensor | None:
             f"attention: the reach is a {reach.kind} of {reach.size} tokens; expected a window or chunk of at least 1"
         )
     depth = depths(subtree_end)
-    if int(depth.max()) < reach.size:  # the longest path fits
+    if depth.numel() == 0 or int(depth.max()) < reach.size:  # the longest path fits
         return None
     first = (depth - (reach.size - 1)).clamp(min=0) if reach.kind == "window" else depth // reach.size * reach.size
     # In depth-first order, the ancestor of q at some depth is the last token of that depth that is not after q. So the

@@ -46,6 +46,13 @@ class LoadedModel:
             return self.model
         return next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
 
+    @property
+    def attention_alone(self) -> str:
+        """The attention of transformers that computes this model's trajectories alone: sdpa, or eager."""
+        # Some versions of transformers say that a model with caps or sinks has sdpa, and sdpa then ignores them.
+        ignored = any(kind.has_sinks or kind.softcap is not None for kind in self.kinds)
+        return "sdpa" if self.causal._supports_sdpa and not ignored else "eager"
+
     def compute(self, function: Callable[[], T]) -> T:
         """Run `function`, which runs the model, with its weights gathered from all ranks; return the result.
 

@@ -2,7 +2,7 @@
 
     rows -> tree attention -> gradients           \
                                                     relative difference, per parameter
-    each trajectory alone -> sdpa -> gradients    /    (eager, if a model has no sdpa)
+    each trajectory alone -> sdpa -> gradients    /    (eager, if sdpa lacks a part of the model)
 
 The second path is the plain model of transformers: its own attention, its own logits, one forward pass per trajectory.
 It finds the tokens of a trajectory by following parents from its end. Their weight is loss_weight / scale: the weight
@@ -130,7 +130,7 @@ def verify_gradients(
                 torch.cuda.empty_cache()  # so that the second set does not find the memory in pieces
         plain = _PlainModel(model, loaded.causal, chunk if recompute else None)
         _log.info("gradients of the trajectories, one by one")
-        with use_attention(model, "sdpa" if model._supports_sdpa else "eager"), _fused_attention():
+        with use_attention(model, loaded.attention_alone), _fused_attention():
             alone = _gradients(
                 model, (loss for batch, factor in rows for loss in _losses_alone(plain, batch, factor, objective))
             )

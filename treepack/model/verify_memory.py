@@ -120,8 +120,8 @@ def _limit_operations(sizes: ModelSizes, depth: int, max_operations: float | Non
     return 1 << 62 if max_operations is None else max(2, int(max_operations / (8 * sizes.parameters + attention)))
 
 
-def model_sizes(model: Any, *, attention: str) -> ModelSizes:
-    """Return the sizes of a model of transformers whose packed rows run under `attention`."""
+def model_sizes(model: Any, *, attention: str, attention_alone: str = "sdpa") -> ModelSizes:
+    """Return the sizes of a model of transformers: rows run under `attention`, trajectories under `attention_alone`."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 1
     width = head_widths(config)[-1]
@@ -133,7 +133,7 @@ def model_sizes(model: Any, *, attention: str) -> ModelSizes:
     sparse = experts * (getattr(config, "moe_intermediate_size", None) or dense)
     dtype, device = model.dtype, model.device
     # Fused attention of torch takes float32 on a GPU, and both on a CPU; eager attention never is.
-    fused = model._supports_sdpa and (device.type == "cpu" or dtype == torch.float32)
+    fused = attention_alone == "sdpa" and (device.type == "cpu" or dtype == torch.float32)
     return ModelSizes(
         parameters=sum(num_weights(p) for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -93,7 +93,7 @@ def verify_rows(
 def _first_plan(loaded: LoadedModel, batches: Sequence[Batch], free: float | None) -> MemoryPlan:
     longest = max((batch.num_tokens for batch in batches), default=0)
     free = free_memory(loaded.device) if free is None else free
-    sizes = model_sizes(loaded.causal, attention=loaded.attention)
+    sizes = model_sizes(loaded.causal, attention=loaded.attention, attention_alone=loaded.attention_alone)
     on_gpu = loaded.device.type == "cuda"
     return plan_memory(
         sizes,
