@@ -316,7 +316,6 @@ MORE_SHARDED: list[Case] = [
     (shard_without_reshard, "qwen3", {}, None),
     (shard, "opt", {}, None),
     (shard, "diffllama", {}, None),
-    (shard, "hrm_text", {}, "call attention"),
     (shard_output_layer, "cohere", {"logit_scale": 0.3, "tie_word_embeddings": False}, None),
     (shard_flat, "qwen3", {}, None),
 ]
