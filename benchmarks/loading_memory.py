@@ -108,7 +108,7 @@ def _measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None
     if size > 1:
         store = distributed.FileStore(str(folder / "meeting"), size)  # type: ignore[attr-defined]
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    # What is imported when a first model is loaded does not count.
+    # A first model is loaded before the measurement, so that imports do not count.
     make_checkpoint(folder / f"tiny-{rank}", layers=1, experts=4, width=64)
     load.load_model(folder / f"tiny-{rank}")
     save: Callable[[], Any]
@@ -139,7 +139,7 @@ def _measure(rank: int, size: int, folder: Path, source: Path, way: str) -> None
 
 
 def _save(loaded: Any, rank: int, out: Path, *, gathered: bool) -> None:
-    if gathered:  # what a sharded model needs with `save_pretrained`
+    if gathered:  # `save_pretrained` needs the whole model of a sharded one
         state = whole_state(loaded)
         if rank == 0:
             loaded.model.save_pretrained(out, state_dict=state)

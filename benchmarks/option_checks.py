@@ -22,7 +22,7 @@ from treepack.attention import Reach, first_visible, reference_attention, tree_a
 
 
 class Option(NamedTuple):
-    """What a layer has beside plain attention."""
+    """The options of a layer beside plain attention: window or chunk, sinks, and a cap of scores."""
 
     reach: Reach | None = None
     sinks: bool = False

@@ -1,4 +1,4 @@
-"""What the integrations share, on models whose layers differ: windows, sinks, an indexer, head dimensions per layer."""
+"""Calls that all integrations make, on models whose layers differ: windows, sinks, an indexer, head dimensions."""
 
 from __future__ import annotations
 

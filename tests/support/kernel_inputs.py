@@ -1,4 +1,4 @@
-"""Views into buffers of NaN, and a `torch.empty` of NaN: tests see if a kernel reads or leaves what it must not."""
+"""Inputs between NaN, and new tensors full of NaN: a read outside of the row or a missing write shows in results."""
 
 from __future__ import annotations
 

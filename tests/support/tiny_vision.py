@@ -49,7 +49,7 @@ HUB_NAMES = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "gemma3": _LLAVA, "mistral3
 
 
 def vision_config(kind: str, **fields: Any) -> Any:
-    """Return a small configuration of the type `kind`; `fields` are of its text half."""
+    """Return a small configuration of the type `kind`; `fields` are options of its text half."""
     default = AutoConfig.for_model(kind)
     parts = {}
     for name, sizes in (("text_config", _TEXT), ("vision_config", _VISION)):

@@ -127,7 +127,7 @@ def _gate_up_kernel(
             p_x += BLOCK_K
             p_gate += BLOCK_K
             p_up += BLOCK_K
-        # Rounded first, so that the backward pass computes the same activation from what is stored.
+        # Rounded first: the backward pass computes the activation again from the stored, rounded numbers.
         gate, up = b_gate.to(x.dtype.element_ty), b_up.to(x.dtype.element_ty)
         p_gate_up = gate_up + first * 2 * width + (o_row * 2 * width)[:, None] + o_n[None, :]
         tl.store(p_gate_up, gate, mask=m_row[:, None])
