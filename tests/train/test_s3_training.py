@@ -95,6 +95,15 @@ def assert_equal_runs(s3: Store, name: str, whole: Path) -> None:
     assert remote == local
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait at most a minute until `holds` returns True."""
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.1)
+    pytest.fail("it did not become true within a minute")
+
+
 def checkpoints(s3: Store, name: str) -> list[str]:
     """Return the names of the complete checkpoints of a run."""
     return [key.split("/")[-2] for key in s3.names(f"{name}/checkpoints/") if key.endswith("/checkpoint.json")]
@@ -354,6 +363,7 @@ def test_of_two_processes_the_newest_owns_the_run(
     first = train(open_run(packed, config, OPTIONS), out)
     for _ in range(3):
         next(first)
+    wait_until(lambda: checkpoints(s3, "run") == ["step-00000002"])  # its upload goes on beside the training
     monkeypatch.setenv("TREEPACK_CACHE", str(tmp_path / "another machine"))
     _, notes = go(packed, config, out)
     assert notes == ["resumed after step 2 of 9"]
