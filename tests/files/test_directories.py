@@ -50,7 +50,7 @@ def equal(a: object, b: object) -> bool:
     if isinstance(a, pa.Table):
         return bool(a.equals(b))
     if hasattr(a, "__dataclass_fields__"):
-        return all(equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))  # type: ignore[arg-type]
+        return all(equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)  # type: ignore[arg-type]
     return a == b
 
 

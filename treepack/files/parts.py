@@ -2,6 +2,7 @@
 
     tables --PartWriter--> part-00000.parquet  part-00001.parquet  ...   and their entries for the manifest
     entries of a manifest --read_parts--> one table, every part checked against its size and sha256
+                          --read_row_groups--> the same as tables of bounded size
 
 Equal tables give equal bytes.
 """
@@ -172,16 +173,39 @@ def read_parts(
     Raises:
         TreepackError: there is no such part, one is damaged, or the columns differ.
     """
+    tables = [*read_row_groups(directory, manifest, stem, columns, optional, whole=True)]
+    return pa.concat_tables(tables)
+
+
+def read_row_groups(
+    directory: Path,
+    manifest: Manifest,
+    stem: str,
+    columns: pa.Schema,
+    optional: pa.Schema | None = None,
+    *,
+    whole: bool = False,
+) -> Iterator[pa.Table]:
+    """Yield the row groups of the parts that `read_parts` reads as tables of equal columns; if `whole`, the parts.
+
+    Raises:
+        TreepackError: as `read_parts`.
+    """
     entries = [entry for entry in manifest["files"] if entry["name"].startswith(stem)]
-    tables = [open_part(directory, entry).read() for entry in entries]
-    if not tables:
+    if not entries:
         raise TreepackError(f"{directory}: its manifest names no {stem} files; write it again")
-    columns = pa.schema([*columns, *(field for field in optional or () if field.name in tables[0].schema.names)])
-    for each in tables:
-        if each.schema.names != columns.names:
-            raise TreepackError(f"{directory}: {stem} files have the columns {each.schema.names}; write it again")
-    try:
-        return pa.concat_tables(tables).cast(columns)
-    except (pa.ArrowException, ValueError) as error:  # ValueError: a null in a column that has none
-        reason = str(error).partition("\n")[0]
-        raise TreepackError(f"{directory}: {stem} files have wrong values ({reason}); write it again") from error
+    known: pa.Schema | None = None
+    for entry in entries:
+        part = open_part(directory, entry)
+        names = part.schema_arrow.names
+        if known is None:
+            known = pa.schema([*columns, *(field for field in optional or () if field.name in names)])
+        if names != known.names:
+            raise TreepackError(f"{directory}: {stem} files have the columns {names}; write it again")
+        groups = [part.read()] if whole else (part.read_row_group(i) for i in range(part.num_row_groups))
+        try:
+            for group in groups:
+                yield group.cast(known)
+        except (pa.ArrowException, ValueError) as error:  # ValueError: a null in a column that has none
+            reason = str(error).partition("\n")[0]
+            raise TreepackError(f"{directory}: {stem} files have wrong values ({reason}); write it again") from error

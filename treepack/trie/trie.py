@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import pyarrow as pa
 from treepack.columns import PER_TOKEN, SpanView, list_values
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 from treepack.trie.nodes import paths
+from treepack.trie.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Trie:
             so these never decrease.
         trajectories: table of `schema.trajectory_columns`, one row per trajectory.
         share: "all", "group" or "none", see `build_trie`.
+        storage: of the arrays that are mapped files, and of those that are made from the trie.
     """
 
     tokens: Int32
@@ -49,6 +51,7 @@ class Trie:
     end_node: Int32
     trajectories: pa.Table
     share: str
+    storage: Storage = field(default=Storage(), repr=False, compare=False)
 
     @property
     def num_nodes(self) -> int:

@@ -1,0 +1,103 @@
+"""Read a trie directory that is larger than the memory: row group by row group into files, which are then mapped.
+
+    nodes-*         tokens                --append--> file of int32        mapped as `Trie.tokens`
+                    other columns         per node, in memory
+    trajectories-*  all columns           --write_table--> Arrow stream    mapped as `Trie.trajectories`
+
+Memory: the largest row group, decoded, and 40 bytes for each node.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from treepack.files import schema
+from treepack.files.manifest import Manifest
+from treepack.files.parts import read_parts, read_row_groups
+from treepack.trajectory import Int32, Int64
+from treepack.trie.spool import write_table
+from treepack.trie.storage import Storage, disk, map_file
+
+# Bytes of a text in an Arrow column beyond those that the file stores: repeated texts are stored once there.
+TEXT_BYTES = 64
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
+
+
+def decoded_bytes(directory: Path, manifest: Manifest) -> int:
+    """Return about how many bytes all columns of a trie directory need in memory; 0 if its parts are damaged.
+
+    Only the footers are read. The tokens of the nodes, for example, need 4 bytes for each value of their column.
+    """
+    try:
+        parts = [pq.read_metadata(directory / entry["name"]) for entry in manifest["files"]]
+    except (pa.ArrowException, OSError):
+        return 0  # reading the part names the fault
+    columns = (
+        part.row_group(group).column(i)
+        for part in parts
+        for group in range(part.num_row_groups)
+        for i in range(part.num_columns)
+    )
+    return sum(
+        column.num_values * _WIDTHS.get(column.physical_type, TEXT_BYTES)
+        + (0 if column.physical_type in _WIDTHS else column.total_uncompressed_size)
+        for column in columns
+    )
+
+
+def read_nodes(
+    directory: Path, manifest: Manifest, storage: Storage, *, in_file: bool
+) -> tuple[pa.Table, Int64, Int32, Storage]:
+    """Read the nodes of a trie directory, and their tokens into memory or into a file.
+
+    Returns:
+        The columns of `schema.NODES` except the tokens, the number of tokens of each node, int64 [num_nodes], the
+        tokens of all nodes, int32 [N_tree], and the storage with their map.
+
+    Raises:
+        TreepackError: see `read_parts`; or the disk fails.
+    """
+    tokens = storage.growing(np.int32, in_file=in_file)
+    others, sizes = [], []
+    for group in read_row_groups(directory, manifest, "nodes", schema.NODES):
+        for chunk in group["tokens"].chunks:
+            tokens.append(chunk.flatten().to_numpy())
+            sizes.append(chunk.value_lengths().to_numpy())
+        others.append(group.drop_columns("tokens"))
+    values, storage = tokens.finish()
+    return pa.concat_tables(others), np.concatenate(sizes).astype(np.int64), values, storage
+
+
+def read_trajectories(
+    directory: Path, manifest: Manifest, storage: Storage, *, in_file: bool
+) -> tuple[pa.Table, Storage]:
+    """Read the trajectories of a trie directory into memory or into a file; return the storage with their map too.
+
+    Raises:
+        TreepackError: see `read_parts`; or the disk fails.
+    """
+    columns = schema.TRAJECTORIES, schema.TEMPERATURES
+    if not in_file:
+        return read_parts(directory, manifest, "trajectories", *columns), storage
+    return stored_table(read_row_groups(directory, manifest, "trajectories", *columns), storage)
+
+
+def stored_table(pieces: Iterable[pa.Table], storage: Storage) -> tuple[pa.Table, Storage]:
+    """Write the `pieces` of a table, at least one, into a file; return the mapped table, and the storage with its map.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    with disk(storage.folder), tempfile.TemporaryFile(dir=storage.folder) as file:
+        write_table(file, pieces)
+        mapped = map_file(file)
+    assert mapped is not None  # a stream contains at least its schema
+    table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all()
+    return table, replace(storage, maps=(*storage.maps, mapped))
