@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import click
 
 from treepack.ingest.options import CONTROL_TOKENS, EXPANSIONS, SHARES, BuildOptions
 
 from .option_groups import as_usage, option_group
+from .sizes import Size
 
 USUAL = BuildOptions()
-
-
-class Size(click.ParamType[int]):
-    """A number of bytes, with one of the suffixes K, M and G for 1024, 1024^2 and 1024^3."""
-
-    name = "BYTES"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse `value`; wrong usage if it is not an integer with or without a suffix."""
-        digits = str(value).upper().removesuffix("B")
-        factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(digits[-1:], 1)
-        try:
-            return min(int(digits[:-1] if factor > 1 else digits) * factor, sys.maxsize - 1)
-        except ValueError:
-            self.fail(f"{value!r} is not a number of bytes such as 500M or 2G", param, ctx)
 
 
 # Of every command that renders conversations.

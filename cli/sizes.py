@@ -1,8 +1,12 @@
-"""Types of options that count tokens: 8192, 8_192 and 8k are the same number."""
+"""Types of options that count tokens or bytes, and the option of memory.
+
+8192, 8_192 and 8k are the same number of tokens; 1073741824, 1024M and 1G are the same number of bytes.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import click
@@ -43,3 +47,34 @@ class TokenCounts(click.ParamType[tuple[int, ...]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Parse `value`; wrong usage if any part is no number of tokens."""
         return tuple(TokenCount().convert(part, param, ctx) for part in str(value).split(","))
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes, with one of the suffixes K, M and G for 1024, 1024^2 and 1024^3."""
+
+    name = "BYTES"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse `value`; wrong usage if it is not an integer with or without a suffix."""
+        digits = str(value).upper().removesuffix("B")
+        factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(digits[-1:], 1)
+        try:
+            return min(int(digits[:-1] if factor > 1 else digits) * factor, sys.maxsize - 1)
+        except ValueError:
+            self.fail(f"{value!r} is not a number of bytes such as 500M or 2G", param, ctx)
+
+
+def _positive(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise click.BadParameter(f"{value} is no memory; give for example 4G", context, option)
+    return value
+
+
+memory_option = click.option(
+    "--memory",
+    type=Size(),
+    callback=_positive,
+    help="Memory to use; what needs more is kept in temporary files, beside the output if there is one. The result is "
+    "the same. Default: half of the memory of the machine or container; suffixes K, M and G.",
+)
+"""Adds --memory to a command, which receives `memory: int | None`, in bytes."""
