@@ -109,7 +109,7 @@ class Location:
         except Exception as error:
             raise TreepackError(
                 f"{self.file_name(name)}: is not a readable Parquet file ({first_line(error)}); the file was truncated "
-                f"or altered, so pack the trie again{'' if self.is_local else ', or the network failed'}"
+                f"or altered, so write it again{'' if self.is_local else ', or the network failed'}"
             ) from error
 
     def fresh(self) -> Location:

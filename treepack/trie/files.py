@@ -7,7 +7,6 @@ Equal tries give equal bytes. Readers refuse other formats and versions, and par
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from treepack.files.memory import usual_memory
 from treepack.files.parts import PART_TOKENS, PartWriter, token_slices
 from treepack.trajectory import Int32
 from treepack.trie.mapped import decoded_bytes, read_nodes, read_trajectories
-from treepack.trie.nodes import NodeArrays
+from treepack.trie.nodes import NodeArrays, subtree_ends
 from treepack.trie.storage import Storage
 from treepack.trie.trie import Trie
 
@@ -136,7 +135,7 @@ def read_trie(directory: str | AnyPath, *, memory: int | None = None, folder: Pa
     return Trie(
         tokens=tokens,
         node_start=np.concatenate([[0], np.cumsum(sizes)]),
-        node_end=_subtree_ends(parent),
+        node_end=subtree_ends(parent),
         parent=parent,
         depth=nodes["depth"].to_numpy().astype(np.int64),
         num_passing=nodes["num_trajectories"].to_numpy(),
@@ -145,15 +144,3 @@ def read_trie(directory: str | AnyPath, *, memory: int | None = None, folder: Pa
         share=manifest["share"],
         storage=storage,
     )
-
-
-def _subtree_ends(parent: Int32) -> Int32:
-    """Return one past the last node of each subtree: parent [-1, 0, 1, 0, -1] -> [4, 3, 3, 4, 5]."""
-    # Integers of array.array are read faster than those of numpy, and need 4 bytes instead of 36 in a list.
-    parents, ends = array("i", parent.astype(np.int32).tobytes()), array("i", range(1, len(parent) + 1))
-    # From the last node to the first, each node is complete before it extends its parent.
-    for node in range(len(parents) - 1, -1, -1):
-        up = parents[node]
-        if up >= 0 and ends[up] < ends[node]:
-            ends[up] = ends[node]
-    return np.array(ends, np.int32)
