@@ -16,6 +16,7 @@ from treepack.pack.files import read_rows
 from treepack.processes import ReportProgress, with_progress
 from treepack.trie.check import check_trie
 from treepack.trie.files import read_trie
+from treepack.trie.pieces import max_token_id
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
 
@@ -51,7 +52,7 @@ def check_trie_totals(trie: Trie, manifest: Manifest | None) -> dict[str, Any]:
     check_trie(trie)
     if manifest is not None:
         check_totals(manifest["totals"], trie_totals(trie))
-        check_max_token_id(manifest, int(trie.tokens.max()))
+        check_max_token_id(manifest, max_token_id(trie))
     return {"num_trajectories": trie.num_trajectories, "num_nodes": trie.num_nodes}
 
 

@@ -3,7 +3,8 @@
     check_row        one row against the definition, from its own columns alone
     check_packed     all rows; with a trie, also that each trajectory comes back exactly once with its loss weights
 
-It shares no code with the functions that made the rows, except the definition of loss weights.
+It shares no code with the functions that made the rows, except the definition of loss weights. `expected` compares rows
+with a trie.
 """
 
 from __future__ import annotations
@@ -12,17 +13,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treepack.columns import LOGPROBS, SpanView, list_values, temperatures_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import Manifest
+from treepack.pack.expected import Expected
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
-from treepack.pack.weights import times_trained, trajectory_factors
 from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.trie import Trie
 
@@ -121,24 +120,6 @@ def _nearest(row: Row) -> Int64:
     return nearest
 
 
-class _RowPaths:
-    """Paths of one row. They consist of runs: consecutive tokens whose parent is the token before."""
-
-    def __init__(self, row: Row) -> None:
-        self.parent = row.parent
-        # parent [-1, 0, 1, 2, 1, 4] -> runs start at [0, 4]; the path to token 5 is [4, 5] after [0, 1].
-        self.starts = np.flatnonzero(row.parent != np.arange(-1, row.num_tokens - 1))
-        self.starts = np.union1d(self.starts, [0])
-
-    def to(self, end: int) -> Int64:
-        pieces = []
-        while end >= 0:
-            start = int(self.starts[np.searchsorted(self.starts, end, side="right") - 1])
-            pieces.append(np.arange(start, end + 1))
-            end = int(self.parent[start])
-        return np.concatenate(pieces[::-1])
-
-
 def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> Iterator[Row]:
     """Yield each of `rows` after checking it; at the end, check that none is missing.
 
@@ -151,14 +132,14 @@ def checked_rows(rows: Iterable[Row], manifest: Manifest, trie: Trie | None) -> 
     """
     counted: Counter[str] = Counter()
     max_token_id = 0
-    expected = None if trie is None else _Expected(trie, manifest)
+    expected = None if trie is None else Expected(trie, manifest)
     for number, row in enumerate(rows):
         if row.row_id != number:
             raise TreepackError(f"row {number}: has the row_id {row.row_id}; expected its place; pack the trie again")
         check_row(row, capacity=manifest["capacity"])
         max_token_id = max(max_token_id, int(row.input_ids.max()))
         if expected is not None:
-            expected.check(row)
+            _expect(row, "loss_weight", _almost_equal(expected.check(row), row.loss_weight))
         counted.update(row_counts(row))
         yield row
     if not counted["num_rows"]:
@@ -200,98 +181,3 @@ def check_max_token_id(manifest: Manifest, largest: int) -> None:
         raise TreepackError(
             f"the files give max_token_id = {largest}, the manifest lists {manifest['max_token_id']}; write it again"
         )
-
-
-class _Expected:
-    """The trajectories of a trie that the rows have not given back yet."""
-
-    def __init__(self, trie: Trie, manifest: Manifest) -> None:
-        options = manifest["options"]
-        ids = trie.trajectories["trajectory_id"].to_pylist()
-        self.index = {name: i for i, name in enumerate(ids)}
-        self.spans = SpanView.of(trie.trajectories)
-        self.factors = trajectory_factors(trie, normalize=options["normalize"])
-        self.steps = trie.trajectories["step"].to_pylist()
-        self.groups = trie.trajectories["group_id"].to_pylist()
-        self.rewards = trie.trajectories["reward"].to_pylist()
-        self.counts = times_trained(trie) if options["semantics"] == "once" else None
-        self.trie = trie
-        self.waiting = set(ids)
-        table = trie.trajectories
-        per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
-        # `treepack logprobs` replaces these columns, so they differ from those of the trie.
-        computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
-        self.values = {name.removesuffix("s"): list_values(table, name) for name in LOGPROBS if name not in computed}
-        self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
-        self.values["temperature"] = temperatures_of(table)
-
-    def check(self, row: Row) -> None:
-        paths = _RowPaths(row)
-        own_terms = [] if row.terms is None else _terms_of_each(row.terms, len(row.trajectory_ids))
-        weights = np.zeros(row.num_tokens)
-        for order, (name, end) in enumerate(zip(row.trajectory_ids, row.trajectory_ends.tolist(), strict=True)):
-            if name not in self.waiting:
-                known = "a second time" if name in self.index else "which the trie does not have"
-                raise TreepackError(f"row {row.row_id}: holds trajectory {name} {known}; pack the trie again")
-            self.waiting.discard(name)
-            i = self.index[name]
-            path = paths.to(end)
-            named = (row.step, row.trajectory_groups[order]) == (self.steps[i], self.groups[i])
-            if not (named and np.array_equal(row.input_ids[path], self.trie.tokens[_forest_positions(self.trie, i)])):
-                raise TreepackError(f"row {row.row_id}: trajectory {name} differs from the trie's; pack the trie again")
-            self._add(weights, path, i)
-            if row.terms is not None:
-                self._check_values(row, order, own_terms[order], path, i)
-        _expect(row, "loss_weight", _almost_equal(weights, row.loss_weight))
-
-    def _add(self, weights: np.ndarray, path: Int64, i: int) -> None:
-        for start, end, weight in zip(*(part.tolist() for part in self.spans[i]), strict=True):
-            share = self.factors[i] * weight
-            if self.counts is not None:
-                share = share / self.counts[_forest_positions(self.trie, i)[start:end]]
-            weights[path[start:end]] += share
-
-    def _check_values(self, row: Row, order: int, mine: Int64 | slice, path: Int64, i: int) -> None:
-        """Check the terms `mine` of the row's trajectory number `order`, which is the trie's `i`, token by token."""
-        terms = row.terms
-        assert terms is not None
-        prefix = f"row {row.row_id}: trajectory {row.trajectory_ids[order]}"
-        starts, ends, _ = self.spans[i]
-        trained = path[np.concatenate([np.arange(a, b) for a, b in zip(starts, ends, strict=True)])]
-        if not np.array_equal(terms.token[mine], trained):
-            raise TreepackError(f"{prefix} has terms that are not its trained tokens; pack the trie again")
-        reward = None if terms.trajectory_rewards is None else float(terms.trajectory_rewards[order])
-        if (None if reward is None or math.isnan(reward) else reward) != self.rewards[i]:
-            raise TreepackError(f"{prefix} has another reward than in the trie; pack the trie again")
-        for name, values in self.values.items():
-            stored, known = getattr(terms, name), values[i]
-            if stored is None and known is None:
-                continue
-            expected = np.broadcast_to(np.nan if known is None else known, len(trained))
-            if stored is None or not np.array_equal(stored[mine], expected, equal_nan=True):
-                raise TreepackError(f"{prefix} has another term_{name} than in the trie; pack the trie again")
-
-    def finish(self) -> None:
-        if self.waiting:
-            raise TreepackError(
-                f"trajectory {min(self.waiting)} and {len(self.waiting) - 1} more are in no row; pack the trie again"
-            )
-
-
-def _terms_of_each(terms: RowTerms, num_trajectories: int) -> list[Int64] | list[slice]:
-    """Return the indices of the terms of each trajectory of a row, in their order."""
-    order = np.argsort(terms.trajectory, kind="stable") if (np.diff(terms.trajectory) < 0).any() else None
-    # Sorted trajectories [0, 0, 2] of 3 -> bounds [0, 2, 2, 3].
-    owners = terms.trajectory if order is None else terms.trajectory[order]
-    bounds = np.searchsorted(owners, np.arange(num_trajectories + 1)).tolist()
-    slices = [slice(a, b) for a, b in pairwise(bounds)]
-    return slices if order is None else [order[each] for each in slices]
-
-
-def _forest_positions(trie: Trie, i: int) -> Int64:
-    """Return the position in `trie.tokens` of every token of trajectory `i`."""
-    pieces, node = [], int(trie.end_node[i])
-    while node >= 0:
-        pieces.append(np.arange(trie.node_start[node], trie.node_start[node + 1]))
-        node = int(trie.parent[node])
-    return np.concatenate(pieces[::-1])

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
-from treepack.columns import PER_TOKEN, SpanView, list_values, temperatures_of
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from treepack.columns import PER_TOKEN, SpanView
 from treepack.errors import TreepackError
+from treepack.trajectory import Int64
+from treepack.trie.pieces import node_pieces, trajectory_pieces
 from treepack.trie.trie import Trie
 
 
@@ -44,33 +51,81 @@ def check_trie(trie: Trie) -> None:
 
 def _check_trained(trie: Trie) -> None:
     """Refuse spans that are outside their trajectory or overlap, and per-token lists of another length."""
-    spans = SpanView.of(trie.trajectories)
-    owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
+    lengths, names = trie.lengths, trie.trajectories["trajectory_id"]
+    trained = np.zeros(trie.num_trajectories, np.int64)
+    for first, end in trajectory_pieces(trie):
+        spans = SpanView.of(trie.trajectories.slice(first, end - first))
+        wrong = _wrong_spans(spans, lengths[first:end])
+        if wrong is not None:
+            raise TreepackError(f"trajectory {names[first + wrong]}: its spans are wrong; build the trie again")
+        trained[first:end] = spans.total(spans.sizes.astype(np.float64))
+    for column in PER_TOKEN:
+        if column in trie.trajectories.column_names:
+            _check_sizes(trie, column, trained)
+    for first, end in trajectory_pieces(trie):
+        impossible = _impossible_temperatures(trie.trajectories.slice(first, end - first))
+        if impossible.any():
+            name = names[first + int(impossible.argmax())]
+            raise TreepackError(f"trajectory {name}: has an impossible temperature; build the trie again")
+
+
+def _wrong_spans(spans: SpanView, lengths: Int64) -> int | None:
+    """Return the first trajectory with a wrong span, None if there is none; `lengths` are their tokens."""
+    owner = np.repeat(np.arange(len(lengths)), np.diff(spans.offsets))
     # A span may start where the previous span of its trajectory ends; the first may start at 1, because no token
     # predicts token 0. Owners [0, 0, 1] with ends [4, 9, 5] -> earliest starts [1, 4, 1].
-    follows = np.concatenate([[False], owner[1:] == owner[:-1]])
-    earliest = np.where(follows, np.concatenate([[0], spans.ends[:-1]]), 1)
-    good = (spans.starts >= earliest) & (spans.starts < spans.ends) & (spans.ends <= trie.lengths[owner])
-    names = trie.trajectories["trajectory_id"]
-    if not good.all():
-        raise TreepackError(
-            f"trajectory {names[int(owner[(~good).argmax()])]}: its spans are wrong; build the trie again"
-        )
-    trained = spans.total(spans.sizes.astype(np.float64))
-    for column in PER_TOKEN:
-        for i, values in enumerate(list_values(trie.trajectories, column)):
-            if values is not None and len(values) != trained[i]:
-                raise TreepackError(f"trajectory {names[i]}: {column} has {len(values)} values; build the trie again")
-    for i, temperatures in enumerate(temperatures_of(trie.trajectories)):
-        # NaN marks a token whose temperature is not known.
-        if temperatures is not None and ((temperatures < 0) | np.isinf(temperatures)).any():
-            raise TreepackError(f"trajectory {names[i]}: has an impossible temperature; build the trie again")
+    follows = np.concatenate([[False], owner[1:] == owner[:-1]])[: len(owner)]
+    earliest = np.where(follows, np.concatenate([[0], spans.ends[:-1]])[: len(owner)], 1)
+    good = (spans.starts >= earliest) & (spans.starts < spans.ends) & (spans.ends <= lengths[owner])
+    return None if good.all() else int(owner[(~good).argmax()])
+
+
+def _check_sizes(trie: Trie, column: str, trained: Int64) -> None:
+    """Refuse lists of a per-token column that do not have `trained` values, int64 [num_trajectories]."""
+    first = 0
+    for chunk in trie.trajectories[column].chunks:
+        # A null has no length, so it is like a list of the right one.
+        expected = trained[first : first + len(chunk)]
+        sizes = pc.if_else(chunk.is_valid(), chunk.value_lengths(), pa.array(expected)).to_numpy(zero_copy_only=False)
+        if (sizes != expected).any():
+            i = int((sizes != expected).argmax())
+            name = trie.trajectories["trajectory_id"][first + i]
+            raise TreepackError(f"trajectory {name}: {column} has {sizes[i]} values; build the trie again")
+        first += len(chunk)
+
+
+def _impossible_temperatures(table: pa.Table) -> NDArray[np.bool_]:
+    """Return True for each trajectory of `table` with a temperature that is negative or infinite."""
+    # A trajectory has a list or one value; if it has both, the list counts.
+    impossible = np.zeros(table.num_rows, np.bool_)
+    if "temperature" in table.column_names:
+        with np.errstate(over="ignore"):  # rows contain temperatures as float32
+            impossible = _impossible(table["temperature"].to_numpy().astype(np.float32))
+    if "temperatures" not in table.column_names:
+        return impossible
+    first = 0
+    for chunk in table["temperatures"].chunks:
+        each = slice(first, first + len(chunk))
+        impossible[each] &= chunk.is_null().to_numpy(zero_copy_only=False)
+        # Lists of 2, null and 1 values, flattened [0.5, -1, 2] -> owners [0, 0, 2].
+        owner = chunk.value_parent_indices().to_numpy()
+        impossible[each][owner[_impossible(chunk.flatten().to_numpy(zero_copy_only=False))]] = True
+        first += len(chunk)
+    return impossible
+
+
+def _impossible(temperatures: NDArray[Any]) -> NDArray[np.bool_]:
+    # NaN marks a temperature that is not known.
+    return (temperatures < 0) | np.isinf(temperatures)
 
 
 def _refuse_equal_siblings(trie: Trie) -> None:
     """Refuse siblings that start with the same token, because their common prefix would be stored twice."""
+    first = np.zeros(trie.num_nodes, np.int64)
+    for a, b in node_pieces(trie):
+        first[a:b] = trie.tokens[trie.node_start[a:b]]
+    # Parent and first token as one number: (3, 5) -> 3 * 2^32 + 5.
     below = trie.parent >= 0
-    first = trie.tokens[trie.node_start[:-1]]
-    pairs = np.stack([trie.parent[below], first[below]])
-    if np.unique(pairs, axis=1).shape[1] != pairs.shape[1]:
+    pairs = np.sort((trie.parent[below].astype(np.int64) << 32) | (first[below] & 0xFFFFFFFF))
+    if (pairs[1:] == pairs[:-1]).any():
         raise TreepackError("two sibling nodes begin with the same token; build the trie again")
