@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory
+from treepack.views import FilledView, ListView, NoValues, View
 
 # Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
 # this number must fit, too.
@@ -271,20 +272,11 @@ def num_trained(table: pa.Table) -> int:
     return total
 
 
-def list_values(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
+def list_values(table: pa.Table, name: str) -> ListView | NoValues:
     """Return the rows of a nullable list column as arrays, and None for a null or if `table` has no temperatures."""
     if name in schema.TEMPERATURES.names and name not in table.column_names:
-        return [None] * table.num_rows
-    return [values for chunk in table[name].chunks for values in _chunk_values(chunk)]
-
-
-def _chunk_values(chunk: pa.ListArray) -> list[NDArray[Any] | None]:
-    flat = chunk.flatten().to_numpy(zero_copy_only=False)
-    valid = chunk.is_valid().to_pylist()
-    sizes = chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    # flatten drops nulls, so the offsets are counted again: sizes 2 null 1 -> 2 0 1 -> offsets 0 2 2 3.
-    offsets = np.concatenate([[0], np.cumsum(sizes)]).tolist()
-    return [flat[offsets[i] : offsets[i + 1]] if valid[i] else None for i in range(len(chunk))]
+        return NoValues(table.num_rows)
+    return ListView(table[name])
 
 
 def take_rows(table: pa.Table, rows: Int64 | Int32) -> pa.Table:
@@ -305,16 +297,21 @@ def _num_values(column: pa.ChunkedArray) -> int:
     return sum(each[-1].as_py() - each[0].as_py() for each in offsets)
 
 
-def temperatures_of(table: pa.Table) -> list[Float32 | None]:
+def temperatures_of(table: pa.Table) -> View:
     """Return the temperature of each trajectory, None if it is not known.
 
     It is float32 [num_trained], or without dimensions if it is one for all trained tokens.
     """
     lists = list_values(table, "temperatures")
-    if "temperature" not in table.column_names:
-        return lists
-    scalars = [None if value is None else np.array(value, np.float32) for value in table["temperature"].to_pylist()]
-    return [scalar if values is None else values for scalar, values in zip(scalars, lists, strict=True)]
+    return FilledView(lists, table["temperature"], np.float32) if "temperature" in table.column_names else lists
+
+
+def advantages_of(table: pa.Table) -> View:
+    """Return the advantages of each trajectory, None if it has none.
+
+    They are float64 [num_trained], or without dimensions if there is one for all trained tokens.
+    """
+    return FilledView(list_values(table, "advantages"), table["advantage"], np.float64)
 
 
 LOGPROBS = ("sampling_logprobs", "old_logprobs", "ref_logprobs")

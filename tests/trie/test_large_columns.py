@@ -75,7 +75,7 @@ def test_tables_without_rows_have_no_values() -> None:
     table = schema.TRAJECTORIES.empty_table()
     empty = pa.Table.from_batches([], schema.TRAJECTORIES)
     for each in (table, empty):
-        assert list_values(each, "advantages") == []
+        assert list(list_values(each, "advantages")) == []
         assert SpanView.of(each).offsets.tolist() == [0]
         assert text_codes(each["group_id"]).tolist() == []
 

@@ -8,6 +8,7 @@ Every column is then a value per node, repeated over the node's tokens, plus the
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,7 +76,8 @@ class RowPlacer:
 
     def __init__(self, trie: TokenNodes) -> None:
         self.trie = trie
-        self.parents = trie.parent.tolist()
+        # Integers of array.array are read faster than those of numpy, and need 4 bytes instead of 36 in a list.
+        self.parents = array("i", trie.parent.astype(np.int32, copy=False).tobytes())
         self.lengths = np.diff(trie.node_start)
 
     def nodes(self, members: Int64) -> Int64:

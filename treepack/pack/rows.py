@@ -17,7 +17,8 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.plan import Plan
 from treepack.pack.row import Row
 from treepack.pack.weights import RowWeights
-from treepack.trie.trie import Trie
+from treepack.trie.trie import RELEASE_TOKENS, Trie
+from treepack.views import ColumnView
 
 
 def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: str = "token") -> Iterator[Row]:
@@ -35,19 +36,22 @@ def pack_rows(trie: Trie, plan: Plan, *, semantics: str = "branch", normalize: s
             raise TreepackError(f"{name} is {value!r}; expected one of {', '.join(known)}")
     placer = RowPlacer(trie)
     weights = RowWeights(trie, normalize=normalize, semantics=semantics)
-    steps = trie.trajectories["step"].to_pylist()
-    ids = trie.trajectories["trajectory_id"].to_pylist()
-    groups = trie.trajectories["group_id"].to_pylist()
+    steps, ids, groups = (ColumnView(trie.trajectories[name]) for name in ("step", "trajectory_id", "group_id"))
+    num_tokens = 0
     for row_id, members in enumerate(plan.members()):
         nodes = placer.place(members)
         columns = placer.columns(nodes)
         loss_weight, terms = weights.of(nodes)
         yield Row(
             row_id=row_id,
-            step=steps[members[0]],
+            step=steps.values(members[:1])[0],
             loss_weight=loss_weight,
             terms=terms,
-            trajectory_ids=[ids[i] for i in nodes.members.tolist()],
-            trajectory_groups=[groups[i] for i in nodes.members.tolist()],
+            trajectory_ids=ids.values(nodes.members),
+            trajectory_groups=groups.values(nodes.members),
             **columns,
         )
+        num_tokens += len(nodes.source)
+        if num_tokens >= RELEASE_TOKENS:
+            weights.release()
+            num_tokens = 0

@@ -8,20 +8,19 @@ or log-probabilities. Temperatures alone make no terms: without one of these, no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 
-from treepack.columns import LOGPROBS, SpanView, list_values, temperatures_of
+from treepack.columns import LOGPROBS, SpanView, advantages_of, list_values, temperatures_of, text_codes
 from treepack.errors import TreepackError
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
-from treepack.trie.trie import Trie
+from treepack.trie.storage import Storage
+from treepack.trie.trie import RELEASE_TOKENS, Trie
+from treepack.views import View
 
 
 def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
@@ -44,10 +43,10 @@ def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
     elif normalize == "trajectory":
         factors = _ratio(weight, sums)
     else:
-        keys = list(zip(trie.step_rank.tolist(), trie.trajectories["group_id"].to_pylist(), strict=True))
-        index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        group = np.array([index[key] for key in keys])
-        factors = _ratio(weight, np.bincount(group, weights=weight * sums)[group])
+        # Steps [0, 0, 1] and groups [0, 1, 0] of 2 -> [0, 1, 2].
+        codes = text_codes(trie.trajectories["group_id"])
+        group = np.unique(trie.step_rank * (codes.max(initial=0) + 1) + codes, return_inverse=True)[1]
+        factors = _ratio(weight, np.bincount(group, weights=weight * sums).astype(np.float64)[group])
     if not np.isfinite(factors * sums).all():
         name = trie.trajectories["trajectory_id"][int((~np.isfinite(factors * sums)).argmax())].as_py()
         raise TreepackError(f"trajectory {name}: its loss weights overflow; give weights nearer to 1")
@@ -60,13 +59,28 @@ def _ratio(a: Float64, b: Float64) -> Float64:
 
 
 def times_trained(trie: Trie) -> Int32:
-    """Return how many trajectories of the whole trie train each of its tokens, int32 [N_tree]."""
-    counts = np.zeros(trie.tokens_tree, np.int32)
+    """Return how many trajectories of the whole trie train each of its tokens, int32 [N_tree]; mapped if it is large.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
+    return _counted(trie)[0]
+
+
+def _counted(trie: Trie) -> tuple[Int32, Storage]:
+    """Return `times_trained`, and the storage with its map."""
+    counts: Int32
+    counts, storage = trie.storage.zeros(trie.tokens_tree, np.int32)
     spans = SpanView.of(trie.trajectories)
+    num_tokens = 0
     for i, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)):
         starts, ends, _ = spans[i]
         counts[path[positions(starts, ends)]] += 1
-    return counts
+        num_tokens += len(path)
+        if num_tokens >= RELEASE_TOKENS:
+            storage.release()
+            num_tokens = 0
+    return counts, storage
 
 
 class RowWeights:
@@ -76,13 +90,20 @@ class RowWeights:
         self.trie = trie
         self.spans = SpanView.of(trie.trajectories)
         self.factors = trajectory_factors(trie, normalize=normalize)
-        self.counts = times_trained(trie) if semantics == "once" else None
-        self.values = {name: _known(trie, name) for name in ("advantages", *LOGPROBS)}
+        counted: tuple[Int32 | None, Storage] = _counted(trie) if semantics == "once" else (None, trie.storage)
+        self.counts, self.storage = counted
+        table = trie.trajectories
+        self.values = {name: _known_only(list_values(table, name)) for name in LOGPROBS}
+        self.values["advantages"] = _known_only(advantages_of(table))
         rewards = trie.trajectories["reward"]
         known = rewards.null_count < trie.num_trajectories
         self.rewards = rewards.to_numpy() if known else None
         self.has_terms = known or any(values is not None for values in self.values.values())
-        self.values["temperature"] = _known_only(temperatures_of(trie.trajectories))
+        self.values["temperature"] = _known_only(temperatures_of(table))
+
+    def release(self) -> None:
+        """Release the mapped pages of the trie and of the counts."""
+        self.storage.release()
 
     def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
         """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""
@@ -139,18 +160,6 @@ class RowWeights:
         )
 
 
-def _known(trie: Trie, name: str) -> Sequence[NDArray[Any] | None] | None:
-    """Return the values of a per-token column by trajectory, None if all are missing.
-
-    A scalar advantage is an array without dimensions, which is broadcast over the trained tokens.
-    """
-    table: pa.Table = trie.trajectories
-    values = list_values(table, name)
-    if name == "advantages":
-        scalars = table["advantage"].to_pylist()
-        values = [np.array(s) if v is None and s is not None else v for v, s in zip(values, scalars, strict=True)]
-    return _known_only(values)
-
-
-def _known_only(values: Sequence[NDArray[Any] | None]) -> Sequence[NDArray[Any] | None] | None:
-    return None if all(value is None for value in values) else values
+def _known_only(values: View) -> View | None:
+    """Return `values`, None if all of them are missing."""
+    return None if values.is_missing else values

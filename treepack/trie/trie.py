@@ -23,6 +23,10 @@ from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 from treepack.trie.nodes import paths
 from treepack.trie.storage import Storage
 
+# Tokens after which mapped pages are released: 16 MB of token ids, and the columns of as many trained tokens.
+RELEASE_TOKENS = 1 << 22
+ROWS_AT_ONCE = 1024  # trajectories that become Python objects at a time
+
 
 @dataclass(frozen=True, slots=True)
 class Trie:
@@ -103,13 +107,23 @@ class Trie:
 
 
 def unshared(trie: Trie) -> Trie:
-    """Return the same trajectories in the same order, each a tree of one node, as `share="none"` builds them."""
+    """Return the same trajectories in the same order, each a tree of one node, as `share="none"` builds them.
+
+    The N_flat tokens are a mapped file if they are large.
+
+    Raises:
+        TreepackError: the disk fails.
+    """
     lengths, each = trie.lengths, np.arange(trie.num_trajectories, dtype=np.int32)
     table = trie.trajectories
     for name in ("tree_id", "node_id"):
         table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), pa.array(each))
+    growing = trie.storage.growing(np.int32, in_file=trie.storage.is_large(4 * int(lengths.sum())))
+    for sequence in sequences_of(trie):
+        growing.append(sequence)
+    tokens, storage = growing.finish()
     return Trie(
-        tokens=np.concatenate(list(sequences_of(trie))),
+        tokens=tokens,
         node_start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         node_end=each + np.int32(1),
         parent=np.full_like(each, -1),
@@ -118,13 +132,19 @@ def unshared(trie: Trie) -> Trie:
         end_node=each,
         trajectories=table,
         share="none",
+        storage=storage,
     )
 
 
 def sequences_of(trie: Trie) -> Iterator[Int32]:
     """Yield the token ids of every trajectory, in trie order; each int32 [num_tokens]."""
+    num_tokens = 0
     for path in paths(trie.end_node, trie.node_start, trie.depth):
         yield trie.tokens[path]
+        num_tokens += len(path)
+        if num_tokens >= RELEASE_TOKENS:
+            trie.storage.release()
+            num_tokens = 0
 
 
 def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
@@ -132,10 +152,11 @@ def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
     table = trie.trajectories
     names = ["trajectory_id", "group_id", "step", "weight", "reward", "advantage", "metadata", "source", "temperature"]
     scalars = table.select([name for name in names if name in table.column_names])
+    rows = (row for batch in scalars.to_batches(max_chunksize=ROWS_AT_ONCE) for row in batch.to_pylist())
     spans = SpanView.of(table)
-    lists: dict[str, list[Any]] = {name: list_values(table, name) for name in PER_TOKEN}
-    for i, (tokens, row) in enumerate(zip(sequences_of(trie), scalars.to_pylist(), strict=True)):
+    lists = {name: list_values(table, name) for name in PER_TOKEN}
+    for i, (tokens, row) in enumerate(zip(sequences_of(trie), rows, strict=True)):
         starts, ends, weights = spans[i]
-        content = Tokens(tokens, starts, ends, weights, **{name: values[i] for name, values in lists.items()})
+        per_token: dict[str, Any] = {name: values[i] for name, values in lists.items()}
         row["metadata"] = json.loads(row["metadata"])
-        yield Trajectory(content=content, **row)
+        yield Trajectory(content=Tokens(tokens, starts, ends, weights, **per_token), **row)

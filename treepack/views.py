@@ -1,0 +1,139 @@
+"""Views of Arrow columns: the values of single rows, without an object for every row of the column.
+
+ListView(column)[i]          the list of row i as an array, without a copy
+FilledView(lists, scalars)   the same, with a number for rows that have no list
+ColumnView(column)           texts or numbers of some rows
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from treepack.trajectory import Int32, Int64
+
+
+class ListView(Sequence[NDArray[Any] | None]):
+    """A nullable list column as arrays, made one by one: `view[i]` is an array without a copy, or None for a null."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        """View all chunks of `column`."""
+        # Chunks of 2 and 3 rows -> starts 0 2 5.
+        self._starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)]).tolist()
+        self._chunks = [_ListChunk.of(chunk) for chunk in column.chunks]
+        self.is_missing = column.null_count == len(column)  # in every row
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        length: int = self._starts[-1]
+        return length
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return the values of row `i`, which is an index from 0 on, not a slice."""
+        if not 0 <= i < self._starts[-1]:
+            raise IndexError(i)
+        chunk = bisect.bisect_right(self._starts, i) - 1
+        return self._chunks[chunk].row(i - self._starts[chunk])
+
+    def __iter__(self) -> Iterator[NDArray[Any] | None]:
+        for chunk, (start, end) in zip(self._chunks, pairwise(self._starts), strict=True):
+            for i in range(end - start):
+                yield chunk.row(i)
+
+
+@dataclass(frozen=True, slots=True)
+class _ListChunk:
+    """Offsets of the rows in `values`, and True for each row that is not null; None if no row, or each one, is null."""
+
+    offsets: Int32
+    values: NDArray[Any]
+    valid: NDArray[np.bool_] | None
+    is_null: bool
+
+    @classmethod
+    def of(cls, chunk: pa.ListArray) -> _ListChunk:
+        some = 0 < chunk.null_count < len(chunk)
+        valid = chunk.is_valid().to_numpy(zero_copy_only=False) if some else None
+        values = chunk.values.to_numpy(zero_copy_only=False)
+        return cls(chunk.offsets.to_numpy(), values, valid, 0 < chunk.null_count == len(chunk))
+
+    def row(self, i: int) -> NDArray[Any] | None:
+        if self.is_null or (self.valid is not None and not self.valid[i]):
+            return None
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
+
+class FilledView(Sequence[NDArray[Any] | None]):
+    """The rows of `lists`, and where these are None those of a column of numbers, as arrays without dimensions."""
+
+    def __init__(self, lists: ListView | NoValues, scalars: pa.ChunkedArray, dtype: type[np.floating]) -> None:
+        """View both columns; `scalars` become `dtype`."""
+        self._lists = lists
+        self._known = scalars.is_valid().to_numpy()
+        self._scalars = scalars.to_numpy().astype(dtype)
+        self.is_missing = lists.is_missing and not self._known.any()
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._lists)
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return the values of row `i`, which is an index from 0 on, not a slice."""
+        values = self._lists[i]
+        return self._scalars[i : i + 1].reshape(()) if values is None and self._known[i] else values
+
+    def __iter__(self) -> Iterator[NDArray[Any] | None]:
+        for i, values in enumerate(self._lists):
+            yield self._scalars[i : i + 1].reshape(()) if values is None and self._known[i] else values
+
+
+class NoValues(Sequence[None]):
+    """A missing column: None for each row."""
+
+    def __init__(self, num_rows: int) -> None:
+        """Stand for a column of `num_rows` nulls."""
+        self._rows, self.is_missing = range(num_rows), True
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    def __getitem__(self, i: Any) -> Any:
+        """Return None."""
+        self._rows[i]
+        return None
+
+
+View = ListView | FilledView | NoValues
+
+
+class ColumnView:
+    """A column of texts or numbers, of which few rows are read at a time, without an object for every row."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        """View all chunks of `column`."""
+        self._chunks = column.chunks
+        self._starts: Int64 = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+
+    def values(self, rows: Int64) -> list[Any]:
+        """Return the values of `rows`, in this order."""
+        # ChunkedArray.take may first join all chunks. Starts 0 2 5, rows 4 0 3 -> chunks 1 0 1.
+        chunk_of = np.searchsorted(self._starts, rows, side="right") - 1
+        chunks = np.unique(chunk_of).tolist()
+        if len(chunks) == 1:
+            taken: list[Any] = self._chunks[chunks[0]].take(pa.array(rows - self._starts[chunks[0]])).to_pylist()
+            return taken
+        result: list[Any] = [None] * len(rows)
+        for chunk in chunks:
+            places = np.flatnonzero(chunk_of == chunk)
+            taken = self._chunks[chunk].take(pa.array(rows[places] - self._starts[chunk])).to_pylist()
+            for place, value in zip(places.tolist(), taken, strict=True):
+                result[place] = value
+        return result
