@@ -322,3 +322,55 @@ def test_the_share_of_a_row_group_is_part_of_its_file(packed: Path) -> None:
     assert len(groups) == 20
     assert {group.share for group in groups} == {1 / 4}
     assert part_reader.RowGroup("part-00001.parquet", 2, 6, 1 / 4) in groups
+
+
+def test_only_the_first_process_reads_footers_and_scalar_columns(
+    packed: Path, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = PackedDataset(memory, cache=tmp_path / "cache")
+    assert first.max_position() == PackedDataset(packed).max_position()
+    for name in ("open_parquet", "size"):
+        monkeypatch.setattr(Location, name, lambda *_: pytest.fail("asked the store"))
+    again = PackedDataset(memory, cache=tmp_path / "cache")
+    assert again._reader.groups == first._reader.groups
+    assert again.term_columns == first.term_columns
+    assert again.steps == first.steps
+    assert again.max_position() == first.max_position()
+    for name in ("row_ids", "num_tokens", "num_pairs", "total_weight"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+
+
+def test_a_machine_copies_all_parts_of_its_block_if_they_fit_and_no_others(
+    packed: Path, memory: str, tmp_path: Path, downloads: list[str]
+) -> None:
+    limit = sum(sizes(packed)[-3:])
+    assert limit < sum(sizes(packed))
+    machines = [
+        [
+            PackedDataset(
+                memory,
+                shuffle=True,
+                rank=2 * machine + local,
+                world=4,
+                blocks=2,
+                cache=tmp_path / str(machine),
+                cache_bytes=limit,
+            )
+            for local in range(2)
+        ]
+        for machine in range(2)
+    ]
+    rows = []
+    for ranks in machines:
+        for rank in ranks:
+            rows += ids(rank)
+            copies(rank).wait()
+    assert sorted(row for row in rows if row >= 0) == sorted(ids(PackedDataset(packed)))
+    assert [copies(ranks[0])._fits for ranks in machines] == [True, True]
+    names = {entry["sha256"]: entry["name"] for entry in machines[0][0].manifest["files"]}
+    # 5 parts of 4 rows: each machine has 10 rows, so both need the part in the middle.
+    held = [{names[path.stem] for path in stored(tmp_path / str(machine))} for machine in range(2)]
+    assert held[0] <= {f"part-{number:05d}.parquet" for number in (0, 1, 2)}
+    assert held[1] <= {f"part-{number:05d}.parquet" for number in (2, 3, 4)}
+    assert held[0] | held[1] == set(names.values())
+    assert len(downloads) <= 6

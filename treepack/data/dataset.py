@@ -8,9 +8,10 @@ total weight of an optimiser step is available before the first row of the step 
 row group at a time, when a row needs them.
 
 A local part is checked by its sha256. For a remote part the constructor checks the size, and reads footers and scalar
-columns by range. `data.part_cache` then downloads the parts whose rows come next, and checks their hashes; rows of
-other parts are read by range. Each Parquet page is checked by its own checksum when it is read. Files are read in
-`data.part_reader`, the order of an epoch is in `data.epochs`, filesystems are in `files.location`.
+columns by range, once for all processes of a machine (`data.machine_tables`). `data.part_cache` then downloads the
+parts whose rows come next, and checks their hashes; rows of other parts are read by range. Each Parquet page is checked
+by its own checksum when it is read. Files are read in `data.part_reader`, the order of an epoch is in `data.epochs` and
+`data.blocks`, filesystems are in `files.location`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from pyarrow import compute, fs
 from torch.utils.data import Dataset
 
 from treepack.data.batch import Batch, empty_batch, make_batch
-from treepack.data.epochs import epoch_order, file_order, rounds
+from treepack.data.blocks import BALANCED, is_balanced
+from treepack.data.epochs import block_of_rows, epoch_order, file_order, rounds
+from treepack.data.machine_tables import MachineTables
 from treepack.data.part_cache import PartCache
 from treepack.data.part_reader import PartReader, RowGroup
 from treepack.errors import TreepackError
@@ -36,6 +39,7 @@ from treepack.files.location import locate
 from treepack.files.manifest import read_manifest
 from treepack.files.schema import PACKED_FORMAT, ROWS, TERMS
 from treepack.pack.files import row_of_table
+from treepack.trajectory import Int64
 
 # Maximum size of the cached row groups, about 9 million tokens. In a larger directory, a row read in random order must
 # decode its whole row group of 2^18 tokens: 30 to 40 ms for a row of 8,192 tokens on 2 cores, 2 to 3 ms in file order.
@@ -61,6 +65,9 @@ class PackedDataset(Dataset[Batch]):
     depends on (seed, epoch), keeps the rows of a training step together and keeps the steps in order. Rank r takes
     every `world`-th row. Every rank gets the same number of rows, and no row is left out or repeated: if the rows of a
     training step do not divide by `world`, the remaining ranks get a `batch.empty_batch` of weight 0.
+
+    With `blocks` above 1, the rows of each training step are cut into this number of blocks of neighbouring rows. The
+    ranks of a machine take rows of its own block, so that it reads, and downloads, only its share of the parts.
 
     The dataset has one position, like an open file. `iter` continues after the last row that an iteration yielded, also
     after `load_state_dict`. It stops at the end of the epoch, and the next `iter` starts the next epoch. A `state_dict`
@@ -88,6 +95,7 @@ class PackedDataset(Dataset[Batch]):
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        blocks: int = 1,
         filesystem: fs.FileSystem | None = None,
         cache: str | Path | None = None,
         cache_bytes: int | None = None,
@@ -102,32 +110,43 @@ class PackedDataset(Dataset[Batch]):
             seed: seed of the shuffled order; the epoch is mixed into it.
             rank: index of this process among the `world` processes that iterate together.
             world: number of these processes.
+            blocks: blocks of neighbouring rows, shuffled one by one: usually the number of machines, so that each reads
+                only its own. The ranks must be numbered machine by machine, as torchrun does.
             filesystem: a pyarrow filesystem; by default the one that `path` names.
             cache: folder for copies of remote parts; by default that of `files.cache`.
             cache_bytes: maximum size of these copies, by default half of the disk's free space; 0 for no copies.
 
         Raises:
             TreepackError: if the directory cannot be reached, is unfinished, has another format or does not match its
-                manifest, or if `rank` is not below `world`.
+                manifest, if `rank` is not below `world`, or if it was packed with --balance and `blocks` is above 1.
         """
         if not 0 <= rank < world:
             raise TreepackError(f"{path}: rank is {rank} and world {world}; expected a rank from 0 to world - 1")
+        if blocks < 1:
+            raise TreepackError(f"{path}: blocks is {blocks}; expected at least 1")
         location = locate(path, filesystem)
         self.path = Path(location.root) if location.is_local else location.name
         self.multiple, self.terms = multiple, terms
-        self.shuffle, self.seed, self.rank, self.world = shuffle, seed, rank, world
+        self.shuffle, self.seed, self.rank, self.world, self.blocks = shuffle, seed, rank, world, blocks
+        self.is_local = location.is_local
         self.epoch, self._position = 0, 0
         self._remaining: Iterator[tuple[int, int]] | None = None  # rounds of this epoch, None until one is needed
         self.manifest = read_manifest(location, PACKED_FORMAT)
+        if blocks > 1 and is_balanced(self.manifest):
+            raise TreepackError(f"{self.path}: {BALANCED}; give blocks=1, or pack without --balance")
         self._cache: OrderedDict[RowGroup, pa.Table] = OrderedDict()  # ordered by last use, oldest first
         self._cached_bytes = 0
         copies = None
         if not location.is_local and cache_bytes != 0:
             copies = PartCache(cache, cache_bytes, location, self.manifest["files"])
-        self._reader = PartReader(location, self.manifest, copies)
+        # For a process that keeps no copies, no tables either.
+        self._tables = MachineTables(
+            None if copies is None else copies.folder.parent / "tables", self.manifest["sha256"]
+        )
+        self._reader = PartReader(location, self.manifest, copies, self._tables)
         self.term_columns = tuple(name for name in TERMS.names if name in self._reader.columns)
         self._firsts = np.array([group.first for group in self._reader.groups], np.int64)
-        index = self._read_scalars()
+        index = self.once_per_machine("rows", self._read_scalars)
         self.row_ids = index["row_id"].to_numpy()
         self.num_tokens = index["num_tokens"].to_numpy().astype(np.int64)
         self.num_pairs = index["num_pairs"].to_numpy().astype(np.int64)
@@ -154,8 +173,15 @@ class PackedDataset(Dataset[Batch]):
 
     def expect(self, rows: Sequence[int]) -> None:
         """Download the remote parts that these rows need, which come next in this order; return at once."""
+        self._reader.expect(self._groups_of(rows))
+
+    def claim(self, rows: Sequence[int] | Int64) -> None:
+        """Take into account that the processes of this machine will read only these rows."""
+        self._reader.claim(self._groups_of(rows))
+
+    def _groups_of(self, rows: Sequence[int] | Int64) -> list[RowGroup]:
         places = np.searchsorted(self._firsts, np.asarray(rows, np.int64), side="right") - 1
-        self._reader.expect([self._reader.groups[place] for place in dict.fromkeys(places.tolist())])
+        return [self._reader.groups[place] for place in dict.fromkeys(places.tolist())]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the rows of this rank that remain in the epoch."""
@@ -175,15 +201,21 @@ class PackedDataset(Dataset[Batch]):
             "seed": self.seed,
             "epoch": self.epoch,
             "position": self._position,
+            **({} if self.blocks == 1 else {"blocks": self.blocks}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the rows that remained at `state`, in the same order; `shuffle` and `seed` change to match it.
+        """Continue with the rows that remained at `state`, in the same order.
+
+        `shuffle`, `seed` and `blocks` change to match it, also for the epochs that follow. To use another number of
+        blocks, for example on another number of machines, set `blocks` between two epochs.
 
         Raises:
             TreepackError: if `state` does not come from `state_dict`, or comes from another dataset.
         """
-        expected = self.state_dict()
+        expected = {**self.state_dict(), "blocks": self.blocks}
+        if isinstance(state, dict):
+            state = {"blocks": 1, **state}
         # `type` instead of isinstance: True is an int, but no epoch.
         if not isinstance(state, dict) or any(type(state.get(key)) is not type(expected[key]) for key in expected):
             raise TreepackError(f"{self.path}: this is no state of a PackedDataset; pass the result of state_dict()")
@@ -192,7 +224,7 @@ class PackedDataset(Dataset[Batch]):
                 f"{self.path}: the state belongs to a dataset with another manifest; open the directory where "
                 "state_dict() was called"
             )
-        self.shuffle, self.seed = state["shuffle"], state["seed"]
+        self.shuffle, self.seed, self.blocks = state["shuffle"], state["seed"], state["blocks"]
         self.epoch, self._position, self._remaining = state["epoch"], state["position"], None
 
     def padding(self) -> Batch:
@@ -220,10 +252,12 @@ class PackedDataset(Dataset[Batch]):
     def _rounds(self) -> Iterator[tuple[int, int]]:
         """Yield, per remaining round of the epoch, this rank's row and the number of rows over all ranks."""
         if self.shuffle:
-            parts = epoch_order(self.steps, range(len(self)), seed=self.seed, epoch=self.epoch)
+            parts = epoch_order(self.steps, range(len(self)), seed=self.seed, epoch=self.epoch, blocks=self.blocks)
         else:
-            parts = file_order(self.steps)
-        table = rounds(parts, self.world, done=self._position)
+            parts = file_order(self.steps, blocks=self.blocks)
+        if not self.is_local:
+            self.claim(self._rows_of_machine())
+        table = rounds(parts, self.world, done=self._position, blocks=self.blocks)
         own, counts = table[:, self.rank], (table >= 0).sum(axis=1)
         # rank 1 of 2, table [[3, 1], [2, -1]] -> (1, 2), (-1, 1): the second round is padding here and counts one row
         for place, pair in enumerate(zip(own.tolist(), counts.tolist(), strict=True)):
@@ -236,10 +270,25 @@ class PackedDataset(Dataset[Batch]):
         return hashlib.sha256(json.dumps(self.manifest, sort_keys=True).encode()).hexdigest()
 
     def max_position(self) -> int:
-        """Return the largest position id of any row; reads one column."""
-        # as_py() is None for a row group without tokens
-        columns = (table["position_ids"] for table in self.tables(["position_ids"]))
-        return max((compute.max(compute.list_flatten(column)).as_py() or 0 for column in columns), default=0)
+        """Return the largest position id of any row; reads one column, if no process of this machine has done so."""
+
+        def compute_maximum() -> pa.Table:
+            # as_py() is None for a row group without tokens
+            columns = (table["position_ids"] for table in self.tables(["position_ids"]))
+            maxima = (compute.max(compute.list_flatten(column)).as_py() or 0 for column in columns)
+            return pa.table({"max_position": pa.array([max(maxima, default=0)], pa.int64())})
+
+        maximum: int = self.once_per_machine("max_position", compute_maximum)["max_position"][0].as_py()
+        return maximum
+
+    def once_per_machine(self, name: str, compute: Callable[[], pa.Table]) -> pa.Table:
+        """Return `compute()`, which all processes of this machine share if the directory is remote.
+
+        Args:
+            name: names the table; equal names must have equal tables for one directory.
+            compute: a function of the content of the directory.
+        """
+        return compute() if self.is_local else self._tables.get(name, compute)
 
     def tables(self, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the given columns of all rows in order, one table per row group.
@@ -248,6 +297,13 @@ class PackedDataset(Dataset[Batch]):
             TreepackError: if a row group cannot be read or lacks a column.
         """
         return self._reader.tables([*columns])
+
+    def _rows_of_machine(self) -> Int64:
+        """Return the rows of the blocks from which this rank takes rows, which the ranks of its machine share."""
+        # 2 blocks: ranks 0 and 1 of 4 have block 0. 4 blocks: rank 1 of 2 has the blocks 2 and 3.
+        first, stop = self.rank * self.blocks // self.world, -(-(self.rank + 1) * self.blocks // self.world)
+        block_of = block_of_rows(self.steps, range(len(self)), blocks=self.blocks)
+        return np.flatnonzero((block_of >= first) & (block_of < stop))
 
     def _read_scalars(self) -> pa.Table:
         schema = pa.schema([ROWS.field(name) for name in _SCALARS])

@@ -6,6 +6,7 @@
     find(name)  --> path of the copy; waits if a process of this machine is downloading it; None if there is none
     want(name)  --> a thread downloads the part soon; the reader does not wait and reads by range meanwhile
     expect(...) --> the same for the parts of the rows that come next
+    claim(...)  --> the parts that this machine will read, by default all of the directory
 
 The name of a copy is the hash of its content, so several data sets and runs share a folder. If a copy needs room, the
 copies that were used least recently are removed; a process that has one open can still read it. Parts that together
@@ -77,7 +78,7 @@ class PartCache:
             ) from error
         self.limit, self._location = cache_limit(self.folder, used) if limit is None else limit, location
         self._entries = {entry["name"]: entry for entry in entries}
-        self._fits = sum(entry["bytes"] for entry in self._entries.values()) <= self.limit
+        self.claim(self._entries)
         self._start()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -89,6 +90,10 @@ class PartCache:
         """Start without threads."""
         self.__dict__.update(state)
         self._start()
+
+    def claim(self, names: Iterable[str]) -> None:
+        """Take into account that this machine reads only these parts."""
+        self._fits = sum(self._entries[name]["bytes"] for name in names) <= self.limit
 
     def find(self, name: str) -> Path | None:
         """Return the path of the copy of a part, None if there is none; wait for a download that has started.

@@ -1,7 +1,7 @@
 """Row groups of the parts of a packed directory, on this machine or in an object store.
 
     local     every part is checked by its sha256 and stays open
-    remote    footers, and columns of one value per row, by range
+    remote    footers by range, once for all processes of a machine (`data.machine_tables`)
               row groups from a copy of the part (`data.part_cache`), or by range while there is none
 
 If the store does not answer after the directory was opened, reading is repeated for `files.patience.OUTAGE_SECONDS`.
@@ -9,7 +9,9 @@ If the store does not answer after the directory was opened, reading is repeated
 
 from __future__ import annotations
 
+import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from pyarrow import parquet as pq
 
+from treepack.data.machine_tables import MachineTables
 from treepack.data.part_cache import PartCache
 from treepack.errors import TreepackError
 from treepack.files.location import Location
@@ -29,6 +32,7 @@ from treepack.files.patience import OUTAGE_SECONDS, pauses
 T = TypeVar("T")
 
 _OPENERS = 16  # remote files that are opened side by side; each costs some round trips
+_FOOTERS = 256  # of copies, kept so that each read of a row group does not parse 2 KB per row group of the part again
 _ENDED = object()
 _TRIES = 2  # further attempts to read a row group while the store answers
 _REMEDY = "the file was truncated or altered, so pack the trie again"
@@ -47,13 +51,14 @@ class RowGroup:
 class PartReader:
     """Reader of the parts of one directory; it can be pickled and used after a fork."""
 
-    def __init__(self, location: Location, manifest: Manifest, copies: PartCache | None) -> None:
-        """Check every part.
+    def __init__(self, location: Location, manifest: Manifest, copies: PartCache | None, tables: MachineTables) -> None:
+        """Check every part; a remote one only if no process of this machine has done so.
 
         Args:
             location: the directory.
             manifest: its manifest.
             copies: copies of the parts if they are remote, None for reading by range only.
+            tables: tables that the processes of this machine share if the directory is remote.
 
         Raises:
             TreepackError: a part is missing, damaged, or has another number of rows.
@@ -62,17 +67,15 @@ class PartReader:
         self._entries = {entry["name"]: entry for entry in manifest["files"]}
         self._process = os.getpid()
         self._files: dict[str, pq.ParquetFile] = {}
-        self._footers: dict[str, pq.FileMetaData] = dict(
-            zip(self._entries, self._map(self._check, [*self._entries.values()]), strict=True)
-        )
-        self.groups = self._list_groups()
+        self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()  # of copies, ordered by last use
+        layout = self._read_layout() if location.is_local else tables.get("layout", self._read_layout)
+        self.groups = _list_groups(layout)
         # All parts have the columns of the first one: one command writes the directory.
-        first = next(iter(self._footers.values()))
-        self.columns: list[str] = first.schema.to_arrow_schema().names
+        self.columns: list[str] = json.loads(layout.schema.metadata[b"columns"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, without open files."""
-        return {**self.__dict__, "_process": None, "_files": {}}
+        return {**self.__dict__, "_process": None, "_files": {}, "_footers": OrderedDict()}
 
     def read(self, group: RowGroup, columns: list[str], *, soon: bool = False) -> pa.Table:
         """Return columns of a row group.
@@ -108,6 +111,11 @@ class PartReader:
         tables = self._map(lambda groups: [self.read(group, columns) for group in groups], [*files.values()])
         return (table for each in tables for table in each)
 
+    def claim(self, groups: Sequence[RowGroup]) -> None:
+        """Take into account that the processes of this machine read only these row groups."""
+        if self._copies is not None:
+            self._copies.claim(dict.fromkeys(group.file for group in groups))
+
     def expect(self, groups: Sequence[RowGroup]) -> None:
         """Copy the remote parts of `groups`, which will be read in this order; return at once."""
         if self._copies is not None:
@@ -141,13 +149,13 @@ class PartReader:
             )
         return footer
 
-    def _list_groups(self) -> list[RowGroup]:
-        groups, first = [], 0
-        for file, footer in self._footers.items():
-            for number in range(footer.num_row_groups):
-                groups.append(RowGroup(file, number, first, 1 / footer.num_row_groups))
-                first += footer.row_group(number).num_rows
-        return groups
+    def _read_layout(self) -> pa.Table:
+        """Check every part, and return one row per part: `file`, and `rows`, the number of rows of each row group."""
+        footers = self._map(self._check, [*self._entries.values()])
+        sizes = [[each.row_group(number).num_rows for number in range(each.num_row_groups)] for each in footers]
+        columns = json.dumps(footers[0].schema.to_arrow_schema().names)
+        table = pa.table({"file": [*self._entries], "rows": pa.array(sizes, pa.list_(pa.int64()))})
+        return table.replace_schema_metadata({"columns": columns})
 
     def _read_copy(self, group: RowGroup, columns: list[str]) -> pa.Table | None:
         """Return columns of a row group from the copy of its part, or None if there is no copy."""
@@ -156,12 +164,21 @@ class PartReader:
             return None
         try:
             # Closed after each read: a copy that is removed while it is open would still take room.
-            footer = self._footers[group.file]
+            footer = self._footers.get(group.file)
             with pq.ParquetFile(path, metadata=footer, page_checksum_verification=True) as file:
+                self._keep_footer(group.file, file.metadata)
                 return self._read_group(file, group, columns)
-        except (OSError, TreepackError):  # removed or damaged; the store has the same values, and a new copy follows
+        # Removed or damaged; the store has the same values, and a new copy follows. A damaged footer is ArrowInvalid.
+        except (OSError, pa.ArrowException, TreepackError):
+            self._footers.pop(group.file, None)
             self._copies.drop(group.file)
             return None
+
+    def _keep_footer(self, file: str, footer: pq.FileMetaData) -> None:
+        self._footers[file] = footer
+        self._footers.move_to_end(file)
+        while len(self._footers) > _FOOTERS:
+            self._footers.popitem(last=False)
 
     def _read_range(self, group: RowGroup, columns: list[str]) -> pa.Table:
         """Return columns of a row group from the store; wait while it does not answer.
@@ -222,3 +239,13 @@ class PartReader:
         if file not in self._files:
             self._files[file] = self.location.open_parquet(file)
         return self._files[file]
+
+
+def _list_groups(layout: pa.Table) -> list[RowGroup]:
+    """Return all row groups from the table of `PartReader._read_layout`."""
+    groups, first = [], 0
+    for file, sizes in zip(layout["file"].to_pylist(), layout["rows"].to_pylist(), strict=True):
+        for number, num_rows in enumerate(sizes):
+            groups.append(RowGroup(file, number, first, 1 / len(sizes)))
+            first += num_rows
+    return groups
