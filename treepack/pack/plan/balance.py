@@ -43,23 +43,47 @@ def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int) -
     steps = trie.step_rank
     num_pieces = int(row_of.max()) + 1
     piece_steps = steps_of(row_of, steps, num_pieces)
-    merged = merge_rows(row_sizes(trie, row_of, num_pieces), piece_steps, limits)
-    merged_rows = [len(np.unique(merged[mine])) for mine in by_step(piece_steps)]
-    # 5 rows, a multiple of 4 -> 8 rows
-    num_rows = np.array([-(-rows // multiple_of) * multiple_of for rows in merged_rows])
+    num_rows = _num_rows(row_sizes(trie, row_of, num_pieces), piece_steps, limits, multiple_of)
     _refuse_small_steps(trie, num_rows, multiple_of)
     lacking = num_rows - np.bincount(piece_steps)
     if (lacking > 0).any():
         row_of = split_cheapest(trie, row_of, lacking)
         num_pieces = int(row_of.max()) + 1
         piece_steps = steps_of(row_of, steps, num_pieces)
-    sizes = row_sizes(trie, row_of, num_pieces)
-    target = np.zeros(num_pieces, np.int64)
-    first = 0
-    for mine, rows in zip(by_step(piece_steps), num_rows.tolist(), strict=True):
-        target[mine] = first + _spread(sizes.take(mine), limits, rows)
+    return _spread_steps(row_sizes(trie, row_of, num_pieces), piece_steps, limits, num_rows)[row_of]
+
+
+def balanced_pieces(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int) -> Int64:
+    """Return the row of each piece, int64 [pieces], as `balanced_rows` if no piece has to be split.
+
+    Raises:
+        TreepackError: a step has fewer pieces than rows.
+    """
+    num_rows = _num_rows(sizes, steps, limits, multiple_of)
+    counts = np.unique(steps, return_counts=True)[1]
+    small = np.flatnonzero(counts < num_rows)
+    if len(small):
+        raise TreepackError(
+            f"a training step has {counts[small[0]]} pieces, too few for {num_rows[small[0]]} rows, a multiple of "
+            f"{multiple_of}; balance the rows where the trie is, with plan_rows"
+        )
+    return _spread_steps(sizes, steps, limits, num_rows)
+
+
+def _num_rows(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int) -> Int64:
+    """Return the number of rows of each step, int64 [steps], from its pieces."""
+    merged = merge_rows(sizes, steps, limits)
+    merged_rows = [len(np.unique(merged[mine])) for mine in by_step(steps)]
+    # 5 rows, a multiple of 4 -> 8 rows
+    return np.array([-(-rows // multiple_of) * multiple_of for rows in merged_rows])
+
+
+def _spread_steps(sizes: RowSizes, steps: Int64, limits: Limits, num_rows: Int64) -> Int64:
+    row_of, first = np.zeros(len(steps), np.int64), 0
+    for mine, rows in zip(by_step(steps), num_rows.tolist(), strict=True):
+        row_of[mine] = first + _spread(sizes.take(mine), limits, rows)
         first += rows
-    return target[row_of]
+    return row_of
 
 
 def steps_of(row_of: Int64, steps: Int64, num_rows: int) -> Int64:

@@ -18,7 +18,8 @@ class Plan:
     """`row_of` int64 [num_trajectories]: the row of each trajectory. Rows are numbered from 0 without a gap.
 
     No plan with the same capacity has fewer tokens than `lower_bound`. The number of rows of every training step is a
-    multiple of `multiple_of`.
+    multiple of `multiple_of`. `tree_bounds` int64 [num_trees] are the lower bounds for the trees; their sum is
+    `lower_bound`, unless the plan comes from a file.
     """
 
     method: str
@@ -26,6 +27,7 @@ class Plan:
     row_of: Int64
     lower_bound: int = 0
     multiple_of: int = 1
+    tree_bounds: Int64 | None = None
 
     @property
     def capacity(self) -> int:

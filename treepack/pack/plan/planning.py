@@ -8,7 +8,8 @@ N_pack, the tokens of all rows together, is a sum over trees, so each tree is pl
     workers.py        all trees, in one process or several    auto.py          the default: it combines several methods
     bounds/           lower bounds on N_pack                  unions.py        sizes of given rows
 
-Then rows that are not full are merged, whatever trees they contain. This costs no token, and it is bin packing:
+These rows are pieces, the result of `plan_pieces`. Pieces that are not full are merged by their sizes alone, whatever
+trees they contain: `merge_pieces`. This costs no token, and it is bin packing:
 
     fill.py           merge rows                              balance.py       the same for R ranks, with even rows
     alternatives.py   other rows that merge better            check.py         check a plan against its definition
@@ -17,7 +18,8 @@ Then rows that are not full are merged, whatever trees they contain. This costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,7 +32,7 @@ from treepack.pack.plan.methods import contiguous, exact, online, single_path
 from treepack.pack.plan.methods.groups import whole_groups
 from treepack.pack.plan.plan import Plan
 from treepack.pack.plan.problem import Limits, PlanTree, Search, Solution, forest_of, path_pairs
-from treepack.pack.plan.unions import row_sizes, trained_tokens
+from treepack.pack.plan.unions import RowSizes, row_sizes, trained_tokens
 from treepack.pack.plan.workers import plan_trees
 from treepack.processes import Progress, ReportProgress
 from treepack.trajectory import Int64
@@ -73,47 +75,105 @@ def plan_rows(
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, an unknown method, or a step of too few trajectories.
     """
-    names = [*METHODS, *FOREST_METHODS, GROUPS]
-    if method not in names:
-        raise TreepackError(f"method is {method!r}; expected one of {', '.join(names)}")
     if method == GROUPS and multiple_of > 1:
         raise TreepackError(
             "--balance splits groups to make rows even, but the method groups keeps each group in one row; choose one"
         )
     limits = Limits(capacity) if isinstance(capacity, int) else capacity
-    refuse_too_long(trie, limits)
+    pieces = plan_pieces(trie, capacity=limits, method=method, search=search, workers=workers, progress=progress)
+    bound = int(pieces.tree_bounds.sum())
     # Balancing counts score pairs, and the rows of the method sequence are rows of the unshared trie.
     source = packed_trie(trie, method) if multiple_of > 1 else trie
 
-    def finish(pieces: Int64) -> Int64:
+    def finish(piece_of: Int64) -> Int64:
         if multiple_of > 1:
-            return balance.balanced_rows(source, pieces, limits, multiple_of)
-        return pieces if method in FOREST_METHODS else _merge(trie, pieces, limits)
+            return balance.balanced_rows(source, piece_of, limits, multiple_of)
+        if method in FOREST_METHODS:
+            return piece_of
+        merging = pieces if piece_of is pieces.piece_of else _pieces(trie, piece_of, pieces.tree_bounds)
+        return merge_pieces(merging.sizes, merging.steps, limits)[piece_of]
 
-    if method == GROUPS:
-        row_of, bound = _merge(trie, whole_groups(trie, limits), limits), _bound(trie, limits)
-    elif method in FOREST_METHODS:
-        pieces, bound = online.plan_forest(trie, limits, FOREST_METHODS[method]), _bound(trie, limits)
-        row_of = finish(pieces)
-    else:
+    if progress is not None and method in METHODS:
+        progress(Progress("merging rows", 0, None, ""))
+    if method == "auto":
         forest = forest_of(trie, split_ends=limits.terms is not None)
-        row_of_leaf, bound = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
-        if progress is not None:
-            progress(Progress("merging rows", 0, None, ""))
-        # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> pieces [0, 0, 0, 1]
-        pieces = row_of_leaf[forest.leaf_of]
-        if method == "auto":
-            row_of = best_final_rows(trie, forest, limits, pieces, finish, lower_bound=bound, multiple_of=multiple_of)
-        else:
-            row_of = finish(pieces)
+        row_of = best_final_rows(
+            trie, forest, limits, pieces.piece_of, finish, lower_bound=bound, multiple_of=multiple_of
+        )
+    else:
+        row_of = finish(pieces.piece_of)
     row_of = _renumber_by_pairs(source, row_of) if multiple_of > 1 else _renumber(row_of)
-    return Plan(method, limits, row_of, bound, multiple_of)
+    return Plan(method, limits, row_of, bound, multiple_of, pieces.tree_bounds)
 
 
-def _merge(trie: Trie, row_of: Int64, limits: Limits) -> Int64:
-    num_rows = int(row_of.max()) + 1
-    steps = balance.steps_of(row_of, trie.step_rank, num_rows)
-    return merge_rows(row_sizes(trie, row_of, num_rows), steps, limits)[row_of]
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The first half of a plan: rows of single trees. Their sizes alone decide how they are merged.
+
+    Attributes:
+        piece_of: piece of each trajectory, int64 [num_trajectories].
+        sizes: tokens, score pairs and loss terms of each piece.
+        steps: training step of each piece as a rank from 0, int64 [pieces].
+        tree_bounds: a lower bound on the tokens of all pieces of each tree, for any plan; int64 [num_trees].
+    """
+
+    piece_of: Int64
+    sizes: RowSizes
+    steps: Int64
+    tree_bounds: Int64
+
+
+def plan_pieces(
+    trie: Trie,
+    *,
+    capacity: int | Limits,
+    method: str = "auto",
+    search: Search = Search(),  # noqa: B008
+    workers: int = 1,
+    progress: ReportProgress | None = None,
+) -> Pieces:
+    """Assign every trajectory to a piece of at most `capacity` tokens: a row of one tree, which need not be full.
+
+    Pieces of "greedy-online" and "sequence" are rows of all trees of a step, and those of "groups" are whole groups.
+    `merge_pieces` is the second half. For "auto", `plan_rows` also tries other pieces, which may merge better.
+
+    Raises:
+        TreepackError: a trajectory that exceeds a limit alone, or an unknown method.
+    """
+    names = [*METHODS, *FOREST_METHODS, GROUPS]
+    if method not in names:
+        raise TreepackError(f"method is {method!r}; expected one of {', '.join(names)}")
+    limits = Limits(capacity) if isinstance(capacity, int) else capacity
+    refuse_excesses(excesses(trie, limits), limits)
+    if method == GROUPS:
+        return _pieces(trie, whole_groups(trie, limits), tree_bounds(trie, limits))
+    if method in FOREST_METHODS:
+        pieces = online.plan_forest(trie, limits, FOREST_METHODS[method])
+        return _pieces(trie, pieces, tree_bounds(trie, limits))
+    forest = forest_of(trie, split_ends=limits.terms is not None)
+    row_of_leaf, bounds = plan_trees(forest, limits, METHODS[method], search, workers=workers, progress=progress)
+    # rows of the leaves [0, 0, 1], leaves of the trajectories [0, 1, 1, 2] -> pieces [0, 0, 0, 1]
+    return _pieces(trie, row_of_leaf[forest.leaf_of], bounds)
+
+
+def _pieces(trie: Trie, piece_of: Int64, bounds: Int64) -> Pieces:
+    num_pieces = int(piece_of.max()) + 1
+    steps = balance.steps_of(piece_of, trie.step_rank, num_pieces)
+    return Pieces(piece_of, row_sizes(trie, piece_of, num_pieces), steps, bounds)
+
+
+def merge_pieces(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int = 1) -> Int64:
+    """Return the row of each piece, int64 [pieces]; rows never mix training steps. The pieces may be of several tries.
+
+    The rows are numbered without a gap. If `multiple_of` is over 1, the number of rows of every step is a multiple of
+    it, with even score pairs.
+
+    Raises:
+        TreepackError: a step has too few pieces for `multiple_of`.
+    """
+    if multiple_of > 1:
+        return balance.balanced_pieces(sizes, steps, limits, multiple_of)
+    return merge_rows(sizes, steps, limits)
 
 
 def plan_lines(trie: Trie, plan: Plan, *, trie_sha256: str | None = None) -> Iterator[str]:
@@ -136,9 +196,9 @@ def plan_of_file(trie: Trie, file: files.PlanFile) -> Plan:
     Raises:
         TreepackError: a trajectory of the file is not in `trie`, is in two rows, is in none, or exceeds a limit alone.
     """
-    refuse_too_long(trie, file.limits)
+    refuse_excesses(excesses(trie, file.limits), file.limits)
     row_of = files.rows_of(file, trie)
-    bound = max(_bound(trie, file.limits), file.lower_bound)
+    bound = max(int(tree_bounds(trie, file.limits).sum()), file.lower_bound)
     return Plan(file.method, file.limits, row_of, bound, file.multiple_of)
 
 
@@ -150,35 +210,58 @@ def packed_trie(trie: Trie, method: str) -> Trie:
     return unshared(trie) if method == "sequence" else trie
 
 
-def _bound(trie: Trie, limits: Limits) -> int:
-    return sum(recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees())
+def tree_bounds(trie: Trie, limits: Limits) -> Int64:
+    """Return a lower bound on the tokens of all rows of each tree, int64 [num_trees], whatever plan made them."""
+    return np.array([recursive_bound(tree, limits.capacity) for tree in forest_of(trie).trees()], np.int64)
 
 
-def refuse_too_long(trie: Trie, limits: Limits) -> None:
-    """Refuse trajectories that exceed a limit alone.
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """Trajectories that exceed a limit alone: their number, and the one with the largest `value` in `unit`."""
+
+    unit: str
+    value: int
+    trajectory: str
+    count: int
+
+
+def excesses(trie: Trie, limits: Limits) -> list[Excess]:
+    """Return the trajectories that exceed each limit alone, one entry for each limit that is exceeded."""
+    lengths = trie.lengths
+    alone = (
+        ("tokens", lengths, limits.capacity),
+        ("score pairs", path_pairs(lengths), limits.pairs),
+        ("loss terms", trained_tokens(trie), limits.terms),
+    )
+    entries = []
+    for unit, values, limit in alone:
+        if limit is not None and (values > limit).any():
+            worst = int(values.argmax())
+            name = trie.trajectories["trajectory_id"][worst].as_py()
+            entries.append(Excess(unit, int(values[worst]), name, int((values > limit).sum())))
+    return entries
+
+
+def refuse_excesses(entries: Iterable[Excess], limits: Limits) -> None:
+    """Refuse trajectories that exceed a limit alone, in one or several tries.
 
     Raises:
         TreepackError: names the trajectory that exceeds the limit by the largest amount.
     """
-    lengths = trie.lengths
     shorter = ", or drop or truncate longer trajectories"
-    alone = (
-        ("tokens", lengths, "capacity", limits.capacity, "raise the capacity" + shorter),
-        (
-            "score pairs",
-            path_pairs(lengths),
-            "the budget of pairs",
-            limits.pairs,
-            "raise the budget of pairs" + shorter,
-        ),
-        ("loss terms", trained_tokens(trie), "the budget of terms", limits.terms, "raise the budget of terms"),
-    )
-    for unit, values, name, limit, remedy in alone:
-        worst = int(values.argmax())
-        if limit is not None and values[worst] > limit:
+    names = {
+        "tokens": ("capacity", limits.capacity, f"raise the capacity{shorter}"),
+        "score pairs": ("the budget of pairs", limits.pairs, f"raise the budget of pairs{shorter}"),
+        "loss terms": ("the budget of terms", limits.terms, "raise the budget of terms"),
+    }
+    every = [*entries]
+    for unit, (name, limit, remedy) in names.items():
+        mine = [excess for excess in every if excess.unit == unit]
+        if mine:
+            worst = max(mine, key=lambda excess: excess.value)
             raise TreepackError(
-                f"trajectory {trie.trajectories['trajectory_id'][worst].as_py()} has {values[worst]} {unit}, "
-                f"{name} is {limit} ({int((values > limit).sum())} such in total); {remedy}"
+                f"trajectory {worst.trajectory} has {worst.value} {unit}, {name} is {limit} "
+                f"({sum(excess.count for excess in mine)} such in total); {remedy}"
             )
 
 
