@@ -8,6 +8,8 @@ TRAINERS := .venv-integrations
 SERVER := .venv-vllm
 # The environment of verifiers, whose tasks and rewards the samplers use: 80 packages, and no torch.
 TASKS := .venv-verifiers
+# The environment of a Ray cluster on this machine, and of an S3 server: 80 packages, and no torch.
+CLUSTER := .venv-ray
 # Pinned, so that an index or wheel folder with the CPU build of this version serves it; a looser range takes the newest,
 # with gigabytes of CUDA libraries. Any torch from 2.11 on works: make TORCH='torch --index-url URL' ...
 TORCH ?= torch==2.13.0
@@ -26,7 +28,7 @@ export CHECKOUT_PTH
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: demo test test-slow test-s3 test-integrations test-verifiers test-vllm lint types imports schemas docs clean
+.PHONY: demo test test-slow test-s3 test-integrations test-verifiers test-vllm test-ray lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -68,6 +70,14 @@ $(TASKS)/stamp: tests/integrations/verifiers_requirements.txt
 	$(TASKS)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
+$(CLUSTER)/stamp: tests/cluster/ray_requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(CLUSTER)
+	-$(CLUSTER)/bin/python $(PIP) uv
+	$(call install,$(CLUSTER)) --no-deps -r tests/cluster/ray_requirements.txt
+	$(call install,$(CLUSTER)) --no-deps -e .
+	$(CLUSTER)/bin/python -c "$$CHECKOUT_PTH"
+	touch $@
+
 demo: $(VENV)/run.stamp
 	rm -rf $(DEMO)
 	$(BIN)/treepack build-trie sample_data/chat.jsonl --tokenizer sample_data/tokenizer --expand turns --out $(DEMO)/trie
@@ -102,6 +112,10 @@ test-integrations: $(TRAINERS)/stamp
 test-verifiers: $(TASKS)/stamp
 	$(TASKS)/bin/python -m pytest -m verifiers tests/integrations/test_verifiers_tasks.py
 
+# On a real Ray cluster of two workers, against a real S3 server; both run on this machine.
+test-ray: $(CLUSTER)/stamp
+	$(CLUSTER)/bin/python -m pytest -m ray tests/cluster
+
 # Starts two real servers of a tiny model; the tests themselves run in the usual environment.
 test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp
 	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout
@@ -123,5 +137,5 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,6 +8,7 @@ slow group would try the same examples again.
 """
 
 import os
+import secrets
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +23,7 @@ import pytest
 from hypothesis import settings
 
 from support.command_line import Result, Run
+from support.ray_cluster import running_cluster
 from support.s3 import Store, running_store
 
 settings.register_profile("treepack", deadline=None, derandomize=True, max_examples=24)
@@ -67,6 +69,24 @@ def s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
     """Start an S3 server with an empty bucket, and a cache of its own; for tests marked s3."""
     with running_store(monkeypatch, tmp_path_factory.mktemp("cache")) as store:
         yield store
+
+
+@pytest.fixture(scope="session")
+def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Start an S3 server for all tests marked ray."""
+    with pytest.MonkeyPatch.context() as environment:
+        # Ray reads these when it is imported; the token keeps other clusters of this machine and their users out.
+        environment.setenv("RAY_AUTH_MODE", "token")
+        environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        with running_store(environment, tmp_path_factory.mktemp("cache")) as store:
+            yield store
+
+
+@pytest.fixture(scope="session")
+def cluster(shared_store: Store) -> Iterator[str]:
+    """The HOST:PORT of a Ray cluster of two workers, which inherit the environment that leads to the S3 server."""
+    with running_cluster(workers=2) as address:
+        yield address
 
 
 @pytest.fixture

@@ -1,0 +1,300 @@
+"""Run the tasks of `build-trie` and `pack` on a Ray cluster.
+
+    connect(address) --> RayScheduler          address: auto, local, HOST:PORT or ray://HOST:PORT
+
+    run       one Ray task for each call, a window of them in flight     results come here in order
+    keep      as run; the table stays in Ray's object store              its handle is an ObjectRef
+    exchange  split tasks --pieces--> join tasks                         one piece for each split and range
+
+           table 0   table 1   table 2   table 3
+              \\        /         \\        /
+               split 0             split 1            num_ranges pieces each
+              /   |   \\           /   |   \\
+            join 0     join 1     join 2              the pieces of one range
+
+A task whose process or machine dies runs again, and so do the tasks that made its arguments if these were lost with a
+machine: the driver keeps the handles of all tables that a later stage needs. Handles are those of Ray Data too:
+`ray.data.from_arrow_refs` reads them, and `Dataset.to_arrow_refs` makes them.
+
+The sort of Ray Data would do the exchange too. It takes three to twenty times as long, because it sorts and copies the
+rows twice, and it cannot join more than 2^31 tokens; benchmarks/ray_exchange.py compares them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import treepack
+from treepack.cluster.scheduler import Call, Kept
+from treepack.errors import TreepackError, install_hint
+from treepack.processes import batched
+from treepack.trajectory import Int64
+
+# Calls in flight for each worker: the one that runs, the next ones, and finished ones behind a slow first one.
+WINDOW = 4
+# Attempts after the death of the process or machine of a task.
+RETRIES = 3
+# Fewer, larger pieces in an exchange: Ray sends pieces below 100 KB through the driver.
+MAX_TABLES_PER_SPLIT = 4
+RECOUNT = 5.0  # seconds after which the CPUs of the cluster are counted again
+TIMEOUT = 30.0  # seconds that a cluster has to answer
+
+
+class RayScheduler:
+    """The `Scheduler` of the cluster that this process is connected to.
+
+    Attributes:
+        seconds_waiting: seconds that this process has waited for tasks. The rest of a command is its serial part.
+    """
+
+    def __init__(self) -> None:
+        """Use the connection of `connect`, or of the caller's `ray.init`."""
+        self._ray = _import_ray()
+        self._task = self._ray.remote(_run_in)
+        self._folder = os.getcwd()  # noqa: PTH109 (a string)
+        self._num_cpus, self._counted = 1, float("-inf")
+        self.seconds_waiting = 0.0
+
+    @property
+    def num_workers(self) -> int:
+        """Number of CPUs of the cluster, at least one; it follows a cluster that grows."""
+        if time.monotonic() > self._counted + RECOUNT:  # it is asked for at each call, and Ray takes a millisecond
+            self._num_cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+            self._counted = time.monotonic()
+        return self._num_cpus
+
+    def share(self, value: Any) -> Any:
+        """Put `value` into the object store, and return its handle."""
+        return self._ray.put(value)
+
+    def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
+        """Yield `function(*call)` for each of `calls`, in their order; see `Scheduler`."""
+        return (summary for _, summary in self._results(function, calls, num_returns=1))
+
+    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
+        """Yield a handle of the table and the summary of each of `calls`, in their order; see `Scheduler`."""
+        return self._results(function, calls, num_returns=2)
+
+    def exchange(
+        self, tables: Sequence[Kept], assign: Callable[..., Int64], arguments: Call, num_ranges: int
+    ) -> list[Kept]:
+        """Return handles of `num_ranges` tables; see `Scheduler`. Returns at once, and the tasks run meanwhile."""
+        at_least = 2 * self.num_workers  # splits, so that all workers are busy
+        per_split = min(max(1, len(tables) // at_least), MAX_TABLES_PER_SPLIT)
+        # pieces[split][i] are the rows of range i
+        pieces = [
+            self._submit(_split, (assign, num_ranges, len(some), *some, *arguments), num_returns=num_ranges)
+            for some in batched(tables, per_split)
+        ]
+        return [self._submit(_join, of_range, num_returns=1)[0] for of_range in zip(*pieces, strict=True)]
+
+    def _submit(self, function: Callable[..., Any], call: Call, *, num_returns: int) -> list[Any]:
+        """Start a task, and return the handles of its results."""
+        options = {"num_returns": num_returns, "max_retries": RETRIES, "name": function.__name__}
+        refs = self._task.options(**options).remote(self._folder, function, *call)
+        return [refs] if num_returns == 1 else refs
+
+    def _results(
+        self, function: Callable[..., Any], calls: Iterable[Call], *, num_returns: int
+    ) -> Iterator[tuple[Kept, Any]]:
+        """Yield the first handle and the last result of each call; cancel what is in flight if the caller stops."""
+        rest = iter(calls)
+        in_flight: deque[list[Any]] = deque()
+        try:
+            while True:
+                for call in islice(rest, WINDOW * self.num_workers - len(in_flight)):
+                    in_flight.append(self._submit(function, call, num_returns=num_returns))
+                if not in_flight:
+                    return
+                summary = self._value(in_flight[0][-1])
+                yield in_flight.popleft()[0], summary
+        finally:
+            for refs in in_flight:
+                with contextlib.suppress(Exception):  # the connection may be gone
+                    self._ray.cancel(refs[0])
+
+    def _value(self, ref: Any) -> Any:
+        """Return the result of a task.
+
+        Raises:
+            TreepackError: the task raised it, or its process died several times.
+        """
+        start = time.perf_counter()
+        try:
+            return self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            while isinstance(cause, self._ray.exceptions.RayTaskError):  # of a task that made an argument
+                cause = cause.cause
+            if isinstance(cause, TreepackError):
+                raise cause from None
+            raise
+        except self._ray.exceptions.RayError as error:
+            raise TreepackError(
+                f"Ray could not finish a task, and {RETRIES} retries failed too ({_first_line(error)}); if memory ran "
+                "out, give more --partitions, or machines with more memory per CPU"
+            ) from error
+        finally:
+            self.seconds_waiting += time.perf_counter() - start
+
+
+@contextmanager
+def connect(address: str, *, workers: int = 1) -> Iterator[RayScheduler]:
+    """Connect this process to a Ray cluster until the block ends.
+
+    Args:
+        address: "auto" for the cluster that runs on this machine or that RAY_ADDRESS names, or that this process is
+            connected to; "local" to start one here; HOST:PORT; or ray://HOST:PORT of a Ray Client server.
+        workers: CPUs of a cluster that is started here.
+
+    Raises:
+        TreepackError: Ray is not installed, no cluster answers, or one of its machines lacks this version of treepack.
+    """
+    ray = _import_ray()
+    is_ours = not (address == "auto" and ray.is_initialized())
+    if is_ours:
+        _start(ray, address, workers)
+    try:
+        _check_versions(ray)
+        yield RayScheduler()
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _import_ray() -> Any:
+    # Ray reads these when it is imported: no statistics to its makers, and no hint about GPUs.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray  # imported here, because only runs on a cluster need it
+    except ImportError as error:
+        raise TreepackError(f"--ray needs Ray, which is not installed; {install_hint('ray')}") from error
+    return ray
+
+
+def _start(ray: Any, address: str, workers: int) -> None:
+    """Connect to a cluster or start one, without words on stdout.
+
+    Raises:
+        TreepackError: no cluster answers, or it cannot be used.
+    """
+    if ray.is_initialized():
+        raise TreepackError(f"--ray {address}: this process is connected to a Ray cluster already; give auto")
+    _refuse_unreachable(address)
+    # Only a cluster that is started here takes CPUs, and only it may have a dashboard.
+    own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+    except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+        raise TreepackError(
+            f"--ray {address}: no connection to a Ray cluster ({_first_line(error)}); check the "
+            "address, that its versions of Ray and Python are those of this machine, and RAY_AUTH_MODE and its token"
+        ) from error
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Refuse an address that nothing listens at; Ray itself would try for minutes.
+
+    Raises:
+        TreepackError: no answer within TIMEOUT seconds, or the address has no port.
+    """
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise TreepackError(f"--ray {address}: expected auto, local, HOST:PORT or ray://HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT).close()
+    except (OSError, OverflowError) as error:
+        raise TreepackError(
+            f"--ray {address}: nothing answers there ({error}); check the host and the port, 6379 of the head or "
+            "10001 of ray://"
+        ) from error
+
+
+def _check_versions(ray: Any) -> None:
+    """Refuse a cluster with a machine that lacks this version of treepack.
+
+    Raises:
+        TreepackError: naming the machine.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # A function inside a function is pickled with its code, so that it runs where treepack is missing.
+    def version() -> str | None:
+        try:
+            import treepack
+        except ImportError:
+            return None
+        return str(treepack.__version__)
+
+    probe = ray.remote(version)
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    probes = [
+        probe.options(  # no CPU, so that it runs on a busy machine
+            num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+        ).remote()
+        for node in nodes
+    ]
+    try:
+        versions = ray.get(probes, timeout=2 * TIMEOUT)
+    except ray.exceptions.RayError as error:
+        raise TreepackError(
+            f"a machine of the Ray cluster does not run a task ({_first_line(error)}); look at `ray status`"
+        ) from error
+    for node, there in zip(nodes, versions, strict=True):
+        if there != treepack.__version__:
+            state = "has no treepack" if there is None else f"has treepack {there}"
+            raise TreepackError(
+                f"the machine {node['NodeManagerHostname']} of the Ray cluster {state}; install treepack "
+                f"{treepack.__version__} there, as on this machine"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _run_in(folder: str, function: Callable[..., Any], *call: Any) -> Any:
+    """Run in a task: return `function(*call)`, with relative paths as on the machine of the command."""
+    with contextlib.suppress(OSError):  # this machine may have no such folder
+        os.chdir(folder)
+    # The tasks of a machine are its threads.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return function(*call)
+
+
+def _split(assign: Callable[..., Int64], num_ranges: int, num_tables: int, *values: Any) -> list[pa.Table] | pa.Table:
+    """Run in a task: return the rows of each range; for one range the table itself, as Ray expects it.
+
+    `values` are the tables and then the arguments of `assign`: Ray replaces a handle only if it is an argument itself.
+    """
+    tables, arguments = values[:num_tables], values[num_tables:]
+    pieces: list[list[pa.Table]] = [[] for _ in range(num_ranges)]
+    for table in tables:
+        ranges = assign(table, *arguments)
+        # ranges [1, 0, 1] -> order [1, 0, 2], ends of 2 ranges [1, 3]
+        order = np.argsort(ranges, kind="stable")
+        ends = np.cumsum(np.bincount(ranges, minlength=num_ranges))
+        for i, rows in enumerate(np.split(order, ends[:-1])):
+            pieces[i].append(table.take(pa.array(rows)))
+    joined = [_join(*of_range) for of_range in pieces]
+    return joined[0] if num_ranges == 1 else joined
+
+
+def _join(*pieces: pa.Table) -> pa.Table:
+    """Run in a task: return one table; its chunks are the pieces, so that no list column has more than 2^31 values."""
+    return pa.concat_tables([piece for piece in pieces if len(piece)] or [pieces[0]])
