@@ -27,12 +27,12 @@ def describe(trie: Trie, *, kind: str = "trie") -> Report:
     """Return the totals and distributions of a trie; `kind` names what was read."""
     # Children of each node: parent [-1, 0, 0, 2] -> [2, 0, 1, 0].
     num_children = np.bincount(trie.parent[trie.parent >= 0], minlength=trie.num_nodes)
-    sizes = pl.DataFrame({"step": trie.step_rank, "group": trie.trajectories["group_id"].to_pylist()})
+    groups = trie.trajectories.select(["step", "group_id"]).group_by(["step", "group_id"])
     return {
         "kind": kind,
         **trie_totals(trie),
         "lengths": quantiles(trie.lengths),
-        "group_sizes": quantiles(sizes.group_by("step", "group").len()["len"].to_numpy()),
+        "group_sizes": quantiles(groups.aggregate([([], "count_all")])["count_all"].to_numpy()),
         "branching": quantiles(num_children[num_children > 1]),
         "por_by_depth": por_by_depth(trie),
     }

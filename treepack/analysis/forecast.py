@@ -27,6 +27,7 @@ from treepack.columns import SpanView
 from treepack.errors import TreepackError
 from treepack.ingest.conversations import Conversations, conversations_of_manifest
 from treepack.trajectory import Int64
+from treepack.trie.pieces import ranges
 from treepack.trie.trie import Trie
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ PEAK = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12}
 MFU = 0.5
 # Maximum share of conversations without an append-only sequence; above it, the forecast has no such baseline.
 MAX_ABSENT = 0.05
+# Trajectories whose trained tokens are counted at a time, with the rest of their tree: about 50 MB.
+TRAJECTORIES_AT_ONCE = 1 << 17
 # Keys of `glossary.BASELINES`.
 APPEND_ONLY, SAMPLES, TRAJECTORIES, TURNS = "append_only", "samples", "trajectories", "turns"
 
@@ -122,7 +125,7 @@ def tree_work(trie: Trie, trained: Trained) -> FlopCount:
 
 def plan_work(trained: Trained, row_of: Int64, *, num_tokens: int, num_pairs: int) -> FlopCount:
     """Return the work of rows with known numbers of tokens and score pairs; `trained` belongs to their trie."""
-    return FlopCount(num_tokens, num_pairs, int(trained.new_in_rows(row_of).sum()))
+    return FlopCount(num_tokens, num_pairs, trained.num_in_rows(row_of))
 
 
 def flat_work(trie: Trie) -> FlopCount:
@@ -155,14 +158,13 @@ def append_only_work(conversations: Conversations) -> FlopCount:
 def whole_work(trie: Trie, trained: Trained) -> FlopCount:
     """Return the work, one by one, of the samples that no other one continues.
 
-    They train every trained token on their path. A Python step for each node.
+    They train every trained token on their path.
     """
-    new = trained.new_in_rows(np.zeros(trie.num_trajectories, np.int64))
-    on_path = np.bincount(trained.node, weights=new, minlength=trie.num_nodes).astype(np.int64)
-    # Parents come before children, so one pass adds up whole paths: [3, 1, 2], parents [-1, 0, 1] -> [3, 4, 6]
-    for node, up in enumerate(trie.parent.tolist()):
-        if up >= 0:
-            on_path[node] += on_path[up]
+    new = trained.in_nodes()
+    # Nodes up to each one, without those whose subtree ended before it, are its path. New tokens [3, 1, 2] of a root
+    # and its children: [3, 4, 6] up to each; node 1 ends before node 2 -> [3, 4, 5].
+    ended = np.bincount(trie.node_end, weights=new, minlength=trie.num_nodes + 1).astype(np.int64)
+    on_path = np.cumsum(new) - np.cumsum(ended)[:-1]
     ends = trie.end_node[_is_last(trie)]
     lengths = trie.path_length[ends]
     return FlopCount(int(lengths.sum()), _pairs(lengths), int(on_path[ends].sum()))
@@ -177,6 +179,34 @@ def _num_trained(trie: Trie) -> Int64:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
+    """Trained tokens of a trie, as parts of whole trees that are made whenever they are needed, to bound memory."""
+
+    trie: Trie
+
+    def parts(self) -> Iterator[TrainedPieces]:
+        """Yield the pieces of all trees; about `TRAJECTORIES_AT_ONCE` trajectories at a time, but whole trees."""
+        trie = self.trie
+        # Trajectories before each tree: roots [0, 3], ends [1, 2, 4] -> [0, 2, 3].
+        begins = np.append(np.searchsorted(trie.end_node, np.flatnonzero(trie.parent < 0)), trie.num_trajectories)
+        for first, end in ranges(begins, TRAJECTORIES_AT_ONCE):
+            yield _pieces(trie, int(begins[first]), int(begins[end]))
+            trie.storage.release()
+
+    def num_in_rows(self, row_of: Int64) -> int:
+        """Return the targets of rows: trained tokens, counted once in each row. Trajectory i is in row `row_of[i]`."""
+        return sum(int(part.new_in_rows(row_of).sum()) for part in self.parts())
+
+    def in_nodes(self) -> Int64:
+        """Return the number of tokens of each node that any trajectory trains, int64 [num_nodes]."""
+        new = np.zeros(self.trie.num_nodes, np.int64)
+        one_row = np.zeros(self.trie.num_trajectories, np.int64)
+        for part in self.parts():
+            np.add.at(new, part.node, part.new_in_rows(one_row))
+        return new
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedPieces:
     """Trained spans cut into pieces at the ends of nodes: `owner` trains [start, stop) of its path, all in `node`."""
 
     owner: Int64
@@ -204,30 +234,33 @@ class Trained:
 
 
 def trained_of(trie: Trie) -> Trained:
-    """Return the trained pieces of all trajectories of positive weight. A Python step for each trained node."""
-    spans, weights = SpanView.of(trie.trajectories), trie.trajectories["weight"].to_numpy()
+    """Return the trained tokens of all trajectories of positive weight."""
+    return Trained(trie)
+
+
+def _pieces(trie: Trie, first: int, end: int) -> TrainedPieces:
+    """Return the trained pieces of the trajectories [first, end) of positive weight."""
+    table = trie.trajectories.slice(first, end - first)
+    spans, weights = SpanView.of(table), table["weight"].to_numpy()
     num_spans = np.diff(spans.offsets)
     owners = np.flatnonzero((num_spans > 0) & (weights > 0))
-    parent, depth = trie.parent.tolist(), trie.depth.tolist()
-    # The nodes of each path, from its end up to the one that contains its first trained token.
-    owner, node = list[int](), list[int]()
-    firsts = spans.starts[spans.offsets[owners]].tolist()
-    for i, first, at in zip(owners.tolist(), firsts, trie.end_node[owners].tolist(), strict=True):
-        owner.append(i)
-        node.append(at)
-        while depth[at] > first:
-            at = parent[at]
-            owner.append(i)
-            node.append(at)
+    # The nodes of each path, from its end up to the one that contains its first trained token: one step up for all
+    # paths at a time. Paths of 2, 1 and 2 nodes -> owners [0, 1, 2], then [0, 2].
+    owner, node = [owners], [trie.end_node[first:end][owners].astype(np.int64)]
+    from_token = spans.starts[spans.offsets[owners]]
+    while (goes_on := trie.depth[node[-1]] > from_token).any():
+        from_token = from_token[goes_on]
+        owner.append(owner[-1][goes_on])
+        node.append(trie.parent[node[-1][goes_on]].astype(np.int64))
     # (trajectory, depth of node) as one sorted key, so that one search finds the nodes of all spans.
     # radix 100, path of trajectory 2 with nodes at depths 0, 10, 30 -> keys 200, 210, 230; its span 12-35 begins at key
     # 210 (search of 212) and ends at key 230 (search of 234): two pieces, 12-30 and 30-35.
-    nodes = np.array(node, np.int64)
-    radix = int(trie.path_length.max()) + 1
-    keys = np.array(owner, np.int64) * radix + trie.depth[nodes]
+    nodes = np.concatenate(node)
+    radix = int(_path_lengths(trie, nodes).max(initial=0)) + 1
+    keys = np.concatenate(owner) * radix + trie.depth[nodes]
     order = np.argsort(keys)
     keys, nodes = keys[order], nodes[order]
-    whose = np.repeat(np.arange(trie.num_trajectories), num_spans)
+    whose = np.repeat(np.arange(end - first), num_spans)
     kept = weights[whose] > 0
     whose, starts, ends = whose[kept], spans.starts[kept].astype(np.int64), spans.ends[kept].astype(np.int64)
     first_at = np.searchsorted(keys, whose * radix + starts, side="right") - 1
@@ -235,12 +268,17 @@ def trained_of(trie: Trie) -> Trained:
     pieces = np.arange(counts.sum()) + np.repeat(first_at - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
     # pieces: indices of nodes for all spans, first_at [4, 9], counts [2, 3] -> [4, 5, 9, 10, 11]
     node_of = nodes[pieces]
-    return Trained(
-        np.repeat(whose, counts),
+    return TrainedPieces(
+        first + np.repeat(whose, counts),
         node_of,
         np.maximum(np.repeat(starts, counts), trie.depth[node_of]),
-        np.minimum(np.repeat(ends, counts), trie.path_length[node_of]),
+        np.minimum(np.repeat(ends, counts), _path_lengths(trie, node_of)),
     )
+
+
+def _path_lengths(trie: Trie, nodes: Int64) -> Int64:
+    """Return the tokens from the root to the end of each of `nodes`; `Trie.path_length` does this for all nodes."""
+    return trie.depth[nodes] + trie.node_start[nodes + 1] - trie.node_start[nodes]
 
 
 def row_work(

@@ -21,7 +21,12 @@ from numpy.typing import NDArray
 from treepack.columns import LOGPROBS, SpanView, take_rows, text_codes
 from treepack.files import schema
 from treepack.trajectory import Int32, Int64
+from treepack.trie.pieces import PIECE_TOKENS, ranges
+from treepack.trie.storage import Storage
 from treepack.trie.trie import Trie
+
+# Columns of the trajectories from which rows are planned and their work is counted.
+PLANNED = frozenset("trajectory_id group_id step tree_id node_id num_tokens trained weight".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Turns:
     def distinct(self, trie: Trie) -> Turns:
         """Return the turns of `trie` without the ones that an earlier path of the same record has too.
 
-        O(num_turns), and a Python step for each turn of a record with several trajectories.
+        O(num_turns log num_turns).
         """
         records = text_codes(trie.trajectories["source"])[self.owner]
         # Turns of a record with one trajectory are distinct. Owners [0, 0, 1, 2] of the records [5, 5, 5, 6]
@@ -50,12 +55,14 @@ class Turns:
         one_turn = np.unique(self.owner, return_index=True)[1]
         several = np.flatnonzero((np.bincount(records[one_turn]) > 1)[records])
         nodes = nodes_at(trie, trie.end_node[self.owner[several]], self.ends[several])
-        seen: set[tuple[int, ...]] = set()
-        is_new = np.ones(len(self.owner), np.bool_)
+        # Sorted by all four numbers, equal turns follow each other, the first of them first: lexsort is stable.
         places = (records[several], nodes, self.starts[several], self.ends[several])
-        for i, turn in zip(several.tolist(), zip(*(column.tolist() for column in places), strict=True), strict=True):
-            is_new[i] = turn not in seen
-            seen.add(turn)
+        order = np.lexsort(places)
+        repeats = np.ones(max(len(order) - 1, 0), np.bool_)
+        for column in places:
+            repeats &= column[order][1:] == column[order][:-1]
+        is_new = np.ones(len(self.owner), np.bool_)
+        is_new[several[order[1:][repeats]]] = False
         return self._select(is_new)
 
     def _select(self, mask: NDArray[np.bool_]) -> Turns:
@@ -74,11 +81,12 @@ def turns_of(trie: Trie) -> Turns:
     return Turns(owner[is_end], starts, ends)
 
 
-def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
+def cut_to_turns(trie: Trie, turns: Turns, *, only_sizes: bool = False) -> Trie:
     """Return `trie` with every trajectory cut after the last of its `turns`; drop trajectories without turns.
 
-    If nothing changes, return `trie` itself. Else the table loses the columns with a value per trained token.
-    O(N_tree), and a Python step for each node and each trajectory.
+    If nothing changes, return `trie` itself. Else the table loses the columns with a value per trained token. With
+    `only_sizes`, all token ids are 0 and take no memory, and the table has only the columns that plans need.
+    O(num_nodes), and O(N_tree) for token ids.
     """
     last = np.zeros(trie.num_trajectories, np.int64)
     np.maximum.at(last, turns.owner, turns.ends)
@@ -91,11 +99,8 @@ def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
     # -> first [1, 0, 1], start [0, 2, 3]
     first = np.diff(node, prepend=-1) > 0
     start = np.where(first, trie.depth[node], np.concatenate([[0], stop[:-1]]))
-    # source: for each new token, its index among the old tokens. Segments of 2 and 3 tokens from 10 and 20 on give
-    # [10, 10, 20, 20, 20] + [0, 1, 2, 3, 4] - [0, 0, 2, 2, 2] = [10, 11, 20, 21, 22]
-    source = np.repeat(trie.node_start[node] + start - trie.depth[node], stop - start)
     begin = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int64)
-    source += np.arange(begin[-1]) - np.repeat(begin[:-1], stop - start)
+    source = trie.node_start[node] + start - trie.depth[node]  # of the first token of each segment, in the old tokens
     latest = np.zeros(trie.num_nodes, np.int64)
     latest[node] = np.arange(len(node))  # the last segment of each node is the parent of the node's children
     up = trie.parent[node]
@@ -104,18 +109,43 @@ def cut_to_turns(trie: Trie, turns: Turns) -> Trie:
     parent = np.where(parent[heads] < 0, -1, merged[parent[heads]])
     place = merged[place]
     order = np.argsort(place, kind="stable")
-    node_end, passing = _subtrees(parent, place)
+    # A segment is on the path of all that follow it in its old node and below. Old nodes [0, 0, 2] whose subtrees end
+    # at node 3 -> the subtrees of the segments end at segment 3; with heads [0, 2] -> new nodes end at [2, 2].
+    node_end = np.searchsorted(heads, np.searchsorted(node, trie.node_end[node]))[heads]
+    # Trajectories that end before each node: the difference between the end and the start of a subtree passes through.
+    ends = np.concatenate([[0], np.cumsum(np.bincount(place, minlength=len(heads)))])
+    passing = ends[node_end] - ends[:-1]
+    tokens, storage = (np.broadcast_to(np.int32(0), int(begin[-1])), trie.storage)
+    if not only_sizes:
+        tokens, storage = _gathered(trie, source, begin)
     return Trie(
-        tokens=trie.tokens[source],
+        tokens=tokens,
         node_start=np.append(begin[heads], begin[-1]),
         node_end=node_end.astype(np.int32),
         parent=parent.astype(np.int32),
         depth=start[heads],
         num_passing=passing.astype(np.int32),
         end_node=place[order].astype(np.int32),
-        trajectories=_cut_table(trie, kept[order], last[order], place[order], parent),
+        trajectories=_cut_table(trie, kept[order], last[order], place[order], parent, only_sizes=only_sizes),
         share=trie.share,
+        storage=storage,
     )
+
+
+def _gathered(trie: Trie, source: Int64, begin: Int64) -> tuple[Int32, Storage]:
+    """Return the tokens of segments whose first token is number `source` of `trie`, and the storage with their map.
+
+    `begin` int64 [segments + 1] are the offsets of the segments among the new tokens.
+    """
+    num_tokens = int(begin[-1])
+    tokens = trie.storage.growing(np.int32, in_file=trie.storage.is_large(4 * num_tokens))
+    for a, b in ranges(begin, PIECE_TOKENS):
+        # Segments of 2 and 3 tokens from 10 and 20 on -> [10, 10, 20, 20, 20] + [0, 1, 2, 3, 4] - [0, 0, 2, 2, 2]
+        # = [10, 11, 20, 21, 22].
+        each = np.arange(begin[a], begin[b]) + np.repeat(source[a:b] - begin[a:b], np.diff(begin[a : b + 1]))
+        tokens.append(trie.tokens[each])
+        trie.storage.release()
+    return tokens.finish()
 
 
 def _merge_chains(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
@@ -133,25 +163,22 @@ def _merge_chains(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
 
 def nodes_at(trie: Trie, ends: Int32, last: Int64) -> Int64:
     """Return the node on the path to each of `ends` that contains token number `last`, counted from 1."""
-    parent, depth = trie.parent.tolist(), trie.depth.tolist()
-    nodes = []
-    for node, size in zip(ends.tolist(), last.tolist(), strict=True):
-        while depth[node] >= size:
-            node = parent[node]
-        nodes.append(node)
-    return np.array(nodes, np.int64)
+    nodes = ends.astype(np.int64)
+    # One step up for all paths that have not arrived, until all have.
+    above = np.flatnonzero(trie.depth[nodes] >= last)
+    while len(above):
+        nodes[above] = trie.parent[nodes[above]]
+        above = above[trie.depth[nodes[above]] >= last[above]]
+    return nodes
 
 
 def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[tuple[Int64, Int64], Int64]:
     """Return old node and last depth of every segment, depth-first, and the segment in which each trajectory ends."""
     # A node with children on cut paths is needed whole; the others are needed up to the cuts in them.
-    needed = np.zeros(trie.num_nodes, np.bool_)
-    needed[at] = True
-    inner = np.zeros(trie.num_nodes, np.bool_)
-    for node, up in zip(range(trie.num_nodes - 1, -1, -1), reversed(trie.parent.tolist()), strict=True):
-        if needed[node] and up >= 0:
-            needed[up] = inner[up] = True
-    whole = np.flatnonzero(inner)
+    # Cuts in the nodes before each: cuts in nodes [1, 1, 3] -> [0, 0, 2, 2, 3]. Node 0 with the subtree 0 .. 3 has
+    # 3 - 0 cuts below it.
+    cuts = np.concatenate([[0], np.cumsum(np.bincount(at, minlength=trie.num_nodes))])
+    whole = np.flatnonzero(cuts[trie.node_end] > cuts[1:])
     radix = int(trie.path_length.max()) + 1
     # (node, depth) as one sorted key. radix 10, cuts at (0, 2) and (2, 5), whole node (0, 3) -> keys [2, 3, 25]
     ends = at * radix + last
@@ -159,23 +186,13 @@ def _segments(trie: Trie, at: Int64, last: Int64) -> tuple[tuple[Int64, Int64], 
     return (keys // radix, keys % radix), np.searchsorted(keys, ends)
 
 
-def _subtrees(parent: Int64, place: Int64) -> tuple[Int64, Int64]:
-    """Return the end of each node's subtree, and the number of trajectories through it; they end at `place`."""
-    # Children come after their parents, so one pass from the back sums up whole subtrees.
-    node_end = list(range(1, len(parent) + 1))
-    passing = np.bincount(place, minlength=len(parent)).tolist()
-    for node, up in zip(range(len(parent) - 1, -1, -1), reversed(parent.tolist()), strict=True):
-        if up >= 0:
-            node_end[up] = max(node_end[up], node_end[node])
-            passing[up] += passing[node]
-    return np.array(node_end), np.array(passing)
-
-
-def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64) -> pa.Table:
+def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64, *, only_sizes: bool) -> pa.Table:
     """Return the rows `kept` of the table of `trie`, their trained spans cut after `last` tokens."""
     per_token = ["advantages", *LOGPROBS]
-    temperatures = [name for name in schema.TEMPERATURES.names if name in trie.trajectories.column_names]
-    table = take_rows(trie.trajectories.drop_columns([*per_token, *temperatures]), kept)
+    columns = schema.TRAJECTORIES
+    if only_sizes:
+        columns = pa.schema([field for field in columns if field.name in PLANNED])
+    table = take_rows(trie.trajectories.select([name for name in columns.names if name not in per_token]), kept)
     spans = SpanView.of(table)
     owner = np.repeat(np.arange(len(kept)), np.diff(spans.offsets))
     inside = spans.ends <= last[owner]
@@ -190,5 +207,5 @@ def _cut_table(trie: Trie, kept: Int64, last: Int64, place: Int64, parent: Int64
         "trained": pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=list(schema.SPAN))),
     }
     new |= {name: pa.nulls(len(kept), schema.TRAJECTORIES.field(name).type) for name in per_token}
-    columns = [new[name] if name in new else table[name] for name in schema.TRAJECTORIES.names]
-    return pa.Table.from_arrays(columns, schema=schema.TRAJECTORIES)
+    values = [new[name] if name in new else table[name] for name in columns.names]
+    return pa.Table.from_arrays(values, schema=columns)

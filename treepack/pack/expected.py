@@ -10,6 +10,7 @@ mapped pages are released in between.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -184,12 +185,12 @@ class _RowValues:
         self.steps, self.groups = table["step"].to_pylist(), table["group_id"].to_pylist()
         self.spans = SpanView.of(table)
         self.span_offsets = self.spans.offsets.tolist()
-        self.values: dict[str, list[Any]] = {}
+        self.values: dict[str, Sequence[Any]] = {}
         if row.terms is not None:
             self.own_terms = _terms_of_each(row.terms, len(row.trajectory_ids))
             self.rewards = table["reward"].to_pylist()
             per_token, scalar = list_values(table, "advantages"), table["advantage"].to_pylist()
-            self.values = {name.removesuffix("s"): list_values(table, name) for name in logprobs}
+            self.values |= {name.removesuffix("s"): list_values(table, name) for name in logprobs}
             self.values["advantage"] = [a if b is None else b for a, b in zip(scalar, per_token, strict=True)]
             self.values["temperature"] = temperatures_of(table)
 

@@ -116,7 +116,8 @@ def _impossible_temperatures(table: pa.Table) -> NDArray[np.bool_]:
 
 def _impossible(temperatures: NDArray[Any]) -> NDArray[np.bool_]:
     # NaN marks a temperature that is not known.
-    return (temperatures < 0) | np.isinf(temperatures)
+    impossible: NDArray[np.bool_] = (temperatures < 0) | np.isinf(temperatures)
+    return impossible
 
 
 def _refuse_equal_siblings(trie: Trie) -> None:
