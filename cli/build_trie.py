@@ -10,6 +10,7 @@ from .output import say, show_figures, show_notes
 from .paths import WRITE
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
+from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 @click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @reading_options
+@memory_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @quiet_option
-def build_trie(inputs: tuple[str, ...], out: AnyPath, build: BuildOptions, overwrite: bool) -> None:
+def build_trie(inputs: tuple[str, ...], out: AnyPath, build: BuildOptions, memory: int | None, overwrite: bool) -> None:
     """Read rollouts and write their prefix tries.
 
     INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many
@@ -34,7 +36,7 @@ def build_trie(inputs: tuple[str, ...], out: AnyPath, build: BuildOptions, overw
     from treepack.trie.directory import build_trie_directory
 
     with progress_bars() as progress:
-        summary = build_trie_directory(inputs, out, build, overwrite=overwrite, progress=progress)
+        summary = build_trie_directory(inputs, out, build, overwrite=overwrite, memory=memory, progress=progress)
     show_build(summary)
 
 

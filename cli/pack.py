@@ -11,6 +11,7 @@ from .output import say, show_figures, show_notes
 from .paths import READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars, quiet_option
+from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     help="Take the rows from this file instead of planning; docs/format.md describes it.",
 )
 @click.option("--save-plan", type=WRITE, help="Also write the plan, as --plan reads it.")
+@memory_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, bytes and the lower bound.")
 @quiet_option
@@ -38,6 +40,7 @@ def pack(
     options: PackOptions,
     plan: AnyPath | None,
     save_plan: AnyPath | None,
+    memory: int | None,
     overwrite: bool,
     verbose: bool,
 ) -> None:
@@ -52,7 +55,14 @@ def pack(
     if plan is not None:
         _refuse_replaced()
     with progress_bars() as progress:
-        summary = pack_trie(trie, out, options, plan=plan, save_plan=save_plan, overwrite=overwrite, progress=progress)
+        summary = pack_trie(
+            *(trie, out, options),
+            plan=plan,
+            save_plan=save_plan,
+            overwrite=overwrite,
+            memory=memory,
+            progress=progress,
+        )
     show_packing(summary, verbose=verbose)
 
 

@@ -14,6 +14,7 @@ from .paths import WRITE
 from .planning import pack_options_without_workers
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
+from .sizes import memory_option
 
 if TYPE_CHECKING:
     from treepack.files.address import AnyPath
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 )
 @reading_options
 @pack_options_without_workers
+@memory_option
 @click.option("--overwrite", is_flag=True, help="Replace existing outputs.")
 @quiet_option
 def prepare(
@@ -45,6 +47,7 @@ def prepare(
     estimator: str | None,
     build: BuildOptions,
     options: PackOptions,
+    memory: int | None,
     overwrite: bool,
 ) -> None:
     """Read rollouts, and write their tries and the packed rows to train on.
@@ -73,7 +76,7 @@ def prepare(
     for each in (trie, source, packed):  # before any work; a step that runs checks its output again
         refuse_existing(each, overwrite=overwrite, inputs=list(inputs))
     with progress_bars() as progress:
-        built = build_trie_directory(inputs, trie, build, overwrite=overwrite, progress=progress)
+        built = build_trie_directory(inputs, trie, build, overwrite=overwrite, memory=memory, progress=progress)
     # Everything is written before anything is printed: a reader such as `head` that closes stdout ends the command.
     summary, complete, step = None, trie, "advantages" if estimator else "pack"
     try:
@@ -85,7 +88,7 @@ def prepare(
             complete, step = source, "pack"
         with progress_bars() as progress:
             options = replace(options, workers=build.workers)
-            rows = pack_trie(source, packed, options, overwrite=overwrite, progress=progress)
+            rows = pack_trie(source, packed, options, overwrite=overwrite, memory=memory, progress=progress)
     except TreepackError as error:
         show_build(built)
         raise TreepackError(f"{error}; {complete} is complete, so treepack {step} can continue from it") from error

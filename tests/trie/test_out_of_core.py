@@ -69,7 +69,7 @@ def test_runs_on_disk_give_the_trie_that_memory_gives(
     rollouts: list[Trajectory], share: str, size: int, run_bytes: int
 ) -> None:
     batches = map(as_columns, in_batches(rollouts, size))
-    assert same(build_large_trie(batches, share=share, run_bytes=run_bytes).trie, build_trie(rollouts, share=share))
+    assert same(build_large_trie(batches, share=share, run_bytes=run_bytes), build_trie(rollouts, share=share))
 
 
 @given(repeated())
@@ -103,8 +103,8 @@ def test_files_are_the_same_byte_for_byte(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     rng.shuffle(rollouts)
     large = build_large_trie(map(as_columns, in_batches(rollouts, 7)), share=share, run_bytes=600_000)
-    written = files(large.trie, tmp_path / "disk")
-    assert len(large.maps) == 2
+    written = files(large, tmp_path / "disk")
+    assert len(large.storage.maps) == 2
     assert len(written) > 10
     assert written == files(build_trie(rollouts, share=share), tmp_path / "memory")
 
@@ -124,7 +124,7 @@ def peak_memory(num_batches: int, run_bytes: int) -> int:
     large = build_large_trie(batches(), run_bytes=run_bytes)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert large.trie.tokens_flat == num_batches * 8 * 4096
+    assert large.tokens_flat == num_batches * 8 * 4096
     return peak
 
 
@@ -137,13 +137,13 @@ def test_memory_does_not_grow_with_the_tokens() -> None:
 def test_what_is_released_comes_back() -> None:
     rollouts = [make(f"t{i}", [1, 2, i]) for i in range(50)]
     large = build_large_trie(map(as_columns, in_batches(rollouts, 5)), run_bytes=1)
-    large.release()
-    assert same(large.trie, build_trie(rollouts))
+    large.storage.release()
+    assert same(large, build_trie(rollouts))
 
 
 def test_what_fits_memory_is_not_spooled(tmp_path: Path) -> None:
     batches = [as_columns([make("a", [1, 2]), make("b", [1, 3])])]
-    assert build_large_trie(batches, folder=tmp_path / "missing").maps == ()
+    assert build_large_trie(batches, folder=tmp_path / "missing").storage.maps == ()
 
 
 def test_no_trajectory_is_an_error() -> None:
@@ -179,5 +179,5 @@ def test_the_spool_has_no_name(tmp_path: Path) -> None:
 
     large = build_large_trie(batches(), folder=tmp_path, run_bytes=1)
     assert seen == [[]] * 4
-    assert large.trie.num_trajectories == 20
+    assert large.num_trajectories == 20
     assert list(tmp_path.iterdir()) == []

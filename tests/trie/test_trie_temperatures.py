@@ -57,7 +57,7 @@ def test_a_column_exists_only_if_a_trajectory_has_such_a_value(rollouts: list[Tr
 @given(tempered(max_count=6), st.integers(1, 4), st.sampled_from([1, 400]))
 def test_runs_on_disk_give_the_table_that_memory_gives(rollouts: list[Trajectory], size: int, run_bytes: int) -> None:
     batches = [as_columns(rollouts[i : i + size]) for i in range(0, len(rollouts), size)]
-    table = build_large_trie(batches, run_bytes=run_bytes).trie.trajectories
+    table = build_large_trie(batches, run_bytes=run_bytes).trajectories
     assert table.schema.equals(build_trie(rollouts).trajectories.schema, check_metadata=True)
     assert repr(table.to_pylist()) == repr(build_trie(rollouts).trajectories.to_pylist())
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 
@@ -11,7 +14,7 @@ from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
 from treepack.pack.options import TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
-from treepack.trie.build import build_trie
+from treepack.trie.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
 
 # Row lengths that training runs use: a common context length, and about the longest that fits one GPU.
@@ -40,21 +43,25 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
     counts: Counter[str] = Counter()
     if too_long == "error" or not (trie.lengths > capacity).any():
         return trie, counts
-    kept = []
-    for trajectory, length in zip(trajectories_of(trie), trie.lengths.tolist(), strict=True):
-        if length <= capacity:
-            kept.append(trajectory)
-        elif too_long == "drop":
-            counts["dropped: longer than the capacity"] += 1
-        elif (shorter := _truncated(trajectory, capacity)) is None:
-            counts["dropped: no trained token within the capacity"] += 1
-        else:
-            kept.append(shorter)
-            counts["truncated to the capacity"] += 1
-            counts["tokens cut off"] += length - capacity
-    if not kept:
+
+    def fitting() -> Iterator[Trajectory]:
+        for trajectory, length in zip(trajectories_of(trie), array("q", trie.lengths.tobytes()), strict=True):
+            if length <= capacity:
+                yield trajectory
+            elif too_long == "drop":
+                counts["dropped: longer than the capacity"] += 1
+            elif (shorter := _truncated(trajectory, capacity)) is None:
+                counts["dropped: no trained token within the capacity"] += 1
+            else:
+                yield shorter
+                counts["truncated to the capacity"] += 1
+                counts["tokens cut off"] += length - capacity
+
+    trajectories = fitting()
+    first = next(trajectories, None)
+    if first is None:
         raise TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity")
-    return build_trie(kept, share=trie.share), counts
+    return rebuild(trie, chain([first], trajectories)), counts
 
 
 def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:

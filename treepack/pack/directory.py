@@ -21,7 +21,7 @@ from treepack.files.manifest import Manifest, Provenance, read_manifest, trie_en
 from treepack.ingest.readers.inputs import displayed
 from treepack.pack.files import write_packed
 from treepack.pack.options import PackOptions
-from treepack.pack.packing import Packing, plan_packing
+from treepack.pack.packing import Packing, plan_packing, refuse_too_many
 from treepack.pack.plan.files import PlanFile, read_plan_file
 from treepack.pack.plan.planning import plan_lines
 from treepack.processes import ReportProgress, with_progress
@@ -55,6 +55,7 @@ def pack_trie(
     plan: str | AnyPath | None = None,
     save_plan: str | AnyPath | None = None,
     overwrite: bool = False,
+    memory: int | None = None,
     progress: ReportProgress | None = None,
 ) -> PackSummary:
     """Pack a trie directory into rows and write them to the directory `out`, which appears when it is complete.
@@ -66,10 +67,13 @@ def pack_trie(
         plan: take the rows and their limits from this file instead of planning; docs/format.md describes it.
         save_plan: also write the plan to this file, as `plan` reads it.
         overwrite: replace `out` and `save_plan` if treepack wrote them.
+        memory: bytes to use, None for `usual_memory`; larger arrays are in files without a name in the folder of `out`.
+            The result does not depend on it.
         progress: called with the trees planned and then the rows written so far.
 
     Raises:
-        TreepackError: a trajectory that is too long, a plan that does not suit, or an output that cannot be written.
+        TreepackError: a trajectory that is too long, a plan that does not suit, nodes and trajectories that do not fit
+            into `memory`, or an output that cannot be written.
     """
     trie, out = as_path(trie), as_output(out)
     save_path = None if save_plan is None else as_output(save_plan, option="--save-plan")
@@ -93,10 +97,14 @@ def pack_trie(
             saved = stack.enter_context(finished_file(save_path, overwrite=overwrite, option="--save-plan"))
         # Before the plan, which may take minutes: its lock refuses a second command for the same `out`.
         temporary = stack.enter_context(finished_directory(out, overwrite=overwrite))
-        packing = plan_packing(read_trie(trie), options, plan_file=plan_file, progress=progress)
+        totals = source["totals"]  # of a trie by another program, they may be missing; then it is read first
+        refuse_too_many(totals.get("num_nodes", 0), totals.get("num_trajectories", 0), memory=memory)
+        read = read_trie(trie, memory=memory, folder=temporary)
+        packing = plan_packing(read, options, plan_file=plan_file, memory=memory, progress=progress)
         if saved is not None:
-            lines = plan_lines(packing.trie, packing.plan, trie_sha256=entry["sha256"])
-            saved.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+            with saved.open("w", encoding="utf-8", newline="\n") as file:
+                lines = plan_lines(packing.trie, packing.plan, trie_sha256=entry["sha256"])
+                file.writelines(line + "\n" for line in lines)
         provenance = Provenance(
             options=_recorded(packing, plan_file),
             counts=packing.counts,

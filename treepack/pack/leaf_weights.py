@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from treepack.rl.group_tree import group_codes
 from treepack.rl.leaf_weights import required_leaf_weights
-from treepack.trie.build import build_trie
+from treepack.trie.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
 
 LEFT_OUT = "left out: leaf weight 0, as a fallback added them"
@@ -42,4 +42,4 @@ def weigh_leaves(trie: Trie, *, fallback_leaves: bool) -> tuple[Trie, Counter[st
         return weighted, counts
     counts[LEFT_OUT] = int((factor == 0).sum())
     kept = zip((factor > 0).tolist(), trajectories_of(weighted), strict=True)
-    return build_trie((one for is_kept, one in kept if is_kept), share=trie.share), counts
+    return rebuild(trie, (one for is_kept, one in kept if is_kept)), counts

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from treepack.errors import TreepackError
+from treepack.files.memory import usual_memory
 from treepack.pack.capacity import fit_capacity, usual_capacities
 from treepack.pack.leaf_weights import weigh_leaves
 from treepack.pack.options import PackOptions
@@ -25,6 +27,10 @@ from treepack.pack.totals import packed_totals
 from treepack.processes import ReportProgress
 from treepack.trie.totals import trie_totals
 from treepack.trie.trie import Trie
+
+# Peak memory of the trie's nodes and of planning by any method but "exact", which has no limit. Measured over groups
+# of 16, one tree of all trajectories, and trees of one: at most 460 bytes for a trajectory and its one or two nodes.
+NODE_BYTES, TRAJECTORY_BYTES = 150, 400
 
 
 @dataclass(frozen=True)
@@ -57,17 +63,25 @@ class Packing:
 
 
 def plan_packing(
-    trie: Trie, options: PackOptions, *, plan_file: PlanFile | None = None, progress: ReportProgress | None = None
+    trie: Trie,
+    options: PackOptions,
+    *,
+    plan_file: PlanFile | None = None,
+    memory: int | None = None,
+    progress: ReportProgress | None = None,
 ) -> Packing:
     """Plan the rows of `trie`; nothing is written.
 
     The limits and the rows come from `plan_file` if it is given, else `options` defines how they are planned. Without a
-    capacity, the first of `usual_capacities` is used. `progress` is called with the trees planned so far.
+    capacity, the first of `usual_capacities` is used. `memory` is in bytes, None for `usual_memory`; tokens that do not
+    fit are mapped files (`Trie.storage`), but nodes and trajectories must fit. `progress` is called with the trees
+    planned so far.
 
     Raises:
-        TreepackError: a trajectory that is too long, a plan that does not suit, or no leaf weights if the options need
-            them.
+        TreepackError: a trajectory that is too long, a plan that does not suit, no leaf weights if the options need
+            them, or nodes and trajectories that do not fit into `memory`.
     """
+    refuse_too_many(trie.num_nodes, trie.num_trajectories, memory=memory)
     options.check_method(plan_file.method if plan_file else options.method)
     left_out: Counter[str] = Counter()
     if options.leaf_weights:
@@ -81,6 +95,27 @@ def plan_packing(
     totals = trie_totals(fitted) | packed_totals(fitted, plan, check_plan(nodes, plan))
     totals["tiles_partial_unordered"] = unordered_tiles(nodes, plan)
     return Packing(fitted, plan, totals, dict(sorted(counts.items())), options)
+
+
+def planning_bytes(num_nodes: int, num_trajectories: int) -> int:
+    """Return about how much memory packing needs besides the tokens: the nodes, the trajectories and their plan."""
+    return NODE_BYTES * num_nodes + TRAJECTORY_BYTES * num_trajectories
+
+
+def refuse_too_many(num_nodes: int, num_trajectories: int, *, memory: int | None) -> None:
+    """Refuse a trie whose plan does not fit into `memory` bytes, None for `usual_memory`.
+
+    Raises:
+        TreepackError: says how much is needed.
+    """
+    memory = usual_memory() if memory is None else memory
+    needed = planning_bytes(num_nodes, num_trajectories)
+    if needed > memory:
+        size = f"{num_trajectories:,} trajectories with {num_nodes:,} nodes"
+        raise TreepackError(
+            f"packing {size} needs about {-(-needed >> 20):,} MB of memory, and {memory >> 20:,} MB may be used; give "
+            f"--memory {-(-needed >> 20)}M, or --partitions {-(-needed // memory)} or more"
+        )
 
 
 def _limits(trie: Trie, options: PackOptions, plan_file: PlanFile | None) -> Limits:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.abc import MetaPathFinder
 from multiprocessing import parent_process
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import pyarrow as pa
 
 from treepack.files.manifest import Manifest, Provenance
+from treepack.files.memory import usual_memory
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import ReadLog, refuse_nothing
 from treepack.ingest.readers.inputs import InputHash
@@ -34,10 +35,11 @@ from treepack.ingest.tokenization import Job
 from treepack.processes import ReportProgress, Team, with_progress
 from treepack.trie.files import write_trie, write_trie_manifest
 from treepack.trie.merged import MergedRuns, RunsOfRange, merge_range, merge_runs
-from treepack.trie.out_of_core import RUN_BYTES, Built, mapped_trie, trie_in_memory
+from treepack.trie.out_of_core import RUN_BYTES, mapped_trie, run_size, trie_in_memory
 from treepack.trie.parts import NodesPart, TrajectoriesPart, WrittenPart, part_tasks, write_part
 from treepack.trie.run_merge import Merged
 from treepack.trie.spool import RunStore, Spool, StoredRun, disk
+from treepack.trie.storage import Storage
 from treepack.trie.trie import Trie
 
 MIN_RUN_BYTES = 1 << 25  # of a worker; smaller runs would make the merge slow
@@ -72,14 +74,20 @@ class TrieBuilder:
         tokenizer: Any = None,
         input_hash: InputHash,
         folder: Path | None = None,
+        memory: int | None = None,
     ) -> None:
-        """Start no process yet. `tokenizer` is that of `options`, if the caller has loaded it already."""
+        """Start no process yet. `tokenizer` is that of `options`, if the caller has loaded it already.
+
+        `memory` is in bytes for all processes together, without their interpreters; None takes `usual_memory`.
+        """
         self._share, self._folder, self._hash = options.share, folder, input_hash
+        self._memory = usual_memory() if memory is None else memory
         self._parts, job = parts_and_job(inputs, options, tokenizer, input_hash, as_ranges=options.workers > 1)
         self._min_bytes = min_bytes(job)
         self._stack = ExitStack()
         self._spools = [self._stack.enter_context(Spool(folder)) for _ in range(options.workers)]
-        run_bytes = min(RUN_BYTES, max(MIN_RUN_BYTES, RUN_BYTES // options.workers))
+        all_bytes = min(RUN_BYTES, run_size(self._memory))
+        run_bytes = min(all_bytes, max(MIN_RUN_BYTES, all_bytes // options.workers))
         jobs = [_WorkerJob(job, options.share, self._spools, i, run_bytes) for i in range(options.workers)]
         self._team = self._stack.enter_context(Team(_worker, jobs))
 
@@ -129,9 +137,10 @@ class TrieBuilder:
             if num_tokens is not None:
                 yield num_tokens
 
-    def mapped(self, trie: Trie | MergedRuns) -> Built:
+    def mapped(self, trie: Trie | MergedRuns) -> Trie:
         """Return `trie` as arrays, which are mapped files if it is large."""
-        return Built(trie) if isinstance(trie, Trie) else mapped_trie(trie, self._folder)
+        storage = Storage(self._memory, self._folder)
+        return replace(trie, storage=storage) if isinstance(trie, Trie) else mapped_trie(trie, storage)
 
     def write(self, trie: Trie | MergedRuns, directory: Path, provenance: Provenance) -> Manifest:
         """Write `trie` into an existing empty `directory`, with its manifest last; return the manifest."""

@@ -8,8 +8,8 @@ The directory appears when it is complete. Memory is bounded: see `out_of_core`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,16 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class TrieSummary:
-    """A trie directory that was written: its path and manifest, the seconds that it took, and the log of reading."""
+    """A trie directory that was written: its path and manifest, the seconds that it took, and the log of reading.
+
+    If tasks on a cluster wrote it, `timings` are the seconds of their stages and of the process that ran them.
+    """
 
     path: AnyPath
     manifest: Manifest
     seconds: float
     log: ReadLog
+    timings: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -61,6 +65,7 @@ def build_trie_directory(
     options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
     *,
     overwrite: bool = False,
+    memory: int | None = None,
     progress: ReportProgress | None = None,
 ) -> TrieSummary:
     """Read rollouts and write their prefix tries to the directory `out`, which appears when it is complete.
@@ -70,6 +75,8 @@ def build_trie_directory(
         out: the directory to write, or an address.
         options: how to read, tokenise and share.
         overwrite: replace `out` if treepack wrote it.
+        memory: bytes to use, None for `usual_memory`; larger input is sorted in files without a name in the folder of
+            `out`. The result does not depend on it.
         progress: called after each batch with the tokens read so far.
 
     Raises:
@@ -81,7 +88,9 @@ def build_trie_directory(
     with finished_directory(out, overwrite=overwrite) as temporary:
         recorded = options.as_record()  # reads the file of tool schemas, so a bad one is refused before the rollouts
         tokenizer = read_tokenizer(options.tokenizer) if options.tokenizer else None
-        with TrieBuilder(names, options, tokenizer=tokenizer, input_hash=digest, folder=temporary) as builder:
+        with TrieBuilder(
+            names, options, tokenizer=tokenizer, input_hash=digest, folder=temporary, memory=memory
+        ) as builder:
             trie = builder.read(log, progress)
             totals = trie_totals(trie) if isinstance(trie, Trie) else totals_of_runs(trie)
             conversations = conversations_of_log(log, totals)
@@ -105,19 +114,21 @@ def read_to_trie(
     options: BuildOptions = BuildOptions(),  # noqa: B008 (immutable)
     *,
     tokenizer: Any = None,
+    memory: int | None = None,
     progress: ReportProgress | None = None,
 ) -> tuple[Trie, ReadLog]:
     """Read rollouts into a trie without writing a directory; return it and the log of reading.
 
-    `tokenizer` is the tokenizer of `options` if the caller has loaded it. A large trie is mapped from temporary files.
+    `tokenizer` is the tokenizer of `options` if the caller has loaded it. A trie that is large for `memory`, in bytes
+    and None for `usual_memory`, is mapped from temporary files.
 
     Raises:
         TreepackError: bad input, no trajectory at all, or text without a tokenizer.
     """
     log, digest = ReadLog(), InputHash()
     names = [str(path) for path in inputs]
-    with TrieBuilder(names, options, tokenizer=tokenizer, input_hash=digest) as builder:
-        trie = builder.mapped(builder.read(log, progress)).trie
+    with TrieBuilder(names, options, tokenizer=tokenizer, input_hash=digest, memory=memory) as builder:
+        trie = builder.mapped(builder.read(log, progress))
     return trie, log
 
 
