@@ -81,6 +81,19 @@ def read(path: RemotePath) -> bytes | None:
     return _found(path, lambda store: bytes(store.cat_file(path.path)))
 
 
+def read_range(path: RemotePath, offset: int, size: int) -> bytes:
+    """Return `size` bytes of an object from byte `offset` on, fewer at its end.
+
+    Raises:
+        MissingError: there is no such object.
+        TreepackError: see `read`.
+    """
+    data = _found(path, lambda store: bytes(store.cat_file(path.path, start=offset, end=offset + size)))
+    if data is None:
+        raise MissingError(f"{path}: no such object; check the address")
+    return data
+
+
 def info(path: RemotePath) -> ObjectInfo | None:
     """Return the size and the version of an object, or None if there is none.
 

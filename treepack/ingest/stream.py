@@ -54,6 +54,17 @@ def parts_and_job(
     as_ranges: bool = False,
 ) -> tuple[Iterator[Part], Job]:
     """Return the parts of `inputs`, for `ColumnsWork`, and its job; with `as_ranges` most parts contain no data."""
+    how, job = options_and_job(options, tokenizer)
+    parts = read_parts(inputs, how, format=options.format, input_hash=input_hash, as_ranges=as_ranges)
+    return parts, job if options.workers == 1 else job.by_name()
+
+
+def options_and_job(options: BuildOptions, tokenizer: Any = None) -> tuple[ReadOptions, Job]:
+    """Return the options of reading records and the job of `ColumnsWork`; `tokenizer` is that of `options` if known.
+
+    Raises:
+        TreepackError: there is no such tokenizer, or a file that `options` names cannot be read.
+    """
     if tokenizer is None and options.tokenizer:
         tokenizer = read_tokenizer(options.tokenizer)
     how = ReadOptions(
@@ -74,8 +85,7 @@ def parts_and_job(
         chat_template=options.template_file(),
         control_tokens=options.control_tokens,
     )
-    parts = read_parts(inputs, how, format=options.format, input_hash=input_hash, as_ranges=as_ranges)
-    return parts, job if options.workers == 1 else job.by_name()
+    return how, job
 
 
 # Bytes of the input below which no other process starts: reading them takes 0.2 s, and starting a process 0.6 s.

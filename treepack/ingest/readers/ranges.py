@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import orjson
+import pyarrow as pa
 
 from treepack.errors import TreepackError
+from treepack.files import object_store
+from treepack.files.address import RemotePath, as_path, is_address
+from treepack.files.location import locate
 from treepack.ingest.readers.byte_streams import CHUNK, Handling, num_newlines
 from treepack.ingest.readers.inputs import STDIN, FileHash, InputHash, displayed, unreadable
-from treepack.ingest.readers.json_files import BYTE_ORDER_MARK, FIRST_LINES, next_size, too_long
+from treepack.ingest.readers.json_files import BYTE_ORDER_MARK, FIRST_LINES, MAX_LINES, next_size, too_long
 from treepack.ingest.readers.json_text import parse_leniently
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Damaged, Lines, Piece, Record, TableRows
 from treepack.ingest.readers.tables import PARQUET_MAGIC, RowGroup, parquet_batches, parquet_groups
@@ -35,13 +40,15 @@ MIN_FILE = 1 << 17
 MAX_FIRST_LINE = 1 << 24
 # Stored bytes of the row groups of a piece, at least one group.
 GROUP_BYTES = 1 << 22
+# Bytes of one request for lines of an object in a store.
+REMOTE_LINES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
 class LineRange:
     """Whole lines of a JSONL file: `size` bytes from `offset` on; the first is line `number` of `path`.
 
-    `file` is the absolute path by which the file is opened, `path` the one for messages.
+    `file` is the absolute path or the address by which the file is opened, `path` the one for messages.
     """
 
     path: str
@@ -51,17 +58,38 @@ class LineRange:
     size: int
 
     def pieces(self) -> Iterator[Piece]:
-        """Read the lines.
+        """Read the lines, `MAX_LINES` bytes at a time, or more if a line is longer.
 
         Raises:
-            TreepackError: the file cannot be read any more.
+            TreepackError: the file cannot be read any more, or has become shorter.
         """
+        number, begin, end, size = self.number, self.offset, self.offset + self.size, _block(self.file)
+        with self._reader() as read:
+            while begin < end:
+                wanted = min(size, end - begin)
+                data = read(begin, wanted)
+                if len(data) < wanted:
+                    raise TreepackError(f"{self.path}: became shorter while it was read; run the command again")
+                # The block ends in the middle of a line, which the next block begins with: "a\nbc" -> "a\n".
+                stop = wanted if begin + wanted == end else data.rfind(b"\n") + 1
+                if not stop:
+                    size *= 2
+                    continue
+                yield Lines(self.path, number, data if stop == wanted else data[:stop])
+                number, begin = number + num_newlines(data[:stop]), begin + stop
+
+    @contextmanager
+    def _reader(self) -> Iterator[Callable[[int, int], bytes]]:
+        """Yield a function that reads so many bytes from an offset on."""
+        if is_address(self.file):
+            yield partial(object_store.read_range, _object(self.file))
+            return
         try:
             with Path(self.file).open("rb", buffering=0) as file:
-                data = os.pread(file.fileno(), self.size, self.offset)
+                descriptor = file.fileno()
+                yield lambda offset, size: os.pread(descriptor, size, offset)
         except OSError as error:
             raise unreadable(self.path, error) from error
-        yield Lines(self.path, self.number, data)
 
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield the records of `pieces`."""
@@ -73,7 +101,8 @@ class LineRange:
 class RowGroups:
     """Row groups of a Parquet file; the first row is row `start` of `path`, and `size` are their stored bytes.
 
-    With `skip_bad` damage ends the piece, which then has all groups of the file, as the damage ends a file.
+    `file` is the absolute path or the address by which the file is opened. With `skip_bad` damage ends the piece, which
+    then has all groups of the file, as the damage ends a file.
     """
 
     path: str
@@ -91,7 +120,7 @@ class RowGroups:
         """
         start = self.start
         try:
-            for batch in parquet_batches(self.file, self.path, self.groups):
+            for batch in self._batches():
                 if batch.num_rows:
                     yield TableRows(self.path, start, batch)
                 start += batch.num_rows
@@ -101,10 +130,29 @@ class RowGroups:
                 raise sentence from error
             yield Damaged(Skipped(self.path, DAMAGED_FILE, detail=str(sentence)))
 
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        if not is_address(self.file):
+            yield from parquet_batches(self.file, self.path, self.groups)
+            return
+        place = locate(self.file)
+        with place.filesystem.open_input_file(place.root) as file:
+            yield from parquet_batches(file, self.path, self.groups, ahead=True)
+
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield the records of `pieces`."""
         for piece in self.pieces():
             yield from piece.records(damaged, arrays)
+
+
+def _object(address: str) -> RemotePath:
+    place = as_path(address)
+    assert isinstance(place, RemotePath)
+    return place
+
+
+def _block(file: str) -> int:
+    # A request to an object store costs as much time as some megabytes.
+    return REMOTE_LINES if is_address(file) else MAX_LINES
 
 
 Range = LineRange | RowGroups

@@ -13,6 +13,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -245,37 +246,65 @@ def read_parts(
         yield Done(list(skipped))
     unknown: list[TreepackError] = []
     for path in files:
-        pieces = read_pieces(
+        parts, error = parts_of_path(
             path,
+            options,
+            format=format,
+            is_searched=path in searched,
             input_hash=input_hash,
-            max_size=options.max_record_size,
-            skip_bad=options.skip_bad,
             # The local copy of an object may be removed before a worker opens it.
             as_ranges=as_ranges and not is_address(path),
         )
-        try:
-            recognised = recognise(
-                pieces,
-                partial(_format_of, format=format),
-                expected=FORMAT_OF_NAME.get(format),
-                skip_bad=options.skip_bad,
-            )
-        # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
-        except (UnknownFormatError, NoObjectError, NotPlainError) as error:
-            is_extra = path in searched and format == "auto"
-            if not is_extra and not options.skip_bad:
-                raise
+        yield from parts
+        if error is not None:
             unknown.append(error)
-            extra = Skipped(displayed(path), "file of no known format", is_rollout=False)
-            yield Done([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
-            continue
-        if recognised.skipped:
-            yield Done(recognised.skipped)
-        if recognised.format is not None:
-            yield from _parts_of_file(recognised.format.name, recognised.pieces, options)
     # If no file of a folder has a known format, it is the wrong folder, not a folder with extra files.
     if unknown and len(unknown) == len(files):
         raise unknown[0]
+
+
+def parts_of_path(
+    path: str,
+    options: ReadOptions,
+    *,
+    format: str = "auto",  # noqa: A002
+    is_searched: bool = False,
+    input_hash: InputHash | None = None,
+    as_ranges: bool = False,
+) -> tuple[Iterator[Unread | Done], TreepackError | None]:
+    """Return the parts of one file, and the error if it has no known format.
+
+    `is_searched` is True for a file that a search of a folder found; then such an error is only counted.
+
+    Raises:
+        TreepackError: as `read_parts`.
+    """
+    pieces = read_pieces(
+        path,
+        input_hash=input_hash,
+        max_size=options.max_record_size,
+        skip_bad=options.skip_bad,
+        as_ranges=as_ranges,
+    )
+    try:
+        recognised = recognise(
+            pieces,
+            partial(_format_of, format=format),
+            expected=FORMAT_OF_NAME.get(format),
+            skip_bad=options.skip_bad,
+        )
+    # An unknown file in a searched folder is skipped and counted; a file that the caller named is an error.
+    except (UnknownFormatError, NoObjectError, NotPlainError) as error:
+        is_extra = is_searched and format == "auto"
+        if not is_extra and not options.skip_bad:
+            raise
+        extra = Skipped(displayed(path), "file of no known format", is_rollout=False)
+        part = Done([extra if is_extra else Skipped(displayed(path), DAMAGED_FILE, detail=str(error))])
+        return iter([part]), error
+    first = [Done(recognised.skipped)] if recognised.skipped else []
+    if recognised.format is None:
+        return iter(first), None
+    return chain(first, _parts_of_file(recognised.format.name, recognised.pieces, options)), None
 
 
 def _parts_of_file(name: str, pieces: Iterator[Piece | Range], options: ReadOptions) -> Iterator[Unread | Done]:

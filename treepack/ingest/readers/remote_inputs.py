@@ -25,12 +25,15 @@ LARGE = 1 << 26  # bytes
 _WILDCARDS = frozenset("*?[")
 
 
-def expand_address(name: str, unread: Callable[[str], str | None]) -> tuple[list[str], list[Skipped], list[str]]:
+def expand_address(
+    name: str, unread: Callable[[str], str | None], *, copy: bool = True
+) -> tuple[list[str], list[Skipped], list[str]]:
     """Return the files that an address names, the objects of prefixes that are not read, and the files from prefixes.
 
     Args:
         name: an address, which may be a glob.
         unread: returns why a file of this name is not read, None if it is.
+        copy: copy the small files of prefixes; otherwise all files are addresses.
 
     Raises:
         TreepackError: nothing is there, the scheme is not accepted, or the store cannot be reached.
@@ -41,7 +44,7 @@ def expand_address(name: str, unread: Callable[[str], str | None]) -> tuple[list
     if object_store.info(path) is not None:
         return [str(path)], [], []
     if objects := object_store.list_objects(path):
-        return _search_prefix(path, objects, unread)
+        return _search_prefix(path, objects, unread, copy)
     matches = object_store.glob(path) if _WILDCARDS & set(path.path) else []
     if not matches:
         raise TreepackError(f"{name}: no such object or prefix, and no glob that matches one; check the address")
@@ -50,7 +53,7 @@ def expand_address(name: str, unread: Callable[[str], str | None]) -> tuple[list
         if not is_prefix:
             files.append(str(match))
             continue
-        below, others, found = _search_prefix(match, object_store.list_objects(match), unread)
+        below, others, found = _search_prefix(match, object_store.list_objects(match), unread, copy)
         files += below
         skipped += others
         searched += found
@@ -58,7 +61,7 @@ def expand_address(name: str, unread: Callable[[str], str | None]) -> tuple[list
 
 
 def _search_prefix(
-    prefix: RemotePath, objects: dict[str, ObjectInfo], unread: Callable[[str], str | None]
+    prefix: RemotePath, objects: dict[str, ObjectInfo], unread: Callable[[str], str | None], copy: bool
 ) -> tuple[list[str], list[Skipped], list[str]]:
     reasons = {name: unread(name) for name in objects}
     skipped = [
@@ -67,8 +70,8 @@ def _search_prefix(
     read = {name: entry for name, entry in objects.items() if reasons[name] is None}
     if not read:
         raise TreepackError(f"{prefix}: contains no file to read; check the address and the file extensions")
-    small = {name: entry for name, entry in read.items() if entry.size < LARGE}
-    copies = copies_below(prefix, small)
+    small = {name: entry for name, entry in read.items() if copy and entry.size < LARGE}
+    copies = copies_below(prefix, small) if small else {}
     files = [str(copies[name]) if name in copies else str(prefix / name) for name in read]
     return files, skipped, files
 

@@ -1,0 +1,272 @@
+"""Parts of input files that tasks on other machines read: no byte of the input passes through this process.
+
+    list_files(inputs)          --> InputFile, ...      paths and addresses only
+    survey(file, ...)           --> SurveyedFile        in a task: ranges of the file and its sha256, or the whole file
+    group_parts(files, bytes)   --> InputPart, ...      of about equal size, in order
+    part.parts(hash, unknown)   --> Unread | Done, ...  in a task
+
+A survey of plain JSONL or Parquet reads the file once: it hashes the file, numbers the lines and cuts it into ranges.
+All other files are one piece: they are read and hashed by the task that parses them. Paths must name the same file on
+each machine. A task copies an object of a store to its own machine for the survey, and then fetches ranges of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from treepack.errors import TreepackError
+from treepack.files import object_store
+from treepack.files.address import RemotePath, as_path, is_address
+from treepack.files.cache import addresses_in, borrowed_copy
+from treepack.ingest.readers.byte_streams import Handling
+from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
+from treepack.ingest.readers.ranges import LineRange, Range, RowGroups, plan_ranges
+from treepack.ingest.readers.records import Damaged
+from treepack.ingest.readers.registry import Done, Unread, parts_of_path
+from treepack.ingest.readers.remote_inputs import named_by_address
+from treepack.trajectory import Skipped
+
+# Formats that read further files of the folder, which a copy of one object lacks.
+_WITH_FILES_BESIDE = frozenset({"atif", "auto-code-rover", "dars", "openhands", "tau2", "verifiers-results"})
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A path or an address; `is_searched` is True if a search of a folder found it."""
+
+    path: str
+    is_searched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileReading:
+    """Settings of reading files: the options of records, and the name of the format, or "auto"."""
+
+    options: ReadOptions
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class WholeFile:
+    """A file that one task reads: its bytes as stored."""
+
+    file: InputFile
+    size: int
+
+    def parts(self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]) -> Iterator[Unread | Done]:
+        """Read the file; put its hash into `input_hash`, and its error into `unknown` if it has no known format.
+
+        Raises:
+            TreepackError: as `parts_of_path`; or the format needs other objects of the prefix.
+        """
+        path = self.file.path
+        with borrowed_copy(as_path(path)) as local:
+            parts, error = _parts_of(self.file, local, how, input_hash, as_ranges=False)
+            if error is not None:
+                unknown.append(error)
+            for part in parts:
+                if isinstance(part, Unread):
+                    _refuse_beside(self.file, part.format)
+                yield part
+
+
+@dataclass(frozen=True, slots=True)
+class SurveyedFile:
+    """A file as one whole, or its parts with their sizes in bytes, its sha256 and its version in the object store.
+
+    `error` is set if the file has no known format, which is an error only if no other file has one.
+    """
+
+    file: InputFile
+    pieces: list[tuple[WholeFile | Unread | Done, int]]
+    sha256: str | None = None
+    version: str | None = None
+    error: TreepackError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputPart:
+    """Part of the input for one task: successive pieces of files, and the versions of the objects among the files."""
+
+    pieces: list[WholeFile | Unread | Done]
+    size: int
+    versions: dict[str, str]
+
+    def parts(self, how: FileReading, input_hash: InputHash, unknown: list[TreepackError]) -> Iterator[Unread | Done]:
+        """Read the pieces in bounded steps; the arguments have the meaning that they have in `WholeFile.parts`.
+
+        Raises:
+            TreepackError: bad input; or an object was replaced after the survey.
+        """
+        for address, version in self.versions.items():
+            entry = object_store.info(_object(address))
+            if entry is None or entry.version != version:
+                raise TreepackError(f"{address}: was replaced while it was read; run the command again")
+        for piece in self.pieces:
+            yield from piece.parts(how, input_hash, unknown) if isinstance(piece, WholeFile) else piece.parts()
+
+
+def list_files(inputs: Iterable[str | Path]) -> tuple[list[InputFile], list[Skipped]]:
+    """Return the files of `inputs` in order, and the files of folders that are not read.
+
+    Raises:
+        TreepackError: an input matches nothing, a file occurs twice, or an input is standard input.
+    """
+    files, skipped, searched = list_inputs(inputs, copy=False)
+    if STDIN in files:
+        raise TreepackError("standard input cannot be read by other machines; write it to a file that they see")
+    return [InputFile(path, path in searched) for path in files], skipped
+
+
+def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
+    """Cut a file into ranges of at most about `max_bytes`, and hash it; or return it as a whole.
+
+    Raises:
+        TreepackError: the file cannot be read, is damaged, is not seen by this machine, or has no known format and was
+            named by the caller.
+    """
+    place = as_path(file.path)
+    entry = object_store.info(place) if isinstance(place, RemotePath) else None
+    with borrowed_copy(place) as local:
+        try:
+            size = local.stat().st_size
+            handling = Handling(how.options.max_record_size, how.options.skip_bad)
+            has_ranges = plan_ranges(str(local), handling, None) is not None
+        except FileNotFoundError as error:  # it was there when the inputs were listed
+            raise TreepackError(
+                f"{displayed(file.path)}: a worker does not see this file; give an address (s3://...), or a folder "
+                "that all machines share"
+            ) from error
+        except OSError as error:
+            raise unreadable(displayed(file.path), error) from error
+        if not has_ranges:
+            return SurveyedFile(file, [(WholeFile(file, size), size)])
+        digest = InputHash()
+        parts, unknown = _parts_of(file, local, how, digest, as_ranges=True)
+        pieces: list[tuple[WholeFile | Unread | Done, int]] = []
+        for part in _coalesced(parts, max_bytes):
+            if isinstance(part, Done) or not isinstance(part.piece, Range):
+                if unknown is None and not _is_skipped(part):
+                    # Records that belong together, or a list inside of a document.
+                    return SurveyedFile(file, [(WholeFile(file, size), size)])
+                pieces.append((_with_addresses(part), 0))
+                continue
+            _refuse_beside(file, part.format)
+            at_address = part if entry is None else replace(part, piece=_by_address(part.piece, file.path))
+            pieces.append((at_address, part.piece.size))
+    hashes = digest.files
+    return SurveyedFile(
+        file, pieces, hashes[0][1] if hashes else None, None if entry is None else entry.version, unknown
+    )
+
+
+def group_parts(files: Sequence[SurveyedFile], size: int) -> Iterator[InputPart]:
+    """Yield the pieces of all `files` in parts of about `size` bytes, in order."""
+    pieces: list[WholeFile | Unread | Done] = []
+    versions: dict[str, str] = {}
+    total = 0
+    for file in files:
+        for piece, num_bytes in file.pieces:
+            if pieces and total + num_bytes > size:
+                yield InputPart(pieces, total, versions)
+                pieces, versions, total = [], {}, 0
+            pieces.append(piece)
+            total += num_bytes
+            if file.version is not None:
+                versions[file.file.path] = file.version
+    if pieces:
+        yield InputPart(pieces, total, versions)
+
+
+def _parts_of(
+    file: InputFile, local: Path, how: FileReading, input_hash: InputHash, *, as_ranges: bool
+) -> tuple[Iterator[Unread | Done], TreepackError | None]:
+    # The path of a local file must stay as it was given, because messages and sources contain it.
+    path = str(local) if is_address(file.path) else file.path
+    return parts_of_path(
+        path,
+        how.options,
+        format=how.format,
+        is_searched=file.is_searched,
+        input_hash=input_hash,
+        as_ranges=as_ranges,
+    )
+
+
+def _with_addresses(part: Unread | Done) -> Unread | Done:
+    """Return a part of skipped records with addresses instead of local copies."""
+    if isinstance(part, Done):
+        return Done([named_by_address(item) for item in part.items])
+    assert isinstance(part.piece, Damaged)
+    skipped = named_by_address(part.piece.skipped)
+    assert isinstance(skipped, Skipped)
+    return replace(part, piece=Damaged(skipped))
+
+
+def _is_skipped(part: Unread | Done) -> bool:
+    """Return True if a part has only records that are skipped, which are few."""
+    if isinstance(part, Done):
+        return all(isinstance(item, Skipped) for item in part.items)
+    return isinstance(part.piece, Damaged)
+
+
+def _coalesced(parts: Iterator[Unread | Done], max_bytes: int) -> Iterator[Unread | Done]:
+    """Yield `parts` with adjacent ranges of lines joined up to `max_bytes`."""
+    last: Unread | None = None
+    for part in parts:
+        joined = None if last is None else _joined(last, part, max_bytes)
+        if joined is not None:
+            last = joined
+            continue
+        if last is not None:
+            yield last
+        last = part if isinstance(part, Unread) else None
+        if last is None:
+            yield part
+    if last is not None:
+        yield last
+
+
+def _joined(first: Unread, second: Unread | Done, max_bytes: int) -> Unread | None:
+    if isinstance(second, Done) or first.format != second.format:
+        return None
+    a, b = first.piece, second.piece
+    # Lines 1 .. 3 in bytes [0, 90) and lines 4 .. 9 in bytes [90, 200) -> lines 1 .. 9 in bytes [0, 200).
+    if isinstance(a, LineRange) and isinstance(b, LineRange):
+        if a.offset + a.size == b.offset and a.size + b.size <= max_bytes:
+            return replace(first, piece=replace(a, size=a.size + b.size))
+    elif (
+        isinstance(a, RowGroups)
+        and isinstance(b, RowGroups)
+        and a.groups[-1] + 1 == b.groups[0]
+        and a.size + b.size <= max_bytes
+    ):
+        return replace(first, piece=replace(a, groups=a.groups + b.groups, size=a.size + b.size))
+    return None
+
+
+def _by_address(piece: Range, address: str) -> Range:
+    """Return a range of a local copy as a range of the object itself."""
+    return replace(piece, path=addresses_in(piece.path), file=address)
+
+
+def _refuse_beside(file: InputFile, format: str) -> None:  # noqa: A002
+    """Refuse a format whose records need other objects of the same prefix.
+
+    Raises:
+        TreepackError: with the remedy.
+    """
+    if file.is_searched and is_address(file.path) and format in _WITH_FILES_BESIDE:
+        raise TreepackError(
+            f"{file.path}: a rollout of the format {format} needs other files of its folder, which a task on another "
+            "machine does not see; copy the prefix to a folder that all machines share"
+        )
+
+
+def _object(address: str) -> RemotePath:
+    place = as_path(address)
+    assert isinstance(place, RemotePath)
+    return place
