@@ -23,23 +23,30 @@ parting (`text_differences`), so it needs the tokenizer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from treepack.analysis.text_differences import Difference, classify
-from treepack.columns import SpanView
+from treepack.columns import SpanView, text_codes
+from treepack.pack.plan.unions import range_minima
 from treepack.trajectory import Int64
+from treepack.trie.pieces import trajectory_pieces
 from treepack.trie.trie import Trie
 
 CALL = re.compile(r"(?P<rollout>.*)/(?:turn|part)-(?P<number>\d+)(?:@.*)?", re.DOTALL)
+WHOLE_CALL = f"(?s)^{CALL.pattern}$"  # the same for polars, which matches all names at once
 MAX_PARTINGS = 10_000  # partings whose text is read, the costliest ones: at 5 ms each, less than a minute
 # Tokens of text before and after a parting. The context completes a word, an id or a tag that the parting cuts; the
 # window is wide enough to see that the texts agree again after an id, and narrow enough to read thousands of them.
 CONTEXT, WINDOW = 48, 160
+WINDOWS_PER_RELEASE = 1024  # each maps 64 KB of tokens and more
+# Reasons for tokens that were not lost; explained in `tokens_by_reason`.
+REASONS = ("sampling", "environment", "next call", "longer prompt")
 UNREAD = {False: "prompt differs", True: "history differs"}
 
 Decode = Callable[[list[list[int]]], list[str]]
@@ -76,19 +83,46 @@ class Parting:
     difference: Difference | None
 
 
+class Partings(Sequence[Parting]):
+    """Partings of one cause, the costliest first, each made when it is needed.
+
+    `numbers` int64 are their trajectories; the texts of the first ones have the `differences`.
+    """
+
+    def __init__(self, tokens: AddedTokens, numbers: Int64, differences: list[Difference]) -> None:
+        self._tokens, self._numbers, self._differences = tokens, numbers, differences
+
+    def __len__(self) -> int:
+        """Return the number of partings."""
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, place: int) -> Parting: ...
+    @overload
+    def __getitem__(self, place: slice) -> Partings: ...
+    def __getitem__(self, place: int | slice) -> Parting | Partings:
+        """Return one parting, or several."""
+        if isinstance(place, slice):
+            return Partings(self._tokens, self._numbers[place], self._differences[place])
+        i = int(self._numbers[place])
+        difference = self._differences[place] if place < len(self._differences) else None
+        tokens = self._tokens
+        return Parting(i, int(tokens.expected[i]), int(tokens.common[i]), int(tokens.lost[i]), difference)
+
+
 @dataclass(frozen=True, slots=True)
 class LostCause:
     """A cause of lost sharing: its name, the lost tokens, and all partings, the costliest first."""
 
     name: str
     tokens: int
-    partings: list[Parting]
+    partings: Partings
 
 
 def added_tokens(trie: Trie) -> AddedTokens:
     """Return the tokens that each trajectory adds, and the number of them that it should have shared.
 
-    O(num_nodes), and the time to sort the names.
+    O(num_nodes log num_nodes), and the time to sort the names.
     """
     expected, is_call, rank = _expectations(trie)
     start = _starts(trie, rank)
@@ -98,77 +132,87 @@ def added_tokens(trie: Trie) -> AddedTokens:
     # expected [-1, 0, 1], is_call [0, 0, 1], begin [4, 4, 8], end [7, 7, 9] -> should [0, 4, 7], as in the header
     should = np.where(known, np.minimum(begin, np.where(is_call, end[expected], begin)), 0)
     lost, common = np.zeros_like(start), np.zeros_like(start)
-    parent, ends, path_length = trie.parent.tolist(), trie.end_node.tolist(), trie.path_length
-    for i in np.flatnonzero(start < should).tolist():
-        other = int(expected[i])
-        meet = _meeting(parent, ends[i], ends[other])
-        shared = 0 if meet < 0 else int(path_length[meet])
-        # If all of the other prompt or history is shared, this one only continues it, and nothing is lost.
-        if shared < (end if is_call[i] else begin)[other]:
-            lost[i], common[i] = should[i] - start[i], shared
+    later = np.flatnonzero(start < should)
+    other = expected[later]
+    shared = _common_tokens(trie, later, other)
+    # If all of the other prompt or history is shared, this one only continues it, and nothing is lost.
+    parts = shared < np.where(is_call[later], end[other], begin[other])
+    lost[later[parts]] = (should - start)[later[parts]]
+    common[later[parts]] = shared[parts]
     return AddedTokens(start, lost, expected, common, is_call)
 
 
 def _expectations(trie: Trie) -> tuple[Int64, NDArray[np.bool_], Int64]:
     """Return the trajectory that each one should share with, whether it is the call before, and the rank of each."""
-    names: list[str] = trie.trajectories["trajectory_id"].to_pylist()
-    groups: list[str] = trie.trajectories["group_id"].to_pylist()
-    keys = []
-    for name, group, step in zip(names, groups, trie.step_rank.tolist(), strict=True):
-        match = CALL.fullmatch(name)  # "task/turn-3@x" -> rollout "task", number 3
-        rollout, number = (match["rollout"], int(match["number"])) if match else (name, 0)
-        keys.append((step, group, rollout, number, name))
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    expected, is_call = np.full(len(keys), -1), np.zeros(len(keys), bool)
-    rank = np.empty(len(keys), np.int64)
+    frame = _calls(trie).with_row_index("place").sort("step", "group", "rollout", "number", "name", "place")
+    order = frame["place"].to_numpy().astype(np.int64)
+    rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    first = before = order[0]
-    for i in order[1:]:
-        if keys[i][:2] != keys[first][:2]:  # another step or group
-            first = i
-        elif keys[i][:3] == keys[before][:3]:
-            expected[i], is_call[i] = before, True
-        else:
-            expected[i] = first
-        before = i
+    before = frame.select(pl.col("step", "group", "rollout").eq(pl.col("step", "group", "rollout").shift()))
+    in_group = (before["step"] & before["group"]).fill_null(False).to_numpy()
+    in_rollout = in_group & before["rollout"].fill_null(False).to_numpy()
+    # The first of each group: in_group [0, 1, 1, 0, 1] -> [0, 0, 0, 3, 3].
+    first = np.maximum.accumulate(np.where(in_group, 0, np.arange(len(order))))
+    expected, is_call = np.full(len(order), -1), np.zeros(len(order), bool)
+    expected[order] = np.where(in_rollout, np.roll(order, 1), np.where(in_group, order[first], -1))
+    is_call[order] = in_rollout
     return expected, is_call, rank
+
+
+def _calls(trie: Trie) -> pl.DataFrame:
+    """Return step, group, rollout, number of the call and name of each trajectory."""
+    table = trie.trajectories
+    frame = pl.DataFrame(
+        {
+            "step": trie.step_rank,
+            "group": pl.from_arrow(table["group_id"]),
+            "name": pl.from_arrow(table["trajectory_id"]),
+        }
+    )
+    # "task/turn-3@x" -> rollout "task", number 3; another name is a rollout with one call, number 0.
+    call = frame["name"].str.extract_groups(WHOLE_CALL).struct.unnest()
+    number = call["number"].cast(pl.Int64, strict=False)
+    if number.null_count() > call["number"].null_count():  # above 2^63, or other digits than ASCII ones
+        values = [int(text or 0) for text in call["number"].to_list()]
+        ranks = {value: i for i, value in enumerate(sorted({0, *values}))}
+        number = pl.Series([ranks[value] for value in values])
+    return frame.with_columns(rollout=call["rollout"].fill_null(frame["name"]), number=number.fill_null(0))
 
 
 def _starts(trie: Trie, rank: Int64) -> Int64:
     """Return the first token that each trajectory adds; its length if it adds none."""
-    parent = trie.parent.tolist()
-    # The trajectory of the lowest rank through a node adds its tokens. Ranks start at the ends and move up to parents.
-    lowest = np.full(trie.num_nodes, len(rank))
-    np.minimum.at(lowest, trie.end_node, rank)
-    first: list[int] = lowest.tolist()
-    for node in range(len(parent) - 1, 0, -1):
-        above = parent[node]
-        if above >= 0 and first[node] < first[above]:
-            first[above] = first[node]
+    # The trajectory of the lowest rank through a node adds its tokens. The trajectories that end in a subtree follow
+    # each other: end_node [1, 2, 3] and the subtree of the nodes 1 .. 2 -> trajectories 0 and 1.
+    begins = np.searchsorted(trie.end_node, np.arange(trie.num_nodes))
+    lowest = range_minima(rank, begins, np.searchsorted(trie.end_node, trie.node_end))
     by_rank = np.empty(len(rank), np.int64)
     by_rank[rank] = np.arange(len(rank))  # inverse: rank [2, 0, 1] -> trajectories [1, 2, 0]
     start = trie.lengths.copy()
-    np.minimum.at(start, by_rank[first], trie.depth)
+    np.minimum.at(start, by_rank[lowest], trie.depth)
     return start
 
 
 def _trained_range(trie: Trie) -> tuple[Int64, Int64]:
     """Return first trained token of each trajectory and one past its last; its length and 0 if none is trained."""
-    spans = SpanView.of(trie.trajectories)
     begin, end = trie.lengths.copy(), np.zeros(trie.num_trajectories, np.int64)
-    some = np.flatnonzero(np.diff(spans.offsets))
-    # offsets [0, 2, 2, 3]: trajectories 0 and 2 have spans 0-1 and 2; their first spans are 0, 2, their last 1, 2
-    begin[some] = spans.starts[spans.offsets[some]]
-    end[some] = spans.ends[spans.offsets[some + 1] - 1]
+    for first, stop in trajectory_pieces(trie):
+        spans = SpanView.of(trie.trajectories.slice(first, stop - first))
+        some = np.flatnonzero(np.diff(spans.offsets))
+        # offsets [0, 2, 2, 3]: trajectories 0 and 2 have spans 0-1 and 2; their first spans are 0, 2, their last 1, 2
+        begin[first + some] = spans.starts[spans.offsets[some]]
+        end[first + some] = spans.ends[spans.offsets[some + 1] - 1]
     return begin, end
 
 
-def _meeting(parent: list[int], a: int, b: int) -> int:
-    """Return the last node that the paths to `a` and `b` share, -1 if they share none."""
-    # Parents come before their children, so the node with the larger index is never above the other one.
-    while a != b:
-        a, b = (parent[a], b) if a > b else (a, parent[b])
-    return a
+def _common_tokens(trie: Trie, a: Int64, b: Int64) -> Int64:
+    """Return the tokens that the trajectories `a` and `b` have in common, pair by pair; see `unions` for the method."""
+    first = np.minimum(trie.end_node[a], trie.end_node[b]).astype(np.int64)
+    last = np.maximum(trie.end_node[a], trie.end_node[b]).astype(np.int64)
+    common = trie.path_length[first]
+    apart = np.flatnonzero(first < last)
+    minima = range_minima(trie.depth, first[apart] + 1, last[apart] + 1)
+    common[apart] = np.minimum(common[apart], minima)
+    return common
 
 
 def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTINGS) -> dict[str, Any]:
@@ -183,10 +227,9 @@ def explain(trie: Trie, decode: Decode | None = None, *, most: int = MAX_PARTING
         most: maximum number of partings whose texts are read, the costliest ones.
     """
     tokens = added_tokens(trie)
-    ids: list[str] = trie.trajectories["trajectory_id"].to_pylist()
     return {
         "laid_down": tokens_by_reason(trie, tokens),
-        "lost": [_as_record(cause, ids) for cause in causes_of(trie, tokens, decode, most=most)],
+        "lost": [_as_record(cause, trie) for cause in causes_of(trie, tokens, decode, most=most)],
         "num_alone": num_alone(trie),
     }
 
@@ -200,35 +243,35 @@ def tokens_by_reason(trie: Trie, tokens: AddedTokens) -> dict[str, int]:
     """
     added = trie.lengths - tokens.start
     base = tokens.expected < 0
-    reason = np.where(tokens.is_call, "next call", _reasons(trie, tokens.start))
-    parts = {
-        name: int(added[~base & (tokens.lost == 0) & (reason == name)].sum())
-        for name in ("sampling", "environment", "next call", "longer prompt")
-    }
+    reason = np.where(tokens.is_call, REASONS.index("next call"), _reasons(trie, tokens.start))
+    parts = {name: int(added[~base & (tokens.lost == 0) & (reason == i)].sum()) for i, name in enumerate(REASONS)}
     lost = int(tokens.lost.sum())
     behind = int((added - tokens.lost)[tokens.lost > 0].sum())
     return {"first": int(added[base].sum()), **parts, "behind": behind, "lost": lost}
 
 
-def _reasons(trie: Trie, start: Int64) -> NDArray[np.str_]:
-    """Return the reason why each trajectory leaves the others at token `start`: the kind of that token."""
-    spans = SpanView.of(trie.trajectories)
+def _reasons(trie: Trie, start: Int64) -> NDArray[np.int8]:
+    """Return the reason, an index of `REASONS`, why each trajectory leaves the others at token `start`."""
     begin, _ = _trained_range(trie)
-    owner = np.repeat(np.arange(trie.num_trajectories), np.diff(spans.offsets))
-    # One search for all trajectories: (owner, token) becomes the sorted key owner * reach + token.
-    # reach 10, spans 2-4 and 6-8 of 0 and 3-5 of 1 -> keys [2, 6, 13]; start [7, 2] -> keys [7, 12] -> at [1, 1]
-    reach = int(trie.lengths.max()) + 1
-    at = np.searchsorted(owner * reach + spans.starts, np.arange(trie.num_trajectories) * reach + start, "right") - 1
-    # Trajectory 0 starts in its span 1, so it sampled another token. Span 1 is not one of trajectory 1: no span there.
-    trained = (at >= 0) & (owner[at] == np.arange(trie.num_trajectories)) & (start < spans.ends[at])
-    return np.where(trained, "sampling", np.where(start < begin, "longer prompt", "environment"))
+    reasons = np.where(start < begin, REASONS.index("longer prompt"), REASONS.index("environment")).astype(np.int8)
+    for first, end in trajectory_pieces(trie):
+        spans, leaves = SpanView.of(trie.trajectories.slice(first, end - first)), start[first:end]
+        each = np.arange(end - first)
+        owner = np.repeat(each, np.diff(spans.offsets))
+        # One search for all trajectories: (owner, token) becomes the sorted key owner * reach + token.
+        # reach 10, spans 2-4 and 6-8 of 0 and 3-5 of 1 -> keys [2, 6, 13]; start [7, 2] -> keys [7, 12] -> at [1, 1]
+        reach = int(max(spans.ends.max(initial=0), leaves.max())) + 1
+        at = np.searchsorted(owner * reach + spans.starts, each * reach + leaves, "right") - 1
+        # Trajectory 0 starts in its span 1, so it sampled another token. Span 1 is not one of trajectory 1.
+        some = np.flatnonzero(at >= 0)
+        trained = some[(owner[at[some]] == some) & (leaves[some] < spans.ends[at[some]])]
+        reasons[first + trained] = REASONS.index("sampling")
+    return reasons
 
 
 def num_alone(trie: Trie) -> int:
     """Return the number of trajectories that are alone in their group, whose prompts are compared with none."""
-    groups = np.array(trie.trajectories["group_id"].to_pylist())
-    _, code, count = np.unique(groups, return_inverse=True, return_counts=True)
-    return int((count[code] == 1).sum())
+    return int((np.bincount(text_codes(trie.trajectories["group_id"])) == 1).sum())
 
 
 def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: int = MAX_PARTINGS) -> list[LostCause]:
@@ -243,25 +286,36 @@ def causes_of(trie: Trie, tokens: AddedTokens, decode: Decode | None, *, most: i
     order = np.flatnonzero(tokens.lost)
     order = order[np.argsort(-tokens.lost[order], kind="stable")]
     differences = _differences(trie, tokens, order[:most].tolist(), decode)
-    partings: dict[str, list[Parting]] = {}
-    for place, i in enumerate(order.tolist()):
-        difference = differences[place] if place < len(differences) else None
-        cause = UNREAD[bool(tokens.is_call[i])] if decode is None else "not read"
-        parting = Parting(i, int(tokens.expected[i]), int(tokens.common[i]), int(tokens.lost[i]), difference)
-        partings.setdefault(difference.cause if difference else cause, []).append(parting)
-    causes = [LostCause(name, sum(one.lost for one in places), places) for name, places in partings.items()]
+    # Partings whose texts are read come first, so they are the first of their cause, too.
+    of_cause: dict[str, list[Difference]] = {}
+    numbers: dict[str, list[Int64]] = {}
+    for i, difference in enumerate(differences):
+        of_cause.setdefault(difference.cause, []).append(difference)
+        numbers.setdefault(difference.cause, []).append(order[i : i + 1])
+    unread = order[len(differences) :]
+    others = {"not read": unread}
+    if decode is None:
+        others = {name: unread[tokens.is_call[unread] == is_call] for is_call, name in UNREAD.items()}
+    for name, rest in others.items():
+        if len(rest):
+            numbers.setdefault(name, []).append(rest)
+    causes = []
+    for name, parts in numbers.items():
+        places = np.concatenate(parts)
+        partings = Partings(tokens, places, of_cause.get(name, []))
+        causes.append(LostCause(name, int(tokens.lost[places].sum()), partings))
     return sorted(causes, key=lambda cause: (-cause.tokens, cause.name))
 
 
-def _as_record(cause: LostCause, ids: list[str]) -> dict[str, Any]:
-    first = cause.partings[0]
+def _as_record(cause: LostCause, trie: Trie) -> dict[str, Any]:
+    first, ids = cause.partings[0], trie.trajectories["trajectory_id"]
     return {
         "cause": cause.name,
         "tokens": cause.tokens,
         "num_partings": len(cause.partings),
         "example": {
-            "trajectory_id": ids[first.trajectory],
-            "other": ids[first.other],
+            "trajectory_id": ids[first.trajectory].as_py(),
+            "other": ids[first.other].as_py(),
             "position": first.position,
             **(first.difference.texts if first.difference else {}),
         },
@@ -282,6 +336,8 @@ def _differences(trie: Trie, tokens: AddedTokens, partings: list[int], decode: D
             stop = min(int(limit), at + WINDOW)
             windows.append(path_tokens(trie, int(trie.end_node[which]), max(0, at - CONTEXT), stop))
             whole.append(stop == limit)
+        if len(windows) % WINDOWS_PER_RELEASE == 0:
+            trie.storage.release()
     texts = decode(windows)
     return [
         classify(
