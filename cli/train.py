@@ -34,7 +34,7 @@ def _parse_mix(_: click.Context, parameter: click.Parameter, value: str | None) 
 
 
 _SECTIONS = {
-    "Data, model and output": "mix model init-from out overwrite resume cache cache-size",
+    "Data, model and output": "mix blocks model init-from out overwrite resume cache cache-size",
     "Loss": "loss clip-low clip-high dual-clip denominator response-length kl kl-estimator entropy importance-cap "
     "temperature beta router-aux",
     "Optimiser": "steps epochs rows-per-step lr min-lr-ratio warmup-steps weight-decay clip optimizer seed",
@@ -56,6 +56,12 @@ _SECTIONS = {
     callback=_parse_mix,
     help="Share of the rows for each PACKED, in their order, such as 0.7,0.3; by default every row of each of them "
     "comes once per epoch.",
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(min=1),
+    help="Divide the rows of each training step into this number of blocks of neighbouring rows, so that each machine "
+    "downloads only its own; by default the number of machines if PACKED is remote, else 1.",
 )
 @click.option(
     "--model",
@@ -154,6 +160,7 @@ _SECTIONS = {
 def train(
     packed: tuple[str, ...],
     mix: tuple[float, ...] | None,
+    blocks: int | None,
     model: str,
     init_from: str | None,
     out: AnyPath | None,
@@ -194,6 +201,7 @@ def train(
     options = TrainOptions(
         steps=steps,
         mix=mix,
+        blocks=blocks,
         init_from=init_from,
         **asdict(optimiser),
         optimizer=optimizer,

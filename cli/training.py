@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,8 +154,12 @@ def _train_in(
     overwrite: bool,
 ) -> dict[str, Any]:
     """Train in `place`, draw the curves, and return the summary."""
+    from treepack.train.division import recorded_blocks
     from treepack.train.run import open_run
 
+    if run_options.resume and options.blocks is None:
+        # The order of the run that is continued, also on another number of machines.
+        options = replace(options, blocks=recorded_blocks(place.out, ranks))
     if run_options.resume and _is_finished(packed, model, options, place.out, ranks):
         if run_options.plot:
             ranks.lead(place.claim)  # for the metrics, which the curves are drawn from

@@ -97,6 +97,12 @@ class MixedDataset:
         for place in dict.fromkeys(places.tolist()):
             self.sources[place].expect((indices[places == place] - self.first[place]).tolist())
 
+    def claim(self, rows: Sequence[int] | Int64) -> None:
+        """Take into account that the processes of this machine will read only these rows."""
+        indices = np.asarray(rows, np.int64)
+        for first, stop, source in zip(self.first[:-1], self.first[1:], self.sources, strict=True):
+            source.claim(indices[(indices >= first) & (indices < stop)] - first)
+
     def padding(self) -> Batch:
         """Return a row of padding, see `PackedDataset.padding`."""
         return self.sources[0].padding()

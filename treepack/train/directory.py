@@ -339,6 +339,7 @@ def _check_same(run: TrainingRun, out: AnyPath) -> None:
         old_options = before["options"]
         # Both sides must have JSON types, in which a tuple is a list: (0.9, 0.95) -> [0.9, 0.95].
         new_options = json.loads(json.dumps(now["options"]))
+        old_options, new_options = ({"blocks": 1, **options} for options in (old_options, new_options))
         pairs = [(name, before[name], now[name]) for name in _COMPARED]
         pairs.append(("eval_sha256", before.get("eval_sha256"), now.get("eval_sha256")))  # absent without held-out rows
         names = sorted({*old_options, *new_options} - LENGTH_OPTIONS)

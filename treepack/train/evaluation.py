@@ -34,7 +34,7 @@ def evaluate(held_out: TrainingRun) -> dict[str, float]:
     start, rows = time.perf_counter(), held_out.schedule[0].rows
     denominator = float(held_out.dataset.total_weight[rows].sum())
     factors = dict(zip(rows, held_out.factors(rows), strict=True))
-    share = deal(rows, held_out.costs(), held_out.ranks.size)[held_out.ranks.rank]
+    share = deal(rows, held_out.costs(), held_out.ranks.size, held_out.division)[held_out.ranks.rank]
     report, loaded = Report(held_out, rows), held_out.loaded
     with torch.no_grad(), closing(Prefetch(held_out.dataset, share, pin=loaded.device.type == "cuda")) as batches:
         for row, batch in zip(share, batches, strict=True):

@@ -283,7 +283,7 @@ def _rank_rows(run: TrainingRun, first: int) -> Iterator[int | None]:
     """Yield the rows that this rank computes, starting at optimiser step `first`; see `schedule.deal`."""
     costs = run.costs()
     for step in run.schedule[first:]:
-        yield from deal(step.rows, costs, run.ranks.size)[run.ranks.rank]
+        yield from deal(step.rows, costs, run.ranks.size, run.division)[run.ranks.rank]
 
 
 def _join_ids(ids: list[int]) -> str:

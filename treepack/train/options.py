@@ -30,6 +30,7 @@ _MINIMUM = {
     "steps": 1,
     "epochs": 1,
     "rows_per_step": 1,
+    "blocks": 1,
     "loss_chunk": 1,
     "keep": 1,
     "warmup_steps": 0,
@@ -54,15 +55,17 @@ class TrainOptions:
     maximum gradient norm, 0 for no clipping. `dtype` "bf16" keeps float32 weights and computes under autocast; "auto"
     is bf16 on a GPU that has it, else fp32, and a run records which one. `device` "auto" is a GPU if there is one, else
     the CPU. `mix` has a share of the rows for each packed directory; None takes every row of all directories once per
-    epoch. `init_from` is a run, checkpoint or model whose weights replace those of the model at the start. `optimizer`
-    "adamw-8bit" is AdamW of bitsandbytes, with states of 8 bits. `objective` is the loss to minimise. `gather_dtype` is
-    the dtype in which sharded weights travel between ranks, and `cpu_offload` keeps these weights and the optimiser on
-    the CPU; both have no effect in one process. A checkpoint is written every `checkpoint_every` steps, with 0 only
-    when `stop` ends the run, and the newest `keep` are kept. Held-out rows, if the run has them, are evaluated every
-    `eval_every` steps and after the last one; with `patience`, the run ends after so many evaluations without a lower
-    loss, and its model is that of the lowest. At most `max_skipped` consecutive steps may have a loss or gradient that
-    is not finite. With `lora` only an adapter is trained, and its base stays as it is. `router_aux` is the coefficient
-    of the load-balancing loss of a mixture's routers (`model.router_balance`), for the loss sft only; 0 leaves it out.
+    epoch. `blocks` divides the rows of each training step into blocks of neighbouring rows, so that a machine reads its
+    own; None is the number of machines if the rows are remote, else 1. `init_from` is a run, checkpoint or model whose
+    weights replace those of the model at the start. `optimizer` "adamw-8bit" is AdamW of bitsandbytes, with states of 8
+    bits. `objective` is the loss to minimise. `gather_dtype` is the dtype in which sharded weights travel between
+    ranks, and `cpu_offload` keeps these weights and the optimiser on the CPU; both have no effect in one process. A
+    checkpoint is written every `checkpoint_every` steps, with 0 only when `stop` ends the run, and the newest `keep`
+    are kept. Held-out rows, if the run has them, are evaluated every `eval_every` steps and after the last one; with
+    `patience`, the run ends after so many evaluations without a lower loss, and its model is that of the lowest. At
+    most `max_skipped` consecutive steps may have a loss or gradient that is not finite. With `lora` only an adapter is
+    trained, and its base stays as it is. `router_aux` is the coefficient of the load-balancing loss of a mixture's
+    routers (`model.router_balance`), for the loss sft only; 0 leaves it out.
     """
 
     steps: int | None = None
@@ -79,6 +82,7 @@ class TrainOptions:
     gradient_checkpointing: bool = False
     compile: bool = False
     mix: tuple[float, ...] | None = None
+    blocks: int | None = None
     init_from: str | None = None
     attention: str = "auto"
     loss_chunk: int = CHUNK
@@ -126,6 +130,8 @@ class TrainOptions:
         """Return the options as JSON values."""
         record = asdict(self)
         del record["objective"]["preset"]  # a name for values that the record has anyway
+        if self.blocks in (None, 1):
+            del record["blocks"]  # the order of a run without blocks depends on none
         return {**record, "betas": list(self.betas), "mix": None if self.mix is None else list(self.mix)}
 
     def with_dtype(self, device: torch.device) -> Self:

@@ -21,11 +21,16 @@ from treepack.errors import TreepackError
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process among the `size` processes of the run; `grouped` if there is a process group."""
+    """The place of this process among the `size` processes of the run; `grouped` if there is a process group.
+
+    `machines` is the number of machines, which have equally many ranks, numbered machine by machine; None if the
+    launcher does not tell it.
+    """
 
     rank: int = 0
     size: int = 1
     grouped: bool = False
+    machines: int | None = None
 
     @property
     def leads(self) -> bool:
@@ -87,7 +92,15 @@ def join_ranks(device: torch.device) -> Ranks:
         except (ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise TreepackError(f"the ranks of this run cannot connect ({reason}); start them with torchrun") from error
-    return Ranks(distributed.get_rank(), distributed.get_world_size(), grouped=True)
+    size = distributed.get_world_size()
+    return Ranks(distributed.get_rank(), size, grouped=True, machines=_num_machines(size))
+
+
+def _num_machines(size: int) -> int | None:
+    """Return the number of machines on which torchrun started `size` processes, None if their numbers differ."""
+    # 4 processes with LOCAL_WORLD_SIZE 2: 2 machines. Other launchers may not set it.
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return size // int(local) if local.isdecimal() and int(local) > 0 and size % int(local) == 0 else None
 
 
 def refuse_ranks(command: str) -> None:

@@ -5,6 +5,7 @@ open_run(packed, model, options, ranks) -> TrainingRun     unsuitable data, mode
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import tempfile
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
 from treepack.attention import resolve, row_multiple
+from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, open_packed, sources_of
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
@@ -34,6 +37,7 @@ from treepack.model.memory import memory_errors
 from treepack.model.objectives import Objective
 from treepack.model.router_balance import RouterBalance
 from treepack.model.weights.whole_checkpoint import check_savable, has_rest
+from treepack.train.division import Division, choose_blocks, divide_rows
 from treepack.train.initial_weights import find_weights
 from treepack.train.optimiser import check_optimizer
 from treepack.train.options import TrainOptions
@@ -58,7 +62,8 @@ class TrainingRun:
 
     `rewards` is the sum of the known rewards of every row's trajectories and their number, float64 [num_rows, 2].
     `held_out` are rows to evaluate on, with a schedule of one step that has all of them. `balance` computes the
-    auxiliary loss of routers, if `options.router_aux` asks for it.
+    auxiliary loss of routers, if `options.router_aux` asks for it. `division` has the rows of each machine, if the
+    machines read blocks of their own.
     """
 
     dataset: AnyDataset
@@ -72,6 +77,7 @@ class TrainingRun:
     rewards: Float64 | None = None
     held_out: TrainingRun | None = None
     balance: RouterBalance | None = None
+    division: Division | None = None
 
     @property
     def paths(self) -> list[str | Path]:
@@ -146,7 +152,11 @@ def open_run(
         check_trainable(model, options.lora, sharded=ranks.grouped)
     check_optimizer(options, ranks)
     # The data first: it opens in seconds, and a large model loads in minutes.
-    dataset, table, schedule = _open_data(packed, options)
+    dataset, table = _open_rows(packed, options.objective)
+    blocks, notes = choose_blocks(dataset, options, ranks)
+    options = replace(options, blocks=blocks)
+    schedule = plan_steps(dataset, options, table)
+    division = divide_rows(dataset, trainable_rows(dataset, table), blocks, ranks)
     evaluated = None if held_out is None else _open_held_out(held_out, options)
     initial = None if options.init_from is None else find_weights(options.init_from, model)
     source = model if initial is None else initial.source
@@ -168,12 +178,15 @@ def open_run(
             loaded = replace(loaded, source=str(model), notes=(*loaded.notes, initial.note))
             if has_rest(loaded.causal, model):
                 check_savable(loaded.causal, model)  # the names in its files may differ from those of the weights
-    run = TrainingRun(dataset, loaded, options, schedule, None, (), table, ranks)
+    run = TrainingRun(dataset, loaded, options, schedule, None, notes, table, ranks, division=division)
     if options.router_aux:
         run = replace(run, balance=RouterBalance(loaded.causal, options.router_aux, source=loaded.source))
     if evaluated is not None:
         rows, rows_table, rows_schedule = evaluated
-        held = TrainingRun(rows, loaded, options, rows_schedule, None, (), rows_table, ranks)
+        # All held-out rows are one step, whatever training steps they have.
+        held_rows = np.array(rows_schedule[0].rows)
+        held_division = divide_rows(rows, held_rows, blocks, ranks, steps=[None] * len(rows))
+        held = TrainingRun(rows, loaded, options, rows_schedule, None, (), rows_table, ranks, division=held_division)
         _check_rows(held)
         run = replace(run, held_out=held)
     return _check_fit(run)
@@ -219,13 +232,24 @@ def _sum_rewards(dataset: AnyDataset) -> Float64 | None:
     """Return `TrainingRun.rewards`; None if the directory has no rewards."""
     if "trajectory_rewards" not in dataset.term_columns:
         return None
+    tables = [
+        source.once_per_machine("rewards", functools.partial(_rewards_of_rows, source))
+        for source in sources_of(dataset)
+    ]
+    columns = [np.concatenate([table[name].to_numpy() for table in tables]) for name in ("sum", "count")]
+    return np.stack(columns, axis=1)
+
+
+def _rewards_of_rows(source: PackedDataset) -> pa.Table:
+    """Return the sum and the number of the known rewards of every row of a directory."""
     sums = []
-    for table in dataset.tables(["trajectory_rewards"]):
+    for table in source.tables(["trajectory_rewards"]):
         # [[0.5, None], None, [1.0]] -> (0.5, 1), (0, 0), (1, 1)
         for cell in table["trajectory_rewards"].to_pylist():
             known = [reward for reward in cell or () if reward is not None and not math.isnan(reward)]
             sums.append((math.fsum(known), len(known)))
-    return np.array(sums, np.float64).reshape(-1, 2)
+    values = np.array(sums, np.float64).reshape(-1, 2)
+    return pa.table({"sum": values[:, 0], "count": values[:, 1]})
 
 
 def count_steps(packed: Packed, options: TrainOptions) -> int:
@@ -291,7 +315,7 @@ def _check_fit(run: TrainingRun) -> TrainingRun:
     dataset, loaded, objective = run.dataset, run.loaded, run.options.objective
     _check_rows(run)
     tokenizer, notes = _tokenizer(loaded, dataset.manifest.get("tokenizer"))
-    notes = (*notes, *repair_generation_config(loaded.causal), *_adapter_notes(run), *_router_notes(run))
+    notes = (*notes, *repair_generation_config(loaded.causal), *_adapter_notes(run), *_router_notes(run), *run.notes)
     num_left_out = len(dataset) - len(run.trainable_rows)
     if num_left_out:
         lacking = "pairs to compare" if objective.loss == "dpo" else "trained tokens"

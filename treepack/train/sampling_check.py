@@ -71,7 +71,7 @@ def compare_sampling(run: TrainingRun) -> str | None:
 
 def measure_gap(run: TrainingRun) -> SamplingGap | None:
     """Compare one row of the first step on every rank; None if it has no recorded values."""
-    row = deal(run.schedule[0].rows, run.costs(), run.ranks.size)[run.ranks.rank][0]
+    row = deal(run.schedule[0].rows, run.costs(), run.ranks.size, run.division)[run.ranks.rank][0]
     batch = run.dataset.padding() if row is None else run.dataset[row]
     sums = run.ranks.sum(_sums(run, batch).to(run.loaded.device)).tolist()
     count, gap, mean, larger, different, *rest = sums

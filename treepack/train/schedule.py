@@ -10,6 +10,9 @@
                                 rank 3     7   5   2      row of the next micro-batch. A "." is a row of padding, which
                                                           is needed because the ranks communicate in every layer.
 
+If the machines have blocks of their own (`train.division`), the rows of a step are divided among the machines first,
+and then dealt in this way on each of them.
+
 A run is a function of its options and data alone: resumed at step n, it continues with the rows of step n.
 """
 
@@ -26,6 +29,7 @@ from treepack.data.epochs import epoch_order
 from treepack.data.mixture import AnyDataset, mixed_rows, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.model.denominators import TrajectoryTable, trainable_rows
+from treepack.train.division import Division
 from treepack.train.options import TrainOptions
 from treepack.trajectory import Float64, Int64
 
@@ -50,9 +54,10 @@ def plan_steps(dataset: AnyDataset, options: TrainOptions, table: TrajectoryTabl
     mixture = None if options.mix is None else _mixture(dataset, trained, options)
     schedule: list[OptimiserStep] = []
     epoch, size = 0, options.rows_per_step
+    blocks, owners = options.blocks or 1, source_of_rows(dataset)
     while len(schedule) < options.steps if options.steps else epoch < options.epochs:
         if mixture is None:
-            parts = epoch_order(dataset.steps, trained, seed=options.seed, epoch=epoch)
+            parts = epoch_order(dataset.steps, trained, seed=options.seed, epoch=epoch, blocks=blocks, owners=owners)
         else:  # an epoch has as many rows as the directories together
             parts = [np.fromiter(islice(mixture, len(trained)), np.int64)]
         for part in parts:
@@ -98,17 +103,23 @@ def learning_rate(options: TrainOptions, step: int, num_steps: int) -> float:
     return options.lr * (ratio + (1 - ratio) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
-def deal(rows: Sequence[int], costs: Float64, size: int) -> list[list[int | None]]:
+def deal(rows: Sequence[int], costs: Float64, size: int, division: Division | None = None) -> list[list[int | None]]:
     """Deal the rows of an optimiser step to `size` ranks: the micro-batches of each rank, None for a row of padding.
 
     Args:
         rows: indices into the dataset, in any order.
         costs: float64, of every row of the dataset, in any unit of time.
         size: number of ranks.
+        division: the machines of the rows; None if every rank may take every row.
 
     Returns:
         one list per rank, all of the same length, most expensive row first: a row too long for memory fails at once.
     """
+    if division is not None:
+        # 5 rows on 2 machines of 2 ranks: 2 micro-batches, so each machine has room for 4 rows.
+        num, local = -(-len(rows) // size), size // division.machines
+        dealt = [share for own in division.divide(rows, num * local) for share in deal(own, costs, local)]
+        return [share + [None] * (num - len(share)) for share in dealt]
     # Rows 0 to 4 of costs [4, 9, 5, 2, 7] on 2 ranks: order [1, 4, 2, 0, 3] -> shares [1, 0, None], [4, 2, 3].
     order = sorted(rows, key=lambda row: -costs[row])
     shares: list[list[int | None]] = [[] for _ in range(size)]

@@ -163,7 +163,7 @@ def _compute_rows(
 ) -> dict[str, float]:
     """Run forward and backward of this rank's share of a step; return the means of the routers' loss, if it is used."""
     factors = dict(zip(numbers, run.factors(numbers), strict=True))
-    share = deal(numbers, run.costs(), run.ranks.size)[run.ranks.rank]
+    share = deal(numbers, run.costs(), run.ranks.size, run.division)[run.ranks.rank]
     batches: Iterable[Batch] = (next(rows) for _ in share)
     balancing: dict[str, float] = {}
     # Sharded weights live only while their layer runs, so their casts are not kept.
