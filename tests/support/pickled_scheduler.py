@@ -1,0 +1,50 @@
+"""A scheduler in this process that sends every function, argument and result through pickle, as other machines do."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from treepack.cluster.scheduler import Call, Here, Kept
+from treepack.trajectory import Int64
+
+
+def sent(value: Any) -> Any:
+    """Return a copy of `value` by way of pickle."""
+    return pickle.loads(pickle.dumps(value))
+
+
+@dataclass
+class PickledScheduler:
+    """`Here` with pickled calls; `num_rows` are the rows of the largest table that each function got or returned."""
+
+    num_workers: int = 2
+    num_rows: dict[str, int] = field(default_factory=dict)
+
+    def share(self, value: Any) -> Any:
+        return sent(value)
+
+    def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
+        for call in calls:
+            result = sent(sent(function)(*sent(call)))
+            tables = [each for each in (*call, *_parts(result)) if isinstance(each, pa.Table)]
+            name = function.__name__
+            self.num_rows[name] = max([self.num_rows.get(name, 0), *(each.num_rows for each in tables)])
+            yield result
+
+    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
+        return self.run(function, calls)
+
+    def exchange(
+        self, tables: Sequence[Kept], assign: Callable[..., Int64], arguments: Call, num_ranges: int
+    ) -> list[Kept]:
+        # In another order, as on a cluster.
+        return [sent(each) for each in Here().exchange(tables[::-1], sent(assign), sent(arguments), num_ranges)]
+
+
+def _parts(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
