@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from treepack.trie.build import build_trie
 from treepack.trie.trie import trajectories_of
 
 
-def packed(trajectories: list[Trajectory], capacity: int, method: str = "contiguous", **options: str) -> list[Row]:
+def packed(trajectories: list[Trajectory], capacity: int, method: str = "contiguous", **options: Any) -> list[Row]:
     trie = build_trie(trajectories)
     return list(pack_rows(trie, plan_rows(trie, capacity=capacity, method=method), **options))
 

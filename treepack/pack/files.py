@@ -2,6 +2,9 @@
 
     write_packed(rows, directory, capacity=...)      read_rows(directory) -> Row, Row, ...
 
+    write_rows(rows, output, columns), ...           tasks, on any machine
+    write_packed_manifest(directory, all written)    the command that started them
+
 Equal rows give equal bytes. Readers refuse other formats and versions, and parts that are missing or damaged.
 """
 
@@ -10,10 +13,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -22,11 +26,13 @@ from treepack.files import schema
 from treepack.files.address import AnyPath, as_path
 from treepack.files.background import Background
 from treepack.files.cache import local_copy
-from treepack.files.manifest import Manifest, Provenance, complete_manifest, read_manifest, write_manifest
-from treepack.files.parts import Encoding, PartWriter, open_part
+from treepack.files.manifest import FileEntry, Manifest, Provenance, complete_manifest, read_manifest, write_manifest
+from treepack.files.parts import PART_TOKENS, Encoding, PartWriter, open_part
+from treepack.files.task_output import TaskOutput
 from treepack.pack.options import PackOptions
 from treepack.pack.row import Row, RowTerms, row_counts, row_totals
 from treepack.pack.row_group import RowGroup, row_schema
+from treepack.trajectory import Int64
 
 # Tokens per row group, which is the unit that a reader decodes: some megabytes of columns.
 GROUP_TOKENS = 1 << 18
@@ -63,24 +69,99 @@ def write_packed(
     Raises:
         TreepackError: there is no row.
     """
+    written = _write_parts(rows, directory)
+    return write_packed_manifest(directory, [written], capacity=capacity, provenance=provenance)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Rows that a task has written: the entries of their parts, their summed `row_counts`, and the largest token id."""
+
+    entries: tuple[FileEntry, ...]
+    counted: Counter[str]
+    max_token_id: int
+
+
+def write_rows(
+    rows: Iterable[Row], output: TaskOutput, columns: pa.Schema, *, first_row: int = 0, first_part: int = 0
+) -> WrittenRows:
+    """Write `rows` as parts of a packed directory that several tasks write; they appear when all are complete.
+
+    Args:
+        rows: in the order of the directory; there may be none. Their `row_id` is counted from `first_row` on.
+        output: the directory.
+        columns: the result of `packed_columns`, the same in all tasks.
+        first_row: number of rows before them in the directory.
+        first_part: number of their first part. `num_parts` says how many parts they need.
+
+    Raises:
+        TreepackError: the output cannot be written.
+    """
+    numbered = (replace(row, row_id=first_row + i) for i, row in enumerate(rows))
+    with output.folder() as folder:
+        return _write_parts(numbered, folder, columns, first_part=first_part)
+
+
+def write_packed_manifest(
+    directory: Path,
+    written: Iterable[WrittenRows],
+    *,
+    capacity: int,
+    provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
+) -> Manifest:
+    """Write the manifest of rows that are written, in the order of the directory; see `write_packed`.
+
+    Raises:
+        TreepackError: there is no row.
+    """
+    all_written = [*written]
+    counted: Counter[str] = Counter()
+    for each in all_written:
+        counted.update(each.counted)  # unlike a sum, it keeps counts of 0
+    if not counted["num_rows"]:
+        raise TreepackError(f"{directory}: there is no row to write")
+    entries = {
+        "max_token_id": max(each.max_token_id for each in all_written),
+        "files": [entry for each in all_written for entry in each.entries],
+    }
+    return write_manifest(
+        directory, packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)
+    )
+
+
+def num_parts(tokens: Int64, terms: Int64) -> int:
+    """Return the number of parts that rows of so many `tokens` and `terms`, int64 [num_rows], are written to."""
+    ends, term_ends = np.cumsum(tokens), np.cumsum(terms)
+    row, parts, part_tokens = 0, 0, PART_TOKENS
+    while row < len(tokens):
+        # Rows of [3, 4, 9, 1] tokens, 6 tokens to a row group -> row groups end after the rows 1, 2 and 3.
+        before, terms_before = (int(values[row - 1]) if row else 0 for values in (ends, term_ends))
+        full = (ends.searchsorted(before + GROUP_TOKENS), term_ends.searchsorted(terms_before + GROUP_TERMS))
+        row = min(int(min(full)) + 1, len(tokens))
+        if part_tokens >= PART_TOKENS:
+            parts, part_tokens = parts + 1, 0
+        part_tokens += int(ends[row - 1]) - before
+    return parts
+
+
+def _write_parts(
+    rows: Iterable[Row], directory: Path, columns: pa.Schema | None = None, *, first_part: int = 0
+) -> WrittenRows:
+    """Write `rows` of `columns`, or of those of the first row, as parts from number `first_part` on."""
     parts: PartWriter | None = None
     counted: Counter[str] = Counter()
     max_token_id = 0
     # Encoding takes most of the time and releases the GIL, so the rows of the next group are made meanwhile.
     with Background() as background:
-        for group in _row_groups(rows, counted):
+        for group in _row_groups(rows, counted, columns):
             if parts is None:
-                parts = PartWriter(directory, "part", group.columns, ENCODING)
+                parts = PartWriter(directory, "part", group.columns, ENCODING, first=first_part)
             table = group.table()
             max_token_id = max(max_token_id, pc.max(pc.list_flatten(table["input_ids"])).as_py())
             background.call(parts.write, table, tokens=group.num_tokens)
-        if parts is None:
-            raise TreepackError(f"{directory}: there is no row to write")
-        background.call(parts.close)
-    entries = {"max_token_id": max_token_id, "files": parts.entries()}
-    return write_manifest(
-        directory, packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)
-    )
+        if parts is not None:
+            background.call(parts.close)
+    return WrittenRows(tuple(parts.entries()) if parts is not None else (), counted, max_token_id)
 
 
 def packed_manifest(
@@ -101,14 +182,14 @@ def packed_manifest(
     return complete_manifest(schema.PACKED_FORMAT, provenance, {"capacity": capacity, **(entries or {})})
 
 
-def _row_groups(rows: Iterable[Row], counted: Counter[str]) -> Iterator[RowGroup]:
+def _row_groups(rows: Iterable[Row], counted: Counter[str], columns: pa.Schema | None = None) -> Iterator[RowGroup]:
     """Yield `rows` in groups of `GROUP_TOKENS` tokens, and add their `row_counts` to `counted`.
 
     A group is valid until the next but one is requested: two take turns.
     """
     group, other = None, None
     for row in rows:
-        group = group or RowGroup(row_schema(row))
+        group = group or RowGroup(row_schema(row) if columns is None else columns)
         group.append(row)
         counted.update(row_counts(row))
         if group.num_tokens >= GROUP_TOKENS or group.num_terms >= GROUP_TERMS:

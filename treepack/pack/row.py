@@ -10,7 +10,9 @@ docs/format.md describes every column.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -92,3 +94,67 @@ def row_totals(counted: Counter[str], *, capacity: int) -> dict[str, float]:
     ratio = counted["tokens_packed"] / counted["tokens_flat"]
     fill = counted["tokens_packed"] / (counted["num_rows"] * capacity)
     return {**counted, "token_ratio": ratio, "err": 1 - ratio, "fill": fill}
+
+
+def concatenate_rows(rows: Sequence[Row]) -> Row:
+    """Return one row with the tokens, trajectories and terms of `rows`, at least one, of one training step.
+
+    Trees of different rows stay apart, so the loss weights do not change. The row has the `row_id` of the first.
+    """
+    # Rows of 3 and 2 tokens, parents [-1, 0, 0] and [-1, 0] -> [-1, 0, 0, -1, 3]; ends [3, 2, 3], [2, 2] -> ..., 5, 5.
+    first = rows[0]
+    assert all(row.step == first.step for row in rows), "rows of several steps"
+    starts = np.cumsum([0, *(row.num_tokens for row in rows[:-1])]).tolist()
+    shifted = zip(rows, starts, strict=True)
+    per_token = {name: np.concatenate([getattr(row, name) for row in rows]) for name in _PER_TOKEN}
+    parents, ends, last = zip(
+        *(
+            (np.where(row.parent < 0, -1, row.parent + start), row.subtree_end + start, row.trajectory_ends + start)
+            for row, start in shifted
+        ),
+        strict=True,
+    )
+    return Row(
+        row_id=first.row_id,
+        step=first.step,
+        parent=np.concatenate(parents).astype(np.int32),
+        subtree_end=np.concatenate(ends).astype(np.int32),
+        trajectory_ids=[name for row in rows for name in row.trajectory_ids],
+        trajectory_groups=[name for row in rows for name in row.trajectory_groups],
+        trajectory_ends=np.concatenate(last).astype(np.int32),
+        terms=_concatenate_terms(rows, starts),
+        **per_token,
+    )
+
+
+_PER_TOKEN = ("input_ids", "position_ids", "scale", "loss_weight")
+
+
+def _concatenate_terms(rows: Sequence[Row], starts: list[int]) -> RowTerms | None:
+    """Join the terms of rows that begin at `starts`; values that only some rows have are NaN in the others."""
+    all_terms = [row.terms for row in rows if row.terms is not None]
+    if not all_terms:
+        return None
+    assert len(all_terms) == len(rows), "some rows have no terms"
+    sizes = [len(row.trajectory_ids) for row in rows]
+    owners = np.cumsum([0, *sizes[:-1]]).tolist()
+
+    def join(name: str) -> Any:
+        parts = [getattr(terms, name) for terms in all_terms]
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        counts = sizes if name == "trajectory_rewards" else [len(terms.token) for terms in all_terms]
+        missing = (np.full(count, np.nan, known[0].dtype) for count in counts)
+        return np.concatenate([nan if part is None else part for part, nan in zip(parts, missing, strict=True)])
+
+    others = [field.name for field in fields(RowTerms) if field.name not in ("token", "trajectory")]
+    return RowTerms(
+        token=np.concatenate([terms.token + start for terms, start in zip(all_terms, starts, strict=True)]).astype(
+            np.int32
+        ),
+        trajectory=np.concatenate(
+            [terms.trajectory + owner for terms, owner in zip(all_terms, owners, strict=True)]
+        ).astype(np.int32),
+        **{name: join(name) for name in others},
+    )

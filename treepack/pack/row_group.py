@@ -8,6 +8,7 @@ an eighth of the time of writing: the system clears every page of it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from treepack.files import schema
 from treepack.pack.row import Row
+from treepack.pack.weights import TERM_COLUMNS
 from treepack.trajectory import Int32
 
 
@@ -24,6 +26,32 @@ def row_schema(row: Row) -> pa.Schema:
     if row.terms is None:
         return schema.ROWS
     present = [field for field in schema.TERMS if getattr(row.terms, field.name.removeprefix("term_")) is not None]
+    return pa.schema([*schema.ROWS, *present])
+
+
+_SOURCES = {
+    "term_advantage": ("advantage", "advantages"),
+    "term_sampling_logprob": ("sampling_logprobs",),
+    "term_old_logprob": ("old_logprobs",),
+    "term_ref_logprob": ("ref_logprobs",),
+    "trajectory_rewards": ("reward",),
+    "term_temperature": ("temperature", "temperatures"),
+}
+"""Columns of trajectories that each nullable column of the terms comes from."""
+
+
+def packed_columns(known: Collection[str]) -> pa.Schema:
+    """Return the columns of a packed directory, if the columns `known` of the trajectories have any value.
+
+    They are those of `row_schema` for the rows of a whole trie. Rows of a slice without such values have nulls.
+    """
+    if not any(name in known for name in TERM_COLUMNS):
+        return schema.ROWS
+    present = [
+        field
+        for field in schema.TERMS
+        if not field.nullable or any(name in known for name in _SOURCES.get(field.name, ()))
+    ]
     return pa.schema([*schema.ROWS, *present])
 
 
@@ -46,11 +74,11 @@ class RowGroup:
         return self._lists["term_token"].offsets[-1] if "term_token" in self._lists else 0
 
     def append(self, row: Row) -> None:
-        """Copy the columns of `row`."""
+        """Copy the columns of `row`; a column of terms that it does not have becomes null."""
         for name, values in self._values.items():
             values.append(getattr(row, name))
         for name, column in self._lists.items():
-            column.append(getattr(row.terms, name.removeprefix("term_")) if name in _TERMS else getattr(row, name))
+            column.append(_term_values(row, name) if name in _TERMS else getattr(row, name))
         self.num_rows += 1
         self.num_tokens += row.num_tokens
 
@@ -74,6 +102,14 @@ class RowGroup:
 
 
 _TERMS = frozenset(schema.TERMS.names)
+
+
+def _term_values(row: Row, name: str) -> NDArray[Any]:
+    assert row.terms is not None
+    values: NDArray[Any] | None = getattr(row.terms, name.removeprefix("term_"))
+    if values is not None:
+        return values
+    return np.full(len(row.trajectory_ids) if name == "trajectory_rewards" else len(row.terms.token), np.nan)
 
 
 class _ListColumn:

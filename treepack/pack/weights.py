@@ -9,6 +9,7 @@ or log-probabilities. Temperatures alone make no terms: without one of these, no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,8 +23,33 @@ from treepack.trie.storage import Storage
 from treepack.trie.trie import RELEASE_TOKENS, Trie
 from treepack.views import View
 
+# Columns of trajectories any value of which makes terms.
+TERM_COLUMNS = ("reward", "advantage", "advantages", *LOGPROBS)
 
-def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
+
+@dataclass(frozen=True)
+class WholeTrie:
+    """Facts of a whole trie that the rows of one of its slices need.
+
+    Attributes:
+        columns: columns of the trajectories that have a value in any slice; they determine the columns of all rows.
+        group_weights: for each trajectory of the slice, the sum of `trained_weights` over its whole group, float64
+            [num_trajectories]; only for normalize "group".
+        times_trained: how many trajectories of the whole trie train each token of the slice, int32 [N_tree of the
+            slice]; only for semantics "once".
+    """
+
+    columns: frozenset[str]
+    group_weights: Float64 | None = None
+    times_trained: Int32 | None = None
+
+    @property
+    def has_terms(self) -> bool:
+        """True if the rows have terms."""
+        return not self.columns.isdisjoint(TERM_COLUMNS)
+
+
+def trajectory_factors(trie: Trie, *, normalize: str, group_weights: Float64 | None = None) -> Float64:
     """Return the factor of all loss weights of each trajectory, float64 [num_trajectories].
 
     Let w be the weight of a trajectory and s the sum of its span weights over its trained tokens. The factor is:
@@ -32,16 +58,19 @@ def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
         trajectory   w / s                        every trajectory has equal weight
         group        w / (sum of w s in group)    every (step, group) has equal weight
 
+    `group_weights` are these sums for each trajectory if `trie` is a slice of the trie that contains the groups.
+
     Raises:
         TreepackError: weights that are so large or small that they overflow.
     """
-    spans = SpanView.of(trie.trajectories)
-    sums = spans.total(spans.weights * spans.sizes)
+    sums = _span_sums(trie)
     weight = trie.trajectories["weight"].to_numpy()
     if normalize == "token":
         factors = np.asarray(weight)
     elif normalize == "trajectory":
         factors = _ratio(weight, sums)
+    elif group_weights is not None:
+        factors = _ratio(weight, group_weights)
     else:
         # Steps [0, 0, 1] and groups [0, 1, 0] of 2 -> [0, 1, 2].
         codes = text_codes(trie.trajectories["group_id"])
@@ -51,6 +80,16 @@ def trajectory_factors(trie: Trie, *, normalize: str) -> Float64:
         name = trie.trajectories["trajectory_id"][int((~np.isfinite(factors * sums)).argmax())].as_py()
         raise TreepackError(f"trajectory {name}: its loss weights overflow; give weights nearer to 1")
     return factors
+
+
+def trained_weights(trie: Trie) -> Float64:
+    """Return w s of each trajectory, see `trajectory_factors`; float64 [num_trajectories]."""
+    return np.asarray(trie.trajectories["weight"].to_numpy() * _span_sums(trie), np.float64)
+
+
+def _span_sums(trie: Trie) -> Float64:
+    spans = SpanView.of(trie.trajectories)
+    return spans.total(spans.weights * spans.sizes)
 
 
 def _ratio(a: Float64, b: Float64) -> Float64:
@@ -86,12 +125,17 @@ def _counted(trie: Trie) -> tuple[Int32, Storage]:
 class RowWeights:
     """Loss weights and terms of rows, for all rows of one trie."""
 
-    def __init__(self, trie: Trie, *, normalize: str, semantics: str) -> None:
+    def __init__(self, trie: Trie, *, normalize: str, semantics: str, whole: WholeTrie | None = None) -> None:
         self.trie = trie
         self.spans = SpanView.of(trie.trajectories)
-        self.factors = trajectory_factors(trie, normalize=normalize)
-        counted: tuple[Int32 | None, Storage] = _counted(trie) if semantics == "once" else (None, trie.storage)
-        self.counts, self.storage = counted
+        group_weights = None if whole is None else whole.group_weights
+        self.factors = trajectory_factors(trie, normalize=normalize, group_weights=group_weights)
+        self.counts: Int32 | None = None
+        self.storage = trie.storage
+        if semantics == "once" and whole is not None:
+            self.counts = whole.times_trained
+        elif semantics == "once":
+            self.counts, self.storage = _counted(trie)
         table = trie.trajectories
         self.values = {name: _known_only(list_values(table, name)) for name in LOGPROBS}
         self.values["advantages"] = _known_only(advantages_of(table))
@@ -99,6 +143,8 @@ class RowWeights:
         known = rewards.null_count < trie.num_trajectories
         self.rewards = rewards.to_numpy() if known else None
         self.has_terms = known or any(values is not None for values in self.values.values())
+        if whole is not None:
+            self.has_terms = whole.has_terms
         self.values["temperature"] = _known_only(temperatures_of(table))
 
     def release(self) -> None:

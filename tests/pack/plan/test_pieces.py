@@ -34,9 +34,7 @@ def test_the_halves_together_are_the_plan(made: list[Trajectory], room: int, met
 @given(made=trajectories(), room=st.integers(0, 9), method=st.sampled_from(METHODS))
 def test_pieces_of_any_method_merge_to_a_plan(made: list[Trajectory], room: int, method: str) -> None:
     trie = build_trie(made)
-    limits = Limits(
-        sum(len(each.content.tokens) for each in made) if method == "groups" else int(trie.lengths.max()) + room
-    )
+    limits = Limits(trie.tokens_flat if method == "groups" else int(trie.lengths.max()) + room)
     pieces = plan_pieces(trie, capacity=limits, method=method)
     assert len(pieces.tree_bounds) == trie.num_trees
     rows = merge_pieces(pieces.sizes, pieces.steps, limits)[pieces.piece_of]
