@@ -17,6 +17,7 @@ from treepack import build_trie_directory
 from treepack.cluster.build import build_trie_on
 from treepack.files.address import as_path
 from treepack.files.cache import local_copy
+from treepack.ingest.readers import ranges
 from treepack.trie.files import read_trie
 
 pytestmark = pytest.mark.s3
@@ -25,13 +26,20 @@ pytestmark = pytest.mark.s3
 def rollouts(count: int) -> list[dict[str, Any]]:
     rng = random.Random(0)
     return [
-        {"id": f"r{i}", "group_id": f"g{i % 7}", "input_ids": [1, 2, i % 7, *(rng.randrange(30_000) for _ in range(400))]}
+        {
+            "id": f"r{i}",
+            "group_id": f"g{i % 7}",
+            "input_ids": [1, 2, i % 7, *(rng.randrange(30_000) for _ in range(400))],
+        }
         | {"loss_mask": [0] + [1] * 402}
         for i in range(count)
     ]
 
 
-def test_objects_are_fetched_by_range_and_parts_go_to_the_store(tmp_path: Path, s3: Store) -> None:
+def test_objects_are_fetched_by_range_and_parts_go_to_the_store(
+    tmp_path: Path, s3: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "GROUP_BYTES", 1)
     made = rollouts(600)
     s3.write("in/a.jsonl", "".join(json.dumps(each) + "\n" for each in made[:300]).encode())
     pq.write_table(pa.Table.from_pylist(made[300:]), tmp_path / "b.parquet", row_group_size=20)
