@@ -12,7 +12,7 @@ from .paths import READ
 from .planning import search_options
 from .progress import progress_bars, quiet_option
 from .reading import reading_options
-from .sizes import TokenCounts
+from .sizes import TokenCounts, memory_option
 from .stats_table import print_report
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ USUAL = StatsOptions()
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, weights and the lower bound.")
 @search_options(USUAL.pack.effort)
 @reading_options
+@memory_option
 @quiet_option
 def stats(
     paths: tuple[str, ...],
@@ -83,6 +84,7 @@ def stats(
     verbose: bool,
     search: PackOptions,
     build: BuildOptions,
+    memory: int | None,
 ) -> None:
     """Show how much rollouts share, how much of it a packing keeps, and the speed-up of training.
 
@@ -110,7 +112,7 @@ def stats(
         segment=segment,
     )
     with progress_bars() as progress:
-        report = measure(paths, options, progress=progress)
+        report = measure(paths, options, memory=memory, progress=progress)
     if as_json:
         click.echo(json.dumps(report, ensure_ascii=False))
     else:

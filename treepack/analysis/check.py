@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from treepack.analysis.needed_memory import CHECKING, fitting
 from treepack.analysis.origin import read_packed_origin
 from treepack.files import schema
 from treepack.files.address import as_path
@@ -25,22 +26,32 @@ CHECKED_TOTALS = ("num_rows", "tokens_packed", "num_trajectories", "tokens_flat"
 
 @naming_addresses()
 def check(
-    directory: str | Path, *, trie: str | Path | None = None, progress: ReportProgress | None = None
+    directory: str | Path,
+    *,
+    trie: str | Path | None = None,
+    memory: int | None = None,
+    progress: ReportProgress | None = None,
 ) -> dict[str, Any]:
     """Verify hashes, every invariant and the totals of a trie or packed directory; return its counts.
 
     The rows of a packed directory must also give back its trie: each trajectory exactly once, with its tokens and loss
     weights. That trie is `trie`, or the one that the manifest names. `against_trie` is False if it cannot be found.
 
+    Tokens and columns that need more than `memory`, in bytes and None for `usual_memory`, are mapped from temporary
+    files. The result does not depend on it.
+
     Raises:
-        TreepackError: the first fault, naming the file, node, row or trajectory.
+        TreepackError: the first fault, naming the file, node, row or trajectory; or a trie whose nodes and trajectories
+            do not fit into `memory`.
     """
     directory = local_copy(as_path(directory))
     manifest = read_manifest(directory)
     refuse_links(directory, manifest)
     if manifest["format"] == schema.TRIE_FORMAT:
-        return check_trie_totals(read_trie(directory), manifest)
-    origin = read_packed_origin(directory, manifest, None if trie is None else as_path(trie))
+        return check_trie_totals(fitting(read_trie(directory, memory=memory), CHECKING, memory=memory), manifest)
+    origin = read_packed_origin(directory, manifest, None if trie is None else as_path(trie), memory=memory)
+    if origin is not None:
+        fitting(origin, CHECKING, memory=memory)
     total = manifest["totals"]["num_rows"]
     rows = with_progress(read_rows(directory), progress, "reading", unit="rows", total=total)
     check_packed(rows, manifest, origin)

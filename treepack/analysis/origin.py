@@ -73,9 +73,12 @@ def _copy_of_origin(recorded: str) -> Path:
     return Path(recorded)
 
 
-def read_origin(path: Path, manifest: Manifest) -> Trie:
-    """Read the trie at `path`, cut to the capacity of the packed directory with `manifest`, and weighted as it is."""
-    trie, options = read_trie(path), manifest["options"]
+def read_origin(path: Path, manifest: Manifest, *, memory: int | None = None) -> Trie:
+    """Read the trie at `path`, cut to the capacity of the packed directory with `manifest`, and weighted as it is.
+
+    What needs more than `memory`, in bytes and None for `usual_memory`, is mapped from temporary files.
+    """
+    trie, options = read_trie(path, memory=memory), manifest["options"]
     if options.get("leaf_weights"):
         trie, _ = weigh_leaves(trie, fallback_leaves=bool(options.get("fallback_leaves")))
     pairs = options.get("pairs_budget")
@@ -84,11 +87,17 @@ def read_origin(path: Path, manifest: Manifest) -> Trie:
     return fitted
 
 
-def read_packed_origin(directory: Path, manifest: Manifest, trie: AnyPath | None) -> Trie | None:
+def read_packed_origin(
+    directory: Path, manifest: Manifest, trie: AnyPath | None, *, memory: int | None = None
+) -> Trie | None:
     """Read the trie whose nodes the rows of `directory` contain, or return None if it cannot be found.
+
+    `memory` is that of `read_origin`.
 
     Raises:
         TreepackError: as `origin_of`, or the trie is damaged.
     """
     path = origin_of(directory, manifest, trie)
-    return None if path is None else packed_trie(read_origin(path, manifest), str(manifest["options"].get("method")))
+    if path is None:
+        return None
+    return packed_trie(read_origin(path, manifest, memory=memory), str(manifest["options"].get("method")))

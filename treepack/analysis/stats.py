@@ -18,6 +18,7 @@ from treepack.analysis.describe import Report, describe, describe_rows
 from treepack.analysis.forecast import Line, RowCounter, read_device
 from treepack.analysis.lost_sharing import explain
 from treepack.analysis.model_cost import read_shape
+from treepack.analysis.needed_memory import CHECKING, DESCRIBING, fitting
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
 from treepack.analysis.summary import conversation_entries
@@ -51,6 +52,7 @@ def stats(
     paths: Sequence[str | Path],
     options: StatsOptions = StatsOptions(),  # noqa: B008 (immutable)
     *,
+    memory: int | None = None,
     progress: ReportProgress | None = None,
 ) -> Report:
     """Return how much rollouts share, how much of it a packing keeps, and the forecast of the speed-up.
@@ -58,10 +60,13 @@ def stats(
     Args:
         paths: one trie directory, one packed directory, or raw rollouts as for `build_trie_directory`.
         options: what to add, and how raw rollouts are read.
+        memory: bytes to use, None for `usual_memory`; tokens and columns that need more are mapped from temporary
+            files. The result does not depend on it.
         progress: called with the tokens or rows read so far.
 
     Raises:
-        TreepackError: bad input, an option that does not suit it, or a fault that the check found.
+        TreepackError: bad input, an option that does not suit it, a fault that the check found, or a trie whose nodes
+            and trajectories do not fit into `memory`.
     """
     shape, device = read_shape(options.model), read_device(options.device)
     paths = local_paths(paths)
@@ -69,18 +74,19 @@ def stats(
     if manifest and options.check:
         refuse_links(directory, manifest)
     if manifest and manifest["format"] == schema.PACKED_FORMAT:
-        report, lines = _packed_stats(directory, manifest, options, progress)
+        report, lines = _packed_stats(directory, manifest, options, memory, progress)
         notes = baseline_notes(conversations_of_manifest(manifest), manifest["totals"])
         return report | {"forecast": forecast(lines, shape, device, notes)}
     if manifest:
-        trie, counts, kind = read_trie(directory), manifest["counts"], "trie"
+        trie, counts, kind = read_trie(directory, memory=memory), manifest["counts"], "trie"
         skipped, conversations = manifest.get("skipped"), conversations_of_manifest(manifest)
         control = manifest.get("control_tokens")
     else:
-        trie, log = read_to_trie(paths, replace(options.build, shapes=True), progress=progress)
+        trie, log = read_to_trie(paths, replace(options.build, shapes=True), memory=memory, progress=progress)
         counts, kind = dict(sorted(log.counts.items())), "trajectories"
         skipped, conversations = skipped_record(log, trie), conversations_of_log(log, trie_totals(trie))
         control = log.control_record()
+    fitting(trie, DESCRIBING, memory=memory)
     report = describe(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
     report |= {"control_tokens": control} if control else {}
     report |= conversation_entries(conversations, report)
@@ -103,7 +109,7 @@ def stats(
 
 
 def _packed_stats(
-    directory: Path, manifest: Manifest, options: StatsOptions, progress: ReportProgress | None
+    directory: Path, manifest: Manifest, options: StatsOptions, memory: int | None, progress: ReportProgress | None
 ) -> tuple[Report, list[Line]]:
     """Return the report on a packed directory, and the lines of its forecast."""
     if options.capacities:
@@ -112,7 +118,9 @@ def _packed_stats(
         raise TreepackError(f"{directory}: is packed already; give --effective-ratio and --predictions with its trie")
     totals, counter = manifest["totals"], RowCounter()
     rows = counter.over(with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"]))
-    trie = read_packed_origin(directory, manifest, options.trie) if options.check else None
+    trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
+    if trie is not None:
+        fitting(trie, CHECKING, memory=memory)
     distributions = describe_rows(checked_rows(rows, manifest, trie) if options.check else rows)
     report: Report = {
         "kind": "packed",
