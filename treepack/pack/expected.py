@@ -25,8 +25,8 @@ from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms
-from treepack.pack.weights import times_trained, trajectory_factors
-from treepack.trajectory import Float64, Int64
+from treepack.pack.weights import stored_times_trained, trajectory_factors
+from treepack.trajectory import Float64, Int32, Int64
 from treepack.trie.trie import Trie
 
 # Pages are released after so many tokens. A trajectory counts for this many more: the system maps 64 KB around a page.
@@ -102,7 +102,10 @@ class Expected:
         self.index = IdIndex(table["trajectory_id"])
         self.is_in_row = np.zeros(trie.num_trajectories, np.bool_)
         self.factors = trajectory_factors(trie, normalize=options["normalize"])
-        self.counts = times_trained(trie) if options["semantics"] == "once" else None
+        self.counts: Int32 | None = None
+        self.storage = trie.storage
+        if options["semantics"] == "once":
+            self.counts, self.storage = stored_times_trained(trie)
         # `treepack logprobs` replaces these columns, so they differ from those of the trie.
         computed = {f"{name}_logprobs" for name in manifest.get("logprobs") or ()}
         self.logprobs = [name for name in LOGPROBS if name not in computed]
@@ -155,7 +158,7 @@ class Expected:
     def _release(self, num_tokens: int) -> None:
         self._touched += num_tokens + TOKENS_PER_TRAJECTORY
         if self._touched >= RELEASE_TOKENS:
-            self.trie.storage.release()
+            self.storage.release()
             self._touched = 0
 
     def finish(self) -> None:

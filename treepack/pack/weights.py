@@ -103,10 +103,10 @@ def times_trained(trie: Trie) -> Int32:
     Raises:
         TreepackError: the disk fails.
     """
-    return _counted(trie)[0]
+    return stored_times_trained(trie)[0]
 
 
-def _counted(trie: Trie) -> tuple[Int32, Storage]:
+def stored_times_trained(trie: Trie) -> tuple[Int32, Storage]:
     """Return `times_trained`, and the storage with its map."""
     counts: Int32
     counts, storage = trie.storage.zeros(trie.tokens_tree, np.int32)
@@ -135,7 +135,7 @@ class RowWeights:
         if semantics == "once" and whole is not None:
             self.counts = whole.times_trained
         elif semantics == "once":
-            self.counts, self.storage = _counted(trie)
+            self.counts, self.storage = stored_times_trained(trie)
         table = trie.trajectories
         self.values = {name: _known_only(list_values(table, name)) for name in LOGPROBS}
         self.values["advantages"] = _known_only(advantages_of(table))
