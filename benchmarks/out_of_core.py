@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--method", default="auto")
     parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--control-group", type=Path)
+    parser.add_argument("--rollouts", type=Path, help="JSONL of the first number of tokens, made if it does not exist")
     parser.add_argument("--folder", help="where the files are made and removed; default: that of temporary files")
     parsed = parser.parse_args()
     memory = int(parsed.memory[:-1]) * _UNITS[parsed.memory[-1]]
@@ -108,8 +109,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=parsed.folder) as temporary:
             folder = Path(temporary)
             free = shutil.disk_usage(folder).free
-            rollouts, trie, packed = folder / "rollouts.jsonl", folder / "trie", folder / "packed"
-            make(rollouts, parsed.kind, tokens)
+            rollouts, trie, packed = parsed.rollouts or folder / "rollouts.jsonl", folder / "trie", folder / "packed"
+            parsed.rollouts = None
+            if not rollouts.exists():
+                make(rollouts, parsed.kind, tokens)
             commands = {
                 "build-trie": ["build-trie", str(rollouts), "--out", str(trie)],
                 "pack": ["pack", str(trie), "--capacity", "64k", "--method", parsed.method, "--out", str(packed)],
