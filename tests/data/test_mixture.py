@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config, write_rows
 from support.strategies import make
+from treepack.data.blocks import cut, turns
 from treepack.data.dataset import PackedDataset
-from treepack.data.mixture import MixedDataset, mixed_rows, open_packed, source_names
+from treepack.data.mixture import MixedDataset, mixed_blocks, mixed_rows, open_packed, source_names
 from treepack.errors import TreepackError
 from treepack.files.manifest import TokenizerEntry
 from treepack.model.denominators import check_columns, step_factors, trajectory_table
@@ -63,6 +64,33 @@ def test_a_mixture_keeps_its_shares_and_repeats_no_row_before_the_others(
         stream = [row for row, owner in zip(rows, owners, strict=True) if owner == source]
         for start in range(0, len(stream), size):
             part = stream[start : start + size]
+            assert len(set(part)) == len(part)
+
+
+@given(
+    blocks=st.integers(1, 6),
+    sizes=st.lists(st.integers(6, 20), min_size=1, max_size=3),
+    data=st.data(),
+    seed=st.integers(0, 9),
+)
+def test_blocks_of_a_mixture_take_turns_and_keep_its_shares(
+    blocks: int, sizes: list[int], data: st.DataObject, seed: int
+) -> None:
+    shares = data.draw(st.lists(st.floats(0.1, 10), min_size=len(sizes), max_size=len(sizes)))
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    block_of = cut(blocks, owners)
+    pieces = [[np.flatnonzero((owners == s) & (block_of == b)) for b in range(blocks)] for s in range(len(sizes))]
+    rows = np.array(list(itertools.islice(mixed_blocks(pieces, shares, seed=seed), 20 * blocks)))
+    assert block_of[rows].tolist() == np.tile(turns(blocks), 20).tolist()
+    for block in (None, *range(blocks)):
+        own = rows if block is None else rows[block_of[rows] == block]
+        for source, share in enumerate(shares):
+            counts = np.cumsum(owners[own] == source)
+            assert np.abs(counts - share / sum(shares) * np.arange(1, len(own) + 1)).max() < 3
+    for piece in itertools.chain(*pieces):
+        stream = rows[np.isin(rows, piece)].tolist()
+        for start in range(0, len(stream), len(piece)):
+            part = stream[start : start + len(piece)]
             assert len(set(part)) == len(part)
 
 

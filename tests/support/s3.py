@@ -42,6 +42,7 @@ class Store:
     client: Any
     bucket: str
     requests: list[tuple[str, str]] = field(default_factory=list)
+    downloads: list[tuple[str, int]] = field(default_factory=list)  # path and bytes of each answer to a GET
     fault: Fault = lambda method, path: None
 
     def address(self, name: str = "") -> str:
@@ -117,6 +118,8 @@ class _Proxy:
                 response = connection.getresponse()
                 content = response.read()
                 connection.close()
+                if self.command == "GET":
+                    store.downloads.append((self.path, len(content)))
                 if status == LOST:
                     self.close_connection = True
                     return

@@ -27,6 +27,7 @@ from treepack.train.ranks import Ranks, _num_machines
 from treepack.train.schedule import deal, plan_steps
 
 OPTIONS = TrainOptions(rows_per_step=4, epochs=2)
+ROWS = np.arange(12)
 
 
 @given(
@@ -99,35 +100,50 @@ def packed(tmp_path: Path) -> Path:
 
 def test_rows_on_this_machine_and_rows_of_one_machine_have_one_block(packed: Path) -> None:
     dataset, several = open_packed(packed), Ranks(1, 4, machines=2)
-    assert choose_blocks(dataset, OPTIONS, several) == (1, ())
-    assert choose_blocks(dataset, replace(OPTIONS, blocks=3), several) == (3, ())
+    assert choose_blocks(dataset, ROWS, OPTIONS, several) == (1, ())
+    assert choose_blocks(dataset, ROWS, replace(OPTIONS, blocks=3), several) == (3, ())
     dataset.is_local = False  # type: ignore[union-attr]  # as for an address, without a store
-    blocks, notes = choose_blocks(dataset, OPTIONS, several)
+    blocks, notes = choose_blocks(dataset, ROWS, OPTIONS, several)
     assert blocks == 2
     assert notes == ("the rows are divided into 2 blocks, and each machine reads its own",)
-    assert choose_blocks(dataset, OPTIONS, Ranks(1, 4, machines=1)) == (1, ())
-    assert choose_blocks(dataset, OPTIONS, Ranks(1, 4)) == (1, ())
-    assert divide_rows(dataset, np.arange(12), 1, several) is None
+    assert choose_blocks(dataset, ROWS, OPTIONS, Ranks(1, 4, machines=1)) == (1, ())
+    assert choose_blocks(dataset, ROWS, OPTIONS, Ranks(1, 4)) == (1, ())
+    assert divide_rows(dataset, ROWS, 1, several) is None
     for rank, rows in ((0, range(6)), (1, range(6)), (2, range(6, 12)), (3, range(6, 12))):
-        division = divide_rows(dataset, np.arange(12), 2, Ranks(rank, 4))  # each block has a machine
+        division = divide_rows(dataset, ROWS, 2, Ranks(rank, 4))  # each block has a machine
         assert division is not None
         assert division.rows_of(rank // 2).tolist() == [*rows]
 
 
-def test_balanced_rows_and_shares_have_no_blocks(packed: Path) -> None:
-    dataset = open_packed(packed)
-    with pytest.raises(TreepackError, match=r"--mix takes rows .*; omit --blocks or give --blocks 1"):
-        choose_blocks(dataset, replace(OPTIONS, mix=(1.0,), blocks=2), Ranks())
+def test_balanced_rows_have_no_blocks(packed: Path) -> None:
     manifest = read_manifest(packed)
     manifest["options"]["balance"] = 4
     write_manifest(packed, manifest)
     dataset = open_packed(packed)
     with pytest.raises(TreepackError, match=r"twelve: was packed with --balance, .*; omit --blocks or give --blocks 1"):
-        choose_blocks(dataset, replace(OPTIONS, blocks=2), Ranks())
+        choose_blocks(dataset, ROWS, replace(OPTIONS, blocks=2), Ranks())
     dataset.is_local = False  # type: ignore[union-attr]
-    blocks, notes = choose_blocks(dataset, OPTIONS, Ranks(0, 2, machines=2))
+    blocks, notes = choose_blocks(dataset, ROWS, OPTIONS, Ranks(0, 2, machines=2))
     assert blocks == 1
     assert "each machine may read all parts: " in notes[0]
+
+
+def test_blocks_have_the_shares_of_the_directories(tmp_path: Path, packed: Path) -> None:
+    other = write_rows(tmp_path / "three", [make(f"u{i}", [i, 1]) for i in range(3)], range(3))
+    dataset, mixed = open_packed([packed, other]), replace(OPTIONS, mix=(1.0, 1.0))
+    with pytest.raises(TreepackError, match=r"three: has 3 rows .*, too few for shares in each of 4 blocks; omit"):
+        choose_blocks(dataset, np.arange(15), replace(mixed, blocks=4), Ranks())
+    assert choose_blocks(dataset, np.arange(15), replace(OPTIONS, blocks=4), Ranks()) == (4, ())
+    options = replace(mixed, blocks=3, rows_per_step=6, epochs=4)
+    assert choose_blocks(dataset, np.arange(15), options, Ranks()) == (3, ())
+    division = divide_rows(dataset, np.arange(15), 3, Ranks(0, 3))
+    assert division is not None
+    full = [step for step in plan_steps(dataset, options) if len(step.rows) == 6]
+    assert len(full) == 8
+    for step in full:
+        assert 2 <= sum(row < 12 for row in step.rows) <= 4
+        for machine, share in enumerate(deal(step.rows, np.ones(15), 3, division)):
+            assert set(share) <= set(division.rows_of(machine).tolist())
 
 
 def test_a_run_without_blocks_has_the_record_and_the_order_of_one_that_names_none(packed: Path) -> None:

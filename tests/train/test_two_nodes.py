@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
-import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +13,7 @@ import pytest
 from support.command_line import Run
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
-
-DOCS = Path(__file__).parents[2] / "docs" / "training.md"
-
-
-def documented_launch(node: int, port: int) -> list[str]:
-    """Return the documented command up to `treepack train`, for this machine alone and one process per node."""
-    (line,) = [line for line in DOCS.read_text().splitlines() if line.startswith("torchrun --nnodes")]
-    line = line.replace("NODE", str(node)).replace("HOST", "127.0.0.1").replace("29500", str(port))
-    launch, _, _ = line.replace("--nproc-per-node 8", "--nproc-per-node 1").partition(" treepack train ")
-    treepack = Path(sys.executable).parent / "treepack"
-    return [sys.executable, "-m", "torch.distributed.run", *shlex.split(launch)[1:], str(treepack), "train"]
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+from support.torchrun import documented_launch, free_port
 
 
 def records(out: Path) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from treepack.data.batch import Batch
+from treepack.data.blocks import turns
 from treepack.data.dataset import PackedDataset
 from treepack.errors import TreepackError
 from treepack.trajectory import Float64, Int64
@@ -178,6 +179,37 @@ def mixed_rows(sources: Sequence[Int64], shares: Sequence[float], *, seed: int) 
         place = max(range(len(sources)), key=lambda s: shares[s] / total * number - taken[s])
         taken[place] += 1
         yield next(streams[place])
+
+
+def mixed_blocks(sources: Sequence[Sequence[Int64]], shares: Sequence[float], *, seed: int) -> Iterator[int]:
+    """Yield rows without end as `mixed_rows`, from blocks that take turns as in `data.blocks`.
+
+    No block of a source repeats a row before it has yielded all of its rows. A source has its share of all rows, and of
+    those of each block, to within some rows.
+
+    Args:
+        sources: the rows of each block of each source, int64 [n] with n at least 1; all have equally many blocks.
+        shares: of each source, positive; only their ratios matter.
+        seed: not negative; the source, the block and its pass are mixed into it.
+    """
+    ratios, num_blocks = np.array(shares) / sum(shares), len(sources[0])
+    streams = [
+        [_passes(rows, [seed, number, block]) for block, rows in enumerate(blocks)]
+        for number, blocks in enumerate(sources)
+    ]
+    order, number = turns(num_blocks).tolist(), 0
+    taken, taken_of = np.zeros(len(sources)), np.zeros((num_blocks, len(sources)))
+    while True:
+        block = order[number % num_blocks]
+        number += 1
+        # The source that is the furthest below its share of all rows and of the rows of the block. Shares 1 : 1, blocks
+        # 0 and 1: number 1 takes source 0 of block 0, number 2 source 1 of block 1. The third row is again of block 0:
+        # the sources are [.5, .5] below their share of all rows, and [0, 1] of the block, so it is one of source 1.
+        lacking = ratios * number - taken + ratios * (taken_of[block].sum() + 1) - taken_of[block]
+        place = int(lacking.argmax())
+        taken[place] += 1
+        taken_of[block, place] += 1
+        yield next(streams[place][block])
 
 
 def _passes(rows: Int64, seed: list[int]) -> Iterator[int]:

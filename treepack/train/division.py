@@ -66,31 +66,44 @@ class Division:
         return range(block * self.machines // self.blocks, -(-(block + 1) * self.machines // self.blocks))
 
 
-def choose_blocks(dataset: AnyDataset, options: TrainOptions, ranks: Ranks) -> tuple[int, tuple[str, ...]]:
+def choose_blocks(dataset: AnyDataset, rows: Int64, options: TrainOptions, ranks: Ranks) -> tuple[int, tuple[str, ...]]:
     """Return the number of blocks of a run, and a note if the machines have blocks of their own or cannot have them.
 
+    Args:
+        dataset: the rows of the run.
+        rows: the trained rows.
+        options: `blocks` asks for a number, None for the usual one.
+        ranks: the ranks of the run.
+
     Raises:
-        TreepackError: `options.blocks` asks for blocks that the data cannot have.
+        TreepackError: the data cannot have the blocks that `options` ask for.
     """
-    obstacle = _obstacle(dataset, options)
     if options.blocks is not None:
-        if options.blocks > 1 and obstacle is not None:
+        obstacle = _obstacle(dataset, rows, options.blocks, options)
+        if obstacle is not None:
             raise TreepackError(f"{obstacle}; omit --blocks or give --blocks 1")
         return options.blocks, ()
     machines = ranks.machines or 1
     if machines == 1 or all(source.is_local for source in sources_of(dataset)):
         return 1, ()
+    obstacle = _obstacle(dataset, rows, machines, options)
     if obstacle is not None:
         return 1, (f"each machine may read all parts: {obstacle}",)
     return machines, (f"the rows are divided into {machines} blocks, and each machine reads its own",)
 
 
-def _obstacle(dataset: AnyDataset, options: TrainOptions) -> str | None:
+def _obstacle(dataset: AnyDataset, rows: Int64, blocks: int, options: TrainOptions) -> str | None:
     """Return the reason why the rows cannot be divided into blocks, as the start of a sentence; None if they can."""
-    if options.mix is not None:
-        return f"{dataset.path}: --mix takes rows of all directories in turn, and blocks would change their shares"
-    balanced = [source for source in sources_of(dataset) if is_balanced(source.manifest)]
-    return f"{balanced[0].path}: {BALANCED}" if balanced else None
+    if blocks == 1:
+        return None
+    sources = sources_of(dataset)
+    for source, count in zip(sources, np.bincount(source_of_rows(dataset)[rows], minlength=len(sources)), strict=True):
+        if is_balanced(source.manifest):
+            return f"{source.path}: {BALANCED}"
+        # Each block takes its share of each directory. Without shares, a block may have no row of a directory.
+        if options.mix is not None and 0 < count < blocks:
+            return f"{source.path}: has {count} rows with trained tokens, too few for shares in each of {blocks} blocks"
+    return None
 
 
 def divide_rows(

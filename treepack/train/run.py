@@ -153,10 +153,11 @@ def open_run(
     check_optimizer(options, ranks)
     # The data first: it opens in seconds, and a large model loads in minutes.
     dataset, table = _open_rows(packed, options.objective)
-    blocks, notes = choose_blocks(dataset, options, ranks)
+    rows = trainable_rows(dataset, table)
+    blocks, notes = choose_blocks(dataset, rows, options, ranks)
     options = replace(options, blocks=blocks)
     schedule = plan_steps(dataset, options, table)
-    division = divide_rows(dataset, trainable_rows(dataset, table), blocks, ranks)
+    division = divide_rows(dataset, rows, blocks, ranks)
     evaluated = None if held_out is None else _open_held_out(held_out, options)
     initial = None if options.init_from is None else find_weights(options.init_from, model)
     source = model if initial is None else initial.source
@@ -182,11 +183,11 @@ def open_run(
     if options.router_aux:
         run = replace(run, balance=RouterBalance(loaded.causal, options.router_aux, source=loaded.source))
     if evaluated is not None:
-        rows, rows_table, rows_schedule = evaluated
+        held_dataset, held_table, held_schedule = evaluated
         # All held-out rows are one step, whatever training steps they have.
-        held_rows = np.array(rows_schedule[0].rows)
-        held_division = divide_rows(rows, held_rows, blocks, ranks, steps=[None] * len(rows))
-        held = TrainingRun(rows, loaded, options, rows_schedule, None, (), rows_table, ranks, division=held_division)
+        held_rows, no_steps = np.array(held_schedule[0].rows), [None] * len(held_dataset)
+        division = divide_rows(held_dataset, held_rows, blocks, ranks, steps=no_steps)
+        held = TrainingRun(held_dataset, loaded, options, held_schedule, None, (), held_table, ranks, division=division)
         _check_rows(held)
         run = replace(run, held_out=held)
     return _check_fit(run)

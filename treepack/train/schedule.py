@@ -25,8 +25,8 @@ from itertools import islice, zip_longest
 
 import numpy as np
 
-from treepack.data.epochs import epoch_order
-from treepack.data.mixture import AnyDataset, mixed_rows, source_of_rows, sources_of
+from treepack.data.epochs import block_of_rows, epoch_order
+from treepack.data.mixture import AnyDataset, mixed_blocks, mixed_rows, source_of_rows, sources_of
 from treepack.errors import TreepackError
 from treepack.model.denominators import TrajectoryTable, trainable_rows
 from treepack.train.division import Division
@@ -89,7 +89,13 @@ def _mixture(dataset: AnyDataset, trained: Int64, options: TrainOptions) -> Iter
     for source, each in zip(sources, rows, strict=True):
         if len(each) == 0:
             raise TreepackError(f"{source.path}: no row has a trained token; leave this directory out")
-    return mixed_rows(rows, options.mix, seed=options.seed)
+    blocks = options.blocks or 1
+    if blocks == 1:
+        return mixed_rows(rows, options.mix, seed=options.seed)
+    block_of = block_of_rows(dataset.steps, trained, blocks=blocks, owners=source_of_rows(dataset))
+    return mixed_blocks(
+        [[each[block_of[each] == block] for block in range(blocks)] for each in rows], options.mix, seed=options.seed
+    )
 
 
 def learning_rate(options: TrainOptions, step: int, num_steps: int) -> float:
