@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from support.strategies import make, sequences
 from treepack.columns import collect
+from treepack.trie import ranges as ranges_of_trie
 from treepack.trie.build import Partition, partitions
 from treepack.trie.nodes import sorted_by_tokens
 from treepack.trie.ranges import choose_splitters, order_keys, partition_key, range_of_rows, sample_keys
@@ -46,7 +48,10 @@ def test_keys_sort_as_the_trie_does(table: pa.Table, share: str) -> None:
 def test_ranges_follow_the_order_and_never_part_equal_keys(
     table: pa.Table, share: str, num_ranges: int, every: int
 ) -> None:
-    splitters = choose_splitters(sample_keys(table, share=share, every=every), num_ranges)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges_of_trie, "SAMPLE_REST", every)
+        samples = sample_keys(table, share=share, every=every)
+    splitters = choose_splitters(samples, num_ranges)
     ranges = range_of_rows(table, splitters, share)
     assert len(splitters) < num_ranges
     assert splitters == sorted(set(splitters))
@@ -62,12 +67,14 @@ def test_ranges_follow_the_order_and_never_part_equal_keys(
 def test_splitters_are_short_and_divide_the_tokens_evenly() -> None:
     generator = np.random.default_rng(0)
     start = [7] * 300
-    made = [make(f"t{i}", [*start, *generator.integers(0, 9, 40).tolist()], group=f"g{i % 5}") for i in range(200)]
+    made = [make(f"t{i}", [*start, *generator.integers(0, 9, 400).tolist()], group=f"g{i % 5}") for i in range(200)]
     table = sequence_table(collect(made), part=0, first_row=0)
-    splitters = choose_splitters(sample_keys(table, share="all", every=300), 4)
+    samples = sample_keys(table, share="all", every=300)
+    splitters = choose_splitters(samples, 4)
     counts = np.bincount(range_of_rows(table, splitters, "all"))
     assert len(counts) == 4
     assert counts.max() < 1.3 * counts.min()
+    assert max(map(len, samples)) < 4 * len(start) + 2 * ranges_of_trie.SAMPLE_REST
     assert max(map(len, splitters)) < len(partition_key(((False, 0), ""))) + 4 * (len(start) + 8)
 
 

@@ -64,7 +64,7 @@ T = TypeVar("T")
 PART_BYTES = 1 << 27  # of the input as stored, for one task
 RANGE_BYTES = 1 << 29  # of the columns of a range; sorting needs about three times as much
 MAX_SURVEYS = 1 << 12  # tasks among which the files are divided
-SAMPLES = 1 << 14  # of all input, if it has 8 bytes for each token as JSONL has
+SAMPLES = 1 << 13  # of all input, if it has 8 bytes for each token as JSONL has
 
 
 class Stopwatch:

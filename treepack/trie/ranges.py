@@ -35,6 +35,8 @@ from treepack.trie.nodes import NodeArrays, common_prefix, forest_of, shared_wit
 from treepack.trie.sequence_table import ARRIVAL, COLUMNS, TOKENS, table_sequences
 
 SAMPLE_TOKENS = 1 << 15  # of a sequence in a sample; sequences that are equal so far are in one range
+SAMPLE_REST = 256  # bytes of a sample after those that it shares with others of its table
+COMPARED = 32  # trajectories of a table with which samples are compared
 _STEP_OFFSET = 1 << 63
 
 
@@ -72,14 +74,27 @@ def order_keys(table: pa.Table, *, share: str, rows: Int64 | None = None, max_by
 
 
 def sample_keys(table: pa.Table, *, share: str, every: int) -> list[bytes]:
-    """Return the order keys of the trajectories with tokens `every`, 2 * `every`, ... of a table."""
+    """Return the order keys of the trajectories with tokens 0, `every`, 2 * `every`, ... of a table.
+
+    A key is cut shortly after the place where it differs from other trajectories of the table, which are some of other
+    groups as a rule. So it has the system prompt that all share, and not the thousands of tokens after it.
+    """
     offsets = np.concatenate([[0], np.cumsum(table["num_tokens"].to_numpy(), dtype=np.int64)])
     # Offsets [0, 4, 9, 12], every 3 -> tokens 0 3 6 9 -> trajectories 0 0 1 2.
     places = np.arange(0, int(offsets[-1]), every)
-    rows = np.searchsorted(offsets, places, side="right") - 1
-    distinct, counts = np.unique(rows, return_counts=True)
-    keys = order_keys(table, share=share, rows=distinct)
-    return [key for key, count in zip(keys, counts.tolist(), strict=True) for _ in range(count)]
+    sampled, counts = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_counts=True)
+    others = np.linspace(0, table.num_rows - 1, min(table.num_rows, COMPARED)).astype(np.int64)
+    rows = np.union1d(sampled, others)
+    keys = order_keys(table, share=share, rows=rows)
+    ordered = sorted(keys)
+    samples = []
+    for at, count in zip(np.searchsorted(rows, sampled).tolist(), counts.tolist(), strict=True):
+        key = keys[at]
+        first, stop = bisect_left(ordered, key), bisect_right(ordered, key)
+        neighbours = ordered[max(first - 1, 0) : first] + ordered[stop : stop + 1]
+        common = max((_common_bytes(key, other) for other in neighbours), default=0)
+        samples += [key[: common + SAMPLE_REST]] * count
+    return samples
 
 
 def choose_splitters(samples: Sequence[bytes], num_ranges: int) -> list[bytes]:
@@ -100,11 +115,16 @@ def choose_splitters(samples: Sequence[bytes], num_ranges: int) -> list[bytes]:
 
 def _shortest(smaller: bytes, key: bytes) -> bytes:
     """Return the shortest prefix of `key` that is larger than `smaller`."""
-    low, high = 0, min(len(smaller), len(key))  # the common prefix has at least `low` bytes
+    return key[: _common_bytes(smaller, key) + 1]
+
+
+def _common_bytes(a: bytes, b: bytes) -> int:
+    """Return the length of the common prefix."""
+    low, high = 0, min(len(a), len(b))  # the prefix has at least `low` and at most `high` bytes
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if smaller[:middle] == key[:middle] else (low, middle - 1)
-    return key[: low + 1]
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def range_of_rows(table: pa.Table, splitters: list[bytes], share: str) -> Int64:
