@@ -54,9 +54,12 @@ def with_values(rollouts: list[Trajectory]) -> list[Trajectory]:
     for i, each in enumerate(rollouts):
         assert isinstance(each.content, Tokens)
         count = int((each.content.ends - each.content.starts).sum())
-        values = {"advantages": np.arange(count) / 7, "old_logprobs": np.arange(count, dtype=np.float32)}
+        values: dict[str, Any] = {
+            "advantages": np.arange(count) / 7,
+            "old_logprobs": np.arange(count, dtype=np.float32),
+        }
         content = replace(each.content, **values) if i % 3 == 0 else each.content
-        scalars = {"advantage": i / 3, "temperature": 0.5} if i % 3 == 1 else {}
+        scalars: dict[str, Any] = {"advantage": i / 3, "temperature": 0.5} if i % 3 == 1 else {}
         changed.append(replace(each, content=content, **scalars))
     return changed
 

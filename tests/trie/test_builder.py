@@ -19,6 +19,7 @@ from treepack.ingest.read_log import ReadLog
 from treepack.ingest.readers import ranges
 from treepack.trie import builder, parts
 from treepack.trie import files as trie_files
+from treepack.trie.out_of_core import RUN_BYTES, run_size
 
 
 def rollouts(count: int) -> list[dict[str, Any]]:
@@ -106,3 +107,14 @@ def test_a_worker_that_dies_in_the_merge_is_one_sentence_and_nothing_is_left(
 
 def die(worker: object, task: object) -> None:
     os._exit(1)
+
+
+@pytest.mark.usefixtures("small_sizes")
+def test_the_trie_does_not_depend_on_the_memory(tmp_path: Path, inputs: Path) -> None:
+    for memory in (200_000, 1 << 40):
+        build_trie_directory([inputs], tmp_path / str(memory), memory=memory)
+    assert contents(tmp_path / "200000") == contents(tmp_path / str(1 << 40))
+
+
+def test_runs_are_smaller_with_less_memory_and_have_a_maximum() -> None:
+    assert [run_size(memory) for memory in (None, 1 << 40, 80, 1)] == [RUN_BYTES, RUN_BYTES, 10, 1]

@@ -7,7 +7,6 @@ Equal tries give equal bytes. Readers refuse other formats and versions, and par
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +34,10 @@ def write_trie(
     trie: Trie,
     directory: Path,
     provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
-    *,
-    release: Callable[[], object] | None = None,
 ) -> Manifest:
     """Write `trie` into an existing empty `directory`, with its manifest last; return the manifest.
 
-    `provenance` is the rest of the manifest. `release` is called after each piece is written, so that memory-mapped
-    tokens need not stay in memory.
+    `provenance` is the rest of the manifest.
     """
     nodes = PartWriter(directory, "nodes", schema.NODES)
     tree_id = trie.tree_id
@@ -50,16 +46,14 @@ def write_trie(
         tokens = trie.tokens[trie.node_start[a] : trie.node_start[b]]
         max_token_id = max(max_token_id, int(tokens.max()))
         nodes.write(node_rows(trie, tree_id, a, b).table(tokens), tokens=len(tokens))
-        if release is not None:
-            release()
+        trie.storage.release()
     columns = schema.trajectory_columns(trie.trajectories.column_names)
     trajectories = PartWriter(directory, "trajectories", columns)
     lengths = trie.lengths
     for a, b in token_slices(lengths, PART_TOKENS // TRAJECTORY_SLICES):
         # A page ends where a chunk ends. One chunk makes the bytes independent of how the table was put together.
         trajectories.write(trie.trajectories.slice(a, b - a).combine_chunks(), tokens=int(lengths[a:b].sum()))
-        if release is not None:
-            release()
+        trie.storage.release()
     return write_trie_manifest(
         directory, provenance, trie.share, max_token_id, nodes.entries() + trajectories.entries()
     )
