@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
+import pyarrow as pa
 from pyarrow import compute
 
 from treepack.data.dataset import PackedDataset
@@ -15,6 +18,13 @@ def temperature_range(dataset: PackedDataset) -> tuple[float, float, int] | None
     """
     if "term_temperature" not in dataset.term_columns:
         return None
+    table = dataset.once_per_machine("temperatures", functools.partial(_read_range, dataset))
+    low, high, missing = (table[name][0].as_py() for name in ("low", "high", "missing"))
+    return low, high, missing
+
+
+def _read_range(dataset: PackedDataset) -> pa.Table:
+    """Return one row: the columns `low`, `high` and `missing` of `temperature_range`."""
     low, high, missing = np.inf, -np.inf, 0
     for table in dataset.tables(["term_temperature"]):
         # [[.7, NaN], [null]] -> [.7, NaN, NaN]
@@ -22,4 +32,5 @@ def temperature_range(dataset: PackedDataset) -> tuple[float, float, int] | None
         known = values[~np.isnan(values)]
         missing += len(values) - len(known)
         low, high = min(low, known.min(initial=np.inf)), max(high, known.max(initial=-np.inf))
-    return (float(low), float(high), missing) if low <= high else (np.nan, np.nan, missing)
+    low, high = (float(low), float(high)) if low <= high else (np.nan, np.nan)
+    return pa.table({"low": np.array([low]), "high": np.array([high]), "missing": np.array([missing], np.int64)})

@@ -10,6 +10,7 @@ refuses data that lacks a column of the objective, before a model is loaded.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,17 +88,12 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
     # Without old log-probabilities every ratio is 1. If only some terms had them, the other ratios would be NaN.
     optional = ("term_old_logprob",) if objective.loss != "dpo" and "term_old_logprob" in dataset.term_columns else ()
     for column in (*objective.columns, *optional):
-        for table in dataset.tables(["row_id", column]):
-            # A cell is a list with one value per term or trajectory: null values in lists, and null lists.
-            null_counts = [compute.list_flatten(table[column]).null_count, table[column].null_count]
-            if any(null_counts):
-                incomplete = [
-                    row for row, cell in zip(*table.to_pydict().values(), strict=True) if cell is None or None in cell
-                ]
-                raise TreepackError(
-                    f"{dataset.path}: row {incomplete[0]} has no {column} for some trajectories, which the loss {name} "
-                    f"needs; {_REMEDIES[column]}"
-                )
+        incomplete = dataset.once_per_machine(f"incomplete-{column}", functools.partial(_incomplete, dataset, column))
+        if incomplete.num_rows:
+            raise TreepackError(
+                f"{dataset.path}: row {incomplete['row_id'][0]} has no {column} for some trajectories, which the loss "
+                f"{name} needs; {_REMEDIES[column]}"
+            )
     normalize = dataset.manifest["options"]["normalize"]
     if objective.denominator != "token" and normalize != "token" and objective.loss != "dpo":
         raise TreepackError(
@@ -106,40 +102,44 @@ def _check_source(dataset: PackedDataset, objective: Objective) -> None:
         )
 
 
+def _incomplete(dataset: PackedDataset, column: str) -> pa.Table:
+    """Return the `row_id` of the first row that lacks a value of the column; none if all have all values."""
+    first: list[int] = []
+    for table in dataset.tables(["row_id", column]):
+        # A cell is a list with one value per term or trajectory: null values in lists, and null lists.
+        if compute.list_flatten(table[column]).null_count or table[column].null_count:
+            cells = zip(*table.to_pydict().values(), strict=True)
+            first = [row for row, cell in cells if cell is None or None in cell][:1]
+            break
+    return pa.table({"row_id": pa.array(first, pa.int64())})
+
+
 def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTable:
     """Read the trajectory table of a directory; O(terms) in time, O(trajectories) in memory.
 
     Raises:
         TreepackError: for dpo, if there is no pair, or if the trajectories of a pair are in two rows.
     """
-    columns = ["trajectory_groups", "term_trajectory", "term_weight"]
     reads_rewards = objective.loss == "dpo"
-    counts, names = [np.zeros(1, np.int64)], []
-    weights: list[Float64] = []
-    rewards: list[Float64] = []
-    for table in dataset.tables([*columns, "trajectory_rewards"] if reads_rewards else columns):
-        sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
-        # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
-        # the terms [0, 1, 1] and [0]: repeat([0, 2], [3, 1]) + [0, 1, 1, 0] = [0, 1, 1, 2]
-        owner = np.repeat(np.cumsum(sizes) - sizes, _list_lengths(table["term_trajectory"])) + _list_values(
-            table["term_trajectory"]
-        )
-        counts.append(sizes)
-        weights.append(np.bincount(owner, _list_values(table["term_weight"]), sizes.sum()).astype(np.float64))
-        names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
-        rewards.append(_list_values(table["trajectory_rewards"]) if reads_rewards else np.zeros(sizes.sum()))
-    # counts [0, 2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
-    first = np.cumsum(np.concatenate(counts))
+    name = "trajectories-rewards" if reads_rewards else "trajectories"
+    tables = [
+        source.once_per_machine(name, functools.partial(_trajectories, source, reads_rewards=reads_rewards))
+        for source in sources_of(dataset)
+    ]
+    counts = [np.bincount(table["row"], minlength=len(s)) for table, s in zip(tables, sources_of(dataset), strict=True)]
+    # counts [2, 1, 3] -> first [0, 2, 3, 6] -> row of each trajectory [0, 0, 1, 2, 2, 2]
+    first = np.cumsum(np.concatenate([[0], *counts]))
     row = np.repeat(np.arange(len(dataset)), np.diff(first))
+    names = [name for table in tables for name in table["group"].to_pylist()]
     # A group name may come back in another training step or directory; it is then another group.
     source = source_of_rows(dataset).tolist()
     keys = [(source[r], dataset.steps[r], name) for r, name in zip(row.tolist(), names, strict=True)]
     codes = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     group = np.array([codes[key] for key in keys], np.int64)
-    weight: Float64 = np.concatenate(weights)
+    weight: Float64 = np.concatenate([table["weight"].to_numpy() for table in tables])
     pairs = None
     if reads_rewards:
-        reward = np.concatenate(rewards)
+        reward = np.concatenate([table["reward"].to_numpy() for table in tables])
         pairs = _count_pairs(first, group, weight, reward)
         # A trajectory without weight is in no pair, so its reward must not split one.
         _refuse_split_pairs(dataset, row, [name for _, _, name in keys], group, np.where(weight > 0, reward, np.nan))
@@ -149,6 +149,27 @@ def trajectory_table(dataset: AnyDataset, objective: Objective) -> TrajectoryTab
                 "give rollouts of one prompt the same group and their rewards"
             )
     return TrajectoryTable(first, group, weight, pairs)
+
+
+def _trajectories(source: PackedDataset, *, reads_rewards: bool) -> pa.Table:
+    """Return the columns `row`, `group`, `weight` and, if `reads_rewards`, `reward` of the trajectories of all rows."""
+    columns = ["trajectory_groups", "term_trajectory", "term_weight"]
+    counts, names, weights, rewards = [np.zeros(0, np.int64)], [], [np.zeros(0)], [np.zeros(0)]
+    for table in source.tables([*columns, "trajectory_rewards"] if reads_rewards else columns):
+        sizes = _list_lengths(table["trajectory_groups"])  # trajectories of each row of the row group
+        # term_trajectory counts within its row; owner counts within the row group. Rows of 2 and 1 trajectories with
+        # the terms [0, 1, 1] and [0]: repeat([0, 2], [3, 1]) + [0, 1, 1, 0] = [0, 1, 1, 2]
+        owner = np.repeat(np.cumsum(sizes) - sizes, _list_lengths(table["term_trajectory"])) + _list_values(
+            table["term_trajectory"]
+        )
+        counts.append(sizes)
+        weights.append(np.bincount(owner, _list_values(table["term_weight"]), sizes.sum()).astype(np.float64))
+        names += compute.list_flatten(table["trajectory_groups"]).to_pylist()
+        if reads_rewards:
+            rewards.append(_list_values(table["trajectory_rewards"]))
+    rows = np.repeat(np.arange(len(source)), np.concatenate(counts))
+    values = {"row": rows, "group": pa.array(names, pa.large_string()), "weight": np.concatenate(weights)}
+    return pa.table(values | ({"reward": np.concatenate(rewards)} if reads_rewards else {}))
 
 
 def _list_lengths(column: pa.ChunkedArray) -> Int64:
