@@ -25,6 +25,8 @@ from treepack.data.prefetch import Prefetch
 from treepack.errors import TreepackError
 from treepack.files import parts, patience
 from treepack.files.location import Location
+from treepack.model.denominators import check_columns, trajectory_table
+from treepack.model.objectives import choose_objective
 
 
 @pytest.fixture
@@ -374,3 +376,27 @@ def test_a_machine_copies_all_parts_of_its_block_if_they_fit_and_no_others(
     assert held[1] <= {f"part-{number:05d}.parquet" for number in (2, 3, 4)}
     assert held[0] | held[1] == set(names.values())
     assert len(downloads) <= 6
+
+
+def test_what_an_objective_reads_of_all_rows_is_read_once_per_machine(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts = [make(f"t{i}", [i, 1, 2], group=f"g{i // 3}", reward=float(i % 2), advantage=1.0) for i in range(9)]
+    path = packed_directory(tmp_path / "terms", rollouts, capacity=200)
+    fsspec.filesystem("memory").put(str(path), "/bucket/terms", recursive=True)
+    objectives = [choose_objective("grpo"), choose_objective("dpo")]
+
+    def read(address: str | Path) -> list[Any]:
+        dataset = PackedDataset(address, cache=tmp_path / "cache", terms=True)
+        check_columns(dataset, objectives[0])
+        first, second = (trajectory_table(dataset, objective) for objective in objectives)
+        return [first.first, first.group, first.weight, second.pairs]
+
+    expected = read(path)
+    tables = [read("memory://bucket/terms")]
+    for name in ("open_parquet", "size"):
+        monkeypatch.setattr(Location, name, lambda *_: pytest.fail("asked the store"))
+    tables.append(read("memory://bucket/terms"))
+    for table in tables:
+        for values, other in zip(table, expected, strict=True):
+            np.testing.assert_array_equal(values, other)
