@@ -167,10 +167,11 @@ def test_conversations_are_tokenised_in_the_tasks(tmp_path: Path) -> None:
 
 def test_damaged_records_and_files_are_counted_as_in_one_process(tmp_path: Path, inputs: Path) -> None:
     with (inputs / "a.jsonl").open("ab") as file:
-        file.write(b'{"id": \n' + as_lines(rollouts(3, seed=1)) + b"[1]\n")
+        file.write(b'{"id": \n' + as_lines(rollouts(3, seed=1)) + b"[1]\n" + b" " * (1 << 20) + b"{}\n")
+        file.write(as_lines(rollouts(3, seed=2)))
     (inputs / "broken.parquet").write_bytes((inputs / "b.parquet").read_bytes()[:2000])
     (inputs / "empty.jsonl").write_bytes(b"")
-    options = BuildOptions(skip_bad=True)
+    options = BuildOptions(skip_bad=True, max_record_size=1 << 20)
     build_trie_directory([inputs], tmp_path / "one", options)
     build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", options, num_ranges=2, part_bytes=1000)
     same_content(tmp_path / "on", tmp_path / "one")
@@ -215,6 +216,12 @@ def test_input_without_a_trajectory_is_refused_as_in_one_process(
     with pytest.raises(TreepackError, match=message) as expected:
         build_trie_directory([folder], tmp_path / "on")
     assert str(error.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(("num_ranges", "part_bytes"), [(0, 1), (1, 0)])
+def test_numbers_below_1_are_refused(tmp_path: Path, inputs: Path, num_ranges: int, part_bytes: int) -> None:
+    with pytest.raises(TreepackError, match="expected at least 1"):
+        build_trie_on(PickledScheduler(), [inputs], tmp_path / "on", num_ranges=num_ranges, part_bytes=part_bytes)
 
 
 def test_standard_input_is_refused(tmp_path: Path) -> None:

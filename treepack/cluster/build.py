@@ -28,6 +28,7 @@ import pyarrow as pa
 from treepack.cluster.names import repeated_names
 from treepack.cluster.reading import PartSummary, ReadJob, read_part, survey_files
 from treepack.cluster.scheduler import Kept, Scheduler
+from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output
 from treepack.files.cache import naming_addresses
@@ -157,6 +158,8 @@ def build_trie_on(
     Raises:
         TreepackError: as `build_trie_directory`; standard input; or a file that another machine does not see.
     """
+    if (num_ranges is not None and num_ranges < 1) or part_bytes < 1:
+        raise TreepackError(f"num_ranges is {num_ranges} and part_bytes is {part_bytes}; expected at least 1 of each")
     out, names = as_output(out), [str(path) for path in inputs]
     refuse_existing(out, overwrite=overwrite, inputs=names)
     watch = Stopwatch()

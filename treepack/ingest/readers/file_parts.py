@@ -20,8 +20,11 @@ from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path, is_address
 from treepack.files.cache import addresses_in, borrowed_copy
+from treepack.files.object_store import ObjectInfo
+from treepack.ingest.readers import ranges
 from treepack.ingest.readers.byte_streams import Handling
 from treepack.ingest.readers.fields import ReadOptions
+from treepack.ingest.readers.files import COMPRESSION
 from treepack.ingest.readers.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
 from treepack.ingest.readers.ranges import LineRange, Range, RowGroups, plan_ranges
 from treepack.ingest.readers.records import Damaged
@@ -129,7 +132,11 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
             named by the caller.
     """
     place = as_path(file.path)
-    entry = object_store.info(place) if isinstance(place, RemotePath) else None
+    entry = None
+    if isinstance(place, RemotePath):
+        entry = object_store.info(place)
+        if entry is not None and not _may_be_cut(place, entry):
+            return SurveyedFile(file, [(WholeFile(file, entry.size), entry.size)])
     with borrowed_copy(place) as local:
         try:
             size = local.stat().st_size
@@ -161,6 +168,11 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
     return SurveyedFile(
         file, pieces, hashes[0][1] if hashes else None, None if entry is None else entry.version, unknown
     )
+
+
+def _may_be_cut(place: RemotePath, entry: ObjectInfo) -> bool:
+    """Return False for an object that `plan_ranges` never cuts, so that it is not copied for that."""
+    return entry.size >= ranges.MIN_FILE and object_store.read_range(place, 0, 2) not in COMPRESSION
 
 
 def group_parts(files: Sequence[SurveyedFile], size: int) -> Iterator[InputPart]:
