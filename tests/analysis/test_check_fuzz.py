@@ -17,6 +17,7 @@ from support.damage import BYTE_DAMAGES, ODD_VALUES
 from support.paths import SAMPLE_DATA
 from treepack import PackOptions, build_trie_directory, check, pack_trie
 from treepack.errors import TreepackError
+from treepack.trie import storage
 
 TOKENS = SAMPLE_DATA / "tokens.jsonl"
 
@@ -109,6 +110,16 @@ def _other(value: Any, rng: random.Random) -> Any:
     return rng.choice([None, "", "x", [], [0]])
 
 
+def first_fault(folder: Path) -> str | None:
+    """Return the sentence in which the check refuses a trie and its rows; None if they are intact."""
+    try:
+        for each in ("trie", "packed"):
+            check(folder / each, trie=folder / "trie")
+    except TreepackError as refusal:
+        return str(refusal)
+    return None
+
+
 def check_damaged(seed: int, directories: list[Path], folder: Path) -> str:
     """Damage one directory and check it; return "intact" or "refused"."""
     rng = random.Random(seed)
@@ -117,12 +128,15 @@ def check_damaged(seed: int, directories: list[Path], folder: Path) -> str:
     damage, name = rng.choice([damage_bytes, damage_manifest, damage_table]), rng.choice(["trie", "packed"])
     try:
         must_fail = damage(folder / name, rng)
-        for each in ("trie", "packed"):
-            check(folder / each, trie=folder / "trie")
-    except TreepackError as refusal:
-        if "\n" in str(refusal):
-            raise AssertionError(f"seed {seed}: several lines: {refusal}") from None
-        return "refused"
+        fault = first_fault(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "SHARE", 1 << 60)  # a trie larger than the memory has the same fault
+            assert first_fault(folder) == fault, f"seed {seed}"
+        if fault is not None:
+            assert "\n" not in fault, f"seed {seed}: several lines: {fault}"
+            return "refused"
+    except AssertionError:
+        raise
     except Exception as error:
         raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
     finally:
