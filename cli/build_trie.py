@@ -9,6 +9,7 @@ import click
 from .output import say, show_figures, show_notes
 from .paths import WRITE
 from .progress import progress_bars, quiet_option
+from .ray_options import ray_cluster, ray_options
 from .reading import reading_options
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped, print_skipped
@@ -24,19 +25,40 @@ if TYPE_CHECKING:
 @click.option("--out", type=WRITE, required=True, help="Directory to write.")
 @reading_options
 @memory_option
+@ray_options("With --ray: divide the sorted rollouts into N ranges; by default 512 MB each.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @quiet_option
-def build_trie(inputs: tuple[str, ...], out: AnyPath, build: BuildOptions, memory: int | None, overwrite: bool) -> None:
+def build_trie(
+    inputs: tuple[str, ...],
+    out: AnyPath,
+    build: BuildOptions,
+    memory: int | None,
+    ray: str | None,
+    partitions: int | None,
+    overwrite: bool,
+) -> None:
     """Read rollouts and write their prefix tries.
 
     INPUT is a file, a directory, a glob, or - for standard input; .gz and .zst are read directly. Prints how many
     conversations were read, how many samples they became and why, the rollouts that were skipped, N_flat (tokens of all
     samples), N_tree (tokens of the tries) and POR, the potential overlap ratio 1 - N_tree / N_flat.
     """
-    from treepack.trie.directory import build_trie_directory
+    if ray is None:
+        from treepack.trie.directory import build_trie_directory
 
-    with progress_bars() as progress:
-        summary = build_trie_directory(inputs, out, build, overwrite=overwrite, memory=memory, progress=progress)
+        if partitions is not None:
+            raise click.UsageError("--partitions divides the work of a cluster; give --ray too, or leave it out")
+        with progress_bars() as progress:
+            summary = build_trie_directory(inputs, out, build, overwrite=overwrite, memory=memory, progress=progress)
+    else:
+        if "-" in inputs:
+            raise click.UsageError("--ray reads files on many machines, so standard input (-) cannot be its input")
+        from treepack.cluster.build import build_trie_on
+
+        with ray_cluster(ray, workers=build.workers, unsuitable=["memory"]) as scheduler, progress_bars() as progress:
+            summary = build_trie_on(
+                *(scheduler, inputs, out, build), num_ranges=partitions, overwrite=overwrite, progress=progress
+            )
     show_build(summary)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
@@ -11,10 +12,12 @@ from .output import say, show_figures, show_notes
 from .paths import READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars, quiet_option
+from .ray_options import ray_cluster, ray_options, refuse_with
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped
 
 if TYPE_CHECKING:
+    from treepack.cluster.scheduler import Scheduler
     from treepack.files.address import AnyPath
     from treepack.pack.directory import PackSummary
     from treepack.pack.options import PackOptions
@@ -31,6 +34,10 @@ if TYPE_CHECKING:
 )
 @click.option("--save-plan", type=WRITE, help="Also write the plan, as --plan reads it.")
 @memory_option
+@ray_options(
+    "Pack N parts of the trie by themselves, one after the other or with --ray side by side; the rows and their number "
+    "may differ a little. With --ray by default 64M tokens each."
+)
 @click.option("--overwrite", is_flag=True, help="Replace an existing output.")
 @click.option("--verbose", is_flag=True, help="Also print figures about tiles, bytes and the lower bound.")
 @quiet_option
@@ -41,6 +48,8 @@ def pack(
     plan: AnyPath | None,
     save_plan: AnyPath | None,
     memory: int | None,
+    ray: str | None,
+    partitions: int | None,
     overwrite: bool,
     verbose: bool,
 ) -> None:
@@ -50,20 +59,48 @@ def pack(
     ERR, the effective reuse ratio 1 - N_pack / N_flat, the gap to a lower bound that holds for every packing, and the
     maximum number of score pairs of a row over the mean; with --verbose also the tiles of 128 x 128 pairs in attention.
     """
-    from treepack.pack.directory import pack_trie
-
     if plan is not None:
         _refuse_replaced()
-    with progress_bars() as progress:
-        summary = pack_trie(
-            *(trie, out, options),
-            plan=plan,
-            save_plan=save_plan,
-            overwrite=overwrite,
-            memory=memory,
-            progress=progress,
-        )
+    if ray is not None or partitions is not None:
+        summary = _pack_parts(trie, out, options, ray=ray, partitions=partitions, overwrite=overwrite)
+    else:
+        from treepack.pack.directory import pack_trie
+
+        with progress_bars() as progress:
+            summary = pack_trie(
+                *(trie, out, options),
+                plan=plan,
+                save_plan=save_plan,
+                overwrite=overwrite,
+                memory=memory,
+                progress=progress,
+            )
     show_packing(summary, verbose=verbose)
+
+
+def _pack_parts(
+    trie: AnyPath, out: AnyPath, options: PackOptions, *, ray: str | None, partitions: int | None, overwrite: bool
+) -> PackSummary:
+    """Pack parts of the trie in this process or on a Ray cluster.
+
+    Raises:
+        UsageError: the user gave an option of packing the trie as a whole.
+    """
+    unsuitable = ["plan", "save_plan", "memory"]
+    with ExitStack() as stack:
+        if ray is None:
+            refuse_with("--partitions", unsuitable)
+            from treepack.cluster.scheduler import Here
+
+            scheduler: Scheduler = Here()
+        else:
+            scheduler = stack.enter_context(ray_cluster(ray, workers=options.workers, unsuitable=unsuitable))
+        from treepack.cluster.pack import pack_trie_on
+
+        progress = stack.enter_context(progress_bars())
+        return pack_trie_on(
+            *(scheduler, trie, out, options), num_slices=partitions, overwrite=overwrite, progress=progress
+        )
 
 
 def _refuse_replaced() -> None:

@@ -128,7 +128,8 @@ def test_tables_lost_with_a_machine_are_made_again(cluster: str, scheduler: RayS
         while sum(node["Alive"] for node in ray.nodes()) < 2:
             time.sleep(0.2)
         kept = [table for table, _ in scheduler.keep(stages.large_table_of, [(seed, 300) for seed in range(8)])]
-        ranges = scheduler.exchange(kept, stages.range_of, (cuts,), 3)
+        ranges = scheduler.exchange(kept, stages.range_of, (scheduler.share(cuts),), 3)
+        kept.clear()
         before = list(scheduler.run(stages.num_rows_and_sum, [(table,) for table in ranges]))
         kill(second)
         while sum(node["Alive"] for node in ray.nodes()) > 1:

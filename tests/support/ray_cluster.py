@@ -18,6 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SUPPORT = Path(__file__).parents[1]
+# Other work on this machine may keep a machine of the cluster from answering for a while; it is not dead for that.
+SLOW_MACHINE = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "10000",
+    "RAY_health_check_failure_threshold": "15",
+}
 PATIENCE = 120  # seconds; other work on this machine may slow down the start
 
 
@@ -43,7 +49,7 @@ def machine(*arguments: str, workers: int, port: int | None = None) -> Iterator[
     """
     command = [str(Path(sys.executable).with_name("ray")), "start", *arguments, "--block"]
     command += ["--node-ip-address=127.0.0.1", f"--num-cpus={workers}", f"--object-store-memory={200 << 20}"]
-    environment = os.environ | {"PYTHONPATH": str(SUPPORT)}  # tasks are functions of support.ray_stages
+    environment = os.environ | SLOW_MACHINE | {"PYTHONPATH": str(SUPPORT)}  # tasks are functions of support.ray_stages
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

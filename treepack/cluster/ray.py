@@ -12,9 +12,9 @@
               /   |   \\           /   |   \\
             join 0     join 1     join 2              the pieces of one range
 
-A task whose process or machine dies runs again, and so do the tasks that made its arguments if these were lost with a
-machine: the driver keeps the handles of all tables that a later stage needs. Handles are those of Ray Data too:
-`ray.data.from_arrow_refs` reads them, and `Dataset.to_arrow_refs` makes them.
+A task whose process or machine dies runs again. If a machine dies with tables that a later task needs, Ray runs the
+tasks again that made them. Handles are those of Ray Data too: `ray.data.from_arrow_refs` reads them, and
+`Dataset.to_arrow_refs` makes them.
 
 The sort of Ray Data would do the exchange too. It takes three to twenty times as long, because it sorts and copies the
 rows twice, and it cannot join more than 2^31 tokens; benchmarks/ray_exchange.py compares them.
@@ -63,6 +63,7 @@ class RayScheduler:
         self._ray = _import_ray()
         self._task = self._ray.remote(_run_in)
         self._folder = os.getcwd()  # noqa: PTH109 (a string)
+        self._shared: list[Any] = []
         self._num_cpus, self._counted = 1, float("-inf")
         self.seconds_waiting = 0.0
 
@@ -76,7 +77,9 @@ class RayScheduler:
 
     def share(self, value: Any) -> Any:
         """Put `value` into the object store, and return its handle."""
-        return self._ray.put(value)
+        # Ray cannot make such an object again, and a task that runs again long after needs it.
+        self._shared.append(self._ray.put(value))
+        return self._shared[-1]
 
     def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
         """Yield `function(*call)` for each of `calls`, in their order; see `Scheduler`."""

@@ -1,0 +1,58 @@
+"""The options of `build-trie` and `pack` for a Ray cluster: --ray and --partitions."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+if TYPE_CHECKING:
+    from treepack.cluster.ray import RayScheduler
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def ray_options(partitions: str) -> Callable[[F], F]:
+    """Add --ray and --partitions to a command; `partitions` says what N is."""
+    address = click.option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run on a Ray cluster: auto for the one that runs here, HOST:PORT or ray://HOST:PORT for another one, or "
+        "local to start one here with --workers CPUs. All machines need treepack, and see the same paths or addresses.",
+    )
+    number = click.option("--partitions", type=click.IntRange(min=1), metavar="N", help=partitions)
+    return lambda command: address(number(command))
+
+
+@contextlib.contextmanager
+def ray_cluster(address: str, *, workers: int, unsuitable: Sequence[str] = ()) -> Iterator[RayScheduler]:
+    """Yield the scheduler of a cluster; `unsuitable` are names of parameters that have no meaning on it.
+
+    Raises:
+        UsageError: the user gave one of them, or --workers for a cluster that is not started here.
+        TreepackError: see `treepack.cluster.ray.connect`.
+    """
+    refuse_with("--ray", unsuitable)
+    if address != "local":
+        refuse_with(f"--ray {address}", ["workers"])
+    from treepack.cluster.ray import connect
+
+    # Ray prints notes about workers that died to stdout, where the results of a command go.
+    with contextlib.redirect_stdout(sys.stderr), connect(address, workers=workers) as scheduler:
+        yield scheduler
+
+
+def refuse_with(option: str, names: Sequence[str]) -> None:
+    """Refuse the parameters `names` of this command, if the user gave them together with `option`.
+
+    Raises:
+        UsageError: naming the parameter.
+    """
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with {option}; leave one of them out")
