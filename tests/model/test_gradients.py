@@ -75,7 +75,7 @@ def as_batches(
     multiple: int = 1,
     method: str = "auto",
     ranks: int = 1,
-    **options: str,
+    **options: Any,
 ) -> list[Batch]:
     """Pack `samples` with the whole pipeline."""
     trie = build_trie(as_trajectories(samples, groups or ["g"] * len(samples)))

@@ -19,6 +19,8 @@ from treepack.trie.trie import Trie, trajectories_of
 
 # Row lengths that training runs use: a common context length, and about the longest that fits one GPU.
 USUAL_CAPACITIES = (16_384, 65_536)
+TOO_LONG_DROPPED = "dropped: longer than the capacity"
+NO_TOKEN_WITHIN = "dropped: no trained token within the capacity"
 
 
 def usual_capacities(trie: Trie) -> list[int]:
@@ -26,7 +28,11 @@ def usual_capacities(trie: Trie) -> list[int]:
 
     The first one is the default of `pack`.
     """
-    longest = int(trie.lengths.max())
+    return usual_capacities_of(int(trie.lengths.max()))
+
+
+def usual_capacities_of(longest: int) -> list[int]:
+    """Return the `usual_capacities` of a trie whose longest trajectory has `longest` tokens."""
     return [size for size in USUAL_CAPACITIES if size >= longest] or [1 << (longest - 1).bit_length()]
 
 
@@ -49,9 +55,9 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
             if length <= capacity:
                 yield trajectory
             elif too_long == "drop":
-                counts["dropped: longer than the capacity"] += 1
+                counts[TOO_LONG_DROPPED] += 1
             elif (shorter := _truncated(trajectory, capacity)) is None:
-                counts["dropped: no trained token within the capacity"] += 1
+                counts[NO_TOKEN_WITHIN] += 1
             else:
                 yield shorter
                 counts["truncated to the capacity"] += 1
@@ -60,8 +66,13 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
     trajectories = fitting()
     first = next(trajectories, None)
     if first is None:
-        raise TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity")
+        raise no_trajectory_fits(capacity)
     return rebuild(trie, chain([first], trajectories)), counts
+
+
+def no_trajectory_fits(capacity: int) -> TreepackError:
+    """Return the error for a trie whose trajectories are all too long."""
+    return TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity")
 
 
 def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:

@@ -26,7 +26,8 @@ from treepack.files.object_store import first_line
 from treepack.trajectory import Int64
 
 OPENERS = 16  # remote parts that are opened side by side; each costs some round trips
-_OPTIONAL = ("reward", "advantage", "temperature", *PER_TOKEN)
+# Columns of trajectories that may be null.
+OPTIONAL = ("reward", "advantage", "temperature", *PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def read_footers(location: Location) -> TrieFooters:
         first_end=np.array([statistics.min for statistics in ends], np.int64),
         longest=max(statistics.max for statistics in lengths),
         columns=tuple(names),
-        known=frozenset(name for name in _OPTIONAL if name in names and any(_has_value(group, name) for group in rows)),
+        known=frozenset(name for name in OPTIONAL if name in names and any(_has_value(group, name) for group in rows)),
         _node_groups=tuple((entry, i) for entry, footer in nodes for i in range(footer.num_row_groups)),
         _trajectory_groups=tuple((entry, i) for entry, footer in trajectories for i in range(footer.num_row_groups)),
     )

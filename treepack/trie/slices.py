@@ -49,6 +49,7 @@ class TrieSlice:
         nodes: first and one past the last node that this slice has and no earlier slice has.
         trajectories: first and one past the last trajectory.
         chain: ancestors of the first node, from the root on; nodes of earlier slices.
+        next_chain: chain of the next slice; nodes of this one, and of its chain.
         repeated_tokens: tokens of the chain, which earlier slices have too.
         share: as of the trie.
         columns: columns of the trajectories.
@@ -60,6 +61,7 @@ class TrieSlice:
     nodes: tuple[int, int]
     trajectories: tuple[int, int]
     chain: tuple[int, ...]
+    next_chain: tuple[int, ...]
     repeated_tokens: int
     share: str
     columns: tuple[str, ...]
@@ -113,9 +115,10 @@ def trie_slices(
         if cut is not None:
             cuts.append(cut)
     ends = [*((cut.node, cut.trajectory) for cut in cuts[1:]), (footers.num_nodes, footers.num_trajectories)]
+    chains = [*(places.ancestors(cut.node) for cut in cuts), ()]
     slices = []
     for number, (cut, (node_end, trajectory_end)) in enumerate(zip(cuts, ends, strict=True)):
-        chain = places.ancestors(cut.node)
+        chain = chains[number]
         owned = np.concatenate([np.array(chain, np.int64), _one_of_each_group(footers.node_start, cut.node, node_end)])
         slices.append(
             TrieSlice(
@@ -123,6 +126,7 @@ def trie_slices(
                 (cut.node, node_end),
                 (cut.trajectory, trajectory_end),
                 chain,
+                chains[number + 1],
                 cut.depth,
                 share,
                 footers.columns,

@@ -1,0 +1,204 @@
+"""`treepack pack` on many machines, or in one process with little memory: slice after slice of the trie.
+
+    this process                                     tasks
+    cuts the trie by footers     --slice-->          plan_slice      rows of the slice      sums, sizes of its rows
+    joins open rows by sizes     --places of rows--> write_slice     parts of the output    open rows stay there
+                                 --exchange-->       write_joined    parts of the output
+    manifest
+
+Rows never cross slices, except open rows: the emptiest rows of a training step that several slices share. A slice that
+begins inside a tree repeats the tokens of the chain above its first node; they are counted as `repeated_tokens`. Tokens
+never come to this process. It needs about 40 bytes for each row and 100 for each group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from treepack.cluster.scheduler import Here, Kept, Scheduler
+from treepack.cluster.slice_layout import Layout, make_layout
+from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
+from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
+from treepack.files import schema
+from treepack.files.address import AnyPath, as_output, as_path
+from treepack.files.cache import addresses_in, naming_addresses
+from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
+from treepack.files.location import Location, locate
+from treepack.files.manifest import Provenance, TrieEntry, read_manifest
+from treepack.files.task_output import TaskOutput, visible
+from treepack.ingest.readers.inputs import displayed
+from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of
+from treepack.pack.directory import PackSummary
+from treepack.pack.files import write_packed_manifest
+from treepack.pack.options import PackOptions
+from treepack.pack.plan.planning import refuse_excesses
+from treepack.pack.plan.problem import Limits
+from treepack.pack.totals import totals_of_rows
+from treepack.processes import ReportProgress, with_progress
+from treepack.trie.row_groups import TrieFooters, read_footers
+from treepack.trie.slices import TrieSlice, trie_slices
+
+# Tokens of a slice: a task needs about 1 GB for them with their columns, and its rows are so many that a slice costs
+# less than one of them.
+SLICE_TOKENS = 1 << 26
+
+
+@naming_addresses()
+def pack_trie_on(
+    scheduler: Scheduler,
+    trie: str | AnyPath,
+    out: str | AnyPath,
+    options: PackOptions = PackOptions(),  # noqa: B008 (immutable)
+    *,
+    num_slices: int | None = None,
+    overwrite: bool = False,
+    progress: ReportProgress | None = None,
+) -> PackSummary:
+    """Pack a trie directory into rows by the tasks of `scheduler`, and write them to the directory `out`.
+
+    With one slice, the directory is that of `pack_trie`. With several, the rows differ: with `options.balance`, each
+    slice has a multiple of so many rows of each of its steps. Loss weights and terms do not depend on the slices.
+
+    Args:
+        scheduler: the program that runs the tasks; `Here()` runs them in this process, one after the other.
+        trie: a trie directory, or the address of one; all machines must see it.
+        out: the directory to write, or an address; all machines must see it.
+        options: limits, planning and loss weights.
+        num_slices: number of slices; None for slices of `SLICE_TOKENS` tokens. A trie may have fewer places for cuts.
+        overwrite: replace `out` if treepack wrote it.
+        progress: called with the slices planned and written so far.
+
+    Raises:
+        TreepackError: as `pack_trie`; or groups that the options need whole, in a trie whose trees mix groups.
+    """
+    trie, out = as_path(trie), as_output(out)
+    refuse_existing(out, overwrite=overwrite, inputs=[trie])
+    shared_trie = trie.resolve() if isinstance(trie, Path) else trie
+    location = locate(shared_trie)
+    source = read_manifest(location, schema.TRIE_FORMAT)
+    with finished_directory(out, overwrite=overwrite) as temporary:
+        footers = read_footers(location)
+        limits, is_fitted = _limits(options, footers)
+        slices = trie_slices(
+            shared_trie,
+            max_tokens=SLICE_TOKENS if num_slices is None else None,
+            count=num_slices,
+            whole_trees=is_fitted,
+            whole_groups=options.method == "groups" or options.leaf_weights,
+            footers=footers,
+        )
+        # Processes inside of the tasks of another scheduler would use more cores than it has given to the task.
+        of_task = options if isinstance(scheduler, Here) else replace(options, workers=1)
+        job = PackJob(shared_trie, of_task, limits, None if is_fitted else footers.known, len(slices))
+        stages = _Stages(scheduler, job, slices, progress)
+        tables, plans = stages.plan()
+        layout = make_layout(slices, plans, job)
+        written = stages.write(tables, layout, TaskOutput.of(temporary))
+        visible(temporary, [entry for each in written for entry in each.written.entries])
+        counts: Counter[str] = Counter()
+        for plan in plans:
+            counts.update(plan.counts)
+        provenance = Provenance(
+            options=options.as_record() | ({"partitions": len(slices)} if len(slices) > 1 else {}),
+            counts=dict(sorted(counts.items())),
+            totals=_totals(plans, layout, job)
+            | {"tiles_partial_unordered": sum(each.unordered_tiles for each in written)},
+            tokenizer=source.get("tokenizer"),
+            skipped=source.get("skipped"),
+            control_tokens=source.get("control_tokens"),
+            conversations=source.get("conversations"),
+            trie=_trie_entry(location, trie),
+        )
+        rows = [each.written for each in written]
+        manifest = write_packed_manifest(temporary, rows, capacity=limits.capacity, provenance=provenance)
+    return PackSummary(out, manifest)
+
+
+def _limits(options: PackOptions, footers: TrieFooters) -> tuple[Limits, bool]:
+    """Return the limits of the rows, and True if trajectories may be cut or left out."""
+    capacity = options.capacity or usual_capacities_of(footers.longest)[0]
+    limits = Limits(capacity, options.pairs_budget, options.terms_budget)
+    return limits, options.leaf_weights or (options.too_long != "error" and footers.longest > limits.longest)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The stages of packing, as tasks of `scheduler`."""
+
+    scheduler: Scheduler
+    job: PackJob
+    slices: Sequence[TrieSlice]
+    progress: ReportProgress | None
+
+    def plan(self) -> tuple[list[Kept], list[SlicePlan]]:
+        """Plan all slices: return their kept tables, and the rest.
+
+        Raises:
+            TreepackError: a trajectory exceeds a limit alone, or none is left.
+        """
+        job, limits = self.scheduler.share(self.job), self.job.limits
+        results = [*self._keep("planning", plan_slice, [(job, part) for part in self.slices])]
+        plans = [plan for _, plan in results]
+        refuse_excesses((excess for plan in plans for excess in plan.excesses), limits)
+        if not any(plan.num_rows for plan in plans):
+            raise no_trajectory_fits(limits.longest)
+        return [table for table, _ in results], plans
+
+    def write(self, tables: Sequence[Kept], layout: Layout, output: TaskOutput) -> list[SliceRows]:
+        """Write the rows of all slices, and joined rows; return them in the order of the directory."""
+        job = self.scheduler.share(self.job)
+        calls = [
+            (job, part, table, facts, output)
+            for part, table, facts in zip(self.slices, tables, layout.facts, strict=True)
+        ]
+        results = [*self._keep("packing", write_slice, calls)]
+        joined: dict[int, SliceRows] = {}
+        if layout.joins:
+            arguments = layout.ranges_of_open_rows()
+            open_tables = [
+                table for (table, _), facts in zip(results, layout.facts, strict=True) if len(facts.open_rows)
+            ]
+            ranges = self.scheduler.exchange(open_tables, range_of_open_rows, arguments, len(layout.joins))
+            join_calls = [
+                (table, [[open_row_id(*place) for place in row] for row in join.rows], join.facts, output)
+                for table, join in zip(ranges, layout.joins, strict=True)
+            ]
+            rows = self.scheduler.run(write_joined, join_calls)
+            joined = {join.after: each for join, each in zip(layout.joins, rows, strict=True)}
+        written = []
+        for number, (_, each) in enumerate(results):
+            written += [each, joined[number]] if number in joined else [each]
+        return written
+
+    def _keep(self, stage: str, function: Any, calls: Sequence[Any]) -> Iterator[tuple[Kept, Any]]:
+        results = self.scheduler.keep(function, calls)
+        return with_progress(results, self.progress, stage, unit="slices", total=len(calls))
+
+
+def _totals(plans: Sequence[SlicePlan], layout: Layout, job: PackJob) -> dict[str, Any]:
+    """Return the totals of the trie and of its rows, and the tokens that cuts repeat if there are several slices."""
+    sums: Counter[str] = Counter()
+    for plan in plans:
+        sums.update(plan.sums)
+    lower_bound, repeated = max(sums.pop("lower_bound"), sums["tokens_tree"]), sums.pop("repeated_tokens")
+    rows = totals_of_rows(
+        layout.rows,
+        capacity=job.limits.capacity,
+        multiple_of=job.options.balance,
+        lower_bound=lower_bound,
+        tokens_flat=sums["tokens_flat"],
+    )
+    of_trie = {**sums, "num_groups": layout.num_groups, "por": 1 - sums["tokens_tree"] / sums["tokens_flat"]}
+    return of_trie | rows | ({"repeated_tokens": repeated} if len(plans) > 1 else {})
+
+
+def _trie_entry(location: Location, trie: AnyPath) -> TrieEntry:
+    """Return the entry of a trie that need not be on this machine, as `trie_entry`."""
+    content = location.read(MANIFEST)
+    assert content is not None
+    return {"path": addresses_in(displayed(str(trie))), "sha256": hashlib.sha256(content).hexdigest()}

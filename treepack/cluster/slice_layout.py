@@ -1,0 +1,172 @@
+"""Places of the rows of all slices in the directory, from sizes alone, and rows that join rows of several slices.
+
+    slice 0   step 1  1  2       slice 1   step 2  2       slice 2   step 2  3
+    open                 x                   x                         x            joined: x x x -> one row of step 2
+
+    directory   slice 0: 1 1     joined: 2     slice 1: 2     slice 2: 3
+
+Slices are in the order of training steps. A step that several slices have is the last one of the first of them, so its
+joined rows follow this slice, and the rows stay sorted by step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from treepack.cluster.slice_plan import PackJob, SlicePlan, group_numbers, shared_nodes
+from treepack.cluster.slice_rows import SliceFacts, open_row_id
+from treepack.pack.files import num_parts
+from treepack.pack.plan.plan import PlanTotals
+from treepack.pack.plan.planning import FOREST_METHODS, merge_pieces
+from treepack.pack.plan.unions import RowSizes
+from treepack.pack.weights import TERM_COLUMNS
+from treepack.trajectory import Int32, Int64
+from treepack.trie.slices import TrieSlice
+
+# Open rows of a slice and a step: the emptiest ones, at most so many, and filled less than this.
+OPEN_ROWS, OPEN_FILL = 8, 0.75
+
+
+@dataclass(frozen=True)
+class Join:
+    """Rows that join open rows of one step, after slice number `after`; each open row is (slice, row of the slice)."""
+
+    after: int
+    rows: tuple[tuple[tuple[int, int], ...], ...]
+    facts: SliceFacts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The `facts` of each slice, the `joins` by slice, the sizes of all `rows` in order, and the number of groups."""
+
+    facts: list[SliceFacts]
+    joins: list[Join]
+    rows: PlanTotals
+    num_groups: int
+
+    def ranges_of_open_rows(self) -> tuple[Int64, Int64]:
+        """Return the `row_id` of all open rows, ascending, and the number of their join; int64 [num_open] each."""
+        pairs = sorted(
+            (open_row_id(*place), i) for i, join in enumerate(self.joins) for row in join.rows for place in row
+        )
+        return np.array([row_id for row_id, _ in pairs], np.int64), np.array([i for _, i in pairs], np.int64)
+
+
+def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: PackJob) -> Layout:
+    """Return the places of all rows, and what each slice needs of the others."""
+    known = frozenset[str]().union(*(plan.known for plan in plans))
+    groups, num_groups = _groups_of_all([plan.groups for plan in plans])
+    shared = _times_trained(plans)
+    joined = _join_open_rows(plans, job)
+    has_terms = not known.isdisjoint(TERM_COLUMNS)
+    facts: list[SliceFacts] = []
+    joins: list[Join] = []
+    sizes: list[RowSizes] = []
+    first_row = first_part = 0
+
+    def place(rows: RowSizes, group_table: pa.Table | None, own: dict[int, Int32], open_rows: Int64) -> SliceFacts:
+        nonlocal first_row, first_part
+        placed = SliceFacts(known, group_table, own, first_row, first_part, open_rows)
+        sizes.append(rows)
+        first_row += len(rows.tokens)
+        first_part += num_parts(rows.tokens, rows.terms if has_terms else np.zeros_like(rows.terms))
+        return placed
+
+    nothing = np.zeros(0, np.int64)
+    for number, (part, plan) in enumerate(zip(slices, plans, strict=True)):
+        open_rows = np.array(
+            sorted(row for rows in joined.values() for join in rows for i, row in join if i == number), np.int64
+        )
+        complete = np.setdiff1d(np.arange(plan.num_rows), open_rows)
+        own = {node: shared[node] for node, _ in shared_nodes(part) if node in shared}
+        table = groups[number] if job.options.normalize == "group" else None
+        facts.append(place(plan.row_sizes.take(complete), table, own, open_rows))
+        if number in joined:
+            rows = joined[number]
+            joins.append(Join(number, tuple(rows), place(_sizes_of_joins(plans, rows), None, {}, nothing)))
+    rows_of_all = PlanTotals(
+        *(np.concatenate([getattr(each, name) for each in sizes]) for name in ("tokens", "pairs", "terms"))
+    )
+    return Layout(facts, joins, rows_of_all, num_groups)
+
+
+def _groups_of_all(tables: list[pa.Table]) -> tuple[list[pa.Table], int]:
+    """Return `tables` with the weight of each group summed over all of them, and the number of groups."""
+    numbers = group_numbers(tables)
+    weights = np.concatenate([table["weight"].to_numpy() for table in tables])
+    sums = np.bincount(np.concatenate(numbers), weights=weights)
+    at = tables[0].schema.get_field_index("weight")
+    summed = [
+        table.set_column(at, "weight", pa.array(sums[own], pa.float64()))
+        for table, own in zip(tables, numbers, strict=True)
+    ]
+    return summed, len(sums)
+
+
+def _times_trained(plans: Sequence[SlicePlan]) -> dict[int, Int32]:
+    """Return how many trajectories of all slices train each token of the nodes that several slices have."""
+    total: dict[int, Int32] = {}
+    for plan in plans:
+        for node, counts in plan.times_trained.items():
+            total[node] = total[node] + counts if node in total else counts
+    return total
+
+
+_Join = tuple[tuple[int, int], ...]
+
+
+def _join_open_rows(plans: Sequence[SlicePlan], job: PackJob) -> dict[int, list[_Join]]:
+    """Return the joined rows, by the slice that they follow."""
+    # Balanced rows of a slice are a multiple already, and rows of these methods are compared as the methods make them.
+    if job.options.balance > 1 or job.options.method in FOREST_METHODS:
+        return {}
+    slices_of: dict[int | None, list[int]] = {}
+    for number, plan in enumerate(plans):
+        for step in plan.steps:
+            slices_of.setdefault(step, []).append(number)
+    joined = {}
+    for step, numbers in slices_of.items():
+        if len(numbers) > 1:
+            places = [(number, row) for number in numbers for row in _open_rows(plans[number], step, job)]
+            rows = _merge(plans, places, job)
+            if rows:
+                joined[numbers[0]] = rows
+    return joined
+
+
+def _open_rows(plan: SlicePlan, step: int | None, job: PackJob) -> list[int]:
+    own = np.flatnonzero(plan.row_step == plan.steps.index(step))
+    own = own[plan.row_tokens[own] < OPEN_FILL * job.limits.capacity]
+    # Tokens [9, 2, 5] of the rows [4, 6, 7], two of them -> rows [6, 7].
+    rows: list[int] = sorted(own[np.argsort(plan.row_tokens[own], kind="stable")[:OPEN_ROWS]].tolist())
+    return rows
+
+
+def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJob) -> list[_Join]:
+    """Merge open rows by their sizes; return those that consist of several."""
+    if not places:
+        return []
+    alone = [(place,) for place in places]
+    row_of = merge_pieces(_sizes_of_joins(plans, alone), np.zeros(len(places), np.int64), job.limits).tolist()
+    rows: dict[int, list[tuple[int, int]]] = {}
+    for place, row in zip(places, row_of, strict=True):
+        rows.setdefault(row, []).append(place)
+    return [tuple(row) for row in rows.values() if len(row) > 1]
+
+
+def _sizes_of_joins(plans: Sequence[SlicePlan], rows: Sequence[_Join]) -> RowSizes:
+    """Return the sizes of rows that consist of open rows, which share no token with each other."""
+    sums: list[Counter[str]] = []
+    for join in rows:
+        size: Counter[str] = Counter()
+        for number, row in join:
+            of = plans[number]
+            size.update(tokens=int(of.row_tokens[row]), pairs=int(of.row_pairs[row]), terms=int(of.row_terms[row]))
+        sums.append(size)
+    return RowSizes(*(np.array([size[name] for size in sums], np.int64) for name in ("tokens", "pairs", "terms")))

@@ -1,0 +1,158 @@
+"""The other stages of packing by slices: lay out the rows of a slice, and rows whose pieces are in several slices.
+
+TrieSlice, its plan --write_slice--> parts of the output     kept: open rows, whose rest is in other slices
+open rows --exchange--> --write_joined--> parts of the output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from treepack.cluster.slice_plan import PackJob, fitted_slice, group_numbers, shared_nodes
+from treepack.files.task_output import TaskOutput
+from treepack.pack.child_order import tile_counts
+from treepack.pack.files import WrittenRows, row_of_table, write_rows
+from treepack.pack.placement import RowPlacer, unordered_tiles_of_row
+from treepack.pack.plan.plan import Plan
+from treepack.pack.plan.planning import packed_trie
+from treepack.pack.row import Row, concatenate_rows
+from treepack.pack.row_group import RowGroup, packed_columns
+from treepack.pack.rows import pack_rows
+from treepack.pack.weights import WholeTrie, times_trained
+from treepack.trajectory import Float64, Int32, Int64
+from treepack.trie.slices import TrieSlice
+from treepack.trie.trie import Trie
+
+UNORDERED = "unordered_end"
+"""Column of open rows: `subtree_end` of each token if children keep the order of the trie; for a statistic."""
+
+_SLICE = 1 << 32  # an open row has the `row_id` slice * _SLICE + row of the slice
+
+
+@dataclass(frozen=True)
+class SliceFacts:
+    """What a slice needs of all others to write its rows.
+
+    Attributes:
+        known: columns of the trajectories that have a value in any slice.
+        groups: `step`, `group_id` and `weight` of each group of the slice, summed over all slices; only for normalize
+            "group".
+        times_trained: as `SlicePlan.times_trained`, summed over all slices.
+        first_row: number of rows before those of the slice.
+        first_part: number of parts before those of the slice.
+        open_rows: rows of the slice, ascending, that are joined with rows of other slices.
+    """
+
+    known: frozenset[str]
+    groups: pa.Table | None
+    times_trained: dict[int, Int32]
+    first_row: int
+    first_part: int
+    open_rows: Int64
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRows:
+    """Rows that a task has written, and the partial tiles if their children kept the order of the trie."""
+
+    written: WrittenRows
+    unordered_tiles: int
+
+
+def open_row_id(slice_number: int, row: int) -> int:
+    """Return the `row_id` of an open row in the tables of `write_slice`."""
+    return slice_number * _SLICE + row
+
+
+def write_slice(
+    job: PackJob, part: TrieSlice, plan: pa.Table, facts: SliceFacts, output: TaskOutput
+) -> tuple[pa.Table, SliceRows]:
+    """Write the rows of a slice, except its open rows, which are returned as a table of packed rows.
+
+    `plan` is the table that `plan_slice` returned.
+
+    Raises:
+        TreepackError: the slice cannot be read, or the output cannot be written.
+    """
+    columns = packed_columns(facts.known)
+    open_group, unordered_ends = RowGroup(columns), list[Int32]()
+    trie, _ = fitted_slice(job, part, tokens=True)
+    rows: Iterator[Row] = iter(())
+    tiles = 0
+    if trie is not None:
+        row_of = plan["row"].to_numpy()
+        whole = WholeTrie(facts.known, _group_weights(trie, facts), _all_times_trained(trie, part, job, facts))
+        nodes = packed_trie(trie, job.options.method)
+        row_plan = Plan(job.options.method, job.limits, row_of)
+        options = job.options
+        rows = pack_rows(nodes, row_plan, semantics=options.semantics, normalize=options.normalize, whole=whole)
+        placer, members = RowPlacer(nodes), row_plan.members()
+        is_open = np.isin(np.arange(row_plan.num_rows), facts.open_rows)
+        for row, own in enumerate(members):
+            offsets, stops = placer.unordered(nodes, own)
+            if is_open[row]:
+                unordered_ends.append(np.repeat(stops, np.diff(offsets)).astype(np.int32))
+            else:
+                tiles += unordered_tiles_of_row(offsets, stops)
+
+    def complete_rows() -> Iterator[Row]:
+        for row in rows:
+            if is_open[row.row_id]:
+                open_group.append(replace(row, row_id=open_row_id(part.number, row.row_id)))
+            else:
+                yield row
+
+    written = write_rows(complete_rows(), output, columns, first_row=facts.first_row, first_part=facts.first_part)
+    ends = pa.array(unordered_ends, pa.list_(pa.int32()))
+    return open_group.table().append_column(UNORDERED, ends), SliceRows(written, tiles)
+
+
+def _group_weights(trie: Trie, facts: SliceFacts) -> Float64 | None:
+    """Return the weight of the group of each trajectory."""
+    if facts.groups is None:
+        return None
+    numbers, own = group_numbers([facts.groups, trie.trajectories])
+    # Numbers of the groups [2, 0, 1], weights [5., 6., 7.] -> by number [6., 7., 5.].
+    by_number = np.zeros(len(numbers))
+    by_number[numbers] = facts.groups["weight"].to_numpy()
+    return by_number[own]
+
+
+def _all_times_trained(trie: Trie, part: TrieSlice, job: PackJob, facts: SliceFacts) -> Int32 | None:
+    """Return how many trajectories of all slices train each token of the slice."""
+    if job.options.semantics != "once":
+        return None
+    counts = times_trained(trie)
+    if facts.times_trained:
+        for node, i in shared_nodes(part):
+            counts[trie.node_start[i] : trie.node_start[i + 1]] = facts.times_trained[node]
+    return counts
+
+
+def range_of_open_rows(table: pa.Table, row_ids: Int64, ranges: Int64) -> Int64:
+    """Return the range of each open row of `table`; `row_ids` ascending int64 are those of all open rows."""
+    at: Int64 = np.searchsorted(row_ids, table["row_id"].to_numpy())
+    return np.asarray(ranges[at], np.int64)
+
+
+def write_joined(table: pa.Table, joins: list[list[int]], facts: SliceFacts, output: TaskOutput) -> SliceRows:
+    """Write rows that join open rows. `joins` are the `row_id` of the open rows of each, all of them in `table`.
+
+    Raises:
+        TreepackError: the output cannot be written.
+    """
+    place = {row_id: i for i, row_id in enumerate(table["row_id"].to_pylist())}
+    tiles = 0
+    for ids in joins:
+        ends: list[Any] = [table[UNORDERED][place[row_id]].values.to_numpy() for row_id in ids]
+        starts = np.cumsum([0, *(len(each) for each in ends[:-1])]).tolist()
+        tiles += tile_counts(np.concatenate([each + start for each, start in zip(ends, starts, strict=True)]))[0]
+    rows = (concatenate_rows([row_of_table(table, place[row_id]) for row_id in ids]) for ids in joins)
+    columns = packed_columns(facts.known)
+    written = write_rows(rows, output, columns, first_row=facts.first_row, first_part=facts.first_part)
+    return SliceRows(written, tiles)
