@@ -14,9 +14,11 @@ import pyarrow as pa
 import pytest
 
 from support.paths import ROOT
-from treepack import build_trie_directory
+from treepack import PackOptions, build_trie_directory
+from treepack.analysis.check import check
 from treepack.cluster.build import build_trie_on
 from treepack.cluster.map_scheduler import MapScheduler
+from treepack.cluster.pack import pack_trie_on
 from treepack.cluster.scheduler import Here
 from treepack.errors import TreepackError
 from treepack.trajectory import Int64
@@ -64,9 +66,12 @@ def test_a_pool_of_processes_builds_and_packs_the_same(tmp_path: Path) -> None:
 
         with MapScheduler(map_tasks, tmp_path / "scratch", num_workers=2) as scheduler:
             build_trie_on(scheduler, [ROLLOUTS], tmp_path / "trie", num_ranges=3)
+            options = PackOptions(capacity=4096, method="contiguous")
+            pack_trie_on(scheduler, tmp_path / "trie", tmp_path / "packed", options, num_slices=2)
     one, several = read_trie(tmp_path / "one"), read_trie(tmp_path / "trie")
     assert np.array_equal(one.tokens, several.tokens)
     assert one.trajectories.equals(several.trajectories)
+    assert check(tmp_path / "packed")["against_trie"]
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
