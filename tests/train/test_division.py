@@ -40,7 +40,7 @@ ROWS = np.arange(12)
 def test_a_machine_computes_rows_of_its_blocks_in_as_many_micro_batches_as_without_blocks(
     machines: int, local: int, sizes: list[int], rows_per_step: int, data: st.DataObject
 ) -> None:
-    blocks = data.draw(st.sampled_from([machines, 2 * machines] if machines in (1, 2, 4) else [machines]))
+    blocks = data.draw(st.sampled_from([machines, 8] if machines in (1, 2, 4) else [machines]))
     steps: list[int | None] = [step for step, size in enumerate(sizes) for _ in range(size)]
     rows = np.array(data.draw(st.lists(st.sampled_from(range(len(steps))), unique=True)) if steps else [], np.int64)
     rows.sort()

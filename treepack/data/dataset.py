@@ -83,6 +83,8 @@ class PackedDataset(Dataset[Batch]):
         row_ids: int64 [num_rows].
         term_columns: the columns of `schema.TERMS` that the directory has.
         epoch: the current epoch of the iteration, counted from 0.
+        blocks: number of blocks of neighbouring rows; may be changed between two epochs.
+        is_local: True if the directory is on this machine.
     """
 
     def __init__(

@@ -159,6 +159,9 @@ def open_run(
     schedule = plan_steps(dataset, options, table)
     division = divide_rows(dataset, rows, blocks, ranks)
     evaluated = None if held_out is None else _open_held_out(held_out, options)
+    # A machine that has opened the data before waits here for one that has not, by gloo, which waits 30 minutes. The
+    # first collective of NCCL would wait 10 minutes.
+    ranks.any(False)
     initial = None if options.init_from is None else find_weights(options.init_from, model)
     source = model if initial is None else initial.source
     with memory_errors(*_NO_ROOM):
