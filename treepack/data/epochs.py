@@ -89,7 +89,7 @@ def rounds(parts: Sequence[Int64], world: int, *, done: int = 0, blocks: int = 1
         parts: the result of `epoch_order` or `file_order`.
         world: number of ranks; they are numbered machine by machine.
         done: number of rows to skip at the start, because ranks already took them.
-        blocks: number of blocks of the parts. If it divides `world`, the ranks of block 0 come first, then those of
+        blocks: number of blocks of the parts. If it divides `world`, the ranks of block 0 come first, then the ranks of
             block 1, and so on; each takes rows of its block only.
     """
     # parts [3, 1, 2], [0, 4] and world 2: done 0 -> [[3, 1], [2, -1], [0, 4]], done 4 -> [[4, -1]]

@@ -185,7 +185,7 @@ def mixed_blocks(sources: Sequence[Sequence[Int64]], shares: Sequence[float], *,
     """Yield rows without end as `mixed_rows`, from blocks that take turns as in `data.blocks`.
 
     No block of a source repeats a row before it has yielded all of its rows. A source has its share of all rows, and of
-    those of each block, to within some rows.
+    the rows of each block, to within some rows.
 
     Args:
         sources: the rows of each block of each source, int64 [n] with n at least 1; all have equally many blocks.
