@@ -19,6 +19,7 @@ from .skipped import print_control_tokens, print_many_skipped
 if TYPE_CHECKING:
     from treepack.cluster.scheduler import Scheduler
     from treepack.files.address import AnyPath
+    from treepack.files.manifest import Manifest
     from treepack.pack.directory import PackSummary
     from treepack.pack.options import PackOptions
 
@@ -124,5 +125,14 @@ def show_packing(summary: PackSummary, *, verbose: bool = False) -> None:
     say(summary_of_manifest(manifest))
     size = sum(entry["bytes"] for entry in manifest["files"]) / totals["tokens_packed"]
     show_figures(totals | {"bytes_per_token": size}, verbose=verbose)
-    show_notes(summary.counts)
+    show_notes(summary.counts, _partition_notes(manifest))
     print_control_tokens(manifest.get("control_tokens"))
+
+
+def _partition_notes(manifest: Manifest) -> list[str]:
+    """Return the cost of packing parts of the trie by themselves, if there are several."""
+    partitions = manifest["options"].get("partitions")
+    if partitions is None:
+        return []
+    repeated = manifest["totals"]["repeated_tokens"]
+    return [f"{partitions:,} partitions, which repeat {repeated:,} tokens of prefixes that they share"]
