@@ -30,7 +30,7 @@ from treepack.cluster.reading import PartSummary, ReadJob, read_part, survey_fil
 from treepack.cluster.scheduler import Kept, Scheduler
 from treepack.errors import TreepackError
 from treepack.files import schema
-from treepack.files.address import AnyPath, as_output
+from treepack.files.address import AnyPath, as_output, is_address
 from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
@@ -171,7 +171,7 @@ def build_trie_on(
         reading_job = ReadJob(
             FileReading(how, options.format),
             job.by_name(),
-            str(Path.cwd()),
+            _folder_of(names),
             options.share,
             max(1, part_bytes // 4),
         )
@@ -196,6 +196,14 @@ def build_trie_on(
         written = _write(scheduler, tables, parts, columns, temporary, watch)
         manifest = _write_manifest(temporary, provenance, options.share, written)
     return TrieSummary(out, manifest, time.perf_counter() - start, reading.log, watch.timings())
+
+
+def _folder_of(inputs: Sequence[str]) -> str | None:
+    """Return the folder that relative inputs start from, None if there is none.
+
+    A process has one folder, so workers that run several tasks in threads need absolute paths.
+    """
+    return None if all(is_address(name) or Path(name).is_absolute() for name in inputs) else str(Path.cwd())
 
 
 def _read(

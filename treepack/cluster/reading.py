@@ -38,14 +38,14 @@ from treepack.trie.sequence_table import (
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """Settings of all tasks that read; `folder` is the one that relative paths start from.
+    """Settings of all tasks that read; `folder` is the one that relative paths start from, None if there is none.
 
     A survey makes ranges of at most about `range_bytes`. A summary has one sample for every `sample_every` tokens.
     """
 
     files: FileReading
     job: Job
-    folder: str
+    folder: str | None
     share: str
     range_bytes: int
     sample_every: int = 1
@@ -139,9 +139,9 @@ def _columns_work(job: Job) -> ColumnsWork:
 
 
 @contextmanager
-def _in_folder(folder: str) -> Iterator[None]:
+def _in_folder(folder: str | None) -> Iterator[None]:
     """Run the block in `folder`, if this process is not there and sees it."""
-    if folder == os.getcwd() or not os.path.isdir(folder):  # noqa: PTH109, PTH112
+    if folder is None or folder == os.getcwd() or not os.path.isdir(folder):  # noqa: PTH109, PTH112
         yield
         return
     with contextlib.chdir(folder):

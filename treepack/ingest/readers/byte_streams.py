@@ -21,6 +21,7 @@ from treepack.errors import TreepackError
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.inputs import STDIN, BytesRead
 
+COMPRESSION = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}  # by the first two bytes of a file
 CHUNK = 1 << 20  # bytes of one read of a stream that may be decompressed
 # Bytes of one read of a file. Smaller than that, because progress is measured in bytes of files: 1 MB of a compressed
 # one may take a minute to tokenise.

@@ -7,7 +7,8 @@
 
 A survey of plain JSONL or Parquet reads the file once: it hashes the file, numbers the lines and cuts it into ranges.
 All other files are one piece: they are read and hashed by the task that parses them. Paths must name the same file on
-each machine. A task copies an object of a store to its own machine for the survey, and then fetches ranges of it.
+each machine. Of an object in a store, a survey streams all bytes, and later tasks fetch ranges; only files that are one
+piece are copied to the machine of their task.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files import object_store
-from treepack.files.address import RemotePath, as_path, is_address
-from treepack.files.cache import addresses_in, borrowed_copy
-from treepack.files.object_store import ObjectInfo
+from treepack.files.address import AnyPath, RemotePath, as_path, is_address
+from treepack.files.cache import borrowed_copy
 from treepack.ingest.readers import ranges
-from treepack.ingest.readers.byte_streams import Handling
+from treepack.ingest.readers.byte_streams import COMPRESSION, Handling
 from treepack.ingest.readers.fields import ReadOptions
-from treepack.ingest.readers.files import COMPRESSION
 from treepack.ingest.readers.inputs import STDIN, InputHash, displayed, list_inputs, unreadable
-from treepack.ingest.readers.ranges import LineRange, Range, RowGroups, plan_ranges
+from treepack.ingest.readers.ranges import LineRange, Range, RowGroups
 from treepack.ingest.readers.records import Damaged
 from treepack.ingest.readers.registry import Done, Unread, parts_of_path
 from treepack.ingest.readers.remote_inputs import named_by_address
@@ -67,7 +66,10 @@ class WholeFile:
         """
         path = self.file.path
         with borrowed_copy(as_path(path)) as local:
-            parts, error = _parts_of(self.file, local, how, input_hash, as_ranges=False)
+            # The path of a local file must stay as it was given, because messages and sources contain it.
+            parts, error = _parts_of(
+                self.file, str(local) if is_address(path) else path, how, input_hash, as_ranges=False
+            )
             if error is not None:
                 unknown.append(error)
             for part in parts:
@@ -132,47 +134,55 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
             named by the caller.
     """
     place = as_path(file.path)
-    entry = None
-    if isinstance(place, RemotePath):
-        entry = object_store.info(place)
-        if entry is not None and not _may_be_cut(place, entry):
-            return SurveyedFile(file, [(WholeFile(file, entry.size), entry.size)])
-    with borrowed_copy(place) as local:
-        try:
-            size = local.stat().st_size
-            handling = Handling(how.options.max_record_size, how.options.skip_bad)
-            has_ranges = plan_ranges(str(local), handling, None) is not None
-        except FileNotFoundError as error:  # it was there when the inputs were listed
-            raise TreepackError(
-                f"{displayed(file.path)}: a worker does not see this file; give an address (s3://...), or a folder "
-                "that all machines share"
-            ) from error
-        except OSError as error:
-            raise unreadable(displayed(file.path), error) from error
-        if not has_ranges:
-            return SurveyedFile(file, [(WholeFile(file, size), size)])
-        digest = InputHash()
-        parts, unknown = _parts_of(file, local, how, digest, as_ranges=True)
-        pieces: list[tuple[WholeFile | Unread | Done, int]] = []
-        for part in _coalesced(parts, max_bytes):
-            if isinstance(part, Done) or not isinstance(part.piece, Range):
-                if unknown is None and not _is_skipped(part):
-                    # Records that belong together, or a list inside of a document.
-                    return SurveyedFile(file, [(WholeFile(file, size), size)])
-                pieces.append((_with_addresses(part), 0))
-                continue
+    entry = object_store.info(place) if isinstance(place, RemotePath) else None
+    size = _local_size(file) if entry is None else entry.size
+    whole = SurveyedFile(file, [(WholeFile(file, size), size)])
+    if size < ranges.MIN_FILE or not _may_have_ranges(place, how):
+        return whole
+    digest = InputHash()
+    parts, unknown = _parts_of(file, file.path, how, digest, as_ranges=True)
+    pieces: list[tuple[WholeFile | Unread | Done, int]] = []
+    for part in _coalesced(parts, max_bytes):
+        if isinstance(part, Unread) and isinstance(part.piece, Range):
             _refuse_beside(file, part.format)
-            at_address = part if entry is None else replace(part, piece=_by_address(part.piece, file.path))
-            pieces.append((at_address, part.piece.size))
+            pieces.append((part, part.piece.size))
+        elif unknown is not None or _is_skipped(part):
+            pieces.append((_with_addresses(part), 0))
+        else:
+            # A file that cannot be cut, records that belong together, or a list inside of a document.
+            return whole
     hashes = digest.files
     return SurveyedFile(
         file, pieces, hashes[0][1] if hashes else None, None if entry is None else entry.version, unknown
     )
 
 
-def _may_be_cut(place: RemotePath, entry: ObjectInfo) -> bool:
-    """Return False for an object that `plan_ranges` never cuts, so that it is not copied for that."""
-    return entry.size >= ranges.MIN_FILE and object_store.read_range(place, 0, 2) not in COMPRESSION
+def _may_have_ranges(place: AnyPath, how: FileReading) -> bool:
+    """Return False for a file that is never cut, before more than its first line is read."""
+    if isinstance(place, RemotePath):
+        return object_store.read_range(place, 0, 2) not in COMPRESSION
+    handling = Handling(how.options.max_record_size, how.options.skip_bad)
+    try:
+        return ranges.plan_ranges(str(place), handling, None) is not None
+    except OSError as error:
+        raise unreadable(displayed(str(place)), error) from error
+
+
+def _local_size(file: InputFile) -> int:
+    """Return the size of a file of this machine, or of one that all machines share.
+
+    Raises:
+        TreepackError: it cannot be read.
+    """
+    try:
+        return Path(file.path).stat().st_size
+    except FileNotFoundError as error:  # it was there when the inputs were listed
+        raise TreepackError(
+            f"{displayed(file.path)}: a worker does not see this file; give an address (s3://...), or a folder "
+            "that all machines share"
+        ) from error
+    except OSError as error:
+        raise unreadable(displayed(file.path), error) from error
 
 
 def group_parts(files: Sequence[SurveyedFile], size: int) -> Iterator[InputPart]:
@@ -194,10 +204,8 @@ def group_parts(files: Sequence[SurveyedFile], size: int) -> Iterator[InputPart]
 
 
 def _parts_of(
-    file: InputFile, local: Path, how: FileReading, input_hash: InputHash, *, as_ranges: bool
+    file: InputFile, path: str, how: FileReading, input_hash: InputHash, *, as_ranges: bool
 ) -> tuple[Iterator[Unread | Done], TreepackError | None]:
-    # The path of a local file must stay as it was given, because messages and sources contain it.
-    path = str(local) if is_address(file.path) else file.path
     return parts_of_path(
         path,
         how.options,
@@ -258,11 +266,6 @@ def _joined(first: Unread, second: Unread | Done, max_bytes: int) -> Unread | No
     ):
         return replace(first, piece=replace(a, groups=a.groups + b.groups, size=a.size + b.size))
     return None
-
-
-def _by_address(piece: Range, address: str) -> Range:
-    """Return a range of a local copy as a range of the object itself."""
-    return replace(piece, path=addresses_in(piece.path), file=address)
 
 
 def _refuse_beside(file: InputFile, format: str) -> None:  # noqa: A002

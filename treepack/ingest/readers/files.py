@@ -23,9 +23,11 @@ from typing import Any
 import pyarrow as pa
 
 from treepack.errors import TreepackError
+from treepack.files.address import is_address
 from treepack.ingest.options import MAX_RECORD_SIZE
 from treepack.ingest.readers.byte_streams import (
     CHUNK,
+    COMPRESSION,
     Handling,
     HashingReader,
     as_buffer,
@@ -34,7 +36,7 @@ from treepack.ingest.readers.byte_streams import (
 from treepack.ingest.readers.eval_files import is_eval_file, read_eval_file
 from treepack.ingest.readers.inputs import STDIN, InputHash, displayed, unreadable
 from treepack.ingest.readers.json_files import json_pieces
-from treepack.ingest.readers.ranges import Range, plan_ranges
+from treepack.ingest.readers.ranges import Range, plan_object_ranges, plan_ranges
 from treepack.ingest.readers.records import (
     DAMAGED_FILE,
     Damaged,
@@ -57,8 +59,6 @@ from treepack.ingest.readers.torch_files import NotPlainError, read_torch
 from treepack.ingest.readers.yaml_files import SUFFIXES as YAML_SUFFIXES
 from treepack.ingest.readers.yaml_files import read_yaml
 from treepack.trajectory import Skipped
-
-COMPRESSION = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}
 
 
 def read_records(path: str, *, input_hash: InputHash | None = None) -> Iterator[Record]:
@@ -102,10 +102,13 @@ def read_pieces(
 def _whole_file(path: str, input_hash: InputHash | None, how: Handling, *, as_ranges: bool) -> Iterator[Piece | Range]:
     """Yield the pieces of one file and hash it; turn errors of libraries into sentences."""
     num_pieces = 0
-    path = opened_path(path)
+    # Ranges of an object need no copy of it.
+    ranges = plan_object_ranges(path, how, input_hash) if as_ranges and is_address(path) else None
+    path = path if ranges is not None else opened_path(path)
     shown = displayed(path)
     try:
-        ranges = plan_ranges(path, how, input_hash) if as_ranges else None
+        if as_ranges and ranges is None:
+            ranges = plan_ranges(path, how, input_hash)
         for piece in _stream(path, input_hash, how) if ranges is None else ranges:
             num_pieces += 1
             yield piece

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import orjson
 import pyarrow as pa
@@ -26,10 +26,11 @@ from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import RemotePath, as_path, is_address
 from treepack.files.location import locate
-from treepack.ingest.readers.byte_streams import CHUNK, Handling, num_newlines
+from treepack.ingest.readers.byte_streams import CHUNK, COMPRESSION, Handling, num_newlines
 from treepack.ingest.readers.inputs import STDIN, FileHash, InputHash, displayed, unreadable
 from treepack.ingest.readers.json_files import BYTE_ORDER_MARK, FIRST_LINES, MAX_LINES, next_size, too_long
 from treepack.ingest.readers.json_text import parse_leniently
+from treepack.ingest.readers.object_reader import ObjectReader
 from treepack.ingest.readers.records import DAMAGED_FILE, DAMAGED_RECORD, Damaged, Lines, Piece, Record, TableRows
 from treepack.ingest.readers.tables import PARQUET_MAGIC, RowGroup, parquet_batches, parquet_groups
 from treepack.trajectory import Skipped
@@ -131,12 +132,8 @@ class RowGroups:
             yield Damaged(Skipped(self.path, DAMAGED_FILE, detail=str(sentence)))
 
     def _batches(self) -> Iterator[pa.RecordBatch]:
-        if not is_address(self.file):
-            yield from parquet_batches(self.file, self.path, self.groups)
-            return
-        place = locate(self.file)
-        with place.filesystem.open_input_file(place.root) as file:
-            yield from parquet_batches(file, self.path, self.groups, ahead=True)
+        with _parquet_source(self.file) as source:
+            yield from parquet_batches(source, self.path, self.groups, ahead=is_address(self.file))
 
     def records(self, damaged: list[Skipped] | None = None, arrays: Sequence[str] = ()) -> Iterator[Record]:
         """Yield the records of `pieces`."""
@@ -171,22 +168,69 @@ def plan_ranges(path: str, how: Handling, input_hash: InputHash | None) -> Itera
         return None
     with Path(path).open("rb") as file:
         is_parquet = file.read(4) == PARQUET_MAGIC
+        file.seek(0)
         first = None if is_parquet else _first_object(file, path, min(MAX_FIRST_LINE, how.max_size))
     if not is_parquet and first is None:
         return None
     return _hashed(path, how, InputHash() if input_hash is None else input_hash, first)
 
 
+def plan_object_ranges(address: str, how: Handling, input_hash: InputHash | None) -> Iterator[Piece | Range] | None:
+    """Return the ranges of an object in a store, which is hashed meanwhile; None if it has to be read as a stream.
+
+    Raises:
+        TreepackError: there is no such object, or the store cannot be reached.
+    """
+    place = as_path(address)
+    entry = object_store.info(place) if isinstance(place, RemotePath) else None
+    if not isinstance(place, RemotePath) or entry is None or entry.size < MIN_FILE:
+        return None
+    magic = object_store.read_range(place, 0, 4)
+    if magic == PARQUET_MAGIC:
+        return _hashed_object(address, how, ObjectReader(place, entry.size), input_hash, None)
+    if magic[:2] in COMPRESSION:
+        return None
+    reader = ObjectReader(place, entry.size)
+    first = _first_object(reader.stream(), address, min(MAX_FIRST_LINE, how.max_size))
+    return None if first is None else _hashed_object(address, how, reader, input_hash, first)
+
+
+def _hashed_object(
+    address: str,
+    how: Handling,
+    reader: ObjectReader,
+    input_hash: InputHash | None,
+    first: tuple[int, int, int] | None,
+) -> Iterator[Piece | Range]:
+    """Yield the ranges of an object and hash it; with `skip_bad` also the rest after damage."""
+    is_complete = False
+    try:
+        if first is None:
+            pieces = _row_groups(address, address, how)
+        else:
+            pieces = _line_ranges(address, address, reader.read, how, first)
+        for piece, _ in pieces:
+            yield piece
+        is_complete = True
+    except TreepackError:
+        is_complete = how.skip_bad
+        raise
+    finally:
+        if is_complete and input_hash is not None:
+            input_hash.add(address, reader.hexdigest())
+
+
 def _hashed(
     path: str, how: Handling, input_hash: InputHash, first: tuple[int, int, int] | None
 ) -> Iterator[Piece | Range]:
     """Yield the ranges of a file and hash it; with `skip_bad` also the rest after damage."""
-    shown = displayed(path)
+    shown, real = displayed(path), os.path.abspath(path)  # noqa: PTH100 (a link must stay a link)
     input_hash.bytes_read.begin(path)
     follower = FileHash(path)
     is_complete = False
     try:
-        for piece, end in _row_groups(path, how) if first is None else _line_ranges(path, how, *first):
+        pieces = _row_groups(shown, real, how) if first is None else _lines_of_file(shown, real, how, first)
+        for piece, end in pieces:
             input_hash.bytes_read.count(end - follower.end)
             follower.follow(end)
             yield piece
@@ -203,7 +247,6 @@ def _hashed(
 
 def _first_object(file: BinaryIO, path: str, max_size: int) -> tuple[int, int, int] | None:
     """Return number, start and end of the first line with text; None if it is no JSON object, or too long."""
-    file.seek(0)
     number, start = 0, 0
     while (line := file.readline(max_size + 1)) and len(line) <= max_size:
         number += 1
@@ -224,39 +267,51 @@ def _is_object(line: bytes, path: str, number: int) -> bool:
     return False
 
 
-def _line_ranges(path: str, how: Handling, number: int, start: int, end: int) -> Iterator[tuple[Piece | Range, int]]:
-    """Yield pieces of whole lines, each with its end; the first line is line `number`, bytes [start, end)."""
-    shown, real = displayed(path), os.path.abspath(path)  # noqa: PTH100 (a link must stay a link)
+Read = Callable[[int, int], bytes]  # of so many bytes from an offset on
+
+
+def _lines_of_file(
+    shown: str, real: str, how: Handling, first: tuple[int, int, int]
+) -> Iterator[tuple[Piece | Range, int]]:
+    with Path(real).open("rb", buffering=0) as file:
+        descriptor = file.fileno()
+        yield from _line_ranges(shown, real, lambda offset, size: os.pread(descriptor, size, offset), how, first)
+
+
+def _line_ranges(
+    shown: str, real: str, read: Read, how: Handling, first: tuple[int, int, int]
+) -> Iterator[tuple[Piece | Range, int]]:
+    """Yield pieces of whole lines, each with its end; `first` are number, start and end of the first line."""
+    number, start, end = first
     yield LineRange(shown, real, number, start, end - start), end
     begin, number, size = end, number + 1, FIRST_LINES
-    with Path(path).open("rb", buffering=0) as file:
-        while data := os.pread(file.fileno(), size, begin):
-            end, num_lines = begin + len(data), num_newlines(data)
-            if not data.endswith(b"\n"):
-                # The range ends in the middle of a line, so the rest of the line is added.
-                line = begin + data.rfind(b"\n") + 1
-                end, is_ended = _line_end(file, end, line + how.max_size + 1)
-                if end - line > how.max_size:
-                    # The range ends before the line that is too long.
-                    if line > begin:
-                        yield LineRange(shown, real, number, begin, line - begin), line
-                    number += num_lines
-                    error = too_long(shown, number, how.max_size)
-                    if not how.skip_bad:
-                        raise error
-                    end, _ = (end, True) if is_ended else _line_end(file, end, None)
-                    yield Damaged(Skipped(f"{shown}:{number}", DAMAGED_RECORD, detail=str(error))), end
-                    begin, number = end, number + 1
-                    continue
-                num_lines += is_ended
-            yield LineRange(shown, real, number, begin, end - begin), end
-            begin, number = end, number + num_lines
-            size = next_size(size, begin)
+    while data := read(begin, size):
+        end, num_lines = begin + len(data), num_newlines(data)
+        if not data.endswith(b"\n"):
+            # The range ends in the middle of a line, so the rest of the line is added.
+            line = begin + data.rfind(b"\n") + 1
+            end, is_ended = _line_end(read, end, line + how.max_size + 1)
+            if end - line > how.max_size:
+                # The range ends before the line that is too long.
+                if line > begin:
+                    yield LineRange(shown, real, number, begin, line - begin), line
+                number += num_lines
+                error = too_long(shown, number, how.max_size)
+                if not how.skip_bad:
+                    raise error
+                end, _ = (end, True) if is_ended else _line_end(read, end, None)
+                yield Damaged(Skipped(f"{shown}:{number}", DAMAGED_RECORD, detail=str(error))), end
+                begin, number = end, number + 1
+                continue
+            num_lines += is_ended
+        yield LineRange(shown, real, number, begin, end - begin), end
+        begin, number = end, number + num_lines
+        size = next_size(size, begin)
 
 
-def _line_end(file: BinaryIO, start: int, limit: int | None) -> tuple[int, bool]:
+def _line_end(read: Read, start: int, limit: int | None) -> tuple[int, bool]:
     """Return the end of the line that contains byte `start`, at most `limit`, and True if a newline ends it."""
-    while data := os.pread(file.fileno(), CHUNK if limit is None else min(CHUNK, limit - start), start):
+    while data := read(start, CHUNK if limit is None else min(CHUNK, limit - start)):
         at = data.find(b"\n")
         if at >= 0:
             return start + at + 1, True
@@ -264,10 +319,21 @@ def _line_end(file: BinaryIO, start: int, limit: int | None) -> tuple[int, bool]
     return start, False
 
 
-def _row_groups(path: str, how: Handling) -> Iterator[tuple[Piece | Range, int]]:
+@contextmanager
+def _parquet_source(file: str) -> Iterator[Any]:
+    """Yield what pyarrow opens: a path, or an object that is read by range."""
+    if not is_address(file):
+        yield file
+        return
+    place = locate(file)
+    with place.filesystem.open_input_file(place.root) as source:
+        yield source
+
+
+def _row_groups(shown: str, real: str, how: Handling) -> Iterator[tuple[Piece | Range, int]]:
     """Yield pieces of row groups, each with the end of its bytes; with `skip_bad` all groups in one piece."""
-    shown, real = displayed(path), os.path.abspath(path)  # noqa: PTH100
-    groups: list[RowGroup] = parquet_groups(path, shown)
+    with _parquet_source(real) as source:
+        groups: list[RowGroup] = parquet_groups(source, shown)
     start, first, size, position = 0, 0, 0, 0
     for i, group in enumerate(groups):
         size += group.num_bytes
