@@ -7,11 +7,12 @@
                           order    0 4 1 5 2 6 3 7         without a shuffle within each block
                           rounds   0 1 | 4 5,  2 3 | 6 7   4 ranks: 2 on machine 0, 2 on machine 1
 
-The blocks take turns in an order that halves the range again and again: 8 blocks have the turns 0 4 2 6 1 5 3 7. So if
-the number of machines is a power of two that is not above the number of blocks, each machine has its own blocks:
+The blocks take turns in an order that halves the range again and again: 8 blocks have the turns 0 4 2 6 1 5 3 7. So
+each machine has its own blocks if there are as many machines as blocks, or if both numbers are powers of two. Other
+numbers of machines share some blocks.
 
-    2 machines    0 and 2 | 4 and 6, then 1 and 3 | 5 and 7
-    4 machines    0 | 2 | 4 | 6, then 1 | 3 | 5 | 7
+    2 machines, one row each    0 | 4, then 2 | 6, 1 | 5, 3 | 7
+    4 machines, one row each    0 | 2 | 4 | 6, then 1 | 3 | 5 | 7
 
 `data.epochs` and `train.schedule` make the order of an epoch of it.
 """
