@@ -90,10 +90,10 @@ def inputs(tmp_path: Path) -> Path:
 
 
 @given(
-    made=strategies.sequences(max_count=10),
+    made=strategies.sequences(max_count=9),
     share=st.sampled_from(["all", "group", "none"]),
     num_ranges=st.integers(1, 5),
-    part_bytes=st.sampled_from([1, 300, 10_000]),
+    part_bytes=st.sampled_from([250, 10_000]),
     draw=st.randoms(use_true_random=False),
 )
 def test_any_parts_and_ranges_give_the_trie_of_one_process(
