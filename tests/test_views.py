@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.views import ColumnView, FilledView, ListView, NoValues, View
+from treepack.views import FEW_ROWS, ColumnView, FilledView, ListView, NoValues, View
 
 LISTS = st.lists(st.none() | st.lists(st.integers(0, 9).map(float), max_size=3), max_size=8)
 
@@ -54,6 +54,7 @@ def test_numbers_fill_missing_lists(
 
 @given(st.lists(st.none() | st.text(max_size=2), min_size=1, max_size=8), st.lists(st.integers(0, 8)), st.data())
 def test_texts_are_read_in_any_order(values: list[str | None], cuts: list[int], data: st.DataObject) -> None:
-    rows = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=9))
+    some = data.draw(st.lists(st.integers(0, len(values) - 1), max_size=9))
+    rows = some * data.draw(st.sampled_from([1, FEW_ROWS]))
     view = ColumnView(chunked(values, pa.string(), cuts))
     assert view.values(np.array(rows, np.int64)) == [values[row] for row in rows]

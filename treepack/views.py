@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 
 from treepack.trajectory import Int32, Int64
 
+# Rows up to which a column is read value by value, at 1 microsecond each; a call of Arrow costs some 50.
+FEW_ROWS = 32
+
 
 class ListView(Sequence[NDArray[Any] | None]):
     """A nullable list column as arrays, made one by one: `view[i]` is an array without a copy, or None for a null."""
@@ -120,20 +123,23 @@ class ColumnView:
     def __init__(self, column: pa.ChunkedArray) -> None:
         """View all chunks of `column`."""
         self._chunks = column.chunks
-        self._starts: Int64 = np.cumsum([0, *(len(chunk) for chunk in column.chunks)])
+        self._starts = np.cumsum([0, *(len(chunk) for chunk in column.chunks)]).tolist()
+
+    def value(self, row: int) -> Any:
+        """Return the value of one row."""
+        chunk = bisect.bisect_right(self._starts, row) - 1
+        return self._chunks[chunk][row - self._starts[chunk]].as_py()
 
     def values(self, rows: Int64) -> list[Any]:
         """Return the values of `rows`, in this order."""
+        if len(rows) <= FEW_ROWS:
+            return [self.value(row) for row in rows.tolist()]
         # ChunkedArray.take may first join all chunks. Starts 0 2 5, rows 4 0 3 -> chunks 1 0 1.
         chunk_of = np.searchsorted(self._starts, rows, side="right") - 1
-        chunks = np.unique(chunk_of).tolist()
-        if len(chunks) == 1:
-            taken: list[Any] = self._chunks[chunks[0]].take(pa.array(rows - self._starts[chunks[0]])).to_pylist()
-            return taken
         result: list[Any] = [None] * len(rows)
-        for chunk in chunks:
+        for chunk in np.unique(chunk_of).tolist():
             places = np.flatnonzero(chunk_of == chunk)
-            taken = self._chunks[chunk].take(pa.array(rows[places] - self._starts[chunk])).to_pylist()
-            for place, value in zip(places.tolist(), taken, strict=True):
+            values = self._chunks[chunk].take(pa.array(rows[places] - self._starts[chunk])).to_pylist()
+            for place, value in zip(places.tolist(), values, strict=True):
                 result[place] = value
         return result

@@ -52,7 +52,7 @@ def pack_rows(
         loss_weight, terms = weights.of(nodes)
         yield Row(
             row_id=row_id,
-            step=steps.values(members[:1])[0],
+            step=steps.value(int(members[0])),
             loss_weight=loss_weight,
             terms=terms,
             trajectory_ids=ids.values(nodes.members),
