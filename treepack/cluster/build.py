@@ -9,8 +9,8 @@
     manifest
 
 Tokens stay in the tasks, except samples, the edges of ranges, and ids that repeat. The trie is equal to that of one
-process, and so are all columns; only the parts end at the ends of ranges. Memory of this process: about 60 bytes for
-each trajectory and 40 for each node.
+process, and so are all columns; only the parts end at the ends of ranges. Memory of this process: about 200 bytes for
+each trajectory with two nodes, and the samples.
 """
 
 from __future__ import annotations
