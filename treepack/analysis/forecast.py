@@ -248,10 +248,10 @@ def _pieces(trie: Trie, first: int, end: int) -> TrainedPieces:
     # paths at a time. Paths of 2, 1 and 2 nodes -> owners [0, 1, 2], then [0, 2].
     owner, node = [owners], [trie.end_node[first:end][owners].astype(np.int64)]
     from_token = spans.starts[spans.offsets[owners]]
-    while (goes_on := trie.depth[node[-1]] > from_token).any():
-        from_token = from_token[goes_on]
-        owner.append(owner[-1][goes_on])
-        node.append(trie.parent[node[-1][goes_on]].astype(np.int64))
+    while (is_longer := trie.depth[node[-1]] > from_token).any():
+        from_token = from_token[is_longer]
+        owner.append(owner[-1][is_longer])
+        node.append(trie.parent[node[-1][is_longer]].astype(np.int64))
     # (trajectory, depth of node) as one sorted key, so that one search finds the nodes of all spans.
     # radix 100, path of trajectory 2 with nodes at depths 0, 10, 30 -> keys 200, 210, 230; its span 12-35 begins at key
     # 210 (search of 212) and ends at key 230 (search of 234): two pieces, 12-30 and 30-35.
