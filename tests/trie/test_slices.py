@@ -6,6 +6,7 @@ import pickle
 from itertools import pairwise
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -142,3 +143,16 @@ def test_slices_of_no_token_are_refused(tmp_path: Path) -> None:
     directory = written(build_trie(chains(1)), tmp_path)
     with pytest.raises(TreepackError, match="count is 0; expected at least 1"):
         trie_slices(directory, count=0)
+
+
+def test_slices_of_a_trie_in_a_store_are_read_by_range(tmp_path: Path) -> None:
+    directory = written(build_trie(chains(3)), tmp_path)
+    store = fsspec.filesystem("memory")
+    store.put(str(directory), "/bucket/slices", recursive=True)
+    try:
+        for part in trie_slices("memory://bucket/slices", count=4):
+            remote, local = read_slice("memory://bucket/slices", part), read_slice(directory, part)
+            assert remote.tokens.tolist() == local.tokens.tolist()
+            assert remote.trajectories.equals(local.trajectories)
+    finally:
+        store.rm("/bucket/slices", recursive=True)
