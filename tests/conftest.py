@@ -83,10 +83,22 @@ def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="session")
-def cluster(shared_store: Store) -> Iterator[str]:
-    """The HOST:PORT of a Ray cluster of two workers, which inherit the environment that leads to the S3 server."""
-    with running_cluster(workers=2) as address:
-        yield address
+def addresses(shared_store: Store) -> Iterator[tuple[str, str]]:
+    """Two addresses of a Ray cluster of two workers, which inherit the environment that leads to the S3 server."""
+    with running_cluster(workers=2) as addresses:
+        yield addresses
+
+
+@pytest.fixture(scope="session")
+def cluster(addresses: tuple[str, str]) -> str:
+    """The HOST:PORT of the Ray cluster."""
+    return addresses[0]
+
+
+@pytest.fixture(scope="session")
+def client_server(addresses: tuple[str, str]) -> str:
+    """The ray://HOST:PORT of the Ray cluster."""
+    return addresses[1]
 
 
 @pytest.fixture

@@ -123,6 +123,13 @@ def test_a_local_cluster_gives_the_same_trie(rollouts: Path, trie: Path, tmp_pat
     assert run.stderr == ""
 
 
+def test_a_client_of_a_cluster_gets_the_same_trie(
+    treepack: Run, client_server: str, rollouts: Path, trie: Path, tmp_path: Path
+) -> None:
+    successful(treepack("build-trie", rollouts, "--out", tmp_path / "trie", "--ray", client_server, "--partitions", 2))
+    assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
+
+
 def test_objects_of_a_store_give_the_results_of_files(
     treepack: Run, cluster: str, shared_store: Store, rollouts: Path, trie: Path, packed: Path
 ) -> None:

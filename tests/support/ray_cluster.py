@@ -28,22 +28,23 @@ PATIENCE = 120  # seconds; other work on this machine may slow down the start
 
 
 @contextmanager
-def running_cluster(*, workers: int) -> Iterator[str]:
-    """Start a cluster of one machine with `workers` CPUs; yield its HOST:PORT."""
+def running_cluster(*, workers: int) -> Iterator[tuple[str, str]]:
+    """Start a cluster of one machine with `workers` CPUs; yield its HOST:PORT and ray://HOST:PORT."""
     # A folder with a short name: Ray's sockets are in it, and their paths have at most 107 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    port = free_port()
-    head = ("--head", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}")
+    port, client_port = free_port(), free_port()
+    head = ("--head", f"--port={port}", f"--ray-client-server-port={client_port}", f"--temp-dir={folder}")
+    quiet = ("--include-dashboard=false", "--disable-usage-stats")
     try:
-        with machine(*head, workers=workers, port=port):
-            yield f"127.0.0.1:{port}"
+        with machine(*head, *quiet, workers=workers, ports=(port, client_port)):
+            yield f"127.0.0.1:{port}", f"ray://127.0.0.1:{client_port}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def machine(*arguments: str, workers: int, port: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a machine of a cluster, and wait until `port` answers; end its processes after the block.
+def machine(*arguments: str, workers: int, ports: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a machine of a cluster, and wait until its ports answer; end its processes after the block.
 
     The process leads a process group, which has the daemons and the workers of the machine.
     """
@@ -56,7 +57,7 @@ def machine(*arguments: str, workers: int, port: int | None = None) -> Iterator[
         )
         try:
             start = time.monotonic()
-            while port is not None and not answers(port):
+            while not all(map(answers, ports)):
                 if process.poll() is not None or time.monotonic() > start + PATIENCE:
                     output.seek(0)
                     raise AssertionError(f"ray start failed: {output.read().decode(errors='replace')}")

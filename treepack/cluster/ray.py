@@ -16,8 +16,8 @@ A task whose process or machine dies runs again. If a machine dies with tables t
 tasks again that made them. Handles are those of Ray Data too: `ray.data.from_arrow_refs` reads them, and
 `Dataset.to_arrow_refs` makes them.
 
-The sort of Ray Data would do the exchange too. It takes three to twenty times as long, because it sorts and copies the
-rows twice, and it cannot join more than 2^31 tokens; benchmarks/ray_exchange.py compares them.
+The sort of Ray Data would do the exchange too. It takes two to twenty times as long, because it sorts and copies the
+rows twice; benchmarks/ray_exchange.py compares them.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ WINDOW = 4
 RETRIES = 3
 # Fewer, larger pieces in an exchange: Ray sends pieces below 100 KB through the driver.
 MAX_TABLES_PER_SPLIT = 4
+GRACE = 5.0  # seconds that tasks in flight have to end after an error
 RECOUNT = 5.0  # seconds after which the CPUs of the cluster are counted again
 TIMEOUT = 30.0  # seconds that a cluster has to answer
 
@@ -111,7 +112,12 @@ class RayScheduler:
     def _results(
         self, function: Callable[..., Any], calls: Iterable[Call], *, num_returns: int
     ) -> Iterator[tuple[Kept, Any]]:
-        """Yield the first handle and the last result of each call; cancel what is in flight if the caller stops."""
+        """Yield the first handle and the last result of each call.
+
+        If the caller stops or a task fails, wait a little for the tasks in flight, so that they do not write into a
+        folder that is being removed. The end of the connection ends them. `ray.cancel` is not used: if a result comes
+        at that moment, it may end this process with a failed check of Ray 2.60.
+        """
         rest = iter(calls)
         in_flight: deque[list[Any]] = deque()
         try:
@@ -123,9 +129,10 @@ class RayScheduler:
                 summary = self._value(in_flight[0][-1])
                 yield in_flight.popleft()[0], summary
         finally:
-            for refs in in_flight:
+            if in_flight:
                 with contextlib.suppress(Exception):  # the connection may be gone
-                    self._ray.cancel(refs[0])
+                    last = [refs[-1] for refs in in_flight]
+                    self._ray.wait(last, num_returns=len(last), timeout=GRACE, fetch_local=False)
 
     def _value(self, ref: Any) -> Any:
         """Return the result of a task.
