@@ -52,7 +52,7 @@ class PartReader:
     """Reader of the parts of one directory; it can be pickled and used after a fork."""
 
     def __init__(self, location: Location, manifest: Manifest, copies: PartCache | None, tables: MachineTables) -> None:
-        """Check every part; a remote one only if no process of this machine has done so.
+        """Check every part; of a remote one its size, and its footer if no process of this machine has done so.
 
         Args:
             location: the directory.
@@ -68,6 +68,8 @@ class PartReader:
         self._process = os.getpid()
         self._files: dict[str, pq.ParquetFile] = {}
         self._footers: OrderedDict[str, pq.FileMetaData] = OrderedDict()  # of copies, ordered by last use
+        if not location.is_local:
+            self._check_sizes()
         layout = self._read_layout() if location.is_local else tables.get("layout", self._read_layout)
         self.groups = _list_groups(layout)
         # All parts have the columns of the first one: one command writes the directory.
@@ -130,17 +132,25 @@ class PartReader:
         with ThreadPoolExecutor(1 if self.location.is_local else _OPENERS) as pool:
             return [*pool.map(function, items)]
 
+    def _check_sizes(self) -> None:
+        """Check that all parts are there with their sizes, by a listing of the directory.
+
+        Raises:
+            TreepackError: naming the part.
+        """
+        sizes = self.location.sizes()
+        for name, entry in self._entries.items():
+            if sizes.get(name) != entry["bytes"]:
+                check_size(self.location, entry)  # asks for this part, and raises unless the listing was stale
+
     def _check(self, entry: FileEntry) -> pq.FileMetaData:
         """Check a part against its entry, and return its footer.
 
         Raises:
             TreepackError: they differ.
         """
-        # A hash of a remote part would download all of it.
-        if self.location.is_local:
+        if self.location.is_local:  # a hash of a remote part would download all of it
             check_part(Path(self.location.root), entry)
-        else:
-            check_size(self.location, entry)
         footer = self._open(entry["name"]).metadata
         if footer.num_rows != entry["rows"]:
             raise TreepackError(

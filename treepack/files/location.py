@@ -84,6 +84,20 @@ class Location:
         size: int | None = info.size if info.type == fs.FileType.File else None
         return size
 
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of all files in bytes, by their names; one request for each thousand of them.
+
+        Raises:
+            TreepackError: the filesystem does not answer.
+        """
+        if self.remote is not None:
+            return {name: entry.size for name, entry in object_store.list_objects(self.remote).items()}
+        try:
+            entries = self.filesystem.get_file_info(fs.FileSelector(self.root or ".", allow_not_found=True))
+        except Exception as error:
+            raise self._read_error("", error) from error
+        return {entry.base_name: entry.size for entry in entries if entry.type == fs.FileType.File}
+
     def open_stream(self, name: str) -> pa.NativeFile:
         """Open a file to read it once from the start; errors are those of the filesystem."""
         if self.remote is not None:
