@@ -10,6 +10,7 @@
     sample_rollouts, sample_tree           rollouts as trees, from a server or a model  (treepack.rollout)
 
     build_trie_directory, pack_trie, stats, check, report    the commands of the same names, as functions
+    build_trie_on, pack_trie_on            two of them on Ray, Spark, Dask        (treepack.cluster)
 
 Importing treepack costs nothing: names are loaded when they are first used.
 """
@@ -71,6 +72,11 @@ _HOME = {
     "TrieSummary": "trie.directory",
     "pack_trie": "pack.directory",
     "PackSummary": "pack.directory",
+    "build_trie_on": "cluster.build",
+    "pack_trie_on": "cluster.pack",
+    "Scheduler": "cluster.scheduler",
+    "MapScheduler": "cluster.map_scheduler",
+    "RayScheduler": "cluster.ray",
     "micro_batches": "pack.micro_batches",
     "plan_packing": "pack.packing",
     "Packing": "pack.packing",

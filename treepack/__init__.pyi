@@ -10,6 +10,11 @@ from treepack.attention import allow_generation as allow_generation
 from treepack.attention import first_visible as first_visible
 from treepack.attention import register as register_attention
 from treepack.attention import tree_attention as tree_attention
+from treepack.cluster.build import build_trie_on as build_trie_on
+from treepack.cluster.map_scheduler import MapScheduler as MapScheduler
+from treepack.cluster.pack import pack_trie_on as pack_trie_on
+from treepack.cluster.ray import RayScheduler as RayScheduler
+from treepack.cluster.scheduler import Scheduler as Scheduler
 from treepack.data.batch import make_batch as make_batch
 from treepack.data.dataset import PackedDataset as PackedDataset
 from treepack.errors import TreepackError as TreepackError
@@ -100,6 +105,7 @@ __all__ = [
     "Engine",
     "Environment",
     "LoraOptions",
+    "MapScheduler",
     "PackOptions",
     "PackSummary",
     "PackedDataset",
@@ -109,12 +115,14 @@ __all__ = [
     "Provenance",
     "Query",
     "QuerySources",
+    "RayScheduler",
     "ReadLog",
     "ReportOptions",
     "RolloutOptions",
     "RolloutSummary",
     "Row",
     "Sampling",
+    "Scheduler",
     "StatsOptions",
     "Tokens",
     "Trajectory",
@@ -129,6 +137,7 @@ __all__ = [
     "batch_loss",
     "build_trie",
     "build_trie_directory",
+    "build_trie_on",
     "check",
     "check_plan",
     "choose_objective",
@@ -148,6 +157,7 @@ __all__ = [
     "open_scoring",
     "pack_rows",
     "pack_trie",
+    "pack_trie_on",
     "plan_packing",
     "plan_rows",
     "predict_values",
