@@ -45,7 +45,7 @@ def by_remainder(table: pa.Table, divisor: int) -> Int64:
 
 
 def test_tables_stay_and_are_exchanged_as_in_one_process(tmp_path: Path) -> None:
-    with MapScheduler(pickled_map, tmp_path, num_workers=2) as scheduler:
+    with MapScheduler(pickled_map, tmp_path) as scheduler:
         factor = scheduler.share(3)
         kept = list(scheduler.keep(with_sum, [(TABLE, factor), (TABLE.slice(4), factor)]))
         assert [summary for _, summary in kept] == [135, 117]
@@ -64,7 +64,7 @@ def test_a_pool_of_processes_builds_and_packs_the_same(tmp_path: Path) -> None:
         def map_tasks(function: Callable[[Any], Any], items: list[Any]) -> Iterable[Any]:
             return pool.map(function, items)
 
-        with MapScheduler(map_tasks, tmp_path / "scratch", num_workers=2) as scheduler:
+        with MapScheduler(map_tasks, tmp_path / "scratch") as scheduler:
             build_trie_on(scheduler, [ROLLOUTS], tmp_path / "trie", num_ranges=3)
             options = PackOptions(capacity=4096, method="contiguous")
             pack_trie_on(scheduler, tmp_path / "trie", tmp_path / "packed", options, num_slices=2)
@@ -76,7 +76,7 @@ def test_a_pool_of_processes_builds_and_packs_the_same(tmp_path: Path) -> None:
 
 
 def test_a_table_that_another_machine_has_written_to_its_own_disk_is_named(tmp_path: Path) -> None:
-    with MapScheduler(pickled_map, tmp_path, num_workers=1) as scheduler:
+    with MapScheduler(pickled_map, tmp_path) as scheduler:
         ((table, _),) = scheduler.keep(with_sum, [(TABLE, 1)])
         for file in table.files:
             file.unlink()

@@ -19,7 +19,7 @@ from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make, trajectories
 from treepack import PackOptions, Progress, TreepackError, check, pack_trie, read_rows, read_trie, write_trie
 from treepack.cluster.pack import pack_trie_on
-from treepack.cluster.scheduler import Call, Here, Kept
+from treepack.cluster.scheduler import Call, Here, TableHandle
 from treepack.pack.options import METHODS, NORMALIZE, SEMANTICS
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
@@ -35,7 +35,9 @@ class Pickling(Here):
             again = pickle.loads(pickle.dumps(call))
             yield pickle.loads(pickle.dumps(function(*again)))
 
-    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
         return self.run(function, calls)
 
 

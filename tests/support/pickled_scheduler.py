@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from treepack.cluster.scheduler import Call, Here, Kept
+from treepack.cluster.scheduler import Call, Here, TableHandle
 from treepack.trajectory import Int64
 
 
@@ -22,7 +22,6 @@ def sent(value: Any) -> Any:
 class PickledScheduler:
     """`Here` with pickled calls; `num_rows` are the rows of the largest table that each function got or returned."""
 
-    num_workers: int = 2
     num_rows: dict[str, int] = field(default_factory=dict)
 
     def share(self, value: Any) -> Any:
@@ -36,12 +35,14 @@ class PickledScheduler:
             self.num_rows[name] = max([self.num_rows.get(name, 0), *(each.num_rows for each in tables)])
             yield result
 
-    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
         return self.run(function, calls)
 
     def exchange(
-        self, tables: Sequence[Kept], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[Kept]:
+        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
+    ) -> list[TableHandle]:
         # In another order, as on a cluster.
         return [sent(each) for each in Here().exchange(tables[::-1], sent(assign), sent(arguments), num_ranges)]
 

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from treepack.cluster.names import repeated_names
 from treepack.cluster.reading import PartSummary, ReadJob, read_part, survey_files
-from treepack.cluster.scheduler import Kept, Scheduler
+from treepack.cluster.scheduler import Scheduler, TableHandle
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath, as_output, is_address
@@ -100,7 +100,7 @@ class _Reading:
 
     log: ReadLog = field(default_factory=ReadLog)
     digest: InputHash = field(default_factory=InputHash)
-    tables: list[Kept] = field(default_factory=list)
+    tables: list[TableHandle] = field(default_factory=list)
     ids: list[UInt64] = field(default_factory=list)
     groups: list[UInt64] = field(default_factory=list)
     samples: list[bytes] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Reading:
     num_trained: int = 0
     num_bytes: int = 0
 
-    def add(self, table: Kept, summary: PartSummary) -> int:
+    def add(self, table: TableHandle, summary: PartSummary) -> int:
         """Add a part; return its tokens."""
         self.log.merge(summary.log)
         for sha256 in summary.hashes:
@@ -270,7 +270,7 @@ def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: S
 
 def _sorted_ranges(
     scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: Stopwatch
-) -> tuple[list[Kept], list[RangeSummary]]:
+) -> tuple[list[TableHandle], list[RangeSummary]]:
     """Return the sorted tables of all ranges and their summaries."""
 
     def look(wanted: UInt64) -> Iterator[tuple[Int64, list[str], list[str]]]:
@@ -314,7 +314,7 @@ def _totals(reading: _Reading, nodes: NodeArrays) -> dict[str, Any]:
 
 def _write(
     scheduler: Scheduler,
-    tables: list[Kept],
+    tables: list[TableHandle],
     ranges: list[RangeNodes],
     columns: pa.Schema,
     temporary: Path,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from treepack.cluster.scheduler import Call, Kept
+from treepack.cluster.scheduler import Call, TableHandle
 from treepack.errors import TreepackError
 from treepack.files import object_store
 from treepack.files.address import AnyPath, RemotePath, as_output
@@ -32,21 +32,19 @@ MapTasks = Callable[[Callable[[Any], Any], list[Any]], Iterable[Any]]
 class MapScheduler:
     """The scheduler that `map_tasks` makes; a context manager that removes its files at the end."""
 
-    def __init__(self, map_tasks: MapTasks, scratch: str | Path, *, num_workers: int) -> None:
+    def __init__(self, map_tasks: MapTasks, scratch: str | Path) -> None:
         """Make a new folder in `scratch`.
 
         Args:
             map_tasks: `map_tasks(function, items)` returns `function(item)` for each item, in order. Functions and
                 items can be pickled; an exception of `function` should be raised as it is.
             scratch: a folder that all machines see, or an address. It holds the tokens of the input about three times.
-            num_workers: tasks that run side by side.
 
         Raises:
             TreepackError: the folder cannot be made.
         """
         self._map = map_tasks
         self._folder: AnyPath = as_output(scratch, option="scratch") / f"treepack-{secrets.token_hex(8)}"
-        self.num_workers = num_workers
         if isinstance(self._folder, Path):
             try:
                 self._folder.mkdir(parents=True)
@@ -73,7 +71,9 @@ class MapScheduler:
         """Yield `function(*call)` for each of `calls`, in their order; see `Scheduler`."""
         return self._results(_Run(function), calls)
 
-    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
         """Yield a handle of the table and the summary of each of `calls`, in their order; see `Scheduler`."""
         return self._results(_Keep(function, self._folder), calls)
 
@@ -82,8 +82,8 @@ class MapScheduler:
         return iter(self._map(function, waiting)) if waiting else iter(())  # Spark has no list of nothing
 
     def exchange(
-        self, tables: Sequence[Kept], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[Kept]:
+        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
+    ) -> list[TableHandle]:
         """Return handles of `num_ranges` tables; see `Scheduler`. Each task writes a file for each range it has."""
         split = _Split(assign, arguments, num_ranges, self._folder)
         pieces = list(self._map(split, [(table,) for table in tables]))

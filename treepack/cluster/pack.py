@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from treepack.cluster.scheduler import Here, Kept, Scheduler
+from treepack.cluster.scheduler import Here, Scheduler, TableHandle
 from treepack.cluster.slice_layout import Layout, make_layout
 from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
 from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
@@ -135,7 +135,7 @@ class _Stages:
     slices: Sequence[TrieSlice]
     progress: ReportProgress | None
 
-    def plan(self) -> tuple[list[Kept], list[SlicePlan]]:
+    def plan(self) -> tuple[list[TableHandle], list[SlicePlan]]:
         """Plan all slices: return their kept tables, and the rest.
 
         Raises:
@@ -149,7 +149,7 @@ class _Stages:
             raise no_trajectory_fits(limits.longest)
         return [table for table, _ in results], plans
 
-    def write(self, tables: Sequence[Kept], layout: Layout, output: TaskOutput) -> list[SliceRows]:
+    def write(self, tables: Sequence[TableHandle], layout: Layout, output: TaskOutput) -> list[SliceRows]:
         """Write the rows of all slices, and joined rows; return them in the order of the directory."""
         job = self.scheduler.share(self.job)
         calls = [
@@ -175,7 +175,7 @@ class _Stages:
             written += [each, joined[number]] if number in joined else [each]
         return written
 
-    def _keep(self, stage: str, function: Any, calls: Sequence[Any]) -> Iterator[tuple[Kept, Any]]:
+    def _keep(self, stage: str, function: Any, calls: Sequence[Any]) -> Iterator[tuple[TableHandle, Any]]:
         results = self.scheduler.keep(function, calls)
         return with_progress(results, self.progress, stage, unit="slices", total=len(calls))
 

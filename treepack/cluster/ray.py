@@ -36,12 +36,12 @@ import numpy as np
 import pyarrow as pa
 
 import treepack
-from treepack.cluster.scheduler import Call, Kept
+from treepack.cluster.scheduler import Call, TableHandle
 from treepack.errors import TreepackError, install_hint
 from treepack.processes import batched
 from treepack.trajectory import Int64
 
-# Calls in flight for each worker: the one that runs, the next ones, and finished ones behind a slow first one.
+# Calls in flight for each worker: the one that runs, the next ones, and finished ones that wait for a slow first one.
 WINDOW = 4
 # Attempts after the death of the process or machine of a task.
 RETRIES = 3
@@ -53,11 +53,7 @@ TIMEOUT = 30.0  # seconds that a cluster has to answer
 
 
 class RayScheduler:
-    """The `Scheduler` of the cluster that this process is connected to.
-
-    Attributes:
-        seconds_waiting: seconds that this process has waited for tasks. The rest of a command is its serial part.
-    """
+    """The `Scheduler` of the cluster that this process is connected to."""
 
     def __init__(self) -> None:
         """Use the connection of `connect`, or of the caller's `ray.init`."""
@@ -66,7 +62,6 @@ class RayScheduler:
         self._folder = os.getcwd()  # noqa: PTH109 (a string)
         self._shared: list[Any] = []
         self._num_cpus, self._counted = 1, float("-inf")
-        self.seconds_waiting = 0.0
 
     @property
     def num_workers(self) -> int:
@@ -86,13 +81,15 @@ class RayScheduler:
         """Yield `function(*call)` for each of `calls`, in their order; see `Scheduler`."""
         return (summary for _, summary in self._results(function, calls, num_returns=1))
 
-    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
         """Yield a handle of the table and the summary of each of `calls`, in their order; see `Scheduler`."""
         return self._results(function, calls, num_returns=2)
 
     def exchange(
-        self, tables: Sequence[Kept], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[Kept]:
+        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
+    ) -> list[TableHandle]:
         """Return handles of `num_ranges` tables; see `Scheduler`. Returns at once, and the tasks run meanwhile."""
         at_least = 2 * self.num_workers  # splits, so that all workers are busy
         per_split = min(max(1, len(tables) // at_least), MAX_TABLES_PER_SPLIT)
@@ -111,7 +108,7 @@ class RayScheduler:
 
     def _results(
         self, function: Callable[..., Any], calls: Iterable[Call], *, num_returns: int
-    ) -> Iterator[tuple[Kept, Any]]:
+    ) -> Iterator[tuple[TableHandle, Any]]:
         """Yield the first handle and the last result of each call.
 
         If the caller stops or a task fails, wait a little for the tasks in flight, so that they do not write into a
@@ -140,7 +137,6 @@ class RayScheduler:
         Raises:
             TreepackError: the task raised it, or its process died several times.
         """
-        start = time.perf_counter()
         try:
             return self._ray.get(ref)
         except self._ray.exceptions.RayTaskError as error:
@@ -155,8 +151,6 @@ class RayScheduler:
                 f"Ray could not finish a task, and {RETRIES} retries failed too ({_first_line(error)}); if memory ran "
                 "out, give more --partitions, or machines with more memory per CPU"
             ) from error
-        finally:
-            self.seconds_waiting += time.perf_counter() - start
 
 
 @contextmanager

@@ -1,14 +1,15 @@
 """Run tasks on many machines, or in this process: the one interface between the stages and the program that runs them.
 
     run       function(*call) for each call                --> results, in this process
-    keep      function(*call) -> (table, summary)          --> tables stay where they were made, summaries come here
-    exchange  rows of all kept tables, by their range      --> one kept table for each range
+    keep      function(*call) -> (table, summary)          --> a handle of each table, which stays there; its summary
+    exchange  rows of all these tables, by their range     --> a handle of a table for each range
+    share     a large value                                --> a handle for any number of calls
 
 A stage is a plain function of picklable arguments, and may run again after the process that ran it has died. So it
 returns the same result for the same arguments, and files that it writes appear whole (`files.task_output`).
 
-`Here` runs everything in this process; `ray.RayScheduler` runs it on a cluster. Spark and Dask need only these four
-methods, see docs/large.md.
+`Here` runs everything in this process, `ray.RayScheduler` on a Ray cluster, and `map_scheduler.MapScheduler` by the
+ordered map of any other program.
 """
 
 from __future__ import annotations
@@ -22,16 +23,12 @@ import pyarrow as pa
 from treepack.trajectory import Int64
 
 Call = tuple[Any, ...]
-Kept = Any
-"""A table that stays where it was made. As an argument of a call it is the table itself for the function."""
+TableHandle = Any
+"""A table that stays where it was made; as an argument of a call, the function gets the table itself."""
 
 
 class Scheduler(Protocol):
     """A program that runs tasks."""
-
-    @property
-    def num_workers(self) -> int:
-        """Tasks that run side by side."""
 
     def share(self, value: Any) -> Any:
         """Return a handle of a large value; as an argument of any number of calls it is the value for the function."""
@@ -43,13 +40,19 @@ class Scheduler(Protocol):
             TreepackError: a task raised it, or the processes that ran a task died several times.
         """
 
-    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
-        """Yield for each of `calls`, in their order, the table and the summary that `function(*call)` returns."""
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
+        """Yield for each of `calls`, in their order, a handle of the table and the summary that `function` returns.
+
+        Raises:
+            TreepackError: as `run`.
+        """
 
     def exchange(
-        self, tables: Sequence[Kept], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[Kept]:
-        """Return `num_ranges` tables: table i has the rows of all `tables` for which `assign` returns i.
+        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
+    ) -> list[TableHandle]:
+        """Return handles of `num_ranges` tables: table i has the rows of all `tables` for which `assign` returns i.
 
         `assign(table, *arguments)` returns a range for each row, int64 [num_rows]. All tables have the same columns,
         and there is at least one. The rows of a range come in any order. A range may be empty.
@@ -58,8 +61,6 @@ class Scheduler(Protocol):
 
 class Here:
     """The scheduler that runs every task in this process; the slow twin of all others."""
-
-    num_workers = 1
 
     def share(self, value: Any) -> Any:
         """Return `value`."""
@@ -70,13 +71,15 @@ class Here:
         for call in calls:
             yield function(*call)
 
-    def keep(self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]) -> Iterator[tuple[Kept, Any]]:
+    def keep(
+        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
+    ) -> Iterator[tuple[TableHandle, Any]]:
         """Yield `function(*call)` for each of `calls`."""
         return self.run(function, calls)
 
     def exchange(
-        self, tables: Sequence[Kept], assign: Callable[..., Int64], arguments: Call, num_ranges: int
-    ) -> list[Kept]:
+        self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
+    ) -> list[TableHandle]:
         """Return the rows of each range."""
         ranges = [assign(table, *arguments) for table in tables]
         return [
