@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.pickled_scheduler import PickledScheduler
 from support.sampled_trees import rollouts_of_tree, sample_trees, three_tokens
 from support.strategies import make, trajectories
 from treepack import PackOptions, Progress, TreepackError, check, pack_trie, read_rows, read_trie, write_trie
 from treepack.cluster.pack import pack_trie_on
-from treepack.cluster.scheduler import Call, Here, TableHandle
+from treepack.cluster.scheduler import Here
 from treepack.pack.options import METHODS, NORMALIZE, SEMANTICS
 from treepack.rollout.options import TreeOptions
 from treepack.rollout.simulated import MarkovLaw
@@ -27,21 +24,7 @@ from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
 
 
-class Pickling(Here):
-    """`Here`, with each argument and result sent through pickle."""
-
-    def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
-        for call in calls:
-            again = pickle.loads(pickle.dumps(call))
-            yield pickle.loads(pickle.dumps(function(*again)))
-
-    def keep(
-        self, function: Callable[..., tuple[pa.Table, Any]], calls: Iterable[Call]
-    ) -> Iterator[tuple[TableHandle, Any]]:
-        return self.run(function, calls)
-
-
-def written(made: list[Trajectory], folder: Path, share: str = "all") -> Path:
+def trie_directory(made: list[Trajectory], folder: Path, share: str = "all") -> Path:
     (folder / "trie").mkdir()
     write_trie(build_trie(made, share=share), folder / "trie")
     return folder / "trie"
@@ -82,12 +65,12 @@ def test_slices_give_back_the_whole_trie(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("slices")
-    trie = written(with_rewards(made) if rewards else made, folder)
+    trie = trie_directory(with_rewards(made) if rewards else made, folder)
     semantics = "branch" if method == "sequence" else semantics
     capacity = longest_of(trie) + room
     options = PackOptions(capacity=capacity, method=method, semantics=semantics, normalize=normalize, effort="low")
     one = pack_trie(trie, folder / "one", options)
-    several = pack_trie_on(Pickling(), trie, folder / "several", options, num_slices=num_slices)
+    several = pack_trie_on(PickledScheduler(), trie, folder / "several", options, num_slices=num_slices)
     # All rows, totals, weights and terms are compared with the whole trie.
     assert check(folder / "several")["against_trie"] is True
     for name in ("num_trajectories", "num_groups", "num_trees", "num_nodes", "tokens_flat", "tokens_tree", "por"):
@@ -120,18 +103,18 @@ def branches(num_steps: int, *, size: int = 10) -> list[Trajectory]:
 
 @pytest.mark.parametrize("share", ["all", "group", "none"])
 def test_one_slice_is_the_directory_of_one_process(share: str, tmp_path: Path) -> None:
-    trie = written(branches(2), tmp_path, share)
+    trie = trie_directory(branches(2), tmp_path, share)
     options = PackOptions(method="contiguous", semantics="once", normalize="group")
     pack_trie(trie, tmp_path / "one", options)
-    pack_trie_on(Pickling(), trie, tmp_path / "same", options, num_slices=1)
+    pack_trie_on(PickledScheduler(), trie, tmp_path / "same", options, num_slices=1)
     assert contents(tmp_path / "one") == contents(tmp_path / "same")
 
 
 def test_open_rows_of_a_step_are_joined_across_slices(tmp_path: Path) -> None:
     # Rows of 4 trajectories without a common token; 5 slices have 6 of them each, which fill one row and a half.
-    trie = written([make(f"t{i}", [i, *range(9)], group=f"g{i}") for i in range(30)], tmp_path)
+    trie = trie_directory([make(f"t{i}", [i, *range(9)], group=f"g{i}") for i in range(30)], tmp_path)
     options = PackOptions(capacity=40, method="contiguous")
-    summary = pack_trie_on(Pickling(), trie, tmp_path / "packed", options, num_slices=5)
+    summary = pack_trie_on(PickledScheduler(), trie, tmp_path / "packed", options, num_slices=5)
     assert check(tmp_path / "packed")["against_trie"] is True
     assert sorted(row.num_tokens for row in read_rows(tmp_path / "packed")) == [20, *[40] * 7]
     assert summary.totals["num_rows"] == -(-300 // 40)
@@ -140,7 +123,7 @@ def test_open_rows_of_a_step_are_joined_across_slices(tmp_path: Path) -> None:
 
 
 def test_repeated_tokens_are_counted_and_bound_by_the_trie(tmp_path: Path) -> None:
-    trie = written(branches(1), tmp_path)
+    trie = trie_directory(branches(1), tmp_path)
     options = PackOptions(capacity=400, method="contiguous")
     one = pack_trie(trie, tmp_path / "one", options)
     summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=3)
@@ -153,10 +136,10 @@ def test_repeated_tokens_are_counted_and_bound_by_the_trie(tmp_path: Path) -> No
 @pytest.mark.parametrize("too_long", ["drop", "truncate"])
 def test_trajectories_that_are_too_long_are_counted_over_all_slices(too_long: str, tmp_path: Path) -> None:
     made = [make(f"t{i}", [i, *range(3 + i % 7)], reward=1.0 if i % 7 == 6 else None) for i in range(40)]
-    trie = written(made, tmp_path)
+    trie = trie_directory(made, tmp_path)
     options = PackOptions(capacity=7, too_long=too_long, semantics="once", normalize="group", method="contiguous")
     one = pack_trie(trie, tmp_path / "one", options)
-    several = pack_trie_on(Pickling(), trie, tmp_path / "several", options, num_slices=4)
+    several = pack_trie_on(PickledScheduler(), trie, tmp_path / "several", options, num_slices=4)
     assert several.counts == one.counts
     assert several.manifest["options"]["partitions"] == 4
     names = ("num_trajectories", "num_trees", "num_nodes", "tokens_flat", "tokens_tree", "tokens_trained")
@@ -168,7 +151,7 @@ def test_trajectories_that_are_too_long_are_counted_over_all_slices(too_long: st
 
 def test_a_slice_may_lose_all_its_trajectories_but_not_all_slices(tmp_path: Path) -> None:
     made = [make(f"t{i}", [i, *range(2 if i < 10 else 9)]) for i in range(20)]
-    trie = written(made, tmp_path)
+    trie = trie_directory(made, tmp_path)
     options = PackOptions(capacity=5, too_long="drop")
     summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=4)
     assert summary.counts == {"dropped: longer than the capacity": 10}
@@ -179,7 +162,7 @@ def test_a_slice_may_lose_all_its_trajectories_but_not_all_slices(tmp_path: Path
 
 
 def test_a_refusal_names_the_longest_trajectory_of_all_slices(tmp_path: Path) -> None:
-    trie = written(branches(2), tmp_path)
+    trie = trie_directory(branches(2), tmp_path)
     for options in (PackOptions(capacity=31), PackOptions(terms_budget=30), PackOptions(pairs_budget=500)):
         sentences = []
         for pack in (pack_trie, lambda *given: pack_trie_on(Here(), *given, num_slices=5)):
@@ -192,7 +175,7 @@ def test_a_refusal_names_the_longest_trajectory_of_all_slices(tmp_path: Path) ->
 
 
 def test_rows_of_each_step_are_a_multiple_for_balance(tmp_path: Path) -> None:
-    trie = written(branches(3), tmp_path)
+    trie = trie_directory(branches(3), tmp_path)
     options = PackOptions(capacity=100, balance=4, method="contiguous")
     summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=5)
     assert check(tmp_path / "packed")["against_trie"] is True
@@ -205,13 +188,13 @@ def test_rows_of_each_step_are_a_multiple_for_balance(tmp_path: Path) -> None:
 
 def test_whole_groups_need_trees_of_one_group(tmp_path: Path) -> None:
     options = PackOptions(capacity=400, method="groups")
-    trie = written(branches(2), tmp_path, "group")
+    trie = trie_directory(branches(2), tmp_path, "group")
     summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=4)
     assert summary.manifest["options"]["partitions"] == 4
     for row in read_rows(tmp_path / "packed"):
         assert all(number == 10 for number in Counter(row.trajectory_groups).values())
     (tmp_path / "other").mkdir()
-    mixed = written(branches(2), tmp_path / "other")
+    mixed = trie_directory(branches(2), tmp_path / "other")
     with pytest.raises(TreepackError, match="its trees mix groups, so it cannot be cut between groups"):
         pack_trie_on(Here(), mixed, tmp_path / "more", options, num_slices=4)
 
@@ -219,18 +202,18 @@ def test_whole_groups_need_trees_of_one_group(tmp_path: Path) -> None:
 def test_leaf_weights_do_not_depend_on_slices(tmp_path: Path) -> None:
     options = TreeOptions(width=8, max_tokens=20, segment=2, depth=8, first_forks=2)
     trees = sample_trees(MarkovLaw(three_tokens(), stop=0), options, [[1], [2], [1], [2]], seed=8)
-    trie = written([rollout for tree in trees for rollout in rollouts_of_tree(tree)], tmp_path, "group")
+    trie = trie_directory([rollout for tree in trees for rollout in rollouts_of_tree(tree)], tmp_path, "group")
     for fallback_leaves in (False, True):
         packing = PackOptions(capacity=64, leaf_weights=True, fallback_leaves=fallback_leaves, effort="low")
         one = pack_trie(trie, tmp_path / "one", packing, overwrite=True)
-        several = pack_trie_on(Pickling(), trie, tmp_path / "several", packing, num_slices=3, overwrite=True)
+        several = pack_trie_on(PickledScheduler(), trie, tmp_path / "several", packing, num_slices=3, overwrite=True)
         assert several.manifest["options"]["partitions"] > 1
         assert several.counts == one.counts
         assert check(tmp_path / "several")["against_trie"] is True
 
 
 def test_the_default_slices_of_a_small_trie_are_one(tmp_path: Path) -> None:
-    trie = written(branches(1), tmp_path)
+    trie = trie_directory(branches(1), tmp_path)
     states: list[Progress] = []
     summary = pack_trie_on(Here(), trie, tmp_path / "packed", progress=states.append)
     assert "partitions" not in summary.manifest["options"]

@@ -13,7 +13,7 @@ from treepack.cluster.scheduler import Call, Here, TableHandle
 from treepack.trajectory import Int64
 
 
-def sent(value: Any) -> Any:
+def pickled_copy(value: Any) -> Any:
     """Return a copy of `value` by way of pickle."""
     return pickle.loads(pickle.dumps(value))
 
@@ -25,11 +25,11 @@ class PickledScheduler:
     num_rows: dict[str, int] = field(default_factory=dict)
 
     def share(self, value: Any) -> Any:
-        return sent(value)
+        return pickled_copy(value)
 
     def run(self, function: Callable[..., Any], calls: Iterable[Call]) -> Iterator[Any]:
         for call in calls:
-            result = sent(sent(function)(*sent(call)))
+            result = pickled_copy(pickled_copy(function)(*pickled_copy(call)))
             tables = [each for each in (*call, *_parts(result)) if isinstance(each, pa.Table)]
             name = function.__name__
             self.num_rows[name] = max([self.num_rows.get(name, 0), *(each.num_rows for each in tables)])
@@ -44,7 +44,10 @@ class PickledScheduler:
         self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
     ) -> list[TableHandle]:
         # In another order, as on a cluster.
-        return [sent(each) for each in Here().exchange(tables[::-1], sent(assign), sent(arguments), num_ranges)]
+        return [
+            pickled_copy(each)
+            for each in Here().exchange(tables[::-1], pickled_copy(assign), pickled_copy(arguments), num_ranges)
+        ]
 
 
 def _parts(result: Any) -> tuple[Any, ...]:
