@@ -279,6 +279,14 @@ def list_values(table: pa.Table, name: str) -> ListView | NoValues:
     return ListView(table[name])
 
 
+def list_content(column: pa.ChunkedArray) -> tuple[NDArray[Any], Int64]:
+    """Return the values of all lists of a column without nulls, and the number of values of each list, int64 [rows]."""
+    # Lists 5 6 and 7 8 9 in two chunks -> values 5 6 7 8 9, sizes 2 3.
+    chunks = column.chunks or [pa.array([], column.type)]
+    values = _joined([chunk.flatten().to_numpy() for chunk in chunks])
+    return values, _joined([chunk.value_lengths().to_numpy() for chunk in chunks]).astype(np.int64)
+
+
 def take_rows(table: pa.Table, rows: Int64 | Int32) -> pa.Table:
     """Return the rows `rows` of `table`, in this order.
 

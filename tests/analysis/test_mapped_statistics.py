@@ -45,7 +45,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "SHARE", 1 << 60)
     for module in (pieces, turns):
         monkeypatch.setattr(module, "PIECE_TOKENS", 5)
-    monkeypatch.setattr(expected, "RELEASE_TOKENS", 1)
+    monkeypatch.setattr(storage, "RELEASE_TOKENS", 1)
     monkeypatch.setattr(forecast, "TRAJECTORIES_AT_ONCE", 1)
 
 

@@ -27,10 +27,11 @@ from treepack.files.manifest import Manifest
 from treepack.pack.row import Row, RowTerms
 from treepack.pack.weights import stored_times_trained, trajectory_factors
 from treepack.trajectory import Float64, Int32, Int64
+from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie
 
-# Pages are released after so many tokens. A trajectory counts for this many more: the system maps 64 KB around a page.
-RELEASE_TOKENS, TOKENS_PER_TRAJECTORY = 1 << 22, 1 << 14
+# Tokens of a page and its neighbours: the system maps 64 KB around the first token of a trajectory.
+MAPPED_TOKENS = 1 << 14
 
 
 class IdIndex:
@@ -113,7 +114,7 @@ class Expected:
         values = ["reward", "advantage", "advantages", *self.logprobs]
         values += [name for name in schema.TEMPERATURES.names if name in table.column_names]
         self.facts, self.columns = TableRows(table.select(facts)), TableRows(table.select(facts + values))
-        self._touched = 0  # tokens since the last release
+        self.releaser = PageReleaser(self.storage)
 
     def check(self, row: Row) -> Float64:
         """Compare a row with the trie; return the loss weights that it should have, float64 [num_tokens].
@@ -145,7 +146,7 @@ class Expected:
                 weights[path[start:end]] += share if counts is None else share / counts[start:end]
             if row.terms is not None:
                 known.check_terms(row.terms, order, path)
-            self._release(len(path))
+            self.releaser.count(len(path) + MAPPED_TOKENS)
         if len(unknown):
             self._refuse(row, int(unknown[0]), "which the trie does not have")
         return weights
@@ -154,12 +155,6 @@ class Expected:
         raise TreepackError(
             f"row {row.row_id}: holds trajectory {row.trajectory_ids[order]} {known}; pack the trie again"
         )
-
-    def _release(self, num_tokens: int) -> None:
-        self._touched += num_tokens + TOKENS_PER_TRAJECTORY
-        if self._touched >= RELEASE_TOKENS:
-            self.storage.release()
-            self._touched = 0
 
     def finish(self) -> None:
         """Check that each trajectory is in a row.

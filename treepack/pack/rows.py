@@ -17,7 +17,8 @@ from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.plan import Plan
 from treepack.pack.row import Row
 from treepack.pack.weights import RowWeights, WholeTrie
-from treepack.trie.trie import RELEASE_TOKENS, Trie
+from treepack.trie.storage import PageReleaser
+from treepack.trie.trie import Trie
 from treepack.views import ColumnView
 
 
@@ -45,7 +46,7 @@ def pack_rows(
     placer = RowPlacer(trie)
     weights = RowWeights(trie, normalize=normalize, semantics=semantics, whole=whole)
     steps, ids, groups = (ColumnView(trie.trajectories[name]) for name in ("step", "trajectory_id", "group_id"))
-    num_tokens = 0
+    releaser = PageReleaser(weights.storage)
     for row_id, members in enumerate(plan.members()):
         nodes = placer.place(members)
         columns = placer.columns(nodes)
@@ -59,7 +60,4 @@ def pack_rows(
             trajectory_groups=groups.values(nodes.members),
             **columns,
         )
-        num_tokens += len(nodes.source)
-        if num_tokens >= RELEASE_TOKENS:
-            weights.release()
-            num_tokens = 0
+        releaser.count(len(nodes.source))

@@ -19,8 +19,8 @@ from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
-from treepack.trie.storage import Storage
-from treepack.trie.trie import RELEASE_TOKENS, Trie
+from treepack.trie.storage import PageReleaser, Storage
+from treepack.trie.trie import Trie
 from treepack.views import View
 
 # Columns of trajectories any value of which makes terms.
@@ -111,19 +111,16 @@ def stored_times_trained(trie: Trie) -> tuple[Int32, Storage]:
     counts: Int32
     counts, storage = trie.storage.zeros(trie.tokens_tree, np.int32)
     spans = SpanView.of(trie.trajectories)
-    num_tokens = 0
+    releaser = PageReleaser(storage)
     for i, path in enumerate(paths(trie.end_node, trie.node_start, trie.depth)):
         starts, ends, _ = spans[i]
         counts[path[positions(starts, ends)]] += 1
-        num_tokens += len(path)
-        if num_tokens >= RELEASE_TOKENS:
-            storage.release()
-            num_tokens = 0
+        releaser.count(len(path))
     return counts, storage
 
 
 class RowWeights:
-    """Loss weights and terms of rows, for all rows of one trie."""
+    """Loss weights and terms of the rows of one trie; `storage` has the maps of the trie and of its counts."""
 
     def __init__(self, trie: Trie, *, normalize: str, semantics: str, whole: WholeTrie | None = None) -> None:
         self.trie = trie
@@ -146,10 +143,6 @@ class RowWeights:
         if whole is not None:
             self.has_terms = whole.has_terms
         self.values["temperature"] = _known_only(temperatures_of(table))
-
-    def release(self) -> None:
-        """Release the mapped pages of the trie and of the counts."""
-        self.storage.release()
 
     def of(self, nodes: PlacedNodes) -> tuple[Float64, RowTerms | None]:
         """Return `loss_weight`, float64 [num_tokens], and the terms of the row's trajectories."""

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from treepack.columns import list_content
 from treepack.files import schema
 from treepack.files.manifest import Manifest
 from treepack.files.parts import read_parts, read_row_groups
@@ -67,12 +68,12 @@ def read_nodes(
     tokens = storage.growing(np.int32, in_file=in_file)
     others, sizes = [], []
     for group in read_row_groups(directory, manifest, "nodes", schema.NODES):
-        for chunk in group["tokens"].chunks:
-            tokens.append(chunk.flatten().to_numpy())
-            sizes.append(chunk.value_lengths().to_numpy())
+        values, lengths = list_content(group["tokens"])
+        tokens.append(values)
+        sizes.append(lengths)
         others.append(group.drop_columns("tokens"))
     values, storage = tokens.finish()
-    return pa.concat_tables(others), np.concatenate(sizes).astype(np.int64), values, storage
+    return pa.concat_tables(others), np.concatenate(sizes), values, storage
 
 
 def read_trajectories(

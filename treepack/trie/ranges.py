@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from treepack.columns import take_rows
+from treepack.columns import list_content, take_rows
 from treepack.files import schema
 from treepack.files.manifest import FileEntry
 from treepack.files.parts import PART_TOKENS, PartWriter, planned_parts, token_slices
@@ -309,8 +309,7 @@ def write_range(
 
     `table` is that of `sort_range`, and `columns` are those of the trajectories of the whole trie.
     """
-    chunks = [np.zeros(0, np.int32), *(chunk.flatten().to_numpy() for chunk in table[TOKENS].chunks)]
-    tokens = np.concatenate(chunks)[nodes.shared :]
+    tokens = list_content(table[TOKENS])[0][nodes.shared :]
     starts = np.concatenate([[0], np.cumsum(nodes.sizes)])
     writer = PartWriter(folder, "nodes", schema.NODES, first=numbers[0])
     for a, b in token_slices(nodes.sizes, PART_TOKENS // SLICES):

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import Sequences
+from treepack.columns import Sequences, list_content
 from treepack.files import schema
 from treepack.trajectory import Int64
 
@@ -61,12 +61,8 @@ def empty_table() -> pa.Table:
 
 def table_sequences(table: pa.Table) -> Sequences:
     """Return the sequences of a table of `COLUMNS`, in its order; their table still has `arrival`."""
-    chunks = table[TOKENS].chunks
-    tokens = [chunk.flatten().to_numpy() for chunk in chunks]
-    sizes = [chunk.value_lengths().to_numpy() for chunk in chunks]
-    offsets = np.zeros(table.num_rows + 1, np.int64)
-    np.cumsum(np.concatenate([np.zeros(0, np.int64), *sizes]), out=offsets[1:])
-    return Sequences(np.concatenate([np.zeros(0, np.int32), *tokens]), offsets, table.drop_columns([TOKENS]))
+    tokens, sizes = list_content(table[TOKENS])
+    return Sequences(tokens, np.concatenate([[0], np.cumsum(sizes)]), table.drop_columns([TOKENS]))
 
 
 def present_temperatures(table: pa.Table) -> frozenset[str]:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from treepack.columns import take_rows
+from treepack.columns import list_content, take_rows
 from treepack.errors import TreepackError
 from treepack.files import schema
 from treepack.files.address import AnyPath
@@ -297,9 +297,7 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
         raise _no_tree(location)
     depth, node_end = nodes["depth"].to_numpy().astype(np.int64), subtree_ends(parent)
     if tokens:
-        lists = nodes["tokens"].chunks
-        values = np.concatenate([chunk.flatten().to_numpy() for chunk in lists])
-        sizes = np.concatenate([chunk.value_lengths().to_numpy() for chunk in lists])
+        values, sizes = list_content(nodes["tokens"])
     else:
         sizes = _node_lengths(depth, node_end, end_node, table["num_tokens"].to_numpy())
         values = np.broadcast_to(np.int32(-1), (int(sizes.sum()),))

@@ -3,6 +3,7 @@
     storage.growing(dtype, in_file=True) --append, finish--> array, and the storage with its map
     storage.zeros(count, dtype)          --> the same, an array that can be written
     storage.release()                    the pages of all maps leave the memory of this process
+    releaser.count(num_tokens)           the same after every `RELEASE_TOKENS` tokens of a pass
 
 A mapped page counts as memory of the process from its first use until `release`; then it is read again when it is
 needed. The files have no name, so nothing is left of them when the last array ends, even if the process is killed.
@@ -27,6 +28,8 @@ from treepack.errors import TreepackError
 # An array goes to a file if it needs more than 1 / SHARE of the memory: several such arrays and their temporary copies
 # exist at the same time.
 SHARE = 8
+# Tokens after which mapped pages are released: 16 MB of token ids, and the columns of as many trained tokens.
+RELEASE_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,21 @@ class Storage:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the maps out: a copy in another process has its arrays in memory."""
         return Storage, (self.memory, self.folder)
+
+
+class PageReleaser:
+    """Releases the mapped pages of a storage during a pass over many tokens."""
+
+    def __init__(self, storage: Storage) -> None:
+        """Count nothing yet."""
+        self._storage, self._num_tokens = storage, 0
+
+    def count(self, num_tokens: int) -> None:
+        """Count tokens that were read, and release the pages when they are `RELEASE_TOKENS`."""
+        self._num_tokens += num_tokens
+        if self._num_tokens >= RELEASE_TOKENS:
+            self._storage.release()
+            self._num_tokens = 0
 
 
 class Growing:

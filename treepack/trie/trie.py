@@ -21,10 +21,8 @@ import pyarrow as pa
 from treepack.columns import PER_TOKEN, SpanView, list_values
 from treepack.trajectory import Int32, Int64, Tokens, Trajectory
 from treepack.trie.nodes import paths
-from treepack.trie.storage import Storage
+from treepack.trie.storage import PageReleaser, Storage
 
-# Tokens after which mapped pages are released: 16 MB of token ids, and the columns of as many trained tokens.
-RELEASE_TOKENS = 1 << 22
 ROWS_AT_ONCE = 1024  # trajectories that become Python objects at a time
 
 
@@ -138,13 +136,10 @@ def unshared(trie: Trie) -> Trie:
 
 def sequences_of(trie: Trie) -> Iterator[Int32]:
     """Yield the token ids of every trajectory, in trie order; each int32 [num_tokens]."""
-    num_tokens = 0
+    releaser = PageReleaser(trie.storage)
     for path in paths(trie.end_node, trie.node_start, trie.depth):
         yield trie.tokens[path]
-        num_tokens += len(path)
-        if num_tokens >= RELEASE_TOKENS:
-            trie.storage.release()
-            num_tokens = 0
+        releaser.count(len(path))
 
 
 def trajectories_of(trie: Trie) -> Iterator[Trajectory]:
