@@ -36,7 +36,7 @@ times the data | parts per machine |\n|---|---|---|---|---|---|---|---|"
 
 
 @dataclass
-class Measured:
+class Measurements:
     """Requests and bytes of the parts, per machine."""
 
     starts: list[tuple[int, int]] = field(default_factory=list)
@@ -67,7 +67,7 @@ def main() -> None:
         with running_store(patch, Path(folder) / "cache") as store:
             store.upload(packed, "packed")
             for name, blocks in (("rows over all ranks", 1), ("blocks", options.machines)):
-                measured = Measured()
+                measured = Measurements()
                 for machine in range(options.machines):
                     cache = Path(folder) / f"{name}-{machine}"
                     read_epoch(store, cache, machine, options.machines, options.local, blocks, measured)
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def read_epoch(
-    store: Store, cache: Path, machine: int, machines: int, local: int, blocks: int, measured: Measured
+    store: Store, cache: Path, machine: int, machines: int, local: int, blocks: int, measured: Measurements
 ) -> None:
     """Read the rows of the ranks of one machine."""
     ranks = []
@@ -113,7 +113,7 @@ def num_bytes(store: Store) -> int:
     return sum(number for path, number in store.downloads if "part-" in path)
 
 
-def row(name: str, measured: Measured, size: int) -> str:
+def row(name: str, measured: Measurements, size: int) -> str:
     requests, started = (max(values) for values in zip(*measured.starts, strict=True))
     total, copies = sum(measured.epochs), f"{min(measured.copies)} to {max(measured.copies)}"
     return (

@@ -66,7 +66,7 @@ def limit(group: Path, memory: int) -> None:
 
 
 def run(arguments: list[str], folder: Path, free: int, group: Path | None) -> Cost:
-    """Run a command of treepack and return what it cost."""
+    """Run a command of treepack and return its cost."""
     command = [str(Path(sys.executable).parent / "treepack"), *arguments, "--quiet"]
 
     def join() -> None:

@@ -69,7 +69,7 @@ class MeteredScheduler(RayScheduler):
         self._seconds: list[tuple[str, Any]] = []
 
     def _submit(self, function: Callable[..., Any], call: Any, *, num_returns: int) -> list[Any]:
-        refs = super()._submit(metered, (function, num_returns, *call), num_returns=num_returns + 1)
+        refs = super()._submit(meter, (function, num_returns, *call), num_returns=num_returns + 1)
         self._seconds.append((function.__name__, refs[-1]))
         return refs[:-1]
 
@@ -82,7 +82,7 @@ class MeteredScheduler(RayScheduler):
         return total
 
 
-def metered(function: Callable[..., Any], num_returns: int, *call: Any) -> tuple[Any, ...]:
+def meter(function: Callable[..., Any], num_returns: int, *call: Any) -> tuple[Any, ...]:
     """Run in a task: return the results of `function` and its processor seconds."""
     start = time.process_time()
     result = function(*call)
@@ -91,7 +91,7 @@ def metered(function: Callable[..., Any], num_returns: int, *call: Any) -> tuple
 
 @contextmanager
 def scheduler_of(workers: int) -> Iterator[MeteredScheduler]:
-    """Start a cluster of `workers` CPUs whose processes have imported what they need."""
+    """Start a cluster of `workers` CPUs whose processes have imported the stages."""
     with connect("local", workers=workers):
         scheduler = MeteredScheduler()
         list(scheduler.run(warm_up, [(i,) for i in range(4 * workers)]))

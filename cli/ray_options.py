@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def ray_options(partitions: str) -> Callable[[F], F]:
-    """Add --ray and --partitions to a command; `partitions` says what N is."""
+    """Add --ray and --partitions to a command; `partitions` is the help of --partitions."""
     address = click.option(
         "--ray",
         metavar="ADDRESS",

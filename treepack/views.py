@@ -74,7 +74,7 @@ class _ListChunk:
 
 
 class FilledView(Sequence[NDArray[Any] | None]):
-    """The rows of `lists`, and where these are None those of a column of numbers, as arrays without dimensions."""
+    """The rows of `lists`; for a row without a list, its number in `scalars` as an array without dimensions."""
 
     def __init__(self, lists: ListView | NoValues, scalars: pa.ChunkedArray, dtype: type[np.floating]) -> None:
         """View both columns; `scalars` become `dtype`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,20 +19,18 @@ from support import strategies
 from support.command_line import Run
 from support.oracle_sharing import Added, added_by_name
 from support.strategies import make
+from support.trie_files import saved
 from support.written_rollouts import write_rollouts
 from treepack import PackOptions, StatsOptions, TreepackError, build_trie_directory, check, pack_trie, stats
 from treepack.analysis import forecast, turns
 from treepack.analysis.forecast import trained_of, whole_work
 from treepack.analysis.lost_sharing import added_tokens
-from treepack.files.manifest import Provenance
 from treepack.pack import expected
 from treepack.pack.expected import IdIndex, TableRows
 from treepack.trajectory import Tokens, Trajectory
 from treepack.trie import pieces, storage
 from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie, write_trie
-from treepack.trie.totals import trie_totals
-from treepack.trie.trie import Trie
+from treepack.trie.files import read_trie
 
 EXAMPLES = max(3, settings().max_examples // 20)  # each packs, and reads everything six times
 MEMORY = 1 << 20  # enough for the nodes and trajectories of the small tries of these tests
@@ -62,13 +59,6 @@ def with_values(rollouts: list[Trajectory], rng: random.Random) -> list[Trajecto
         values_of_all: dict[str, Any] = {"reward": float(i % 2), "advantage": i / 3, "temperature": temperature}
         made.append(replace(one, trajectory_id=name, content=content, **values_of_all))
     return made
-
-
-def saved(trie: Trie, folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    write_trie(trie, folder, Provenance(totals=trie_totals(trie)))
-    return folder
 
 
 # All examples share the folder and the small pieces; each replaces the directories of the one before.

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import treepack
 from support import ray_stages as stages
 from support.ray_cluster import free_port, kill, machine
-from treepack.cluster import ray as own
-from treepack.cluster.ray import WINDOW, RayScheduler, connect
+from treepack.cluster.ray import WINDOW, RayScheduler, connect, refuse_unreachable
 from treepack.cluster.scheduler import Here
 from treepack.errors import TreepackError
 
@@ -179,4 +178,4 @@ def test_a_cluster_with_another_version_is_refused(
 )
 def test_an_address_without_a_cluster_is_one_sentence(address: str, sentence: str) -> None:
     with pytest.raises(TreepackError, match=f"^--ray {address.format(free='.*')}.*: {sentence}"):
-        own._refuse_unreachable(address.format(free=free_port()))
+        refuse_unreachable(address.format(free=free_port()))

@@ -52,7 +52,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_and_old_tables_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_tables, "_KEPT_TABLES", 2)
+    monkeypatch.setattr(machine_tables, "_MAX_TABLES", 2)
     (tmp_path / "a-rows.1234.partial").write_text("half")
     for key in "abc":
         MachineTables(tmp_path, key).get("rows", lambda: TABLE)

@@ -17,27 +17,18 @@ from hypothesis import strategies as st
 from support import strategies
 from support.command_line import Run
 from support.strategies import make
+from support.trie_files import saved
 from treepack import PackOptions, TreepackError, pack_trie, plan_packing
 from treepack.columns import as_columns, with_unique_ids
-from treepack.files.manifest import Provenance
 from treepack.pack.options import NORMALIZE
 from treepack.pack.packing import planning_bytes
 from treepack.pack.row import Row
 from treepack.trajectory import Int32, Tokens, Trajectory
 from treepack.trie.build import build_trie, with_places
-from treepack.trie.files import read_trie, write_trie
-from treepack.trie.totals import trie_totals
+from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie
 
 METHODS = ("contiguous", "auto", "heuristic", "single-path", "greedy-online", "sequence", "groups")
-
-
-def saved(trie: Trie, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    for old in folder.iterdir():
-        old.unlink()
-    write_trie(trie, folder, Provenance(totals=trie_totals(trie)))
-    return folder
 
 
 def as_values(row: Row) -> list[Any]:

@@ -23,7 +23,7 @@ from treepack.errors import TreepackError
 from treepack.files.manifest import read_manifest, write_manifest
 from treepack.train.division import Division, choose_blocks, divide_rows, recorded_blocks
 from treepack.train.options import TrainOptions
-from treepack.train.ranks import Ranks, _num_machines
+from treepack.train.ranks import Ranks, num_machines
 from treepack.train.schedule import deal, plan_steps
 
 OPTIONS = TrainOptions(rows_per_step=4, epochs=2)
@@ -88,7 +88,7 @@ def test_torchrun_tells_the_number_of_machines(monkeypatch: pytest.MonkeyPatch) 
     numbers = []
     for local in ("2", "8", "3", "", "0"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        numbers.append(_num_machines(8))
+        numbers.append(num_machines(8))
     assert numbers == [4, 1, None, None, None]
 
 

@@ -11,21 +11,14 @@ from hypothesis import HealthCheck, given, settings
 
 from support import strategies
 from support.strategies import make
+from support.trie_files import saved
 from treepack.errors import TreepackError
 from treepack.trajectory import Trajectory
 from treepack.trie.build import build_trie
-from treepack.trie.files import read_trie, write_trie
+from treepack.trie.files import read_trie
 from treepack.trie.trie import Trie, trajectories_of
 
 ARRAYS = ("tokens", "node_start", "node_end", "parent", "depth", "num_passing", "end_node")
-
-
-def saved(trie: Trie, folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    for old in folder.iterdir():
-        old.unlink()
-    write_trie(trie, folder)
-    return folder
 
 
 def assert_equal(a: Trie, b: Trie) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from treepack.analysis.needed_memory import CHECKING, fitting
+from treepack.analysis.needed_memory import CHECKING, refuse_too_large
 from treepack.analysis.origin import read_packed_origin
 from treepack.files import schema
 from treepack.files.address import as_path
@@ -48,10 +48,12 @@ def check(
     manifest = read_manifest(directory)
     refuse_links(directory, manifest)
     if manifest["format"] == schema.TRIE_FORMAT:
-        return check_trie_totals(fitting(read_trie(directory, memory=memory), CHECKING, memory=memory), manifest)
+        whole = read_trie(directory, memory=memory)
+        refuse_too_large(whole, CHECKING, memory=memory)
+        return check_trie_totals(whole, manifest)
     origin = read_packed_origin(directory, manifest, None if trie is None else as_path(trie), memory=memory)
     if origin is not None:
-        fitting(origin, CHECKING, memory=memory)
+        refuse_too_large(origin, CHECKING, memory=memory)
     total = manifest["totals"]["num_rows"]
     rows = with_progress(read_rows(directory), progress, "reading", unit="rows", total=total)
     check_packed(rows, manifest, origin)

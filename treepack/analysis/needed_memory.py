@@ -29,11 +29,11 @@ CHECKING = Need("checking", 100, 200, 60)
 DESCRIBING = Need("describing", 150, 400, 200)
 
 
-def fitting(trie: Trie, need: Need, *, memory: int | None) -> Trie:
-    """Return `trie` if its nodes, trajectories and spans fit into `memory` bytes, None for `usual_memory`.
+def refuse_too_large(trie: Trie, need: Need, *, memory: int | None) -> None:
+    """Refuse a trie whose nodes, trajectories and spans do not fit into `memory` bytes, None for `usual_memory`.
 
     Raises:
-        TreepackError: says how much is needed.
+        TreepackError: naming the memory that is needed.
     """
     memory = usual_memory() if memory is None else memory
     num_spans = sum(len(chunk.flatten()) for chunk in trie.trajectories["trained"].chunks)
@@ -44,4 +44,3 @@ def fitting(trie: Trie, need: Need, *, memory: int | None) -> Trie:
             f"spans needs about {-(-needed >> 20):,} MB of memory, and {memory >> 20:,} MB may be used; give --memory "
             f"{-(-needed >> 20)}M"
         )
-    return trie

@@ -18,7 +18,7 @@ from treepack.analysis.describe import Report, describe, describe_rows
 from treepack.analysis.forecast import Line, RowCounter, read_device
 from treepack.analysis.lost_sharing import explain
 from treepack.analysis.model_cost import read_shape
-from treepack.analysis.needed_memory import CHECKING, DESCRIBING, fitting
+from treepack.analysis.needed_memory import CHECKING, DESCRIBING, refuse_too_large
 from treepack.analysis.options import StatsOptions
 from treepack.analysis.origin import local_paths, manifest_of, read_packed_origin
 from treepack.analysis.summary import conversation_entries
@@ -86,7 +86,7 @@ def stats(
         counts, kind = dict(sorted(log.counts.items())), "trajectories"
         skipped, conversations = skipped_record(log, trie), conversations_of_log(log, trie_totals(trie))
         control = log.control_record()
-    fitting(trie, DESCRIBING, memory=memory)
+    refuse_too_large(trie, DESCRIBING, memory=memory)
     report = describe(trie, kind=kind) | {"counts": counts} | ({"skipped": skipped} if skipped else {})
     report |= {"control_tokens": control} if control else {}
     report |= conversation_entries(conversations, report)
@@ -120,7 +120,7 @@ def _packed_stats(
     rows = counter.over(with_progress(read_rows(directory), progress, "reading", unit="rows", total=totals["num_rows"]))
     trie = read_packed_origin(directory, manifest, options.trie, memory=memory) if options.check else None
     if trie is not None:
-        fitting(trie, CHECKING, memory=memory)
+        refuse_too_large(trie, CHECKING, memory=memory)
     distributions = describe_rows(checked_rows(rows, manifest, trie) if options.check else rows)
     report: Report = {
         "kind": "packed",

@@ -117,7 +117,7 @@ def cut_to_turns(trie: Trie, turns: Turns, *, only_sizes: bool = False) -> Trie:
     passing = ends[node_end] - ends[:-1]
     tokens, storage = (np.broadcast_to(np.int32(0), int(begin[-1])), trie.storage)
     if not only_sizes:
-        tokens, storage = _gathered(trie, source, begin)
+        tokens, storage = _gather_tokens(trie, source, begin)
     return Trie(
         tokens=tokens,
         node_start=np.append(begin[heads], begin[-1]),
@@ -132,13 +132,13 @@ def cut_to_turns(trie: Trie, turns: Turns, *, only_sizes: bool = False) -> Trie:
     )
 
 
-def _gathered(trie: Trie, source: Int64, begin: Int64) -> tuple[Int32, Storage]:
+def _gather_tokens(trie: Trie, source: Int64, begin: Int64) -> tuple[Int32, Storage]:
     """Return the tokens of segments whose first token is number `source` of `trie`, and the storage with their map.
 
     `begin` int64 [segments + 1] are the offsets of the segments among the new tokens.
     """
     num_tokens = int(begin[-1])
-    tokens = trie.storage.growing(np.int32, in_file=trie.storage.is_large(4 * num_tokens))
+    tokens = trie.storage.growing_array(np.int32, in_file=trie.storage.is_large(4 * num_tokens))
     for a, b in ranges(begin, PIECE_TOKENS):
         # Segments of 2 and 3 tokens from 10 and 20 on -> [10, 10, 20, 20, 20] + [0, 1, 2, 3, 4] - [0, 0, 2, 2, 2]
         # = [10, 11, 20, 21, 22].

@@ -34,7 +34,7 @@ from treepack.files.address import AnyPath, as_output, is_address
 from treepack.files.cache import naming_addresses
 from treepack.files.directory import finished_directory, refuse_existing
 from treepack.files.manifest import Manifest, Provenance
-from treepack.files.task_output import TaskOutput, visible
+from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.conversations import conversations_of_log
 from treepack.ingest.options import BuildOptions
 from treepack.ingest.read_log import PREFIX, ReadLog, refuse_nothing
@@ -176,7 +176,7 @@ def build_trie_on(
             max(1, part_bytes // 4),
         )
         reading = _read(scheduler, names, reading_job, part_bytes, watch, progress)
-        tables, ranges = _sorted_ranges(scheduler, reading, options.share, num_ranges, watch)
+        tables, ranges = _sort_ranges(scheduler, reading, options.share, num_ranges, watch)
         nodes = join_ranges(ranges, share=options.share)
         totals = _totals(reading, nodes)
         conversations = conversations_of_log(reading.log, totals)
@@ -193,8 +193,8 @@ def build_trie_on(
         )
         parts = list(nodes_of_ranges(nodes, ranges, share=options.share))
         columns = schema.trajectory_columns(reading.temperatures)
-        written = _write(scheduler, tables, parts, columns, temporary, watch)
-        manifest = _write_manifest(temporary, provenance, options.share, written)
+        results = _write(scheduler, tables, parts, columns, temporary, watch)
+        manifest = _write_manifest(temporary, provenance, options.share, results)
     return TrieSummary(out, manifest, time.perf_counter() - start, reading.log, watch.timings())
 
 
@@ -268,18 +268,18 @@ def _survey(scheduler: Scheduler, files: list[InputFile], job: ReadJob, watch: S
     return [each for some in watch.results("survey", scheduler.run(survey_files, calls)) for each in some]
 
 
-def _sorted_ranges(
+def _sort_ranges(
     scheduler: Scheduler, reading: _Reading, share: str, num_ranges: int | None, watch: Stopwatch
 ) -> tuple[list[TableHandle], list[RangeSummary]]:
     """Return the sorted tables of all ranges and their summaries."""
 
-    def look(wanted: UInt64) -> Iterator[tuple[Int64, list[str], list[str]]]:
+    def look_up(wanted: UInt64) -> Iterator[tuple[Int64, list[str], list[str]]]:
         handle = scheduler.share(wanted)
         pairs = zip(reading.tables, reading.ids, strict=True)
         calls = [(table, handle) for table, ids in pairs if np.isin(ids, wanted).any()]
         return watch.results("names", scheduler.run(rows_of_hashes, calls))
 
-    names = repeated_names(reading.ids, look)
+    names = repeated_names(reading.ids, look_up)
     count = max(1, -(-reading.num_bytes // RANGE_BYTES)) if num_ranges is None else num_ranges
     splitters = choose_splitters(reading.samples, count)
     reading.samples.clear()
@@ -337,8 +337,9 @@ def _write_one(
         return write_range(table, nodes, folder, numbers=numbers, columns=columns)
 
 
-def _write_manifest(temporary: Path, provenance: Provenance, share: str, written: list[WrittenRange]) -> Manifest:
-    entries = [entry for each in written for entry in each.nodes]
-    entries += [entry for each in written for entry in each.trajectories]
-    max_token_id = max(each.max_token_id for each in written)
-    return write_trie_manifest(temporary, provenance, share, max_token_id, visible(temporary, entries))
+def _write_manifest(temporary: Path, provenance: Provenance, share: str, results: list[WrittenRange]) -> Manifest:
+    entries = [entry for each in results for entry in each.nodes]
+    entries += [entry for each in results for entry in each.trajectories]
+    max_token_id = max(each.max_token_id for each in results)
+    check_visible(temporary, entries)
+    return write_trie_manifest(temporary, provenance, share, max_token_id, entries)

@@ -1,7 +1,7 @@
 """Run tasks by the ordered map of any program: Spark, Dask, a process pool, a job array.
 
-    MapScheduler(map_tasks, scratch)      map_tasks(function, items) -> results in order      the program
-                                          scratch/TABLE.arrow, scratch/VALUE.pickle           what tasks leave for tasks
+    MapScheduler(map_tasks, scratch)    map_tasks(function, items) -> results in order    the program
+                                        scratch/TABLE.arrow, scratch/VALUE.pickle         for later tasks
 
 The program needs a folder that all machines see, or a prefix in an object store. A task writes its table there under a
 new name, so a task that runs twice harms nothing, and only the name comes back.
@@ -113,7 +113,7 @@ class _StoredTable:
         return pa.concat_tables([pa.ipc.read_schema(pa.py_buffer(self.columns)).empty_table(), *tables])
 
 
-def _stored(folder: AnyPath, table: pa.Table) -> _StoredTable:
+def _store(folder: AnyPath, table: pa.Table) -> _StoredTable:
     columns = table.schema.serialize().to_pybytes()
     if not len(table):
         return _StoredTable(columns, ())
@@ -123,7 +123,7 @@ def _stored(folder: AnyPath, table: pa.Table) -> _StoredTable:
     return _StoredTable(columns, (_write(folder, sink.getvalue(), "arrow"),))
 
 
-def _loaded(call: Call) -> list[Any]:
+def _load_all(call: Call) -> list[Any]:
     return [each.load() if isinstance(each, _StoredValue | _StoredTable) else each for each in call]
 
 
@@ -132,7 +132,7 @@ class _Run:
     function: Callable[..., Any]
 
     def __call__(self, call: Call) -> Any:
-        return self.function(*_loaded(call))
+        return self.function(*_load_all(call))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +141,8 @@ class _Keep:
     folder: AnyPath
 
     def __call__(self, call: Call) -> tuple[_StoredTable, Any]:
-        table, summary = self.function(*_loaded(call))
-        return _stored(self.folder, table), summary
+        table, summary = self.function(*_load_all(call))
+        return _store(self.folder, table), summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,9 @@ class _Split:
 
     def __call__(self, call: Call) -> list[_StoredTable]:
         """Write the rows of each range of the table; return a handle for each range."""
-        (table,) = _loaded(call)
-        ranges = self.assign(table, *_loaded(self.arguments))
-        return [_stored(self.folder, table.take(pa.array(np.flatnonzero(ranges == i)))) for i in range(self.num_ranges)]
+        (table,) = _load_all(call)
+        ranges = self.assign(table, *_load_all(self.arguments))
+        return [_store(self.folder, table.take(pa.array(np.flatnonzero(ranges == i)))) for i in range(self.num_ranges)]
 
 
 def _write(folder: AnyPath, content: bytes | pa.Buffer, suffix: str) -> AnyPath:

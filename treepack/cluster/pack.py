@@ -30,7 +30,7 @@ from treepack.files.cache import addresses_in, naming_addresses
 from treepack.files.directory import MANIFEST, finished_directory, refuse_existing
 from treepack.files.location import Location, locate
 from treepack.files.manifest import Provenance, TrieEntry, read_manifest
-from treepack.files.task_output import TaskOutput, visible
+from treepack.files.task_output import TaskOutput, check_visible
 from treepack.ingest.readers.inputs import displayed
 from treepack.pack.capacity import no_trajectory_fits, usual_capacities_of
 from treepack.pack.directory import PackSummary
@@ -98,8 +98,8 @@ def pack_trie_on(
         stages = _Stages(scheduler, job, slices, progress)
         tables, plans = stages.plan()
         layout = make_layout(slices, plans, job)
-        written = stages.write(tables, layout, TaskOutput.of(temporary))
-        visible(temporary, [entry for each in written for entry in each.written.entries])
+        results = stages.write(tables, layout, TaskOutput.of(temporary))
+        check_visible(temporary, [entry for each in results for entry in each.written.entries])
         counts: Counter[str] = Counter()
         for plan in plans:
             counts.update(plan.counts)
@@ -107,14 +107,14 @@ def pack_trie_on(
             options=options.as_record() | ({"partitions": len(slices)} if len(slices) > 1 else {}),
             counts=dict(sorted(counts.items())),
             totals=_totals(plans, layout, job)
-            | {"tiles_partial_unordered": sum(each.unordered_tiles for each in written)},
+            | {"tiles_partial_unordered": sum(each.unordered_tiles for each in results)},
             tokenizer=source.get("tokenizer"),
             skipped=source.get("skipped"),
             control_tokens=source.get("control_tokens"),
             conversations=source.get("conversations"),
             trie=_trie_entry(location, trie),
         )
-        rows = [each.written for each in written]
+        rows = [each.written for each in results]
         manifest = write_packed_manifest(temporary, rows, capacity=limits.capacity, provenance=provenance)
     return PackSummary(out, manifest)
 
@@ -170,10 +170,10 @@ class _Stages:
             ]
             rows = self.scheduler.run(write_joined, join_calls)
             joined = {join.after: each for join, each in zip(layout.joins, rows, strict=True)}
-        written = []
+        in_order = []
         for number, (_, each) in enumerate(results):
-            written += [each, joined[number]] if number in joined else [each]
-        return written
+            in_order += [each, joined[number]] if number in joined else [each]
+        return in_order
 
     def _keep(self, stage: str, function: Any, calls: Sequence[Any]) -> Iterator[tuple[TableHandle, Any]]:
         results = self.scheduler.keep(function, calls)

@@ -196,7 +196,7 @@ def _start(ray: Any, address: str, workers: int) -> None:
     """
     if ray.is_initialized():
         raise TreepackError(f"--ray {address}: this process is connected to a Ray cluster already; give auto")
-    _refuse_unreachable(address)
+    refuse_unreachable(address)
     # Only a cluster that is started here takes CPUs, and only it may have a dashboard.
     own: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
     try:
@@ -208,7 +208,7 @@ def _start(ray: Any, address: str, workers: int) -> None:
         ) from error
 
 
-def _refuse_unreachable(address: str) -> None:
+def refuse_unreachable(address: str) -> None:
     """Refuse an address that nothing listens at; Ray itself would try for minutes.
 
     Raises:

@@ -59,7 +59,7 @@ class Layout:
 
 
 def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: PackJob) -> Layout:
-    """Return the places of all rows, and what each slice needs of the others."""
+    """Return the places of all rows, and the facts that each slice needs of the others."""
     known = frozenset[str]().union(*(plan.known for plan in plans))
     groups, num_groups = _groups_of_all([plan.groups for plan in plans])
     shared = _times_trained(plans)
@@ -72,11 +72,11 @@ def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: Pa
 
     def place(rows: RowSizes, group_table: pa.Table | None, own: dict[int, Int32], open_rows: Int64) -> SliceFacts:
         nonlocal first_row, first_part
-        placed = SliceFacts(known, group_table, own, first_row, first_part, open_rows)
+        facts_of_slice = SliceFacts(known, group_table, own, first_row, first_part, open_rows)
         sizes.append(rows)
         first_row += len(rows.tokens)
         first_part += num_parts(rows.tokens, rows.terms if has_terms else np.zeros_like(rows.terms))
-        return placed
+        return facts_of_slice
 
     nothing = np.zeros(0, np.int64)
     for number, (part, plan) in enumerate(zip(slices, plans, strict=True)):

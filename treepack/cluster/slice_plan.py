@@ -1,4 +1,4 @@
-"""The first stage of packing by slices: plan the rows of one slice, and report what the other slices need of it.
+"""The first stage of packing by slices: plan the rows of one slice, and the facts for the other slices.
 
     TrieSlice --plan_slice--> row of each trajectory (stays in the task)      SlicePlan: sizes of rows, sums, groups
 
@@ -34,7 +34,7 @@ from treepack.trie.trie import Trie
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """The same for all slices.
+    """Settings of all slices.
 
     Attributes:
         trie: the trie directory, as all machines see it.
@@ -57,7 +57,7 @@ _GROUPS = pa.schema([("step", pa.int64()), ("group_id", pa.string()), ("weight",
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """What other slices, and the manifest, need of the plan of a slice.
+    """Facts about the plan of a slice, for the other slices and the manifest.
 
     Attributes:
         counts: trajectories that were dropped, left out or truncated.

@@ -36,7 +36,7 @@ _SLICE = 1 << 32  # an open row has the `row_id` slice * _SLICE + row of the sli
 
 @dataclass(frozen=True)
 class SliceFacts:
-    """What a slice needs of all others to write its rows.
+    """Facts about all slices that one of them needs to write its rows.
 
     Attributes:
         known: columns of the trajectories that have a value in any slice.
@@ -94,7 +94,7 @@ def write_slice(
         placer, members = RowPlacer(nodes), row_plan.members()
         is_open = np.isin(np.arange(row_plan.num_rows), facts.open_rows)
         for row, own in enumerate(members):
-            offsets, stops = placer.unordered(nodes, own)
+            offsets, stops = placer.unordered_row(nodes, own)
             if is_open[row]:
                 unordered_ends.append(np.repeat(stops, np.diff(offsets)).astype(np.int32))
             else:

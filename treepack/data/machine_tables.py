@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-_KEPT_TABLES = 64  # about 40 bytes per row of the directory
+_MAX_TABLES = 64  # about 40 bytes per row of the directory
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -122,6 +122,6 @@ def _remove_partial(path: Path) -> None:
 def _remove_old(folder: Path) -> None:
     """Remove the tables that were used least recently."""
     tables = sorted(folder.glob("*.arrow"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in tables[_KEPT_TABLES:]:
+    for path in tables[_MAX_TABLES:]:
         path.unlink(missing_ok=True)
         path.with_suffix(".lock").unlink(missing_ok=True)

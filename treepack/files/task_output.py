@@ -4,7 +4,7 @@
         output = TaskOutput.of(temporary)                 picklable
             with output.folder() as folder:               a task, on any machine
                 writer = PartWriter(folder, ...)          its entries are those of the manifest
-        entries = visible(temporary, entries of all tasks)
+        check_visible(temporary, entries of all tasks)
         write_manifest(temporary, ...)
 
 The parts of a task appear whole, when its block ends. A task that runs twice, because its first process died or was
@@ -66,8 +66,8 @@ class TaskOutput:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def visible(temporary: Path, entries: Sequence[FileEntry]) -> list[FileEntry]:
-    """Return `entries` after checking that this machine sees the parts; remove what killed tasks have left.
+def check_visible(temporary: Path, entries: Sequence[FileEntry]) -> None:
+    """Check that this machine sees the parts of `entries`; remove the folders that killed tasks have left.
 
     Raises:
         TreepackError: a part is missing, because a task wrote it to a folder of another machine.
@@ -75,7 +75,7 @@ def visible(temporary: Path, entries: Sequence[FileEntry]) -> list[FileEntry]:
     for remains in temporary.glob(f"{_PREFIX}*"):
         shutil.rmtree(remains, ignore_errors=True)
     if is_remote_folder(temporary):
-        return [*entries]  # `remote_directory` compares them with the store before the manifest is written
+        return  # `remote_directory` compares them with the store before the manifest is written
     for entry in entries:
         path = temporary / entry["name"]
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
@@ -83,4 +83,3 @@ def visible(temporary: Path, entries: Sequence[FileEntry]) -> list[FileEntry]:
                 f"{path}: a worker wrote it, but this machine does not see it; give --out an address (s3://...), or a "
                 "folder that all machines share"
             )
-    return [*entries]

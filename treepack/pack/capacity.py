@@ -50,7 +50,7 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
     if too_long == "error" or not (trie.lengths > capacity).any():
         return trie, counts
 
-    def fitting() -> Iterator[Trajectory]:
+    def fit_all() -> Iterator[Trajectory]:
         for trajectory, length in zip(trajectories_of(trie), array("q", trie.lengths.tobytes()), strict=True):
             if length <= capacity:
                 yield trajectory
@@ -63,7 +63,7 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
                 counts["truncated to the capacity"] += 1
                 counts["tokens cut off"] += length - capacity
 
-    trajectories = fitting()
+    trajectories = fit_all()
     first = next(trajectories, None)
     if first is None:
         raise no_trajectory_fits(capacity)

@@ -135,12 +135,12 @@ class Expected:
             self.is_in_row[i] = True
             path, slices = paths.to(ends[order]), _token_slices(self.trie, i)
             named = known.is_named(order)
-            if not (named and np.array_equal(row.input_ids[path], _joined(self.trie.tokens, slices))):
+            if not (named and np.array_equal(row.input_ids[path], _concatenate(self.trie.tokens, slices))):
                 raise TreepackError(
                     f"row {row.row_id}: trajectory {row.trajectory_ids[order]} differs from the trie's; "
                     "pack the trie again"
                 )
-            counts = None if self.counts is None else _joined(self.counts, slices)
+            counts = None if self.counts is None else _concatenate(self.counts, slices)
             for start, end, weight in known.spans_of(order):
                 share = self.factors[i] * weight
                 weights[path[start:end]] += share if counts is None else share / counts[start:end]
@@ -260,5 +260,5 @@ def _token_slices(trie: Trie, i: int) -> list[slice]:
     return slices[::-1]
 
 
-def _joined(values: NDArray[Any], slices: list[slice]) -> NDArray[Any]:
+def _concatenate(values: NDArray[Any], slices: list[slice]) -> NDArray[Any]:
     return np.concatenate([values[each] for each in slices])

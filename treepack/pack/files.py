@@ -3,7 +3,7 @@
     write_packed(rows, directory, capacity=...)      read_rows(directory) -> Row, Row, ...
 
     write_rows(rows, output, columns), ...           tasks, on any machine
-    write_packed_manifest(directory, all written)    the command that started them
+    write_packed_manifest(directory, their results)  the command that started them
 
 Equal rows give equal bytes. Readers refuse other formats and versions, and parts that are missing or damaged.
 """
@@ -92,7 +92,7 @@ def write_rows(
         output: the directory.
         columns: the result of `packed_columns`, the same in all tasks.
         first_row: number of rows before them in the directory.
-        first_part: number of their first part. `num_parts` says how many parts they need.
+        first_part: number of their first part. `num_parts` counts the parts that they need.
 
     Raises:
         TreepackError: the output cannot be written.
@@ -104,25 +104,25 @@ def write_rows(
 
 def write_packed_manifest(
     directory: Path,
-    written: Iterable[WrittenRows],
+    results: Iterable[WrittenRows],
     *,
     capacity: int,
     provenance: Provenance = Provenance(),  # noqa: B008 (immutable)
 ) -> Manifest:
-    """Write the manifest of rows that are written, in the order of the directory; see `write_packed`.
+    """Write the manifest of rows that tasks have written, in the order of the directory; see `write_packed`.
 
     Raises:
         TreepackError: there is no row.
     """
-    all_written = [*written]
+    every = [*results]
     counted: Counter[str] = Counter()
-    for each in all_written:
+    for each in every:
         counted.update(each.counted)  # unlike a sum, it keeps counts of 0
     if not counted["num_rows"]:
         raise TreepackError(f"{directory}: there is no row to write")
     entries = {
-        "max_token_id": max(each.max_token_id for each in all_written),
-        "files": [entry for each in all_written for entry in each.entries],
+        "max_token_id": max(each.max_token_id for each in every),
+        "files": [entry for each in every for entry in each.entries],
     }
     return write_manifest(
         directory, packed_manifest(counted, capacity=capacity, provenance=provenance, entries=entries)

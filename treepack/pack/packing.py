@@ -106,7 +106,7 @@ def refuse_too_many(num_nodes: int, num_trajectories: int, *, memory: int | None
     """Refuse a trie whose plan does not fit into `memory` bytes, None for `usual_memory`.
 
     Raises:
-        TreepackError: says how much is needed.
+        TreepackError: naming the memory that is needed.
     """
     memory = usual_memory() if memory is None else memory
     needed = planning_bytes(num_nodes, num_trajectories)

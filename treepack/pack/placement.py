@@ -40,11 +40,11 @@ class TokenNodes(Protocol):
 def unordered_tiles(trie: Trie, plan: Plan) -> int:
     """Return the partial tiles of all rows if children kept the order of the trie, instead of that of `arrange`."""
     placer = RowPlacer(trie)
-    return sum(unordered_tiles_of_row(*placer.unordered(trie, members)) for members in plan.members())
+    return sum(unordered_tiles_of_row(*placer.unordered_row(trie, members)) for members in plan.members())
 
 
 def unordered_tiles_of_row(offsets: Int64, stops: Int64) -> int:
-    """Return the partial tiles of a row, from the result of `RowPlacer.unordered`."""
+    """Return the partial tiles of a row, from the result of `RowPlacer.unordered_row`."""
     return node_tiles(offsets[:-1], stops, int(offsets[-1]))[0]
 
 
@@ -87,7 +87,7 @@ class RowPlacer:
                 node = self.parents[node]
         return np.array(sorted(visited), np.int64)
 
-    def unordered(self, trie: Trie, members: Int64) -> tuple[Int64, Int64]:
+    def unordered_row(self, trie: Trie, members: Int64) -> tuple[Int64, Int64]:
         """Return the row that keeps the order of `trie`, which is the trie of this placer.
 
         Returns:

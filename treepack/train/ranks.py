@@ -93,10 +93,10 @@ def join_ranks(device: torch.device) -> Ranks:
             reason = str(error).splitlines()[0]
             raise TreepackError(f"the ranks of this run cannot connect ({reason}); start them with torchrun") from error
     size = distributed.get_world_size()
-    return Ranks(distributed.get_rank(), size, grouped=True, machines=_num_machines(size))
+    return Ranks(distributed.get_rank(), size, grouped=True, machines=num_machines(size))
 
 
-def _num_machines(size: int) -> int | None:
+def num_machines(size: int) -> int | None:
     """Return the number of machines on which torchrun started `size` processes, None if their numbers differ."""
     # 4 processes with LOCAL_WORLD_SIZE 2: 2 machines. Other launchers may not set it.
     local = os.environ.get("LOCAL_WORLD_SIZE", "")

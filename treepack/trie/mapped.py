@@ -65,7 +65,7 @@ def read_nodes(
     Raises:
         TreepackError: see `read_parts`; or the disk fails.
     """
-    tokens = storage.growing(np.int32, in_file=in_file)
+    tokens = storage.growing_array(np.int32, in_file=in_file)
     others, sizes = [], []
     for group in read_row_groups(directory, manifest, "nodes", schema.NODES):
         values, lengths = list_content(group["tokens"])

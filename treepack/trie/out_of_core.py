@@ -122,7 +122,7 @@ def mapped_trie(merged: MergedRuns, storage: Storage) -> Trie:
     Raises:
         TreepackError: the disk fails.
     """
-    growing = storage.growing(np.int32, in_file=True)
+    growing = storage.growing_array(np.int32, in_file=True)
     size = int(merged.begins[-1])
     for begin in range(0, size, COPY_TOKENS):
         growing.append(read_tokens(merged.spools, merged.token_places(begin, min(begin + COPY_TOKENS, size))))

@@ -21,12 +21,12 @@ PIECE_TOKENS = 1 << 22
 
 def node_pieces(trie: Trie) -> Iterator[tuple[int, int]]:
     """Yield ranges [first, end) of nodes that own at least `PIECE_TOKENS` tokens; the last one may own fewer."""
-    yield from _releasing(trie, ranges(trie.node_start, PIECE_TOKENS))
+    yield from _release_after_each(trie, ranges(trie.node_start, PIECE_TOKENS))
 
 
 def trajectory_pieces(trie: Trie) -> Iterator[tuple[int, int]]:
     """Yield ranges [first, end) of trajectories that have at least `PIECE_TOKENS` tokens, counted one by one."""
-    yield from _releasing(trie, ranges(np.concatenate([[0], np.cumsum(trie.lengths)]), PIECE_TOKENS))
+    yield from _release_after_each(trie, ranges(np.concatenate([[0], np.cumsum(trie.lengths)]), PIECE_TOKENS))
 
 
 def ranges(offsets: Int64, limit: int) -> Iterator[tuple[int, int]]:
@@ -44,7 +44,7 @@ def max_token_id(trie: Trie) -> int:
     return max(int(trie.tokens[trie.node_start[a] : trie.node_start[b]].max(initial=0)) for a, b in node_pieces(trie))
 
 
-def _releasing(trie: Trie, pieces: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _release_after_each(trie: Trie, pieces: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     for piece in pieces:
         yield piece
         trie.storage.release()

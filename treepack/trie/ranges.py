@@ -44,10 +44,10 @@ def partition_key(partition: Partition) -> bytes:
     """Return a byte string that compares with others as the partitions do, and is no prefix of another one."""
     (has_step, step), group = partition
     # A 0 byte of the group becomes 0 255, and 0 0 ends it: "a" -> 97 0 0 comes before "a\0" -> 97 0 255 0 0.
-    return bytes([has_step]) + (step + _STEP_OFFSET).to_bytes(8, "big") + _escaped(group) + b"\0\0"
+    return bytes([has_step]) + (step + _STEP_OFFSET).to_bytes(8, "big") + _escape(group) + b"\0\0"
 
 
-def _escaped(group: str) -> bytes:
+def _escape(group: str) -> bytes:
     return group.encode().replace(b"\0", b"\0\xff")
 
 
@@ -153,7 +153,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class RangeSummary:
-    """What numbering needs of the sorted trajectories of a range; no edges if the range is empty.
+    """Facts about the sorted trajectories of a range, to number its nodes; no edges if the range is empty.
 
     `lengths` and `shared` int32 [num_trajectories] are the tokens of each, and those that it shares with the one
     before; 0 for the first. `groups` are the groups among those that the caller asked for.
@@ -181,7 +181,7 @@ def sort_range(
         The sorted table without `arrival`, in which `tokens` are only those that a trajectory does not share with the
         one before, and its summary.
     """
-    table = _renamed(table.select(COLUMNS.names).cast(COLUMNS), names)
+    table = _rename(table.select(COLUMNS.names).cast(COLUMNS), names)
     if not table.num_rows:
         nothing = np.zeros(0, np.int32)
         return table.drop_columns([ARRIVAL]), RangeSummary(nothing, nothing, None, None, frozenset())
@@ -208,7 +208,7 @@ def sort_range(
     return result, RangeSummary(lengths, shared, edge(order[0]), edge(order[-1]), own)
 
 
-def _renamed(table: pa.Table, names: Names | None) -> pa.Table:
+def _rename(table: pa.Table, names: Names | None) -> pa.Table:
     if names is None or not len(names.arrival):
         return table
     arrival = table[ARRIVAL].to_numpy()
@@ -316,7 +316,7 @@ def write_range(
         own = tokens[starts[a] : starts[b]]
         writer.write(_node_rows(nodes, starts, a, b).table(own), tokens=len(own))
     entries = writer.entries()
-    placed = with_places(
+    rows = with_places(
         table.drop_columns([TOKENS, *(name for name in schema.TEMPERATURES.names if name not in columns.names)]),
         nodes.end_tree,
         nodes.end_node,
@@ -325,7 +325,7 @@ def write_range(
     for a, b in token_slices(nodes.lengths, PART_TOKENS // TRAJECTORY_SLICES):
         # A page ends where a chunk ends.
         size = int(nodes.lengths[a:b].sum())
-        writer.write(placed.slice(a, b - a).combine_chunks(), tokens=size)
+        writer.write(rows.slice(a, b - a).combine_chunks(), tokens=size)
     return WrittenRange(entries, writer.entries(), int(tokens.max(initial=0)))
 
 

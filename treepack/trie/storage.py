@@ -1,9 +1,9 @@
 """Storage of large arrays of a trie: in memory, or in files without a name that are mapped.
 
-    storage.growing(dtype, in_file=True) --append, finish--> array, and the storage with its map
-    storage.zeros(count, dtype)          --> the same, an array that can be written
-    storage.release()                    the pages of all maps leave the memory of this process
-    releaser.count(num_tokens)           the same after every `RELEASE_TOKENS` tokens of a pass
+    storage.growing_array(dtype, in_file=True) --append, finish--> array, and the storage with its map
+    storage.zeros(count, dtype)                -->                 the same, an array that can be written
+    storage.release()                          the pages of all maps leave the memory of this process
+    PageReleaser(storage).count(num_tokens)    the same after every `RELEASE_TOKENS` tokens of a pass
 
 A mapped page counts as memory of the process from its first use until `release`; then it is read again when it is
 needed. The files have no name, so nothing is left of them when the last array ends, even if the process is killed.
@@ -75,13 +75,13 @@ class Storage:
             mapped = mmap.mmap(file.fileno(), size)
         return self.join(np.frombuffer(mapped, dtype), mapped)
 
-    def growing(self, dtype: type[np.generic], *, in_file: bool) -> Growing:
+    def growing_array(self, dtype: type[np.generic], *, in_file: bool) -> GrowingArray:
         """Return an empty array that can grow, in memory or in a file.
 
         Raises:
             TreepackError: the disk fails.
         """
-        return Growing(self, dtype, in_file=in_file)
+        return GrowingArray(self, dtype, in_file=in_file)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the maps out: a copy in another process has its arrays in memory."""
@@ -103,10 +103,15 @@ class PageReleaser:
             self._num_tokens = 0
 
 
-class Growing:
+class GrowingArray:
     """An array to which pieces are appended, in memory or in a file."""
 
     def __init__(self, storage: Storage, dtype: type[np.generic], *, in_file: bool) -> None:
+        """Open a file if the array goes to one.
+
+        Raises:
+            TreepackError: the disk fails.
+        """
         self._storage, self._dtype = storage, dtype
         self._pieces: list[NDArray[Any]] = []
         self._file: IO[bytes] | None = None

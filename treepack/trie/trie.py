@@ -116,7 +116,7 @@ def unshared(trie: Trie) -> Trie:
     table = trie.trajectories
     for name in ("tree_id", "node_id"):
         table = table.set_column(table.schema.get_field_index(name), table.schema.field(name), pa.array(each))
-    growing = trie.storage.growing(np.int32, in_file=trie.storage.is_large(4 * int(lengths.sum())))
+    growing = trie.storage.growing_array(np.int32, in_file=trie.storage.is_large(4 * int(lengths.sum())))
     for sequence in sequences_of(trie):
         growing.append(sequence)
     tokens, storage = growing.finish()

@@ -142,7 +142,7 @@ def survey(file: InputFile, how: FileReading, max_bytes: int) -> SurveyedFile:
     digest = InputHash()
     parts, unknown = _parts_of(file, file.path, how, digest, as_ranges=True)
     pieces: list[tuple[WholeFile | Unread | Done, int]] = []
-    for part in _coalesced(parts, max_bytes):
+    for part in _join_adjacent(parts, max_bytes):
         if isinstance(part, Unread) and isinstance(part.piece, Range):
             _refuse_beside(file, part.format)
             pieces.append((part, part.piece.size))
@@ -233,11 +233,11 @@ def _is_skipped(part: Unread | Done) -> bool:
     return isinstance(part.piece, Damaged)
 
 
-def _coalesced(parts: Iterator[Unread | Done], max_bytes: int) -> Iterator[Unread | Done]:
+def _join_adjacent(parts: Iterator[Unread | Done], max_bytes: int) -> Iterator[Unread | Done]:
     """Yield `parts` with adjacent ranges of lines joined up to `max_bytes`."""
     last: Unread | None = None
     for part in parts:
-        joined = None if last is None else _joined(last, part, max_bytes)
+        joined = None if last is None else _join(last, part, max_bytes)
         if joined is not None:
             last = joined
             continue
@@ -250,7 +250,7 @@ def _coalesced(parts: Iterator[Unread | Done], max_bytes: int) -> Iterator[Unrea
         yield last
 
 
-def _joined(first: Unread, second: Unread | Done, max_bytes: int) -> Unread | None:
+def _join(first: Unread, second: Unread | Done, max_bytes: int) -> Unread | None:
     if isinstance(second, Done) or first.format != second.format:
         return None
     a, b = first.piece, second.piece
