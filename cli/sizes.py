@@ -74,7 +74,7 @@ memory_option = click.option(
     "--memory",
     type=Size(),
     callback=_positive,
-    help="Memory to use; what needs more is kept in temporary files, beside the output if there is one. The result is "
-    "the same. Default: half of the memory of the machine or container; suffixes K, M and G.",
+    help="Memory to use; larger data is kept in temporary files, beside the output if there is one. The result is the "
+    "same. Default: half of the memory of the machine or container; suffixes K, M and G.",
 )
 """Adds --memory to a command, which receives `memory: int | None`, in bytes."""

@@ -1,4 +1,4 @@
-"""Unique ids of many parts are those of one process, though only ids that may repeat are looked at."""
+"""Unique ids of many parts are those of one process, though only ids that may repeat are looked up."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def test_names_of_parts_are_those_of_all_rows(parts: list[list[tuple[str, str]]]
         )
         for i, rows in enumerate(parts)
     ]
-    looked: list[int] = []
+    num_rows: list[int] = []
 
-    def look(wanted: UInt64) -> Iterator[tuple[Int64, list[str], list[str]]]:
+    def look_up(wanted: UInt64) -> Iterator[tuple[Int64, list[str], list[str]]]:
         for table in tables:
             result = rows_of_hashes(table, wanted)
-            looked.append(len(result[0]))
+            num_rows.append(len(result[0]))
             yield result
 
-    names = repeated_names([text_hashes(table["trajectory_id"].to_pylist()) for table in tables], look)
+    names = repeated_names([text_hashes(table["trajectory_id"].to_pylist()) for table in tables], look_up)
     whole = pa.concat_tables(tables)
     expected = unique_ids(whole["trajectory_id"], whole["source"]).to_pylist()
     result = whole["trajectory_id"].to_pylist()
@@ -46,4 +46,4 @@ def test_names_of_parts_are_those_of_all_rows(parts: list[list[tuple[str, str]]]
             assert result[i] != name
             result[i] = name
     assert result == expected
-    assert sum(looked) <= whole.num_rows
+    assert sum(num_rows) <= whole.num_rows

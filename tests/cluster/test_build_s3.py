@@ -51,6 +51,6 @@ def test_objects_are_fetched_by_range_and_parts_go_to_the_store(
     assert trie.trajectories.equals(expected.trajectories)
     assert on.manifest["input"]["num_files"] == 2
     assert len([name for name in s3.names("on") if "trajectories-" in name]) == 3
-    # Each survey copies its object once; each of the tasks that read it fetches a range.
+    # A survey streams its object; each of the tasks that read the object fetches a range.
     for name in ("a.jsonl", "b.parquet"):
         assert sum(method == "GET" and path.endswith(f"/in/{name}") for method, path in s3.requests) > 5

@@ -26,6 +26,7 @@ def repeated_names(ids: Sequence[UInt64], look_up: LookUp) -> Names | None:
     `ids` are the hashes of the ids of each part. `look_up` returns for sorted hashes arrival, ids and sources of the
     rows that have one of them, from one part after the other, see `rows_of_hashes`.
     """
+    # Hashes [2, 5, 5, 9] -> 5 occurs twice.
     every = np.sort(np.concatenate(ids))
     wanted = np.unique(every[1:][every[1:] == every[:-1]])
     if not len(wanted):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from treepack.cluster.scheduler import Here, Scheduler, TableHandle
-from treepack.cluster.slice_layout import Layout, make_layout
+from treepack.cluster.slice_layout import SliceLayout, make_layout
 from treepack.cluster.slice_plan import PackJob, SlicePlan, plan_slice
 from treepack.cluster.slice_rows import SliceRows, open_row_id, range_of_open_rows, write_joined, write_slice
 from treepack.files import schema
@@ -149,7 +149,7 @@ class _Stages:
             raise no_trajectory_fits(limits.longest)
         return [table for table, _ in results], plans
 
-    def write(self, tables: Sequence[TableHandle], layout: Layout, output: TaskOutput) -> list[SliceRows]:
+    def write(self, tables: Sequence[TableHandle], layout: SliceLayout, output: TaskOutput) -> list[SliceRows]:
         """Write the rows of all slices, and joined rows; return them in the order of the directory."""
         job = self.scheduler.share(self.job)
         calls = [
@@ -180,7 +180,7 @@ class _Stages:
         return with_progress(results, self.progress, stage, unit="slices", total=len(calls))
 
 
-def _totals(plans: Sequence[SlicePlan], layout: Layout, job: PackJob) -> dict[str, Any]:
+def _totals(plans: Sequence[SlicePlan], layout: SliceLayout, job: PackJob) -> dict[str, Any]:
     """Return the totals of the trie and of its rows, and the tokens that cuts repeat if there are several slices."""
     sums: Counter[str] = Counter()
     for plan in plans:

@@ -32,17 +32,20 @@ from treepack.trie.slices import TrieSlice
 OPEN_ROWS, OPEN_FILL = 8, 0.75
 
 
+_JoinedRow = tuple[tuple[int, int], ...]  # (slice, row of the slice) of its open rows
+
+
 @dataclass(frozen=True)
 class Join:
     """Rows that join open rows of one step, after slice number `after`; each open row is (slice, row of the slice)."""
 
     after: int
-    rows: tuple[tuple[tuple[int, int], ...], ...]
+    rows: tuple[_JoinedRow, ...]
     facts: SliceFacts
 
 
 @dataclass(frozen=True)
-class Layout:
+class SliceLayout:
     """The `facts` of each slice, the `joins` by slice, the sizes of all `rows` in order, and the number of groups."""
 
     facts: list[SliceFacts]
@@ -58,7 +61,7 @@ class Layout:
         return np.array([row_id for row_id, _ in pairs], np.int64), np.array([i for _, i in pairs], np.int64)
 
 
-def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: PackJob) -> Layout:
+def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: PackJob) -> SliceLayout:
     """Return the places of all rows, and the facts that each slice needs of the others."""
     known = frozenset[str]().union(*(plan.known for plan in plans))
     groups, num_groups = _groups_of_all([plan.groups for plan in plans])
@@ -93,7 +96,7 @@ def make_layout(slices: Sequence[TrieSlice], plans: Sequence[SlicePlan], job: Pa
     rows_of_all = PlanTotals(
         *(np.concatenate([getattr(each, name) for each in sizes]) for name in ("tokens", "pairs", "terms"))
     )
-    return Layout(facts, joins, rows_of_all, num_groups)
+    return SliceLayout(facts, joins, rows_of_all, num_groups)
 
 
 def _groups_of_all(tables: list[pa.Table]) -> tuple[list[pa.Table], int]:
@@ -118,10 +121,7 @@ def _times_trained(plans: Sequence[SlicePlan]) -> dict[int, Int32]:
     return total
 
 
-_Join = tuple[tuple[int, int], ...]
-
-
-def _join_open_rows(plans: Sequence[SlicePlan], job: PackJob) -> dict[int, list[_Join]]:
+def _join_open_rows(plans: Sequence[SlicePlan], job: PackJob) -> dict[int, list[_JoinedRow]]:
     """Return the joined rows, by the slice that they follow."""
     # Balanced rows of a slice are a multiple already, and rows of these methods are compared as the methods make them.
     if job.options.balance > 1 or job.options.method in FOREST_METHODS:
@@ -148,7 +148,7 @@ def _open_rows(plan: SlicePlan, step: int | None, job: PackJob) -> list[int]:
     return rows
 
 
-def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJob) -> list[_Join]:
+def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJob) -> list[_JoinedRow]:
     """Merge open rows by their sizes; return those that consist of several."""
     if not places:
         return []
@@ -160,7 +160,7 @@ def _merge(plans: Sequence[SlicePlan], places: list[tuple[int, int]], job: PackJ
     return [tuple(row) for row in rows.values() if len(row) > 1]
 
 
-def _sizes_of_joins(plans: Sequence[SlicePlan], rows: Sequence[_Join]) -> RowSizes:
+def _sizes_of_joins(plans: Sequence[SlicePlan], rows: Sequence[_JoinedRow]) -> RowSizes:
     """Return the sizes of rows that consist of open rows, which share no token with each other."""
     sums: list[Counter[str]] = []
     for join in rows:

@@ -212,6 +212,7 @@ def _rename(table: pa.Table, names: Names | None) -> pa.Table:
     if names is None or not len(names.arrival):
         return table
     arrival = table[ARRIVAL].to_numpy()
+    # Arrival [8, 3, 5], names for [3, 8] -> places [1, 0, 1], of which the first two are equal.
     at = np.minimum(np.searchsorted(names.arrival, arrival), len(names.arrival) - 1)
     is_new = names.arrival[at] == arrival
     column = table.schema.get_field_index("trajectory_id")

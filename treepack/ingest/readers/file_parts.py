@@ -19,7 +19,7 @@ from pathlib import Path
 
 from treepack.errors import TreepackError
 from treepack.files import object_store
-from treepack.files.address import AnyPath, RemotePath, as_path, is_address
+from treepack.files.address import AnyPath, RemotePath, as_path, as_remote_path, is_address
 from treepack.files.cache import borrowed_copy
 from treepack.ingest.readers import ranges
 from treepack.ingest.readers.byte_streams import COMPRESSION, Handling
@@ -107,7 +107,7 @@ class InputPart:
             TreepackError: bad input; or an object was replaced after the survey.
         """
         for address, version in self.versions.items():
-            entry = object_store.info(_object(address))
+            entry = object_store.info(as_remote_path(address))
             if entry is None or entry.version != version:
                 raise TreepackError(f"{address}: was replaced while it was read; run the command again")
         for piece in self.pieces:
@@ -279,9 +279,3 @@ def _refuse_beside(file: InputFile, format: str) -> None:  # noqa: A002
             f"{file.path}: a rollout of the format {format} needs other files of its folder, which a task on another "
             "machine does not see; copy the prefix to a folder that all machines share"
         )
-
-
-def _object(address: str) -> RemotePath:
-    place = as_path(address)
-    assert isinstance(place, RemotePath)
-    return place

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from treepack.errors import TreepackError
 from treepack.files import object_store
-from treepack.files.address import RemotePath, as_path, is_address
+from treepack.files.address import RemotePath, as_path, as_remote_path, is_address
 from treepack.files.location import locate
 from treepack.ingest.readers.byte_streams import CHUNK, COMPRESSION, Handling, num_newlines
 from treepack.ingest.readers.inputs import STDIN, FileHash, InputHash, displayed, unreadable
@@ -83,7 +83,7 @@ class LineRange:
     def _reader(self) -> Iterator[Callable[[int, int], bytes]]:
         """Yield a function that reads so many bytes from an offset on."""
         if is_address(self.file):
-            yield partial(object_store.read_range, _object(self.file))
+            yield partial(object_store.read_range, as_remote_path(self.file))
             return
         try:
             with Path(self.file).open("rb", buffering=0) as file:
@@ -139,12 +139,6 @@ class RowGroups:
         """Yield the records of `pieces`."""
         for piece in self.pieces():
             yield from piece.records(damaged, arrays)
-
-
-def _object(address: str) -> RemotePath:
-    place = as_path(address)
-    assert isinstance(place, RemotePath)
-    return place
 
 
 def _block(file: str) -> int:
