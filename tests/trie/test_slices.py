@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.strategies import make, trajectories
+from support.trie_files import saved
 from treepack import TreepackError
 from treepack.files import parts
 from treepack.trajectory import Trajectory
 from treepack.trie import files
 from treepack.trie.build import build_trie
 from treepack.trie.check import check_trie
-from treepack.trie.files import write_trie
 from treepack.trie.slices import TrieSlice, read_slice, trie_slices
-from treepack.trie.trie import Trie, sequences_of
+from treepack.trie.trie import sequences_of
 
 
 @pytest.fixture
@@ -31,15 +31,6 @@ def small_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (parts, files):
         monkeypatch.setattr(module, "PART_TOKENS", 32)
     monkeypatch.setattr(files, "SLICES", 4)
-
-
-def written(trie: Trie, folder: Path) -> Path:
-    directory = folder / "trie"
-    for path in directory.glob("*"):
-        path.unlink()
-    directory.mkdir(exist_ok=True)
-    write_trie(trie, directory)
-    return directory
 
 
 @given(
@@ -52,7 +43,7 @@ def test_slices_have_each_trajectory_and_each_node_once(
     made: list[Trajectory], count: int, share: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     trie = build_trie(made, share=share)
-    directory = written(trie, tmp_path_factory.getbasetemp())
+    directory = saved(trie, tmp_path_factory.getbasetemp() / "trie")
     slices = trie_slices(directory, count=count)
     tries = [read_slice(directory, pickle.loads(pickle.dumps(each))) for each in slices]
     for each in tries:
@@ -71,7 +62,7 @@ def test_slices_have_each_trajectory_and_each_node_once(
 def test_plans_need_no_tokens_of_a_slice(
     made: list[Trajectory], count: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    directory = written(build_trie(made), tmp_path_factory.getbasetemp())
+    directory = saved(build_trie(made), tmp_path_factory.getbasetemp() / "trie")
     for part in trie_slices(directory, count=count):
         whole, shape = read_slice(directory, part), read_slice(directory, part, tokens=False)
         for name in ("node_start", "node_end", "parent", "depth", "num_passing", "end_node"):
@@ -90,7 +81,7 @@ def chains(num_steps: int) -> list[Trajectory]:
 
 
 def test_a_cut_is_at_the_start_of_a_step_if_one_is_near(tmp_path: Path) -> None:
-    directory = written(build_trie(chains(9)), tmp_path)
+    directory = saved(build_trie(chains(9)), tmp_path / "trie")
     slices = trie_slices(directory, count=3)
     assert [part.repeated_tokens for part in slices] == [0, 0, 0]
     steps = [set(read_slice(directory, part).trajectories["step"].to_pylist()) for part in slices]
@@ -98,22 +89,30 @@ def test_a_cut_is_at_the_start_of_a_step_if_one_is_near(tmp_path: Path) -> None:
 
 
 def test_a_single_tree_is_cut_inside_and_its_trunk_counted_as_repeated(tmp_path: Path) -> None:
-    directory = written(build_trie(chains(1)), tmp_path)
+    directory = saved(build_trie(chains(1)), tmp_path / "trie")
     assert [part.repeated_tokens for part in trie_slices(directory, max_tokens=90)] == [0, 50, 50]
     assert len(trie_slices(directory, max_tokens=90, whole_trees=True)) == 1
 
 
+def test_no_slice_is_empty_for_any_count(tmp_path: Path) -> None:
+    directory = saved(build_trie([make(f"t{i}", [i, 1, 2]) for i in range(3)]), tmp_path / "trie")
+    for count in range(1, 40):
+        slices = trie_slices(directory, count=count)
+        assert all(part.trajectories[0] < part.trajectories[1] for part in slices)
+        assert slices[-1].trajectories[1] == 3
+
+
 def test_groups_stay_whole_if_their_trees_do(tmp_path: Path) -> None:
-    directory = written(build_trie(chains(2), share="group"), tmp_path)
+    directory = saved(build_trie(chains(2), share="group"), tmp_path / "trie")
     slices = [read_slice(directory, part) for part in trie_slices(directory, count=4, whole_groups=True)]
     assert [set(part.trajectories["group_id"].to_pylist()) for part in slices] == [{"g0"}, {"g1"}, {"g0"}, {"g1"}]
-    mixed = written(build_trie(chains(2)), tmp_path)
+    mixed = saved(build_trie(chains(2)), tmp_path / "trie")
     with pytest.raises(TreepackError, match="its trees mix groups, so it cannot be cut between groups"):
         trie_slices(mixed, count=4, whole_groups=True)
 
 
 def test_a_slice_reads_only_its_row_groups(small_row_groups: None, tmp_path: Path) -> None:
-    directory = written(build_trie([make(f"t{i}", [i, 1, 2, 3]) for i in range(64)]), tmp_path)
+    directory = saved(build_trie([make(f"t{i}", [i, 1, 2, 3]) for i in range(64)]), tmp_path / "trie")
     slices = trie_slices(directory, count=4)
     # 256 tokens in row groups of 8.
     assert [sum(len(groups.numbers) for groups in part.node_groups) for part in slices] == [8, 8, 8, 8]
@@ -127,7 +126,7 @@ def damage(part: TrieSlice, directory: Path) -> str:
 
 
 def test_a_damaged_or_truncated_part_is_refused(tmp_path: Path) -> None:
-    directory = written(build_trie(chains(1)), tmp_path)
+    directory = saved(build_trie(chains(1)), tmp_path / "trie")
     part = trie_slices(directory, count=2)[1]
     path = directory / "nodes-00000.parquet"
     content = bytearray(path.read_bytes())
@@ -140,13 +139,13 @@ def test_a_damaged_or_truncated_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_slices_of_no_token_are_refused(tmp_path: Path) -> None:
-    directory = written(build_trie(chains(1)), tmp_path)
+    directory = saved(build_trie(chains(1)), tmp_path / "trie")
     with pytest.raises(TreepackError, match="count is 0; expected at least 1"):
         trie_slices(directory, count=0)
 
 
 def test_slices_of_a_trie_in_a_store_are_read_by_range(tmp_path: Path) -> None:
-    directory = written(build_trie(chains(3)), tmp_path)
+    directory = saved(build_trie(chains(3)), tmp_path / "trie")
     store = fsspec.filesystem("memory")
     store.put(str(directory), "/bucket/slices", recursive=True)
     try:

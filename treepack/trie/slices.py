@@ -33,6 +33,7 @@ from treepack.trie.trie import Trie
 # Share of a slice, before and after the place of an even cut, in which a better place is looked for. The second one is
 # used if no cut is allowed in the first.
 WINDOWS = (1 / 16, 1 / 2)
+CACHED_GROUPS = 64  # row groups of nodes whose parents and depths stay in memory
 # Columns of the trajectories that plans need. The others are lists with a value for each trained token, and texts.
 PLAN_COLUMNS = (
     *("trajectory_id", "group_id", "step", "tree_id", "node_id", "num_tokens", "trained", "weight", "reward"),
@@ -112,7 +113,8 @@ def trie_slices(
     for i in range(1, num_slices):
         whole = (whole_trees or share == "group", whole_groups or share == "group")
         cut = _best_cut(places, footers.num_tokens * i // num_slices, footers.num_tokens / num_slices, *whole)
-        if cut is not None:
+        # Rounding can give neighbouring cuts the same place, if slices have about as many tokens as trajectories.
+        if cut is not None and cut.node > cuts[-1].node:
             cuts.append(cut)
     ends = [*((cut.node, cut.trajectory) for cut in cuts[1:]), (footers.num_nodes, footers.num_trajectories)]
     chains = [*(places.ancestors(cut.node) for cut in cuts), ()]
@@ -245,7 +247,7 @@ class _Places:
         if group not in self.known:
             groups = self.footers.nodes_of(starts[[group]])
             ((_, table),) = read_groups(self.location, groups, ["parent_id", "depth"])
-            while len(self.known) >= 64:
+            while len(self.known) >= CACHED_GROUPS:
                 del self.known[next(iter(self.known))]
             self.known[group] = table["parent_id"].to_numpy(), table["depth"].to_numpy()
         parents, depths = self.known[group]
@@ -311,7 +313,7 @@ def read_slice(directory: str | AnyPath, part: TrieSlice, *, tokens: bool = True
         depth=depth,
         num_passing=num_passing.astype(np.int32),
         end_node=end_node,
-        trajectories=_renumbered(table, parent, end_node),
+        trajectories=_renumber(table, parent, end_node),
         share=part.share,
     )
 
@@ -341,7 +343,7 @@ def _node_lengths(depth: Int64, node_end: Int32, end_node: Int32, num_tokens: In
     return np.asarray(stop - depth, np.int64)
 
 
-def _renumbered(table: pa.Table, parent: Int32, end_node: Int32) -> pa.Table:
+def _renumber(table: pa.Table, parent: Int32, end_node: Int32) -> pa.Table:
     """Return the trajectories with the trees and nodes of the slice."""
     tree = (np.cumsum(parent < 0) - 1).astype(np.int32)[end_node]
     for name, values in (("tree_id", tree), ("node_id", end_node)):
