@@ -76,7 +76,7 @@ def _copy_of_origin(recorded: str) -> Path:
 def read_origin(path: Path, manifest: Manifest, *, memory: int | None = None) -> Trie:
     """Read the trie at `path`, cut to the capacity of the packed directory with `manifest`, and weighted as it is.
 
-    What needs more than `memory`, in bytes and None for `usual_memory`, is mapped from temporary files.
+    Arrays that are large for `memory`, in bytes and None for `usual_memory`, are mapped from temporary files.
     """
     trie, options = read_trie(path, memory=memory), manifest["options"]
     if options.get("leaf_weights"):

@@ -29,7 +29,7 @@ from treepack.trie.slices import TrieSlice
 from treepack.trie.trie import Trie
 
 UNORDERED = "unordered_end"
-"""Column of open rows: `subtree_end` of each token if children keep the order of the trie; for a statistic."""
+"""Column of open rows: `subtree_end` of each token if children keep the order of the trie, to count unordered tiles."""
 
 _SLICE = 1 << 32  # an open row has the `row_id` slice * _SLICE + row of the slice
 

@@ -101,7 +101,7 @@ def rounds(parts: Sequence[Int64], world: int, *, done: int = 0, blocks: int = 1
         padding = np.full(-len(remaining) % world, -1, np.int64)
         table = np.concatenate([remaining, padding]).reshape(-1, world)
         if blocks > 1:
-            # Padding is sorted too, at the place of the row that it stands for: it takes no rank of another block.
+            # Padding is sorted too, at the places of the missing rows, so that it takes no rank of another block.
             places = first + np.arange(table.size).reshape(-1, world)
             table = np.take_along_axis(table, by_block(places, blocks), axis=1)
         tables.append(table)

@@ -1,4 +1,4 @@
-"""The memory that a command may use: an option, or half of what this machine or container has."""
+"""The memory that a command may use: an option, or half of the memory of this machine or container."""
 
 from __future__ import annotations
 

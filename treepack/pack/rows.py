@@ -35,7 +35,7 @@ def pack_rows(
     With `semantics` "branch", a token counts for every trajectory that trains it. With "once", each of these weights is
     divided by the number of trajectories of the whole trie that train the token, so a shared token counts once.
     `trajectory_factors` describes `normalize`. The loss of a set of rows is their weighted sum over their total weight.
-    If `trie` is a slice of a trie, `whole` contains what its rows need of the whole trie.
+    If `trie` is a slice of a trie, `whole` contains the facts of the whole trie that its rows need.
 
     Raises:
         TreepackError: an unknown option.

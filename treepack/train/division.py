@@ -109,7 +109,7 @@ def _obstacle(dataset: AnyDataset, rows: Int64, blocks: int, options: TrainOptio
 def divide_rows(
     dataset: AnyDataset, rows: Int64, blocks: int, ranks: Ranks, *, steps: Sequence[int | None] | None = None
 ) -> Division | None:
-    """Divide `rows` among the machines of the run, and tell the dataset which ones this machine reads.
+    """Divide `rows` among the machines of the run, and announce those of this machine to the dataset.
 
     Args:
         dataset: the rows of the run.
@@ -121,7 +121,7 @@ def divide_rows(
     Returns:
         None if there is one block or one machine.
     """
-    # If the launcher does not tell the number of machines, each block has one.
+    # If the number of machines is not known, each block has one.
     machines = ranks.machines or (blocks if ranks.size % blocks == 0 else 1)
     if blocks == 1 or machines == 1:
         return None

@@ -24,7 +24,7 @@ class Ranks:
     """The place of this process among the `size` processes of the run; `grouped` if there is a process group.
 
     `machines` is the number of machines, which have equally many ranks, numbered machine by machine; None if the
-    launcher does not tell it.
+    launcher has not set it.
     """
 
     rank: int = 0

@@ -8,8 +8,8 @@
     range 1   a b x                       shared [0]         write_range           parts of the nodes and trajectories
 
 The order is that of `build`: partition, tokens, unique id. An order key is a byte string that compares in the same way,
-so equal sequences are always in one range. Only the lengths of trajectories and of what neighbours share are needed to
-number the nodes; tokens stay in the tasks.
+so equal sequences are always in one range. The lengths of trajectories and of the prefixes that
+neighbours share are enough to number the nodes; tokens stay in the tasks.
 """
 
 from __future__ import annotations

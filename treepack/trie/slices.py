@@ -81,8 +81,8 @@ def trie_slices(
 ) -> list[TrieSlice]:
     """Cut a trie directory into slices of about equal tokens, which together have each trajectory once.
 
-    A cut is at the start of a training step if one is near, else at the start of a tree, else where it repeats the
-    minimum of tokens. There may be fewer slices than asked for, if the trie has no more places for cuts.
+    A cut is at the start of a training step if one is near, else at the start of a tree, else at the place that
+    repeats the minimum of tokens. There may be fewer slices than asked for, if the trie has no more places for cuts.
 
     Args:
         directory: a trie directory, or its address.
