@@ -133,6 +133,14 @@ def test_repeated_tokens_are_counted_and_bound_by_the_trie(tmp_path: Path) -> No
     assert "repeated_tokens" not in one.totals
 
 
+def test_cuts_repeat_no_token_of_rows_that_share_none(tmp_path: Path) -> None:
+    trie = trie_directory(branches(1), tmp_path)
+    options = PackOptions(method="sequence")
+    summary = pack_trie_on(Here(), trie, tmp_path / "packed", options, num_slices=3)
+    assert summary.totals["repeated_tokens"] == 0
+    assert summary.totals["tokens_packed"] == summary.totals["tokens_flat"]
+
+
 @pytest.mark.parametrize("too_long", ["drop", "truncate"])
 def test_trajectories_that_are_too_long_are_counted_over_all_slices(too_long: str, tmp_path: Path) -> None:
     made = [make(f"t{i}", [i, *range(3 + i % 7)], reward=1.0 if i % 7 == 6 else None) for i in range(40)]

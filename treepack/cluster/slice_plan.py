@@ -126,7 +126,8 @@ def plan_slice(job: PackJob, part: TrieSlice) -> tuple[pa.Table, SlicePlan]:
         "tokens_tree": trie.tokens_tree - part.repeated_tokens,
         "tokens_trained": num_trained(trie.trajectories),
         "lower_bound": bound_of_slice(trie, plan, num_chain),
-        "repeated_tokens": part.repeated_tokens,
+        # Rows of the method sequence share no prefix, so a cut repeats none.
+        "repeated_tokens": 0 if plan.method == "sequence" else part.repeated_tokens,
     }
     steps = _steps(trie)
     return pa.table({"row": plan.row_of}), SlicePlan(

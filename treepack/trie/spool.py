@@ -102,7 +102,7 @@ def disk(folder: Path | None) -> Iterator[None]:
     except OSError as error:
         raise TreepackError(
             f"{folder or tempfile.gettempdir()}: sorted runs cannot be spooled there ({error.strerror or error}); "
-            f"{'free' if folder else 'set TMPDIR to a folder on'} a larger disk"
+            f"{'free space there' if folder else 'set TMPDIR to a folder on a larger disk'}"
         ) from error
 
 

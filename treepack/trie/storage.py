@@ -164,6 +164,6 @@ def disk(folder: Path | None) -> Iterator[None]:
     except OSError as error:
         raise TreepackError(
             f"{folder or tempfile.gettempdir()}: the trie is larger than the memory, and its arrays cannot be stored "
-            f"there ({error.strerror or error}); {'free' if folder else 'set TMPDIR to a folder on'} a larger disk, or "
-            "allow more memory"
+            f"there ({error.strerror or error}); "
+            f"{'free space there' if folder else 'set TMPDIR to a folder on a larger disk'}, or allow more memory"
         ) from error
