@@ -53,8 +53,11 @@ from treepack.pack.packing import Packing as Packing
 from treepack.pack.packing import plan_packing as plan_packing
 from treepack.pack.plan.check import check_plan as check_plan
 from treepack.pack.plan.plan import Plan as Plan
+from treepack.pack.plan.planning import merge_pieces as merge_pieces
+from treepack.pack.plan.planning import plan_pieces as plan_pieces
 from treepack.pack.plan.planning import plan_rows as plan_rows
 from treepack.pack.row import Row as Row
+from treepack.pack.row import concatenate_rows as concatenate_rows
 from treepack.pack.rows import pack_rows as pack_rows
 from treepack.processes import Progress as Progress
 from treepack.rl.advantages.directory import AdvantagesSummary as AdvantagesSummary
@@ -93,6 +96,8 @@ from treepack.trie.directory import build_trie_directory as build_trie_directory
 from treepack.trie.directory import read_to_trie as read_to_trie
 from treepack.trie.files import read_trie as read_trie
 from treepack.trie.files import write_trie as write_trie
+from treepack.trie.slices import read_slice as read_slice
+from treepack.trie.slices import trie_slices as trie_slices
 from treepack.trie.trie import Trie as Trie
 
 __version__: str
@@ -142,6 +147,7 @@ __all__ = [
     "check_plan",
     "choose_objective",
     "collate",
+    "concatenate_rows",
     "connect",
     "estimate_advantages",
     "estimate_pass_rates",
@@ -151,6 +157,7 @@ __all__ = [
     "load_model",
     "load_values",
     "make_batch",
+    "merge_pieces",
     "micro_batches",
     "objective_loss",
     "open_fit",
@@ -159,10 +166,12 @@ __all__ = [
     "pack_trie",
     "pack_trie_on",
     "plan_packing",
+    "plan_pieces",
     "plan_rows",
     "predict_values",
     "read_queries",
     "read_rows",
+    "read_slice",
     "read_to_trie",
     "read_trajectories",
     "read_trie",
@@ -179,6 +188,7 @@ __all__ = [
     "trajectories_from_arrays",
     "tree_attention",
     "tree_logprobs",
+    "trie_slices",
     "verify_gradients",
     "weighted_nll",
     "with_advantages",
