@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from treepack.errors import TreepackError
 from treepack.files import schema
+from treepack.files.column_views import FilledView, ListView, NoValues, View
 from treepack.trajectory import Float32, Float64, Int32, Int64, Tokens, Trajectory
-from treepack.views import FilledView, ListView, NoValues, View
 
 # Values of a list column after which its next chunk begins. A chunk has offsets of 32 bits, and the list that crosses
 # this number must fit, too.

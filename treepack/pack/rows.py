@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from treepack.errors import TreepackError
+from treepack.files.column_views import ColumnView
 from treepack.pack.options import NORMALIZE, SEMANTICS
 from treepack.pack.placement import RowPlacer
 from treepack.pack.plan.plan import Plan
@@ -19,7 +20,6 @@ from treepack.pack.row import Row
 from treepack.pack.weights import RowWeights, WholeTrie
 from treepack.trie.storage import PageReleaser
 from treepack.trie.trie import Trie
-from treepack.views import ColumnView
 
 
 def pack_rows(

@@ -15,13 +15,13 @@ import numpy as np
 
 from treepack.columns import LOGPROBS, SpanView, advantages_of, list_values, temperatures_of, text_codes
 from treepack.errors import TreepackError
+from treepack.files.column_views import View
 from treepack.pack.placement import PlacedNodes
 from treepack.pack.row import RowTerms
 from treepack.trajectory import Float64, Int32, Int64, positions
 from treepack.trie.nodes import paths
 from treepack.trie.storage import PageReleaser, Storage
 from treepack.trie.trie import Trie
-from treepack.views import View
 
 # Columns of trajectories any value of which makes terms.
 TERM_COLUMNS = ("reward", "advantage", "advantages", *LOGPROBS)

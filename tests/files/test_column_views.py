@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treepack.views import FEW_ROWS, ColumnView, FilledView, ListView, NoValues, View
+from treepack.files.column_views import FEW_ROWS, ColumnView, FilledView, ListView, NoValues, View
 
 LISTS = st.lists(st.none() | st.lists(st.integers(0, 9).map(float), max_size=3), max_size=8)
 
