@@ -39,7 +39,7 @@ from reading import FORKS, token_groups
 from treepack import build_trie_directory, pack_trie
 from treepack.cluster.build import PART_BYTES, RANGE_BYTES, build_trie_on
 from treepack.cluster.pack import SLICE_TOKENS, pack_trie_on
-from treepack.cluster.ray import MAX_TABLES_PER_SPLIT, RayScheduler, connect
+from treepack.cluster.ray import RayScheduler, connect, tables_per_split
 from treepack.ingest.options import BuildOptions
 from treepack.pack.options import PackOptions
 from treepack.trajectory import Int64
@@ -201,7 +201,7 @@ def driver_costs(folder: Path) -> dict[str, float]:
             pack = cost_of(lambda: pack_trie_on(scheduler, trie, packed, PACK, num_slices=4), scheduler)  # noqa: B023
             seconds["build-trie"].append(build.driver)
             seconds["pack"].append(pack.driver)
-    num_splits = len(kept) // MAX_TABLES_PER_SPLIT
+    num_splits = len(kept) // tables_per_split(len(kept), 110, 2)
     slopes = {name: max(0.0, b - a) / (numbers[1] - numbers[0]) for name, (a, b) in seconds.items()}
     task = tasks.driver / 1000
     # 100 more ranges are 100 more pieces of each split, and 200 more tasks: a join, and one that does nothing.
@@ -252,7 +252,7 @@ def estimate(flat: int, costs: dict[str, Cost], spent: dict[str, float], totals:
     trajectories = FLAT / TOKENS_PER_TRAJECTORY
     parts = FLAT * BYTES_PER_TOKEN["JSONL"] / PART_BYTES
     ranges = FLAT * BYTES_PER_TOKEN["columns"] / RANGE_BYTES
-    pieces = parts / min(max(1, parts // (2 * CORES)), MAX_TABLES_PER_SPLIT) * ranges
+    pieces = parts / tables_per_split(int(parts), int(ranges), CORES) * ranges
     slices = FLAT * totals["tokens_tree"] / totals["tokens_flat"] / SLICE_TOKENS
     serial = {
         "build-trie": (2 * parts + 4 * ranges) * spent["task"] + pieces * spent["piece"],

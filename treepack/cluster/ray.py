@@ -45,8 +45,10 @@ from treepack.trajectory import Int64
 WINDOW = 4
 # Attempts after the death of the process or machine of a task.
 RETRIES = 3
-# Fewer, larger pieces in an exchange: Ray sends pieces below 100 KB through the driver.
-MAX_TABLES_PER_SPLIT = 4
+# Tables that a task of an exchange divides if there are enough for all workers: fewer, larger pieces, because Ray sends
+# pieces below 100 KB through the driver. If there are many pieces all the same, up to the maximum of tables.
+TABLES_PER_SPLIT, MAX_TABLES_PER_SPLIT = 4, 16
+MANY_PIECES = 1 << 18  # each costs the driver 53 microseconds and 3 KB
 GRACE = 5.0  # seconds that tasks in flight have to end after an error
 RECOUNT = 5.0  # seconds after which the CPUs of the cluster are counted again
 TIMEOUT = 30.0  # seconds that a cluster has to answer
@@ -91,8 +93,7 @@ class RayScheduler:
         self, tables: Sequence[TableHandle], assign: Callable[..., Int64], arguments: Call, num_ranges: int
     ) -> list[TableHandle]:
         """Return handles of `num_ranges` tables; see `Scheduler`. Returns at once, and the tasks run meanwhile."""
-        at_least = 2 * self.num_workers  # splits, so that all workers are busy
-        per_split = min(max(1, len(tables) // at_least), MAX_TABLES_PER_SPLIT)
+        per_split = tables_per_split(len(tables), num_ranges, self.num_workers)
         # pieces[split][i] are the rows of range i
         pieces = [
             self._submit(_split, (assign, num_ranges, len(some), *some, *arguments), num_returns=num_ranges)
@@ -151,6 +152,14 @@ class RayScheduler:
                 f"Ray could not finish a task, and {RETRIES} retries failed too ({_first_line(error)}); if memory ran "
                 "out, give more --partitions, or machines with more memory per CPU"
             ) from error
+
+
+def tables_per_split(num_tables: int, num_ranges: int, num_workers: int) -> int:
+    """Return the number of tables that each split task of an exchange divides."""
+    for_workers = min(num_tables // (2 * num_workers), TABLES_PER_SPLIT)
+    # 6,000 tables and 800 ranges: 18.3 tables for 2^18 pieces, so 16.
+    for_pieces = min(num_tables * num_ranges // MANY_PIECES, MAX_TABLES_PER_SPLIT)
+    return max(1, for_workers, for_pieces)
 
 
 @contextmanager
