@@ -57,7 +57,13 @@ def build_trie(
 
         with ray_cluster(ray, workers=build.workers, unsuitable=["memory"]) as scheduler, progress_bars() as progress:
             summary = build_trie_on(
-                *(scheduler, inputs, out, build), num_ranges=partitions, overwrite=overwrite, progress=progress
+                scheduler,
+                inputs,
+                out,
+                build,
+                num_ranges=partitions,
+                overwrite=overwrite,
+                progress=progress,
             )
     show_build(summary)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from treepack.errors import TreepackError
 
@@ -53,3 +54,16 @@ def as_usage(make: Callable[P, T]) -> Callable[P, T]:
             raise click.UsageError(str(error)) from error
 
     return checked
+
+
+def refuse_given(names: Sequence[str], reason: str) -> None:
+    """Refuse the parameters `names` of this command if the user gave them; `reason` has {} for the option.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{reason.format(option)}; leave one of them out")

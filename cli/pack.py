@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
+from .option_groups import refuse_given
 from .output import say, show_figures, show_notes
 from .paths import READ, WRITE
 from .planning import REPLACED_BY_PLAN, pack_options
 from .progress import progress_bars, quiet_option
-from .ray_options import ray_cluster, ray_options, refuse_with
+from .ray_options import ray_cluster, ray_options
 from .sizes import memory_option
 from .skipped import print_control_tokens, print_many_skipped
 
@@ -61,7 +61,7 @@ def pack(
     maximum number of score pairs of a row over the mean; with --verbose also the tiles of 128 x 128 pairs in attention.
     """
     if plan is not None:
-        _refuse_replaced()
+        refuse_given(REPLACED_BY_PLAN, "--plan gives the value of {}")
     if ray is not None or partitions is not None:
         summary = _pack_parts(trie, out, options, ray=ray, partitions=partitions, overwrite=overwrite)
     else:
@@ -69,7 +69,9 @@ def pack(
 
         with progress_bars() as progress:
             summary = pack_trie(
-                *(trie, out, options),
+                trie,
+                out,
+                options,
                 plan=plan,
                 save_plan=save_plan,
                 overwrite=overwrite,
@@ -90,7 +92,7 @@ def _pack_parts(
     unsuitable = ["plan", "save_plan", "memory"]
     with ExitStack() as stack:
         if ray is None:
-            refuse_with("--partitions", unsuitable)
+            refuse_given(unsuitable, "{} has no meaning with --partitions")
             from treepack.cluster.scheduler import Here
 
             scheduler: Scheduler = Here()
@@ -100,20 +102,14 @@ def _pack_parts(
 
         progress = stack.enter_context(progress_bars())
         return pack_trie_on(
-            *(scheduler, trie, out, options), num_slices=partitions, overwrite=overwrite, progress=progress
+            scheduler,
+            trie,
+            out,
+            options,
+            num_slices=partitions,
+            overwrite=overwrite,
+            progress=progress,
         )
-
-
-def _refuse_replaced() -> None:
-    """Refuse options whose values the plan file gives.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    context = click.get_current_context()
-    for name in REPLACED_BY_PLAN:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--plan gives the value of --{name.replace('_', '-')}; leave one of them out")
 
 
 def show_packing(summary: PackSummary, *, verbose: bool = False) -> None:

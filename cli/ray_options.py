@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.core import ParameterSource
+
+from .option_groups import refuse_given
 
 if TYPE_CHECKING:
     from treepack.cluster.ray import RayScheduler
@@ -36,23 +37,11 @@ def ray_cluster(address: str, *, workers: int, unsuitable: Sequence[str] = ()) -
         UsageError: the user gave one of them, or --workers for a cluster that is not started here.
         TreepackError: see `treepack.cluster.ray.connect`.
     """
-    refuse_with("--ray", unsuitable)
+    refuse_given(unsuitable, "{} has no meaning with --ray")
     if address != "local":
-        refuse_with(f"--ray {address}", ["workers"])
+        refuse_given(["workers"], f"{{}} has no meaning with --ray {address}")
     from treepack.cluster.ray import connect
 
     # Ray prints notes about workers that died to stdout, where the results of a command go.
     with contextlib.redirect_stdout(sys.stderr), connect(address, workers=workers) as scheduler:
         yield scheduler
-
-
-def refuse_with(option: str, names: Sequence[str]) -> None:
-    """Refuse the parameters `names` of this command, if the user gave them together with `option`.
-
-    Raises:
-        UsageError: naming the parameter.
-    """
-    context = click.get_current_context()
-    for name in names:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} has no meaning with {option}; leave one of them out")

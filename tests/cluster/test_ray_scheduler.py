@@ -1,4 +1,4 @@
-"""The scheduler on a Ray cluster does what the one in this process does, also after the death of workers."""
+"""A Ray cluster gives the results of the scheduler of this process, also after the death of workers."""
 
 from __future__ import annotations
 

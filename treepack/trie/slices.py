@@ -35,10 +35,7 @@ from treepack.trie.trie import Trie
 WINDOWS = (1 / 16, 1 / 2)
 CACHED_GROUPS = 64  # row groups of nodes whose parents and depths stay in memory
 # Columns of the trajectories that plans need. The others are lists with a value for each trained token, and texts.
-PLAN_COLUMNS = (
-    *("trajectory_id", "group_id", "step", "tree_id", "node_id", "num_tokens", "trained", "weight", "reward"),
-    "source",
-)
+PLAN_COLUMNS = tuple("trajectory_id group_id step tree_id node_id num_tokens trained weight reward source".split())
 
 
 @dataclass(frozen=True, slots=True)
