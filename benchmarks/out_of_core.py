@@ -25,9 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import orjson
-from reading import FORKS, INTERVAL, in_memory, token_groups
+from reading import FORKS, INTERVAL, in_memory, write_rollouts
 
 from treepack.files.manifest import read_manifest
 
@@ -43,18 +41,6 @@ class Cost:
     resident: int = 0
     private: int = 0
     disk: int = 0
-
-
-def make(path: Path, kind: str, tokens: int) -> None:
-    """Write rollouts with at least `tokens` tokens."""
-    done = 0
-    with path.open("wb") as file:
-        for group in token_groups(FORKS[kind], np.random.default_rng(0)):
-            for record in group:
-                file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
-                done += len(record["input_ids"])
-            if done >= tokens:
-                return
 
 
 def limit(group: Path, memory: int) -> None:
@@ -112,7 +98,7 @@ def main() -> None:
             rollouts, trie, packed = parsed.rollouts or folder / "rollouts.jsonl", folder / "trie", folder / "packed"
             parsed.rollouts = None
             if not rollouts.exists():
-                make(rollouts, parsed.kind, tokens)
+                write_rollouts(rollouts, parsed.kind, tokens)
             commands = {
                 "build-trie": ["build-trie", str(rollouts), "--out", str(trie)],
                 "pack": ["pack", str(trie), "--capacity", "64k", "--method", parsed.method, "--out", str(packed)],

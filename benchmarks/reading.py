@@ -91,6 +91,18 @@ def make(path: Path, kind: str, size: int) -> None:
                 file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
 
 
+def write_rollouts(path: Path, kind: str, num_tokens: int) -> None:
+    """Write whole groups of token records that have at least `num_tokens` tokens together."""
+    done = 0
+    with path.open("wb") as file:
+        for group in token_groups(FORKS[kind], np.random.default_rng(0)):
+            for record in group:
+                file.write(orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+                done += len(record["input_ids"])
+            if done >= num_tokens:
+                return
+
+
 def in_memory(pid: int) -> tuple[int, int]:
     """Bytes in memory of a process and all its descendants, and the bytes without pages of files."""
     whole = private = 0

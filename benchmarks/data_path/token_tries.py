@@ -9,12 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import numpy as np
-import orjson
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from reading import FORKS, token_groups
+from reading import FORKS, write_rollouts
 
 import treepack
 
@@ -24,14 +21,7 @@ KINDS = tuple(FORKS)
 def make_trie(folder: Path, kind: str, num_tokens: int) -> Path:
     """Write the trie of rollouts that have at least `num_tokens` tokens together; return its directory."""
     rollouts, trie = folder / "rollouts.jsonl", folder / f"{kind}-{num_tokens}"
-    done = 0
-    with rollouts.open("wb") as file:
-        for group in token_groups(FORKS[kind], np.random.default_rng(0)):
-            for rollout in group:
-                file.write(orjson.dumps(rollout, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
-                done += len(rollout["input_ids"])
-            if done >= num_tokens:
-                break
+    write_rollouts(rollouts, kind, num_tokens)
     treepack.build_trie_directory([rollouts], trie)
     rollouts.unlink()
     return trie
