@@ -363,7 +363,7 @@ def test_of_two_processes_the_newest_owns_the_run(
     first = train(open_run(packed, config, OPTIONS), out)
     for _ in range(3):
         next(first)
-    wait_until(lambda: checkpoints(s3, "run") == ["step-00000002"])  # its upload goes on beside the training
+    wait_until(lambda: checkpoints(s3, "run") == ["step-00000002"])  # training does not wait for its upload
     monkeypatch.setenv("TREEPACK_CACHE", str(tmp_path / "another machine"))
     _, notes = go(packed, config, out)
     assert notes == ["resumed after step 2 of 9"]
