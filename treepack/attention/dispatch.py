@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from importlib.util import find_spec
 from typing import Any
 
@@ -173,6 +173,7 @@ class Schedules:
         self._device = self._end.device if device is None else torch.device(device)
         self._starts: dict[Reach | None, Tensor | None] = {}
         self._made: dict[tuple[str, Reach | None, bool], tuple[Tensor | None, AnySchedule]] = {}
+        self._tables: dict[Hashable, Any] = {}
 
     def check(self, subtree_end: Tensor) -> None:
         """Check that these are the schedules of the rows of `subtree_end`: their length, and on the CPU their values.
@@ -206,6 +207,15 @@ class Schedules:
             moved = None if start is None else start.to(self._device, non_blocking=True)
             self._made[place] = (moved, schedule)
         return self._made[place]
+
+    def table(self, name: Hashable, make: Callable[[Tensor], Any]) -> Any:
+        """Return make(subtree_end [B, T]) on the device of the layers, made once under its `name`.
+
+        The result of `make` is a tensor, or has a method `to(device)`. Layers that are no attention need such tables.
+        """
+        if name not in self._tables:
+            self._tables[name] = make(self._end).to(self._device)
+        return self._tables[name]
 
 
 def resolve(

@@ -22,6 +22,7 @@ from treepack.attention import IMPLEMENTATIONS
 from treepack.attention.indexed import index_top_k
 from treepack.errors import TreepackError
 from treepack.model.memory import is_memory_error
+from treepack.recurrent.entry import obstacle as recurrent_obstacle
 
 if TYPE_CHECKING:
     from treepack.files.manifest import TokenizerEntry  # needs pyarrow, which benchmarks/check_gpu.py must run without
@@ -34,15 +35,12 @@ NO_INTERFACE = "its code does not use transformers' attention interface"
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "indexed_attention")
 # Values for layers without attention, which treat each token alone.
 _TOKEN_LAYERS = ("mlp", "moe")
+# Values for layers with a state or a convolution, which `recurrent` computes; "hybrid" layers have attention as well.
+_RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
 # Reasons to refuse a layer, by its value; other values are refused without a reason.
-_REASONS = {
-    **dict.fromkeys(("linear_attention", "mamba", "recurrent"), "carries a state from token to token"),
-    "conv": "is a convolution over neighbouring tokens",
-    **dict.fromkeys(("hybrid", "hybrid_sliding"), "combines attention with a state or convolution over tokens"),
-    **dict.fromkeys(
-        ("heavily_compressed_attention", "compressed_sparse_attention"), "compresses runs of tokens to keys"
-    ),
-}
+_REASONS = dict.fromkeys(
+    ("heavily_compressed_attention", "compressed_sparse_attention"), "compresses runs of tokens to keys"
+)
 # transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A learned table may have a few more entries than max_position_embeddings: OPT and BART have 2 more. 8 leaves a margin.
@@ -51,27 +49,35 @@ _MAX_MESSAGE = 200  # characters of a foreign error message: enough for its firs
 
 
 def check_config(config: Any, *, source: str) -> None:
-    """Refuse a model by its configuration: layers that mix tokens by other means than softmax attention.
+    """Refuse a model by its configuration: layers that mix tokens in a way that has no form on trees.
 
     Raises:
         TreepackError: if the configuration has such a layer; the message names it.
     """
     for layer, kind in enumerate(_layer_kinds(config)):
-        if kind not in (*_SOFTMAX_LAYERS, *_TOKEN_LAYERS):
+        if kind in _RECURRENT_LAYERS and (reason := recurrent_obstacle(config)) is not None:
+            raise TreepackError(f"{source}: layer {layer} is {kind!r}, which {reason}; {REMEDY}")
+        if kind not in (*_SOFTMAX_LAYERS, *_TOKEN_LAYERS, *_RECURRENT_LAYERS):
             reason = f", which {_REASONS[kind]}" if kind in _REASONS else ""
             raise TreepackError(
-                f"{source}: layer {layer} is {kind!r}{reason}, and treepack computes only softmax attention on trees; "
-                f"{REMEDY}"
+                f"{source}: layer {layer} is {kind!r}{reason}, and treepack computes only softmax attention, recurrent "
+                f"layers and convolutions on trees; {REMEDY}"
             )
 
 
 def count_attention_layers(config: Any) -> int:
     """Return the number of layers that call attention."""
-    # ["full_attention", "mlp", "full_attention", "moe"] -> 2
+    # ["full_attention", "mlp", "full_attention", "moe"] -> 2; ["hybrid", "linear_attention"] -> 1
+    without = {*_TOKEN_LAYERS, *_RECURRENT_LAYERS} - {"hybrid", "hybrid_sliding"}
     kinds = _layer_kinds(config)
-    if any(kind in _TOKEN_LAYERS for kind in kinds):
-        return sum(kind not in _TOKEN_LAYERS for kind in kinds)
+    if without.intersection(kinds):
+        return sum(kind not in without for kind in kinds)
     return int(config.num_hidden_layers)
+
+
+def has_recurrent_layers(config: Any) -> bool:
+    """Return True if a layer has a state or a convolution over tokens."""
+    return any(kind in _RECURRENT_LAYERS for kind in _layer_kinds(config))
 
 
 def _layer_kinds(config: Any) -> list[str]:

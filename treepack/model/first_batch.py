@@ -24,6 +24,7 @@ from treepack.model.compatibility import REMEDY, check_config, path_too_long, po
 from treepack.model.head import measure_logit_map
 from treepack.model.observation import Observation, check_attention, observe
 from treepack.model.probe import probe
+from treepack.recurrent.entry import enter
 
 # Models that passed, and the limit of positions of each model. Weak, so that a model can be freed.
 _CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -71,6 +72,7 @@ def check_first_batch(model: nn.Module, causal: Any, position_ids: Tensor, run: 
         return
     check_config(causal.config.get_text_config(), source=source)
     skip_indexers(causal)
+    enter(causal)
     groups = sharding_groups(model)
     if groups is None:
         probe(causal, source=source, device=position_ids.device)

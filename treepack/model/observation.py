@@ -24,6 +24,7 @@ from treepack.attention.interface import AttentionCall
 from treepack.errors import TreepackError
 from treepack.model.compatibility import NO_INTERFACE, REMEDY, count_attention_layers
 from treepack.model.head import HeadCall, find_head, head_replaced, known_logits
+from treepack.recurrent.interface import RecurrentCall
 
 
 class AttentionRecord:
@@ -34,10 +35,14 @@ class AttentionRecord:
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
+        self.recurrent: list[RecurrentCall] = []
 
-    def append(self, call: AttentionCall) -> None:
-        """Add a call; `attention.interface` does so."""
-        self.calls.append(call)
+    def append(self, call: AttentionCall | RecurrentCall) -> None:
+        """Add a call; `attention.interface` and `recurrent.interface` do so."""
+        if isinstance(call, RecurrentCall):
+            self.recurrent.append(call)
+        else:
+            self.calls.append(call)
 
 
 @dataclass
@@ -82,7 +87,7 @@ def check_attention(seen: Observation, causal: Any, *, source: str) -> None:
     """
     calls = seen.attention.calls
     layers = count_attention_layers(causal.config.get_text_config())
-    if not calls:
+    if not calls and not seen.attention.recurrent:
         raise TreepackError(f"{source}: {NO_INTERFACE}; {REMEDY}")
     # Fewer modules than layers: a layer mixes tokens by other means. A module may call twice, as in DiffLlama.
     modules = {call.module for call in calls}

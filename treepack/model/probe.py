@@ -13,7 +13,7 @@ row. Every refusal is one sentence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from treepack.model.compatibility import REMEDY, translate_errors
 from treepack.model.head import measure_logit_map
 from treepack.model.layers import find_decoder
 from treepack.model.observation import Observation, check_attention, observe
+from treepack.recurrent.entry import enter, plain_functions
 
 # Maximum relative difference of a branch in the tree from the branch alone. float64 gets only 1e-5 because the eager
 # softmax of transformers runs in float32. float16 and bfloat16 allow about 10 and 6 rounding units (2**-10 and 2**-7).
@@ -43,7 +44,10 @@ _PROBE_LEAVES = (3, 5, 8, 11)
 
 @contextmanager
 def use_attention(model: Any, name: str) -> Iterator[None]:
-    """Switch `model` to another attention implementation of transformers, and back at the end of the block."""
+    """Switch `model` to another attention implementation of transformers, and back at the end of the block.
+
+    Under an attention that is not treepack's, recurrent layers too are those of transformers, in plain torch.
+    """
     # A vision tower has a configuration and an implementation of its own. By id, because configurations have no hash.
     name_of_setting = "_attn_implementation_internal"
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
@@ -52,7 +56,8 @@ def use_attention(model: Any, name: str) -> Iterator[None]:
     ]
     model.set_attn_implementation(name)
     try:
-        yield
+        with nullcontext() if name in IMPLEMENTATIONS.values() else plain_functions(model):
+            yield
     finally:
         for config, setting in previous:
             setattr(config, name_of_setting, setting)
@@ -85,6 +90,7 @@ def probe(model: Any, *, source: str, device: torch.device | None = None) -> tup
         )
     device = device or next(iter(model.parameters())).device
     skip_indexers(model)
+    enter(model)
     vocabulary = len(model.get_input_embeddings().weight)
     # 7919 is a prime, so the ids differ from each other: 19, 38, 7, 26, ... in a vocabulary of 50.
     ids = torch.arange(1, len(_PROBE_PARENT) + 1, device=device) * 7919 % vocabulary

@@ -1,0 +1,1 @@
+"""Recurrent layers and short convolutions on trees: gated delta rule, Mamba-2, KDA."""

@@ -1,0 +1,117 @@
+"""Recurrent layers of transformers' models on trees: functions of their modules are replaced.
+
+    enter(model)                     calls with `subtree_end` go to `interface`, all others to the function as it was
+    with plain_functions(model)      the functions of transformers in plain torch, also if a faster package is installed
+
+A model calls its convolution and its scan as functions of its module, modeling_qwen3_next.torch_chunk_gated_delta_rule
+for example, and passes its keyword arguments to them. transformers wraps these functions: if flash-linear-attention,
+mamba-ssm or causal-conv1d is installed, the wrapper calls it instead, without the arguments that it does not know. So
+the functions are replaced in the module, for all of its models; another module's calls do not change.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.compiler import disable
+
+from treepack.recurrent.interface import (
+    convolution,
+    gated_delta_rule,
+    no_fused_scan,
+    state_space_scan,
+)
+
+_ON_TREES: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolution,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+    "mamba2_chunk_scan": state_space_scan,
+    "mamba2_split_conv1d_scan_combined": no_fused_scan,
+}
+# Functions of transformers that have no form on trees: the selective scan of Mamba-1.
+_WITHOUT_FORM = ("mamba_inner_fn", "mamba_selective_scan")
+
+
+def obstacle(config: Any) -> str | None:
+    """Return why the recurrent layers of a model cannot be computed on trees; None if they can.
+
+    Args:
+        config: the configuration of a text model of transformers.
+    """
+    # transformers.models.lfm2.configuration_lfm2 -> transformers.models.lfm2.modeling_lfm2
+    name = type(config).__module__.replace("configuration_", "modeling_")
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return "has no code in this version of transformers"
+    used = _called_functions(module)
+    without = next((each for each in _WITHOUT_FORM if each in used), None)
+    if without is not None:
+        return f"calls {without}, a selective scan, which has no form on trees here"
+    if not used & _ON_TREES.keys():
+        return "carries a state from token to token in a way that this version of transformers offers no function for"
+    return None
+
+
+def _called_functions(module: ModuleType) -> set[str]:
+    """Return the names that the forward passes of the module's layers use."""
+    layers = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, nn.Module)]
+    names: set[str] = set()
+    for layer in layers:
+        if layer.__module__ == module.__name__:
+            names.update(inspect.unwrap(layer.forward).__code__.co_names)
+    return names
+
+
+def enter(model: nn.Module) -> None:
+    """Replace the functions in the modules of the model's layers; a second call changes nothing."""
+    for module in _modules(model):
+        for name, on_trees in _ON_TREES.items():
+            original = getattr(module, name, None)
+            if original is not None and not hasattr(original, "treepack_original"):
+                setattr(module, name, _with_trees(original, on_trees))
+
+
+def _with_trees(original: Callable[..., Any], on_trees: Callable[..., Any]) -> Callable[..., Any]:
+    # A compiled model breaks its graph here, because kernels are launched and not traced.
+    uncompiled = disable(on_trees)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **options: Any) -> Any:
+        function = original if options.get("subtree_end") is None else uncompiled
+        return function(*arguments, **options)
+
+    call.treepack_original = original  # type: ignore[attr-defined]
+    return call
+
+
+@contextmanager
+def plain_functions(model: nn.Module) -> Iterator[None]:
+    """Let the model call transformers' functions in plain torch inside the block, not a package that replaces them."""
+    before = [
+        (module, name, vars(module)[name]) for module in _modules(model) for name in _ON_TREES if hasattr(module, name)
+    ]
+    for module, name, function in before:
+        setattr(module, name, inspect.unwrap(function))
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def _modules(model: nn.Module) -> list[ModuleType]:
+    """Return the modules of transformers that define the layers of the model."""
+    # FSDP2 gives layers a class of its own, below the one of transformers.
+    classes = {base for layer in model.modules() for base in type(layer).__mro__}
+    names = sorted({each.__module__ for each in classes if each.__module__.startswith("transformers.models.")})
+    return [sys.modules[name] for name in names]

@@ -1,0 +1,139 @@
+"""The functions of recurrent layers that transformers' models call, on trees.
+
+    causal_conv1d_fn                       `convolution`
+    torch_chunk_gated_delta_rule           `gated_delta_rule`      Qwen3-Next, Qwen3.5, OLMo Hybrid
+    chunk_kimi_delta_attention             `gated_delta_rule`      Kimi Linear: a decay per key dimension
+    mamba2_chunk_scan                      `state_space_scan`      Mamba-2: Nemotron-H, Granite 4, Bamba, Falcon-H1
+    mamba2_split_conv1d_scan_combined      `no_fused_scan`         returns None: the model then calls the two parts
+
+Each has the arguments of its namesake and the options that `attention.interface` knows too: `subtree_end`, `schedule`
+and `record`. `entry` puts them in the place of their namesakes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from treepack.attention.dispatch import Schedules
+from treepack.errors import TreepackError
+from treepack.recurrent import dispatch
+
+_L2_EPSILON = 1e-6  # that of transformers and of flash-linear-attention
+# What a call may ask for beyond the products: states of a cache, which training has none of.
+_OF_CACHES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+
+
+class RecurrentCall(NamedTuple):
+    """One call of a recurrent layer's scan or convolution: its name in transformers, and its dtype."""
+
+    name: str
+    dtype: torch.dtype
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
+) -> Tensor:
+    """Compute `causal_conv1d_fn` on trees: x [B, C, T] and weight [C, W] in, [B, C, T] out."""
+    schedules = _schedules(options, "causal_conv1d_fn", x)
+    # Models pass the transpose of [B, T, C], so that this is a view.
+    tokens = x.mT.reshape(-1, x.shape[1])
+    out = dispatch.convolve(tokens, weight, bias, activation, schedules)
+    return out.reshape(len(x), -1, x.shape[1]).mT
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute `torch_chunk_gated_delta_rule` on trees: [B, T, Hk, K], [B, T, H, V] in, [B, T, H, V] out.
+
+    `g` is [B, T, H], or [B, T, H, K] in KDA. There is no final state.
+    """
+    schedules = _schedules(options, "gated delta rule", value)
+    query, key = _normalise(query, key, use_qk_l2norm_in_kernel)
+    scaled = query * query.shape[-1] ** -0.5
+    q, k, v, decay, rate = (x.flatten(0, 1) for x in (scaled, key, value, g, beta))
+    out = dispatch.scan(q, k, v, decay, rate, schedules)
+    return out.view(value.shape), None
+
+
+def state_space_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803 (the names of transformers, which passes some by name)
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    *,
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **options: Any,
+) -> Tensor:
+    """Compute `mamba2_chunk_scan` on trees.
+
+    Args:
+        x: values, [batch, T, H, V].
+        dt: time steps, [batch, T, H], before bias, softplus and limits.
+        A: [H], negative; the decay of a token is exp(A * dt).
+        B, C: keys and queries, [batch, T, groups, K].
+        D: [H], what of x is added to the outputs; None for nothing.
+        dt_bias, dt_softplus, dt_limit: how time steps are made of `dt`, in this order.
+        options: `subtree_end`, `schedule`, `record`, and a gate `z`, which must be None.
+
+    Raises:
+        TreepackError: if a gate or a state of a cache is given.
+    """
+    schedules = _schedules(options, "Mamba-2 scan", x)
+    if options.get("z") is not None:
+        raise TreepackError("recurrent layer: the model passes a gate z to its scan; expected the gate after the scan")
+    precision = torch.promote_types(x.dtype, torch.float32)
+    step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    step = softplus(step) if dt_softplus else step
+    step = step.clamp(*dt_limit).to(precision)
+    g = A.to(precision) * step
+    values = x.to(precision) * step[..., None]
+    q, k, v, decay = (each.flatten(0, 1) for each in (C, B, values.to(x.dtype), g))
+    out = dispatch.scan(q, k, v, decay, None, schedules).view(x.shape)
+    return out if D is None else out + (D[:, None] * x).to(out.dtype)
+
+
+def no_fused_scan(*_: Any, **__: Any) -> None:
+    """Return None, so that the model computes convolution and scan one after the other."""
+
+
+def _schedules(options: dict[str, Any], name: str, values: Tensor) -> Schedules:
+    """Return the tables of the rows, and record the call.
+
+    Raises:
+        TreepackError: if a state of a cache is given or asked for.
+    """
+    asked = next((each for each in _OF_CACHES if options.get(each) is not None and options[each] is not False), None)
+    if asked is not None:
+        raise TreepackError(f"recurrent layer: the model uses {asked} in its {name}; call it with use_cache=False")
+    if options.get("record") is not None:
+        options["record"].append(RecurrentCall(name, values.dtype))
+    schedules, end = options.get("schedule"), options["subtree_end"]
+    if not isinstance(schedules, Schedules):
+        return Schedules(end)
+    schedules.check(end)
+    return schedules
+
+
+def _normalise(query: Tensor, key: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    """Divide queries and keys by their Euclidean norms, if `wanted`, in float32 or float64."""
+    if not wanted:
+        return query, key
+    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key))
+    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPSILON) for x in wide)
+    return query, key
