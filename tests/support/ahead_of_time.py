@@ -35,9 +35,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of Triton and ptxas: bytes spilled by a thread, bytes shared by a program, remarks, wgmma products."""
+    """Findings of Triton and ptxas: registers and spilled bytes of a thread, shared bytes of a program, remarks, wgmma."""
 
     kernel: str
+    registers: int
     spills: int
     shared: int
     remarks: list[str]
@@ -78,6 +79,7 @@ def report(name: str, compilable: Any, options: dict[str, int], capability: int)
         sass = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return Report(
         kernel=name,
+        registers=max(int(count) for count in re.findall(r"Used (\d+) registers", log)),
         spills=max(int(size) for size in re.findall(r"(\d+) bytes spill stores", log)),
         shared=compiled.metadata.shared,
         remarks=[line for line in log.splitlines() if re.search(r"warning|\(C\d+\)", line)],
