@@ -35,7 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of Triton and ptxas: a thread's registers and spilled bytes, a program's shared bytes, remarks, wgmma."""
+    """Findings of Triton and ptxas: a thread's registers and spilled bytes, a program's shared bytes, wgmma."""
 
     kernel: str
     registers: int
