@@ -21,8 +21,8 @@ from torch.nn.functional import softplus
 from treepack.attention.dispatch import Schedules
 from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
+from treepack.recurrent.norm import normalise
 
-_L2_EPSILON = 1e-6  # that of transformers and of flash-linear-attention
 # What a call may ask for beyond the products: states of a cache, which training has none of.
 _OF_CACHES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
 
@@ -60,9 +60,9 @@ def gated_delta_rule(
     `g` is [B, T, H], or [B, T, H, K] in KDA. There is no final state.
     """
     schedules = _schedules(options, "gated delta rule", value)
-    query, key = _normalise(query, key, use_qk_l2norm_in_kernel)
-    scaled = query * query.shape[-1] ** -0.5
-    q, k, v, decay, rate = (x.flatten(0, 1) for x in (scaled, key, value, g, beta))
+    scale = query.shape[-1] ** -0.5
+    query, key = (normalise(query, scale), normalise(key)) if use_qk_l2norm_in_kernel else (query * scale, key)
+    q, k, v, decay, rate = (x.flatten(0, 1) for x in (query, key, value, g, beta))
     out = dispatch.scan(q, k, v, decay, rate, schedules)
     return out.view(value.shape), None
 
@@ -128,12 +128,3 @@ def _schedules(options: dict[str, Any], name: str, values: Tensor) -> Schedules:
         return Schedules(end)
     schedules.check(end)
     return schedules
-
-
-def _normalise(query: Tensor, key: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-    """Divide queries and keys by their Euclidean norms, if `wanted`, in float32 or float64."""
-    if not wanted:
-        return query, key
-    wide = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key))
-    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPSILON) for x in wide)
-    return query, key
