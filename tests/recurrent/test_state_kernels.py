@@ -1,0 +1,134 @@
+"""The kernels of states and of sums of decays against their slow twins, in the interpreter; their fit on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support import interpreter  # noqa: F401
+from support.attention_trees import chain, ends_of, star
+from support.kernel_inputs import poisoned_empty
+from support.recurrent_ahead_of_time import compiled
+from support.recurrent_state_twins import Results, States, compute_states, draw_states, sum_decays
+from treepack.recurrent.chunks import Chunks, build_chunks
+from treepack.recurrent.kernels.decays import decays, decays_backward
+from treepack.recurrent.kernels.states import states_backward, states_forward
+
+triton = pytest.importorskip("triton")
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+needs_ptxas = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton comes without ptxas")
+ORDERS = ("levels", "paths")
+SIZE = 16  # tokens of a chunk, fewer than in use, for speed
+PADDING = ((1, -1),) * 5
+CATERPILLAR = ends_of(*[each for turn in range(40) for each in ((2, 2 * turn - 2 if turn else -1), (1, 2 * turn))])
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> Tensor:
+    """subtree_end [1, T] of a forest with nodes shorter and longer than chunks, and padding."""
+    chosen: list[tuple[int, int]] = []
+    path: list[int] = []
+    for node in range(draw(st.integers(1, 6))):
+        path = path[: draw(st.integers(0, len(path)))]
+        chosen.append((draw(st.sampled_from([1, 1, 2, 15, 16, 17, 33])), path[-1] if path else -1))
+        path.append(node)
+    return ends_of(*chosen, *PADDING[: draw(st.integers(0, 5))])
+
+
+def run_kernels(inputs: States, chunks: Chunks) -> Results:
+    """Compute both directions; what a kernel does not write is NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned_empty())
+        q, k, u, w, a, do, du_local = inputs
+        h, new = states_forward(k, u, w, a, chunks)
+        dh, du = states_backward(q, k, w, a, do, du_local, chunks=chunks)
+    return Results(h, new, dh, du)
+
+
+def errors(results: Results, exact: Results) -> list[float]:
+    """Relative RMS errors; results that are all zero count with their absolute one."""
+    pairs = zip(results, exact, strict=True)
+    return [float((x.double() - y).norm() / (y.norm() or 1)) for x, y in pairs]
+
+
+@given(forests(), st.sampled_from(ORDERS), st.booleans())
+@settings(max_examples=10)
+def test_states_and_their_gradients_are_those_of_the_definition(end: Tensor, order: str, delta: bool) -> None:
+    chunks = build_chunks(end, size=SIZE, order=order)
+    inputs = draw_states(chunks, 16, 16, delta=delta)
+    results = run_kernels(inputs.to(torch.float32), chunks)
+    assert max(errors(results, compute_states(inputs, chunks))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "end", [chain(200), CATERPILLAR, star(20, 6, 3), torch.cat([star(9, 2, 17), chain(43)[None, 0]])]
+)
+def test_both_orders_give_equal_bits_in_the_forward_pass(end: Tensor) -> None:
+    found = []
+    for order in ORDERS:
+        chunks = build_chunks(end, size=SIZE, order=order)
+        inputs = draw_states(chunks, 16, 16, heads=1)
+        found.append(run_kernels(inputs.to(torch.float32), chunks))
+        assert max(errors(found[-1], compute_states(inputs, chunks))) < 1e-5
+    assert torch.equal(found[0].h, found[1].h)
+    assert torch.equal(found[0].new, found[1].new)
+
+
+@pytest.mark.parametrize(("keys", "values", "key_heads"), [(5, 3, 1), (24, 33, 2), (130, 17, 2)])
+@pytest.mark.parametrize("delta", [True, False])
+def test_any_widths_and_groups_of_heads(keys: int, values: int, key_heads: int, delta: bool) -> None:
+    chunks = build_chunks(star(9, 2, 5), size=SIZE)
+    inputs = draw_states(chunks, keys, values, heads=2, key_heads=key_heads, delta=delta)
+    results = run_kernels(inputs.to(torch.float32), chunks)
+    assert max(errors(results, compute_states(inputs, chunks))) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_err_by_a_few_roundings_and_repeat_their_bits(dtype: torch.dtype) -> None:
+    chunks = build_chunks(star(30, 2, 20), size=SIZE)
+    inputs = draw_states(chunks, 16, 16).to(dtype)
+    first, second = (run_kernels(inputs, chunks) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    exact = compute_states(inputs.to(torch.float64), chunks)
+    assert max(errors(first, exact)) < 2 * torch.finfo(dtype).eps
+
+
+def test_decays_that_erase_everything_leave_no_nan() -> None:
+    chunks = build_chunks(star(20, 2, 10), size=SIZE)
+    inputs = draw_states(chunks, 16, 16)
+    g = torch.full((40, 2), -1000.0, dtype=torch.float64)
+    inputs = inputs._replace(a=sum_decays(g, chunks))
+    results = run_kernels(inputs.to(torch.float32), chunks)
+    assert max(errors(results, compute_states(inputs, chunks))) < 1e-5
+
+
+@given(forests(), st.sampled_from([1, 3, 33]))
+@settings(max_examples=5)
+def test_sums_of_decays_begin_with_each_chunk_in_both_directions(end: Tensor, heads: int) -> None:
+    chunks = build_chunks(end, size=SIZE)
+    g = -torch.rand(len(chunks.end), heads, generator=torch.Generator().manual_seed(heads))
+    torch.testing.assert_close(decays(g, chunks), sum_decays(g.double(), chunks).float(), rtol=1e-6, atol=0)
+    # The gradient of a sum: reverse each chunk, sum, and reverse it back.
+    parts = [part.flip(0).cumsum(0).flip(0) for part in g.double().split(chunks.length.tolist())]
+    torch.testing.assert_close(decays_backward(g, chunks), torch.cat(parts).float(), rtol=1e-6, atol=0)
+
+
+def test_rows_without_tokens_have_no_states() -> None:
+    chunks = build_chunks(torch.zeros(1, 0, dtype=torch.int32))
+    results = run_kernels(draw_states(chunks, 16, 16).to(torch.float32), chunks)
+    assert [len(x) for x in results] == [0, 0, 0, 0]
+
+
+@needs_ptxas
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["bf16/128/128", "bf16/256/64", "fp32/128/128", "fp32/256/64"])
+def test_kernels_fit_a_hopper(case: str) -> None:
+    for report in compiled("state_launches", 90, case):
+        assert report.spills == 0, report
+        assert report.shared <= 227 << 10, report

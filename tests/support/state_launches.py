@@ -1,0 +1,30 @@
+"""Launches of the state kernels and of the sums of decays, to be compiled by `recurrent_ahead_of_time`."""
+
+from __future__ import annotations
+
+import torch
+
+from support.attention_trees import ends_of
+from treepack.attention.kernel_launch import Launch
+from treepack.recurrent.chunks import build_chunks
+from treepack.recurrent.kernels import decays, states
+
+HEADS, GROUP = 4, 2
+
+
+def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
+    """Return the launches of one layer with the delta rule, and of the forward and the backward of one without."""
+    chunks = build_chunks(ends_of((70, -1), (3, 0), (5, 0)), order="levels")
+    count, stage = len(chunks.end), chunks.stages[1]
+    q, k = (torch.empty(count, HEADS // GROUP, keys, dtype=dtype) for _ in range(2))
+    u, do, new, du = (torch.empty(count, HEADS, values, dtype=dtype) for _ in range(4))
+    h = torch.empty(len(chunks.begin), HEADS, keys, values, dtype=dtype)
+    a, buffer = torch.empty(count, HEADS), torch.empty(2, HEADS, keys, values)
+    shapes = states.configs_of(k)
+    made = {"decays": decays.sum_launch(a, a, chunks, reverse=False), "sum": states.sum_launch(buffer, chunks, stage)}
+    for name, w in {"": torch.empty(count, HEADS, keys, dtype=dtype), " without delta rule": None}.items():
+        forward = states.Forward(k, u, w, a, h, new, buffer)
+        backward = states.Backward(q, k, w, a, do, u, h, du, buffer)
+        made[f"forward{name}"] = states.forward_launch(forward, chunks, stage, shapes.forward)
+        made[f"backward{name}"] = states.backward_launch(backward, chunks, stage, shapes.backward)
+    return made
