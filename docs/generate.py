@@ -156,7 +156,7 @@ def _models() -> str:
     lines = ["| preset | token | target | 1,000 pairs |", "|---|---|---|---|"]
     for name in shapes.PRESETS:
         shape = shapes.read_shape(name)
-        counts = (shape.weights / 1e9, shape.output / 1e9, shape.scores / 1e6)
+        counts = (shape.per_token / 1e9, shape.output / 1e9, shape.scores / 1e6)
         lines.append(f"| `{name}` | " + " | ".join(f"{count:.3g}" for count in counts) + " |")
     return "\n".join(lines) + "\n"
 

@@ -57,6 +57,9 @@ BILLIONS = {  # as published; for the mixture of experts, the active ones
     "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
     "qwen3-30b-a3b": 3.35,
+    "qwen3.5-4b": 4.21,
+    "qwen3.5-9b": 8.95,
+    "qwen3.5-35b-a3b": 3.45,
     "qwen2.5-7b": 7.62,
     "qwen2.5-32b": 32.76,
     "llama-3.1-8b": 8.03,
@@ -112,7 +115,7 @@ def test_a_model_with_vision_is_its_language_model() -> None:
     [
         ({}, "m: has no num_hidden_layers"),
         ({**SIZES, "hidden_size": "wide"}, "m: has 'wide' hidden_size"),
-        ({**SIZES, "layer_types": ["full_attention", "linear_attention"]}, "m: layer 1 is 'linear_attention'"),
+        ({**SIZES, "layer_types": ["full_attention", "linear_attention", "conv"]}, "m: layer 1 is 'linear_attention'"),
         (
             {**SIZES, "linear_num_key_heads": 16, "full_attention_interval": 4},
             "m: has linear_num_key_heads; a forecast",

@@ -6,7 +6,8 @@
 A product with a weight is 2 operations forward and 4 backward. Recomputation does not count, nor do norms, rotations,
 softmax and embedding look-ups, which are no matrix products. The output layer runs over the trained targets only, as in
 `loss.weighted_nll`. Only the active experts count. A layer with a window or chunks of W tokens has at most W pairs for
-each token; the first W tokens of a path have fewer, which makes this a few per cent too high.
+each token; the first W tokens of a path have fewer, which makes this a few per cent too high. A recurrent layer has no
+score pairs: its cost is a number for each token (`recurrent_cost`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ from typing import Any
 
 import numpy as np
 
+from treepack.analysis.model_fields import FEED_FORWARD, RECURRENT, SOFTMAX, Config, list_layers, read_field
+from treepack.analysis.recurrent_cost import FAMILIES, RecurrentPart, recurrent_part
 from treepack.errors import TreepackError
 
-Config = dict[str, Any]
 Count = Any  # an integer, or an array of them
 
 _QWEN3: Config = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "model_type": "qwen3"}
 _QWEN2: Config = {"vocab_size": 152064, "model_type": "qwen2"}
 _LLAMA3: Config = {"vocab_size": 128256, "num_key_value_heads": 8, "model_type": "llama"}
+# Three recurrent layers, then one with attention.
+_QWEN35: Config = {
+    "vocab_size": 248320,
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 # The public config.json of each model has these fields.
@@ -56,6 +70,21 @@ PRESETS: dict[str, Config] = {
         "moe_intermediate_size": 768,
         "tie_word_embeddings": False,
     },
+    "qwen3.5-4b": {**_QWEN35, **_sizes(32, 2560, 9216, 16), "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen3.5-9b": {**_QWEN35, **_sizes(32, 4096, 12288, 16), "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "qwen3.5-35b-a3b": {
+        **_QWEN35,
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 40,
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+    },
     "qwen2.5-7b": {**_QWEN2, **_sizes(28, 3584, 18944, 28), "num_key_value_heads": 4, "tie_word_embeddings": False},
     "qwen2.5-32b": {**_QWEN2, **_sizes(64, 5120, 27648, 40), "num_key_value_heads": 8, "tie_word_embeddings": False},
     "llama-3.1-8b": {**_LLAMA3, **_sizes(32, 4096, 14336, 32), "tie_word_embeddings": False},
@@ -64,14 +93,15 @@ PRESETS: dict[str, Config] = {
 
 # "meta-llama-3.1-8b-instruct" and "qwen3-8b-base" -> groups 2 "llama-3.1-8b" and "qwen3-8b"
 _VARIANT = re.compile(r"^(meta-)?(.*?)(-(base|instruct|thinking))?(-\d{4})?$")
-_SOFTMAX = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "attention")
-# Fields of models with layers other than softmax attention, for models that do not list their layers in `layer_types`.
+# Fields of models with layers other than softmax attention, for models that do not list the kinds of their layers.
 _OTHER_LAYERS = (
     "mamba_d_state ssm_state_size state_size hybrid_override_pattern "
     "linear_num_key_heads linear_attn_config attn_layer_period"
 ).split()
 # Model types whose feed-forward layers have no gate, so two matrices instead of three.
-_TWO_MATRICES = frozenset("gpt2 gpt_neox gptj opt phi starcoder2 nemotron falcon bloom".split())
+_TWO_MATRICES = frozenset("gpt2 gpt_neox gptj opt phi starcoder2 nemotron falcon bloom nemotron_h".split())
+# Model types whose attention has a gate as wide as its queries: q_proj is twice as wide.
+_GATED_ATTENTION = ("qwen3_next", "qwen3_5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +113,7 @@ class ModelShape:
     scores: for each score pair, of queries with keys and of probabilities with values, over all heads and all layers
         that see whole paths.
     windows: the layers with a window or chunks, as the tokens of the window and the multiplications for each pair.
+    scans: for each token, with the states of recurrent layers.
     """
 
     name: str
@@ -90,6 +121,12 @@ class ModelShape:
     output: int
     scores: int
     windows: tuple[tuple[int, int], ...] = ()
+    scans: int = 0
+
+    @property
+    def per_token(self) -> int:
+        """Multiplications for each token: with weights and with states."""
+        return self.weights + self.scans
 
     def attention(self, tokens: Count, pairs: Count) -> Count:
         """Return the multiplications of attention for some tokens and score pairs: two numbers, or arrays of them."""
@@ -114,14 +151,14 @@ def operations(shape: ModelShape, work: FlopCount) -> float:
     """Return the floating-point operations of forward and backward over `work`."""
     # 6 = 2 + 4: a product and its addition forward, and the same again for the gradient of each factor.
     attention = shape.attention(work.tokens, work.pairs)
-    return 6.0 * float(shape.weights * work.tokens + shape.output * work.targets + attention)
+    return 6.0 * float(shape.per_token * work.tokens + shape.output * work.targets + attention)
 
 
 def read_shape(model: str) -> ModelShape:
     """Return the shape of a preset, a Hub name that ends in one (Qwen/Qwen3-8B-Base), a config.json or its folder.
 
     Raises:
-        TreepackError: there is no such model, a size is missing, or a layer is not softmax attention.
+        TreepackError: there is no such model, a size is missing, or the cost of a layer is not known.
     """
     match = _VARIANT.match(model.rpartition("/")[2].lower())
     path = Path(model)
@@ -144,101 +181,114 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
     """Return the shape that the fields of a config.json give; `name` is for errors and reports.
 
     Raises:
-        TreepackError: a field is missing or not a positive integer, or a layer is not softmax attention.
+        TreepackError: a field is missing or not a positive integer, or the cost of a layer is not known.
     """
     # A model with vision has its language model in text_config.
     config = inner if isinstance(inner := config.get("text_config"), dict) and inner else config
     _check_decoder(config, name)
-    layers, hidden, heads = (_field(config, key, name) for key in _MAIN)
+    kinds = list_layers(config, name)
+    _check_layers(config, kinds, name)
+    hidden, heads = (read_field(config, key, name) for key in ("hidden_size", "num_attention_heads"))
     attention, scores = _attention(config, hidden, heads, name)
-    experts = sum(_is_sparse(config, layer) for layer in range(layers))
-    feed_forward = experts * _experts(config, hidden, name) if experts else 0
-    if experts < layers:
-        feed_forward += (layers - experts) * _dense(
-            config, hidden, _field(config, "intermediate_size", name, 4 * hidden)
-        )
-    windows = _windows(config, layers, name)
+    num_recurrent = sum(kind in RECURRENT for kind in kinds)
+    recurrent = recurrent_part(config, name) if num_recurrent else RecurrentPart(0, 0)
+    num_attention = sum(kind in SOFTMAX or kind == "hybrid" for kind in kinds)
+    windows = _windows(config, kinds, name)
     return ModelShape(
         name=name,
-        weights=layers * attention + feed_forward,
-        output=hidden * _field(config, "vocab_size", name),
-        scores=(layers - sum(windows.values())) * scores,
+        weights=num_attention * attention + num_recurrent * recurrent.weights + _feed_forward(config, kinds, name),
+        output=hidden * read_field(config, "vocab_size", name),
+        scores=(num_attention - sum(windows.values())) * scores,
         windows=tuple((size, count * scores) for size, count in windows.items()),
+        scans=num_recurrent * recurrent.scan,
     )
 
 
-def _windows(config: Config, layers: int, name: str) -> dict[int, int]:
+def _windows(config: Config, kinds: list[str], name: str) -> dict[int, int]:
     """Return the number of layers for each size of window or chunk."""
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     windows: dict[int, int] = {}
-    for kind in config.get("layer_types") or _unlisted_kinds(config, layers):
+    for kind in kinds:
         if kind in sizes and config.get(sizes[kind]) is not None:
-            size = _field(config, sizes[kind], name)
+            size = read_field(config, sizes[kind], name)
             windows[size] = windows.get(size, 0) + 1
     return windows
 
 
-def _unlisted_kinds(config: Config, layers: int) -> list[str]:
-    """Return the kind of each layer of a model that does not list them, from older fields of its configuration."""
-    if not config.get("use_sliding_window", True):
-        return []
-    # Gemma: pattern 6 -> five layers with a window, then one without. Qwen 2: the first max_window_layers have none.
-    pattern = config.get("sliding_window_pattern") or (2 if config.get("model_type") == "gemma2" else layers + 1)
-    first = config.get("max_window_layers") or 0
-    slides = [layer >= first and (layer + 1) % pattern != 0 for layer in range(layers)]
-    return ["sliding_attention" if each else "full_attention" for each in slides]
+_COUNTED = f"a forecast counts softmax attention and the recurrent layers of {', '.join(FAMILIES)}"
 
 
 def _check_decoder(config: Config, name: str) -> None:
-    """Raise a TreepackError unless the model is a decoder of softmax attention."""
+    """Raise a TreepackError unless the model is a decoder whose layers have known costs, as far as its fields tell."""
     heads = config.get("architectures") or []
     if config.get("is_encoder_decoder") or any(str(head).endswith(("ForMaskedLM", "ForPreTraining")) for head in heads):
         raise TreepackError(f"{name}: has an encoder; a forecast needs a decoder, as treepack trains them")
-    layers = config.get("layer_types") or config.get("layers_block_type")
-    for layer, kind in enumerate(layers or []):
-        if kind not in _SOFTMAX:
-            raise TreepackError(f"{name}: layer {layer} is {kind!r}; a forecast needs layers of softmax attention")
-    other = [key for key in _OTHER_LAYERS if not layers and config.get(key) is not None]
+    listed = config.get("layer_types") or config.get("layers_block_type")
+    known = listed or config.get("model_type") in FAMILIES
+    other = [key for key in _OTHER_LAYERS if not known and config.get(key) is not None]
     if 0 in (config.get("attn_type_list") or []):  # MiniMax: linear attention
         other.append("attn_type_list")
     if other:
-        raise TreepackError(f"{name}: has {other[0]}; a forecast needs layers of softmax attention")
+        raise TreepackError(f"{name}: has {other[0]}; {_COUNTED}")
 
 
-_MAIN = ("num_hidden_layers", "hidden_size", "num_attention_heads")
-# GPT-2 and its relatives use these names.
-_OLD_NAMES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
-
-
-def _field(config: Config, key: str, name: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = config.get(_OLD_NAMES.get(key, ""), default) if value is None else value
-    if type(value) is not int or value < 1:
-        actual = "no" if value is None else repr(value)
-        raise TreepackError(f"{name}: has {actual} {key}; expected the config.json of a language model")
-    return value
+def _check_layers(config: Config, kinds: list[str], name: str) -> None:
+    """Raise a TreepackError if the cost of a kind of layer is not known."""
+    model_type = config.get("model_type")
+    known = {*SOFTMAX, *FEED_FORWARD, *(RECURRENT if model_type in FAMILIES else ())}
+    for layer, kind in enumerate(kinds):
+        if kind not in known:
+            of_type = f" of type {model_type!r}" if model_type else ""
+            raise TreepackError(f"{name}: layer {layer} is {kind!r}{of_type}; {_COUNTED}")
 
 
 def _attention(config: Config, hidden: int, heads: int, name: str) -> tuple[int, int]:
     """Return the weights of the projections of one layer, and the multiplications for each of its score pairs."""
     if config.get("kv_lora_rank") is not None:  # latent attention, as in DeepSeek-V3
-        rotated, plain = (_field(config, key, name) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
-        value, latent = _field(config, "v_head_dim", name), _field(config, "kv_lora_rank", name)
+        rotated, plain = (read_field(config, key, name) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
+        value, latent = read_field(config, "v_head_dim", name), read_field(config, "kv_lora_rank", name)
         rank = config.get("q_lora_rank")
         query = heads * (rotated + plain)
         # Queries through a low rank: hidden -> rank -> query. Keys and values: hidden -> latent -> heads.
         queries = hidden * query if rank is None else (hidden + query) * rank
         keys = hidden * (latent + rotated) + latent * heads * (plain + value)
         return queries + keys + heads * value * hidden, query + heads * value
-    size = _field(config, "head_dim", name, hidden // heads)
-    groups = _field(config, "num_key_value_heads", name, heads)
-    # q and o: hidden x heads * size each; k and v: hidden x groups * size each. q k and p v: size for each head.
-    return hidden * size * (2 * heads + 2 * groups), 2 * heads * size
+    size = read_field(config, "head_dim", name, hidden // heads)
+    groups = read_field(config, "num_key_value_heads", name, heads)
+    gates = heads if str(config.get("model_type")).startswith(_GATED_ATTENTION) else 0
+    # q, gate and o: hidden x heads * size each; k and v: hidden x groups * size each. q k and p v: size for each head.
+    return hidden * size * (2 * heads + gates + 2 * groups), 2 * heads * size
 
 
-def _dense(config: Config, hidden: int, intermediate: int) -> int:
-    matrices = 2 if config.get("model_type") in _TWO_MATRICES else 3
-    return matrices * hidden * intermediate
+def _feed_forward(config: Config, kinds: list[str], name: str) -> int:
+    """Return the weights that a token uses in the feed-forward networks of all layers."""
+    sparse = [_is_sparse(config, layer) for layer in range(len(kinds))]
+    if config.get("model_type") == "nemotron_h" or set(FEED_FORWARD).intersection(kinds):
+        # Layers have one part each, so a feed-forward network is a layer of its own.
+        sparse = [kind == "moe" for kind in kinds if kind in FEED_FORWARD]
+    experts = sum(sparse)
+    total = experts * _experts(config, name) if experts else 0
+    return total + (len(sparse) - experts) * _dense(config, name) if experts < len(sparse) else total
+
+
+def _dense(config: Config, name: str) -> int:
+    """Return the weights of a feed-forward network without experts."""
+    hidden = read_field(config, "hidden_size", name)
+    if config.get("model_type") == "granitemoehybrid":
+        return 3 * hidden * read_field(config, "shared_intermediate_size", name)
+    size = read_field(config, "intermediate_size", name, 4 * hidden)
+    if config.get("model_type") == "lfm2":
+        size = config.get("block_ff_dim") or size
+        if config.get("block_auto_adjust_ff_dim", True):
+            # 12288 -> 2/3 of it, 8192, times a factor, rounded up to a multiple of 256
+            factor, multiple = config.get("block_ffn_dim_multiplier"), config.get("block_multiple_of", 256)
+            size = int((1.0 if factor is None else factor) * int(2 * size / 3))
+            size = -(-size // multiple) * multiple
+    return _matrices(config) * hidden * size
+
+
+def _matrices(config: Config) -> int:
+    return 2 if config.get("model_type") in _TWO_MATRICES else 3
 
 
 def _num_experts(config: Config) -> int:
@@ -250,15 +300,35 @@ def _is_sparse(config: Config, layer: int) -> bool:
     """Return whether a feed-forward layer consists of experts."""
     if not _num_experts(config) or layer in (config.get("mlp_only_layers") or ()):
         return False
-    if layer < (config.get("first_k_dense_replace") or 0):
+    if config.get("mlp_layer_types"):
+        return bool(config["mlp_layer_types"][layer] == "sparse")
+    if layer < (config.get("first_k_dense_replace") or config.get("num_dense_layers") or 0):
         return False
     return (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
 
-def _experts(config: Config, hidden: int, name: str) -> int:
+def _experts(config: Config, name: str) -> int:
     """Return the weights that a token uses in a layer of experts: its chosen experts, shared ones and the router."""
-    intermediate = _field(config, "intermediate_size", name)
-    size = _field(config, "moe_intermediate_size", name, intermediate)
-    chosen = _field(config, "num_experts_per_tok", name)
-    shared = config.get("shared_expert_intermediate_size") or size * (config.get("n_shared_experts") or 0)
-    return 3 * hidden * (chosen * size + int(shared)) + hidden * _num_experts(config)
+    hidden = read_field(config, "hidden_size", name)
+    size = config.get("moe_intermediate_size") or read_field(config, "intermediate_size", name)
+    chosen = read_field(config, "num_experts_per_tok", name, config.get("num_experts_per_token"))
+    # Nemotron 3 projects to a smaller size before its routed experts, and back after them.
+    latent = config.get("moe_latent_size") or 0
+    routed = _matrices(config) * (latent or hidden) * size * chosen + 2 * hidden * latent
+    shared = _matrices(config) * hidden * _shared_size(config, size)
+    # The shared expert of Qwen has a gate of one number.
+    gate = hidden if config.get("shared_expert_intermediate_size") and _is_qwen(config) else 0
+    return routed + shared + gate + hidden * _num_experts(config)
+
+
+def _shared_size(config: Config, size: int) -> int:
+    """Return the intermediate size of the experts that every token uses, together."""
+    names = ["moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"]
+    if str(config.get("model_type")).startswith("granitemoe"):
+        names.append("shared_intermediate_size")
+    own = next((int(config[key]) for key in names if config.get(key)), 0)
+    return own or size * int(config.get("n_shared_experts") or config.get("num_shared_experts") or 0)
+
+
+def _is_qwen(config: Config) -> bool:
+    return str(config.get("model_type")).startswith("qwen")
