@@ -1,0 +1,97 @@
+"""Gated delta rule and Mamba-2 on trees by this package's own kernels, as a function that torch differentiates.
+
+    g                    --decays-->      a            sums of decays inside chunks
+    k, v, beta, a        --delta_rule-->  w, u         values inside chunks; without the delta rule u is v
+    k, u, w, a           --states-->      h, new       along the tree, the only step that knows it
+    q, k, new, h, a      --outputs-->     o
+
+Between forward and backward only q, k, v, a, beta and the inverses of the delta rule are in memory. The backward pass
+computes w, u, h and new again, as flash-linear-attention does: h alone has K * V / 64 elements per token and head.
+
+Triton launches on the current GPU even if the tensors are on another one, so their GPU becomes the current one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from treepack.recurrent.chunks import Chunks
+from treepack.recurrent.kernels.decays import decays, decays_backward
+from treepack.recurrent.kernels.delta_rule import multiply, solve_backward, solve_forward
+from treepack.recurrent.kernels.outputs import local_backward, outputs_forward, products_backward
+from treepack.recurrent.kernels.states import states_backward, states_forward
+
+
+def triton_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks) -> Tensor:
+    """Return the outputs o [N, H, V] of the tokens of a tree, in the dtype of `v`.
+
+    Args:
+        q, k: [N, Hk, K] in any floating dtype, rounded to that of `v`; Hk divides H. `q` includes its scale.
+        v: [N, H, V] in bfloat16, float16 or float32; K and V are at most 256.
+        g: logarithm of the decay, [N, H], at most 0.
+        beta: [N, H], or None for no delta rule.
+        chunks: of the same tokens, on their device, with at most 64 tokens each.
+    """
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    g, beta = g.float(), None if beta is None else beta.float()
+    out: Tensor = _Scan.apply(q, k, v, g, beta, chunks)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks) -> Tensor:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        beta = None if beta is None else beta.contiguous()
+        if not len(v):
+            out = torch.empty_like(v)
+            a, inverse = g, None
+        else:
+            with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
+                a = decays(g, chunks)
+                w, u, inverse = (None, v, None) if beta is None else solve_forward(k, v, beta, a, chunks)
+                h, new = states_forward(k, u, w, a, chunks)
+                out = outputs_forward(q, k, new, h, a, chunks)
+        ctx.save_for_backward(q, k, v, a, beta, inverse)
+        ctx.chunks = chunks
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, a, beta, inverse = ctx.saved_tensors
+        (do,) = (x.contiguous() for x in gradients)
+        if not len(v):
+            return (*(None if x is None else torch.zeros_like(x) for x in (q, k, v, a, beta)), None)
+        with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
+            return (*_backward(q, k, v, a, beta, do, inverse=inverse, chunks=ctx.chunks), None)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor | None, do: Tensor, *, inverse: Tensor | None,
+    chunks: Chunks,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of q, k, v, g and beta."""
+    delta = beta is not None and inverse is not None
+    w, u = multiply(k, v, beta, a, inverse, chunks) if delta else (None, v)
+    h, new = states_forward(k, u, w, a, chunks)
+    dh, du = states_backward(q, k, w, a, do, local_backward(q, k, a, do, chunks), chunks=chunks)
+    dq, dk, dw, da = products_backward(q, k, new, h, a, do, dh, du, chunks, delta=delta)
+    del w, u, h, new, dh
+    key_heads = k.shape[1]
+    dks = _sum_heads(dk, key_heads)
+    if not delta:
+        return _sum_heads(dq, key_heads).to(q.dtype), dks.to(k.dtype), du, decays_backward(da, chunks), None
+    dk, dv, dbeta, more = solve_backward(k, v, beta, a, inverse, dw, du, chunks)
+    dks = dks + _sum_heads(dk, key_heads)
+    return _sum_heads(dq, key_heads).to(q.dtype), dks.to(k.dtype), dv, decays_backward(da + more, chunks), dbeta
+
+
+def _sum_heads(x: Tensor, key_heads: int) -> Tensor:
+    """Return the sum over the heads that share a key head: float32 [N, Hk, K] of x [N, H, K]."""
+    # 4 heads, 2 key heads: heads 0 1 | 2 3
+    return x.unflatten(1, (key_heads, -1)).sum(2, dtype=torch.float32)
