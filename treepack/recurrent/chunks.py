@@ -85,12 +85,13 @@ class Chunks:
         if self.end.device == device:
             return self
         moved = {each.name: getattr(self, each.name) for each in fields(self)}
-        moved = {name: _move(x, device) if isinstance(x, Tensor) else x for name, x in moved.items()}
-        stages = [Stage(_move(s.chunks, device), _move(s.begins, device), s.first) for s in self.stages]
+        moved = {name: move(x, device) if isinstance(x, Tensor) else x for name, x in moved.items()}
+        stages = [Stage(move(s.chunks, device), move(s.begins, device), s.first) for s in self.stages]
         return replace(self, **{**moved, "stages": tuple(stages)})
 
 
-def _move(values: Tensor, device: torch.device) -> Tensor:
+def move(values: Tensor, device: torch.device) -> Tensor:
+    """Return `values` on `device`; a GPU receives them from pinned memory, and nothing waits for the copy."""
     if device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
