@@ -144,7 +144,7 @@ def count_forward(config: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
-    per_token = []
+    per_token: list[int] = []
 
     def convolve(x: Any, weight: Any, *_: Any, **__: Any) -> Any:
         per_token.append(weight.numel())  # [channels, taps]
@@ -173,7 +173,7 @@ def count_forward(config: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     with counter, torch.no_grad():
         model.eval()(torch.arange(LENGTH)[None], use_cache=False)
     assert per_token, "the model called none of its recurrent functions"
-    return counter.get_total_flops() / 2 + sum(per_token) * LENGTH
+    return float(counter.get_total_flops()) / 2 + sum(per_token) * LENGTH
 
 
 @pytest.mark.parametrize("name", CONFIGS)

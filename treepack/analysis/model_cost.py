@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from treepack.analysis.model_fields import FEED_FORWARD, RECURRENT, SOFTMAX, Config, list_layers, read_field
-from treepack.analysis.recurrent_cost import FAMILIES, RecurrentPart, recurrent_part
+from treepack.analysis.recurrent_cost import FAMILIES, count_scans, recurrent_part
 from treepack.errors import TreepackError
 
 Count = Any  # an integer, or an array of them
@@ -191,16 +191,16 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
     hidden, heads = (read_field(config, key, name) for key in ("hidden_size", "num_attention_heads"))
     attention, scores = _attention(config, hidden, heads, name)
     num_recurrent = sum(kind in RECURRENT for kind in kinds)
-    recurrent = recurrent_part(config, name) if num_recurrent else RecurrentPart(0, 0)
+    recurrent = recurrent_part(config, name).weights if num_recurrent else 0
     num_attention = sum(kind in SOFTMAX or kind == "hybrid" for kind in kinds)
     windows = _windows(config, kinds, name)
     return ModelShape(
         name=name,
-        weights=num_attention * attention + num_recurrent * recurrent.weights + _feed_forward(config, kinds, name),
+        weights=num_attention * attention + num_recurrent * recurrent + _feed_forward(config, kinds, name),
         output=hidden * read_field(config, "vocab_size", name),
         scores=(num_attention - sum(windows.values())) * scores,
         windows=tuple((size, count * scores) for size, count in windows.items()),
-        scans=num_recurrent * recurrent.scan,
+        scans=count_scans(config, name),
     )
 
 

@@ -1,6 +1,7 @@
 """Multiplications of recurrent layers and short convolutions for each token.
 
     config.json --recurrent_part--> RecurrentPart     of one layer; the number does not depend on the length of the path
+    config.json --count_scans--> multiplications of the scans of all layers
 
 The scan of a layer has a state h [K, V] for each head. One token costs K V multiplications for each product of a vector
 with the state, so its count for each head is
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from treepack.analysis.model_fields import Config, read_field
+from treepack.analysis.model_fields import RECURRENT, Config, list_layers, read_field
 
 
 class RecurrentPart(NamedTuple):
@@ -41,6 +42,17 @@ def recurrent_part(config: Config, name: str) -> RecurrentPart:
         TreepackError: a size is missing or not a positive integer.
     """
     return FAMILIES[config["model_type"]](config, read_field(config, "hidden_size", name), name)
+
+
+def count_scans(config: Config, name: str) -> int:
+    """Return the multiplications of the scans of all layers for each token; 0 if the type is none of `FAMILIES`.
+
+    Raises:
+        TreepackError: a size is missing or not a positive integer.
+    """
+    if config.get("model_type") not in FAMILIES:
+        return 0
+    return recurrent_part(config, name).scan * sum(kind in RECURRENT for kind in list_layers(config, name))
 
 
 def _delta_rule(config: Config, hidden: int, name: str) -> RecurrentPart:

@@ -19,6 +19,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from treepack.analysis.recurrent_cost import count_scans
 from treepack.attention import resolve, row_multiple
 from treepack.data.dataset import PackedDataset
 from treepack.data.mixture import AnyDataset, open_packed, sources_of
@@ -113,6 +114,8 @@ class TrainingRun:
         # Frozen weights too: they cost as much forward.
         weights = num_active_weights(causal)
         weights -= causal.get_input_embeddings().weight.numel()  # a lookup, not a product
+        # A recurrent layer has no pairs: the cost of its state is a number per token, like that of a weight.
+        weights += count_scans(config.to_dict(), self.loaded.source)
         tokens, pairs = self.dataset.num_tokens, self.dataset.num_pairs
         # 2 operations per weight and token. A pair of query and key costs 2 D in q k^T and 2 D_v in p v.
         costs: Float64 = 2.0 * weights * tokens

@@ -1,0 +1,64 @@
+"""The costs of rows of hybrid models, by which a step is dealt to ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.oracle_model import packed_directory, tiny_config
+from support.strategies import make
+from treepack.analysis.model_cost import shape_of
+from treepack.train.options import TrainOptions
+from treepack.train.run import TrainingRun, open_run
+
+CPU = TrainOptions(device="cpu", attention="reference")
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+HYBRID = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "full_attention_interval": 4, **LINEAR}
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    # Two share half of their tokens. Rows of 24 and 15 tokens with unlike ratios of pairs to tokens.
+    tokens = ([*range(10), 11, 12], [*range(10), *range(20, 32)], [*range(3, 18)])
+    rollouts = [make(str(i), list(each)) for i, each in enumerate(tokens)]
+    return packed_directory(tmp_path / "packed", rollouts, capacity=24)
+
+
+def run_of(packed: Path, path: Path, **fields: Any) -> TrainingRun:
+    return open_run(packed, tiny_config(path, **fields), CPU)
+
+
+def test_a_row_of_a_hybrid_costs_the_forecast_of_its_layers(packed: Path, tmp_path: Path) -> None:
+    run = run_of(packed, tmp_path / "hybrid.json", **HYBRID)
+    causal = run.loaded.causal
+    shape = shape_of(causal.config.to_dict(), name="hybrid")
+    # The forecast leaves out what is no matrix: norms, decays and biases of time steps.
+    vectors = sum(each.numel() for each in causal.model.parameters() if each.ndim == 1)
+    tokens, pairs = run.dataset.num_tokens, run.dataset.num_pairs
+    assert len(tokens) > 1
+    np.testing.assert_allclose(run.costs(), 2.0 * ((shape.per_token + vectors) * tokens + shape.scores * pairs))
+
+
+def test_only_the_attention_layers_of_a_hybrid_have_pairs(packed: Path, tmp_path: Path) -> None:
+    kinds = ["full_attention"] * 4
+    hybrid, full = (
+        run_of(packed, tmp_path / f"{name}.json", **HYBRID, **fields)
+        for name, fields in (("hybrid", {}), ("full", {"layer_types": kinds}))
+    )
+    tokens, pairs = hybrid.dataset.num_tokens, hybrid.dataset.num_pairs
+
+    def per_pair(run: TrainingRun) -> float:
+        # costs = a tokens + b pairs, from all rows
+        (_, b), *_ = np.linalg.lstsq(np.stack([tokens, pairs], 1), run.costs(), rcond=None)
+        return float(b)
+
+    assert per_pair(full) == pytest.approx(4 * per_pair(hybrid))
