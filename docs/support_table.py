@@ -29,13 +29,15 @@ _LABELS = {"hopper": "Hopper", "portable": "Triton"}
 def accepted() -> str:
     """Return the table of accepted families in Markdown."""
     lines = [
-        "| family | example | type | head dimensions | attention | kernels | note |",
-        "|---|---|---|---|---|---|---|",
+        "| family | example | type | head dimensions | attention | kernels | recurrent layers | note |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for family in ACCEPTED:
         kinds = family.attention
         cells = (family.name, f"`{family.example}`", f"`{family.kind}`", _unique(map(_dims, kinds)))
-        lines.append(f"| {' | '.join(cells)} | {_variants(kinds)} | {_kernels(kinds)} | {family.note} |")
+        lines.append(
+            f"| {' | '.join(cells)} | {_variants(kinds)} | {_kernels(kinds)} | {family.recurrent} | {family.note} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -47,8 +49,12 @@ def refused() -> str:
 
 
 def _reason(family: Family) -> str:
-    subject = "a layer " if family.refusal.split()[0] in ("carries", "combines", "compresses", "is") else "its code "
-    return subject + family.refusal.removeprefix("its code ")
+    # "calls ..." is about a layer, "does not pass ..." about the code, and "its ..." names its own subject.
+    first = family.refusal.split()[0]
+    if first in ("it", "its"):
+        return family.refusal
+    subject = "a layer" if first in ("calls", "carries", "compresses") else "its code"
+    return f"{subject} {family.refusal}"
 
 
 def _unique(names: object) -> str:

@@ -21,10 +21,13 @@ from treepack.model.compatibility import check_fits
 from treepack.model.forward import row_loss
 from treepack.model.load import load_model
 from treepack.model.loaded import LoadedModel
+from treepack.model.observation import observe
 from treepack.model.verify import verify_gradients
+from treepack.recurrent.interface import CONVOLUTION
 
-# Families whose models are made in no time and that differ most: windows, chunks, sinks, caps, an indexer, experts.
-QUICK = "gemma2 gpt_oss llama4_text deepseek_v32 olmo3".split()
+# Families whose models are made in no time and that differ most: windows, chunks, sinks, caps, an indexer, experts, and
+# convolutions with windows. `test_hybrid_models` has the other recurrent layers.
+QUICK = "gemma2 gpt_oss llama4_text deepseek_v32 olmo3 lfm3".split()
 
 
 def sample(*tokens: int) -> Sample:
@@ -59,6 +62,15 @@ def twists(kinds: frozenset[AttentionKind] | tuple[AttentionKind, ...]) -> set[t
     return {(kind.reach and kind.reach.kind, kind.has_sinks, kind.softcap is not None) for kind in kinds}
 
 
+def recurrent_parts(loaded: LoadedModel) -> str:
+    """Return the scan that layers of the model call on trees, or "short convolution" if they call only that, or ""."""
+    with observe(loaded.causal) as seen:
+        options: dict[str, Any] = {"position_ids": ROW.position_ids[None], "subtree_end": ROW.subtree_end[None]}
+        loaded.model(input_ids=ROW.input_ids[None], record=seen.attention, use_cache=False, **options)
+    names = {call.name for call in seen.attention.recurrent}
+    return (names - {CONVOLUTION} or (names and {"short convolution"}) or {""}).pop()
+
+
 def by_name(family: Family) -> Any:
     marks = [] if family.kind in QUICK else [pytest.mark.slow]
     return pytest.param(family, id=family.name, marks=marks)
@@ -74,6 +86,7 @@ def test_an_accepted_family_has_the_gradients_of_its_trajectories_alone(tmp_path
     assert twists(loaded.kinds) == twists(family.attention)
     assert {kind.reach.size for kind in loaded.kinds if kind.reach is not None} <= {SIZE}
     assert int(ROW.position_ids.max()) > 2 * SIZE
+    assert recurrent_parts(loaded) == family.recurrent
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)

@@ -31,6 +31,8 @@ class Family:
         options: of the tiny configuration, on top of the small defaults of `tiny_families.family_config`.
         refusal: part of the error's sentence if the family is refused, else "".
         note: a condition or remark for the table.
+        recurrent: what layers compute besides attention: a scan of `recurrent.interface`, "short convolution" for
+            layers with a convolution alone, or "".
     """
 
     name: str
@@ -40,6 +42,7 @@ class Family:
     options: dict[str, Any] = field(default_factory=dict)
     refusal: str = ""
     note: str = ""
+    recurrent: str = ""
 
 
 def full(width: int, value: int | None = None, **options: Any) -> AttentionKind:
@@ -56,14 +59,31 @@ _WINDOW = {"sliding_window": SIZE}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}
 _CHUNKS = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": SIZE}
 
-_STATE = "carries a state from token to token"
-_MIXES = "combines attention with a state or convolution over tokens"
+# Three layers, so that a state reaches attention, and attention reaches a state.
+_RECURRENT = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_SPARSE = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+_CONVOLVED = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
+_DELTA, _KIMI, _MAMBA = "gated delta rule", "Kimi delta attention", "Mamba-2 scan"
+_SHORT = "short convolution"
+
+_QWEN4 = {
+    **{"layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1},
+    **{"indexer_head_dim": 8, "indexer_budget": 64, "indexer_compress_ratio": 4, "ple_layer_ids": [1]},
+    **{"ngram_vocab_size_base": 20, "ple_embed_dim": 32, "eos_token_id": 0},
+}
+
+_STATE = "carries a state from token to token in a way that this version of transformers offers no function for"
+_SCAN = "calls mamba_selective_scan, a selective scan, which has no form on trees here"
+_INNER = "calls mamba_inner_fn, a selective scan, which has no form on trees here"
 _KWARGS = "does not pass subtree_end on to its attention"
 
 ACCEPTED = (
     Family("Qwen 2.5", "Qwen/Qwen2.5-7B", "qwen2", (full(128),)),
     Family("Qwen 3", "Qwen/Qwen3-8B", "qwen3", (full(128),)),
     Family("Qwen 3 MoE", "Qwen/Qwen3-30B-A3B", "qwen3_moe", (full(128),)),
+    Family("Qwen 3.5, 3.6", "Qwen/Qwen3.5-27B", "qwen3_5_text", (full(256),), _RECURRENT, recurrent=_DELTA),
+    Family("Qwen 3.5, 3.6 MoE", "Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe_text", (full(256),), _RECURRENT, recurrent=_DELTA),
+    Family("Qwen3-Next", "Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3_next", (full(256),), _RECURRENT, recurrent=_DELTA),
     Family("Qwen 1.5 MoE", "Qwen/Qwen1.5-MoE-A2.7B", "qwen2_moe", (full(128),)),
     Family("Llama 3", "meta-llama/Llama-3.1-8B", "llama", (full(128),)),
     Family(
@@ -89,6 +109,7 @@ ACCEPTED = (
     Family("Gemma 4", "google/gemma-4-e2b-it", "gemma4_text", (full(512), window(256)), _MIXED),
     Family("OLMo 2", "allenai/OLMo-2-1124-7B", "olmo2", (full(128),)),
     Family("OLMo 3", "allenai/Olmo-3-7B-Instruct", "olmo3", (full(128), window(128)), _MIXED),
+    Family("OLMo Hybrid", "allenai/Olmo-Hybrid-7B", "olmo_hybrid", (full(128),), _RECURRENT, recurrent=_DELTA),
     Family("OLMoE", "allenai/OLMoE-1B-7B-0924", "olmoe", (full(128),)),
     Family("FlexOlmo", "allenai/FlexOlmo-7x7B-1T", "flex_olmo", (full(128),)),
     Family("Command R", "CohereLabs/c4ai-command-r-v01", "cohere", (full(128),), {"logit_scale": 0.06}),
@@ -115,6 +136,22 @@ ACCEPTED = (
     Family("DeepSeek-V2", "deepseek-ai/DeepSeek-V2-Lite", "deepseek_v2", (full(192, 128),)),
     Family("DeepSeek-V3, R1, Kimi K2", "deepseek-ai/DeepSeek-V3", "deepseek_v3", (full(192, 128),)),
     Family(
+        "Kimi Linear",
+        "moonshotai/Kimi-Linear-48B-A3B-Instruct",
+        "kimi_linear",
+        (full(192, 128),),
+        {**_RECURRENT, **_SPARSE},
+        recurrent=_KIMI,
+    ),
+    Family(
+        "Ling 3",
+        "inclusionAI/Ling-3.0-Flash",
+        "bailing_hybrid",
+        (full(192, 128),),
+        {**_RECURRENT, **_SPARSE},
+        recurrent=_KIMI,
+    ),
+    Family(
         "DeepSeek-V3.2", "deepseek-ai/DeepSeek-V3.2-Exp", "deepseek_v32", (full(192, 128),), note="paths of up to 2,048"
     ),
     Family("GLM-5", "zai-org/GLM-5", "glm_moe_dsa", (full(256),), note="paths of up to 2,048"),
@@ -134,6 +171,57 @@ ACCEPTED = (
     Family(
         "Granite 3 MoE", "ibm-granite/granite-3.1-3b-a800m-base", "granitemoe", (full(64),), {"logits_scaling": 8.0}
     ),
+    Family(
+        "Granite 4",
+        "ibm-granite/granite-4.0-h-small",
+        "granitemoehybrid",
+        (full(128),),
+        {**_RECURRENT, "logits_scaling": 8.0},
+        recurrent=_MAMBA,
+    ),
+    Family(
+        "Bamba",
+        "ibm-ai-platform/Bamba-9B-v2",
+        "bamba",
+        (full(128),),
+        {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+        recurrent=_MAMBA,
+    ),
+    Family(
+        "Nemotron-H, Nemotron 3",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "nemotron_h",
+        (full(128),),
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+        },
+        recurrent=_MAMBA,
+    ),
+    Family("Falcon-H1", "tiiuae/Falcon-H1-7B-Instruct", "falcon_h1", (full(128),), recurrent=_MAMBA),
+    Family(
+        "Zamba 2",
+        "Zyphra/Zamba2-7B",
+        "zamba2",
+        (full(224),),
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "hybrid_layer_ids": [1, 3],
+            "num_mem_blocks": 2,
+        },
+        recurrent=_MAMBA,
+    ),
+    Family("LFM2", "LiquidAI/LFM2-1.2B", "lfm2", (full(64),), _CONVOLVED, recurrent=_SHORT),
+    Family("LFM2 MoE", "LiquidAI/LFM2-8B-A1B", "lfm2_moe", (full(64),), _CONVOLVED, recurrent=_SHORT),
+    Family(
+        "LFM3",
+        "LiquidAI/LFM3-1.7B",
+        "lfm3",
+        (full(128), window(128)),
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "sliding_attention", "conv"], **_WINDOW},
+        recurrent=_SHORT,
+    ),
     Family("dots.llm1", "rednote-hilab/dots.llm1.base", "dots1", (full(128),)),
     Family("MiniCPM 3", "openbmb/MiniCPM3-4B", "minicpm3", (full(96, 64),)),
     Family("GPT-2", "openai-community/gpt2", "gpt2", (full(64),), note="positions are a learned table"),
@@ -142,22 +230,22 @@ ACCEPTED = (
 )
 
 REFUSED = (
-    Family("Qwen 3.5, 3.6", "", "qwen3_5_text", refusal=_STATE),
-    Family("Qwen 3.5, 3.6 MoE", "", "qwen3_5_moe_text", refusal=_STATE),
-    Family("Qwen3-Next", "", "qwen3_next", refusal=_STATE),
-    Family("Kimi-Linear", "", "kimi_linear", refusal=_STATE),
-    Family("MiniMax-M1", "", "minimax", refusal=_STATE),
-    Family("Nemotron-H, Nemotron 3", "", "nemotron_h", refusal=_STATE),
-    Family("Granite 4", "", "granitemoehybrid", refusal=_STATE),
-    Family("Bamba", "", "bamba", refusal=_STATE),
-    Family("Jamba", "", "jamba", refusal=_STATE),
-    Family("Mamba 2", "", "mamba2", refusal=_STATE),
-    Family("OLMo Hybrid", "", "olmo_hybrid", refusal=_STATE),
-    Family("Ling 2.5", "", "bailing_hybrid", refusal=_STATE),
-    Family("Falcon-H1", "", "falcon_h1", refusal=_MIXES),
     Family(
-        "LFM2", "LiquidAI/LFM2-1.2B", "lfm2", options={"layer_types": ["conv", "full_attention"]}, refusal="is a conv"
+        "Qwen 4 (preview)",
+        "",
+        "qwen4_exp_text",
+        options=_QWEN4,
+        refusal="its embeddings of n-grams hash neighbouring tokens of the row",
     ),
+    Family("MiniMax-M1", "", "minimax", refusal=_STATE),
+    Family("ZAYA1", "", "zaya", refusal=_STATE),
+    Family("RecurrentGemma", "", "recurrent_gemma", refusal=_STATE),
+    Family("Jamba", "", "jamba", refusal=_SCAN),
+    Family("Zamba", "", "zamba", refusal=_SCAN),
+    Family("Mamba", "", "mamba", refusal=_INNER),
+    Family("Falcon Mamba", "", "falcon_mamba", refusal=_INNER),
+    Family("Mamba 2 without attention", "", "mamba2", refusal="does not pass subtree_end on to its recurrent layers"),
+    Family("RWKV 4", "", "rwkv", refusal="it carries a state from token to token in code of its own"),
     Family("DeepSeek-V4", "", "deepseek_v4", refusal="compresses runs of tokens to keys"),
     Family("Nemotron 4", "", "nemotron", refusal=_KWARGS),
     Family("StableLM", "", "stablelm", refusal=_KWARGS),

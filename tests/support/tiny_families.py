@@ -27,11 +27,18 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys("num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers".split(), 2),
     **dict.fromkeys("num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads".split(), 4),
     **dict.fromkeys("num_experts num_local_experts n_routed_experts".split(), 4),
-    **dict.fromkeys("num_key_value_heads num_experts_per_tok".split(), 2),
+    **dict.fromkeys("num_key_value_heads num_experts_per_tok num_experts_per_token".split(), 2),
     **dict.fromkeys("head_dim qk_nope_head_dim v_head_dim".split(), 8),
     **dict.fromkeys("q_lora_rank kv_lora_rank".split(), 16),
     **dict.fromkeys("max_position_embeddings n_positions max_target_positions max_source_positions".split(), 256),
-    **dict.fromkeys("encoder_layers n_group topk_group num_hash_layers".split(), 1),
+    **dict.fromkeys("encoder_layers n_group num_expert_group topk_group num_hash_layers".split(), 1),
+    **dict.fromkeys("linear_key_head_dim linear_value_head_dim linear_head_dim".split(), 8),
+    **dict.fromkeys("mamba_n_heads mamba_num_heads n_mamba_heads mamba_d_head mamba_head_dim".split(), 8),
+    **dict.fromkeys("mamba_d_state ssm_state_size mamba_chunk_size".split(), 8),
+    **dict.fromkeys("linear_num_value_heads linear_num_heads".split(), 4),
+    **dict.fromkeys("linear_num_key_heads n_groups mamba_n_groups mamba_ngroups".split(), 2),
+    **dict.fromkeys("shared_intermediate_size moe_shared_expert_intermediate_size".split(), 24),
+    "mamba_d_ssm": 64,
     "vocab_size": VOCABULARY,
     "qk_rope_head_dim": 4,
     "num_nextn_predict_layers": 0,
@@ -58,12 +65,11 @@ _GEMMA3N = {
 }
 # Options that a type needs besides, because its sizes depend on each other or one of them has a name of its own.
 _OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2, "num_layers": 1, "qk_head_dim": 12},
     "gpt_neo": {"attention_types": [[["global"], 2]], "attention_layers": ["global"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 4},
+    "zamba2": {"mamba_headdim": 8, "attention_head_dim": 16, "num_key_value_heads": 4, "attention_hidden_size": 64},
     "reformer": {"is_decoder": True},
     "xlnet": {"d_head": 8},
     "codegen": {"rotary_dim": 4},
@@ -81,7 +87,6 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4": {"vocab_size_per_layer_input": VOCABULARY},
     "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
-    "kimi_linear": {"linear_num_heads": 4},
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
@@ -112,9 +117,12 @@ def tiny_family(kind: str, *, attention: str = "eager", **fields: Any) -> Any:
 
 def spread_weights(model: nn.Module) -> None:
     """Draw weights of order one, so that attention is far from uniform and a wrong mask shows."""
-    for parameter in model.parameters():
-        # Vectors (norms and biases) move a little from 1 and 0, so that none of them drops out of a comparison.
-        if parameter.ndim > 1:
+    for name, parameter in model.named_parameters():
+        # Vectors (norms and biases) move a little from 1 and 0, so that none of them drops out of a comparison. Decays
+        # become weak, so that a state reaches the next nodes.
+        if name.endswith("A_log"):
+            nn.init.uniform_(parameter, -4, -1)
+        elif parameter.ndim > 1:
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
         else:
             parameter.data.add_(0.1 * torch.randn_like(parameter))

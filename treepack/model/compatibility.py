@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 REMEDY = "docs/models.md lists the models that treepack trains"
 NO_INTERFACE = "its code does not use transformers' attention interface"
+NOT_PASSED_ON = "its code does not pass subtree_end on to its recurrent layers"
+OWN_STATE = "it carries a state from token to token in code of its own"
 
 # Values of `layer_types` for softmax attention. "indexed_attention" is softmax attention on short paths (`indexed`).
 _SOFTMAX_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "indexed_attention")
@@ -41,6 +43,11 @@ _RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_slid
 _REASONS = dict.fromkeys(
     ("heavily_compressed_attention", "compressed_sparse_attention"), "compresses runs of tokens to keys"
 )
+# Reasons to refuse a model, by a field of its configuration.
+_FIELDS = {
+    "ple_layer_ids": "its embeddings of n-grams hash neighbouring tokens of the row, which may be of other branches",
+    "indexer_budget": "its indexer selects blocks of keys, and treepack skips only indexers that select single keys",
+}
 # transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # A learned table may have a few more entries than max_position_embeddings: OPT and BART have 2 more. 8 leaves a margin.
@@ -52,8 +59,11 @@ def check_config(config: Any, *, source: str) -> None:
     """Refuse a model by its configuration: layers that mix tokens in a way that has no form on trees.
 
     Raises:
-        TreepackError: if the configuration has such a layer; the message names it.
+        TreepackError: if the configuration has such a layer or part; the message names it.
     """
+    for name, fault in _FIELDS.items():
+        if getattr(config, name, None):
+            raise TreepackError(f"{source}: {fault}; {REMEDY}")
     for layer, kind in enumerate(_layer_kinds(config)):
         if kind in _RECURRENT_LAYERS and (reason := recurrent_obstacle(config)) is not None:
             raise TreepackError(f"{source}: layer {layer} is {kind!r}, which {reason}; {REMEDY}")
@@ -75,9 +85,11 @@ def count_attention_layers(config: Any) -> int:
     return int(config.num_hidden_layers)
 
 
-def has_recurrent_layers(config: Any) -> bool:
-    """Return True if a layer has a state or a convolution over tokens."""
-    return any(kind in _RECURRENT_LAYERS for kind in _layer_kinds(config))
+def count_recurrent_layers(config: Any) -> tuple[int, int]:
+    """Return the number of layers that call a convolution, and of those that call a scan as well."""
+    # ["hybrid", "full_attention", "linear_attention", "conv"] -> (3, 2)
+    kinds = [kind for kind in _layer_kinds(config) if kind in _RECURRENT_LAYERS]
+    return len(kinds), len(kinds) - kinds.count("conv")
 
 
 def _layer_kinds(config: Any) -> list[str]:

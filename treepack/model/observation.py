@@ -3,7 +3,7 @@
     with observe(causal) as seen:
         seen.logits = model(..., record=seen.attention).logits      model: `causal`, or a wrapper of a trainer around it
     seen.states           [B, T, D], the input of the output layer
-    check_attention       every attention layer called tree attention
+    check_attention       every attention layer called tree attention, and every recurrent layer its functions on trees
     measure_logit_map     how the model changes the result of its output layer (`head`)
 
 The two checks need no second forward pass, so they work at any precision, and also if weights are sharded. `probe`
@@ -22,9 +22,16 @@ from torch import Tensor
 
 from treepack.attention.interface import AttentionCall
 from treepack.errors import TreepackError
-from treepack.model.compatibility import NO_INTERFACE, REMEDY, count_attention_layers
+from treepack.model.compatibility import (
+    NO_INTERFACE,
+    NOT_PASSED_ON,
+    OWN_STATE,
+    REMEDY,
+    count_attention_layers,
+    count_recurrent_layers,
+)
 from treepack.model.head import HeadCall, find_head, head_replaced, known_logits
-from treepack.recurrent.interface import RecurrentCall
+from treepack.recurrent.interface import CONVOLUTION, RecurrentCall
 
 
 class AttentionRecord:
@@ -80,19 +87,32 @@ def observe(causal: Any) -> Iterator[Observation]:
 
 
 def check_attention(seen: Observation, causal: Any, *, source: str) -> None:
-    """Refuse a model unless each of its attention layers called tree attention.
+    """Refuse a model unless each of its layers that mix tokens called a function on trees.
 
     Raises:
-        TreepackError: if attention was never called, or the calls do not match the layers.
+        TreepackError: if none was called, or the calls do not match the layers.
     """
-    calls = seen.attention.calls
-    layers = count_attention_layers(causal.config.get_text_config())
+    calls, config = seen.attention.calls, causal.config.get_text_config()
+    layers, recurrent = count_attention_layers(config), count_recurrent_layers(config)
     if not calls and not seen.attention.recurrent:
-        raise TreepackError(f"{source}: {NO_INTERFACE}; {REMEDY}")
+        # transformers marks models whose caches hold a state.
+        own = OWN_STATE if getattr(causal, "_is_stateful", False) else NO_INTERFACE
+        raise TreepackError(f"{source}: {NOT_PASSED_ON if any(recurrent) else own}; {REMEDY}")
     # Fewer modules than layers: a layer mixes tokens by other means. A module may call twice, as in DiffLlama.
     modules = {call.module for call in calls}
     if len(modules) != layers:
         raise TreepackError(
             f"{source}: its {layers} attention layers call attention {len(calls)} times, from {len(modules)} modules, "
             f"so that some of them may mix tokens in another way; {REMEDY}"
+        )
+    # A layer may have a convolution each for queries, keys and values. It has one scan.
+    names = [call.name for call in seen.attention.recurrent]
+    convolutions = names.count(CONVOLUTION)
+    scans = len(names) - convolutions
+    with_convolution, with_scan = recurrent
+    if convolutions < with_convolution or convolutions % max(with_convolution, 1) or scans != with_scan:
+        raise TreepackError(
+            f"{source}: its {with_convolution} recurrent layers, {with_scan} of them with a scan, call a convolution "
+            f"{convolutions} times and a scan {scans} times, so that some of them may mix tokens in another way; "
+            f"{REMEDY}"
         )

@@ -11,6 +11,7 @@ the functions are replaced in the module, for all of its models; another module'
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import inspect
@@ -39,6 +40,7 @@ _ON_TREES: dict[str, Callable[..., Any]] = {
 }
 # Functions of transformers that have no form on trees: the selective scan of Mamba-1.
 _WITHOUT_FORM = ("mamba_inner_fn", "mamba_selective_scan")
+_GLOBAL = "LOAD_GLOBAL"  # the instruction that reads a name of the module
 
 
 def obstacle(config: Any) -> str | None:
@@ -63,12 +65,16 @@ def obstacle(config: Any) -> str | None:
 
 
 def _called_functions(module: ModuleType) -> set[str]:
-    """Return the names that the forward passes of the module's layers use."""
+    """Return the names of functions of the module that the forward passes of its layers call.
+
+    A layer that keeps a function as an attribute of its own, as in early versions of transformers, does not count.
+    """
     layers = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, nn.Module)]
     names: set[str] = set()
     for layer in layers:
         if layer.__module__ == module.__name__:
-            names.update(inspect.unwrap(layer.forward).__code__.co_names)
+            code = dis.get_instructions(inspect.unwrap(layer.forward))
+            names.update(each.argval for each in code if each.opname == _GLOBAL)
     return names
 
 

@@ -24,11 +24,16 @@ from treepack.recurrent import dispatch
 from treepack.recurrent.norm import normalise
 
 # What a call may ask for beyond the products: states of a cache, which training has none of.
-_OF_CACHES = ("initial_state", "initial_states", "output_final_state", "return_final_states")
+_OF_CACHES = ("use_cache", "initial_state", "initial_states", "output_final_state", "return_final_states")
+# Options that reach every layer and change no product. chunk_size divides the sums of the usual scan.
+_HARMLESS = frozenset(
+    "subtree_end schedule record kept chunk_size position_embeddings position_ids cache_position layer_idx".split()
+)
+CONVOLUTION = "convolution"
 
 
 class RecurrentCall(NamedTuple):
-    """One call of a recurrent layer's scan or convolution: its name in transformers, and its dtype."""
+    """One call of a recurrent layer: the name of its scan, or `CONVOLUTION`, and its dtype."""
 
     name: str
     dtype: torch.dtype
@@ -38,7 +43,7 @@ def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
 ) -> Tensor:
     """Compute `causal_conv1d_fn` on trees: x [B, C, T] and weight [C, W] in, [B, C, T] out."""
-    schedules = _schedules(options, "causal_conv1d_fn", x)
+    schedules = _schedules(options, CONVOLUTION, x)
     # Models pass the transpose of [B, T, C], so that this is a view.
     tokens = x.mT.reshape(-1, x.shape[1])
     out = dispatch.convolve(tokens, weight, bias, activation, schedules)
@@ -59,7 +64,7 @@ def gated_delta_rule(
 
     `g` is [B, T, H], or [B, T, H, K] in KDA. There is no final state.
     """
-    schedules = _schedules(options, "gated delta rule", value)
+    schedules = _schedules(options, "gated delta rule" if g.ndim == 3 else "Kimi delta attention", value)
     scale = query.shape[-1] ** -0.5
     query, key = (normalise(query, scale), normalise(key)) if use_qk_l2norm_in_kernel else (query * scale, key)
     q, k, v, decay, rate = (x.flatten(0, 1) for x in (query, key, value, g, beta))
@@ -95,8 +100,6 @@ def state_space_scan(
         TreepackError: if a gate or a state of a cache is given.
     """
     schedules = _schedules(options, "Mamba-2 scan", x)
-    if options.get("z") is not None:
-        raise TreepackError("recurrent layer: the model passes a gate z to its scan; expected the gate after the scan")
     precision = torch.promote_types(x.dtype, torch.float32)
     step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     step = softplus(step) if dt_softplus else step
@@ -116,11 +119,18 @@ def _schedules(options: dict[str, Any], name: str, values: Tensor) -> Schedules:
     """Return the tables of the rows, and record the call.
 
     Raises:
-        TreepackError: if a state of a cache is given or asked for.
+        TreepackError: if a state of a cache is given or asked for, or an option that has no meaning here.
     """
     asked = next((each for each in _OF_CACHES if options.get(each) is not None and options[each] is not False), None)
     if asked is not None:
         raise TreepackError(f"recurrent layer: the model uses {asked} in its {name}; call it with use_cache=False")
+    # Another version of transformers may pass more. A gate that is ignored gives a wrong gradient and no error.
+    unknown = next((each for each, setting in options.items() if each not in _HARMLESS and _is_set(setting)), None)
+    if unknown is not None:
+        raise TreepackError(
+            f"recurrent layer: the model passes {unknown} to its {name}, which has no form on trees here; train "
+            "another model, or use another version of transformers"
+        )
     if options.get("record") is not None:
         options["record"].append(RecurrentCall(name, values.dtype))
     schedules, end = options.get("schedule"), options["subtree_end"]
@@ -128,3 +138,8 @@ def _schedules(options: dict[str, Any], name: str, values: Tensor) -> Schedules:
         return Schedules(end)
     schedules.check(end)
     return schedules
+
+
+def _is_set(setting: Any) -> bool:
+    # None and False -> False; a tensor is set, whatever its values are
+    return setting is not None and setting is not False
