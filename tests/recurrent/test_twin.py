@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support.attention_trees import chain, ends_of, random_tree, star
 from treepack.recurrent.chunks import build_chunks, find_parents, flatten_ends
-from treepack.recurrent.convolution import build_ancestors, convolve
+from treepack.recurrent.convolution import build_ancestors, build_taps, convolve
 from treepack.recurrent.tokenwise import convolve_tokens, scan_tokens
 from treepack.recurrent.twin import scan
 
@@ -192,7 +192,7 @@ def test_a_convolution_reads_ancestors(taps: int, activation: str | None) -> Non
     x, do = (torch.randn(end.numel(), 6, generator=generator, dtype=torch.float64) for _ in range(2))
     weight, bias = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (taps, 1))
     leaves = [each.requires_grad_() for each in (x, weight, bias)]
-    found = convolve(x, weight, bias[:, 0], activation, build_ancestors(end, taps))
+    found = convolve(x, weight, bias[:, 0], activation, build_taps(end, taps))
     expected = convolve_tokens(x, weight, bias[:, 0], find_parents(flatten_ends(end)))
     expected = expected if activation is None else torch.nn.functional.silu(expected)
     gradients = [[out.detach(), *torch.autograd.grad(out, leaves, do)] for out in (found, expected)]

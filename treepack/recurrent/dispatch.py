@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from treepack.attention.dispatch import Schedules
 from treepack.recurrent import convolution, twin
 from treepack.recurrent.chunks import build_chunks
-from treepack.recurrent.convolution import build_ancestors
+from treepack.recurrent.convolution import build_taps
 
 NAMES = ("torch", "fla", "triton")
 AUTO = {"cuda": ("fla", "triton", "torch")}
@@ -38,9 +39,14 @@ def use_implementation(name: str) -> Iterator[None]:
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, schedules: Schedules) -> Tensor:
     """Return the convolution of the tokens of a tree; arguments as in `convolution.convolve`."""
-    taps = weight.shape[-1]
-    ancestors = schedules.table(("ancestors", taps), lambda end: build_ancestors(end, taps))
-    return convolution.convolve(x, weight, bias, activation, ancestors)
+    width = weight.shape[-1]
+    taps = schedules.table(("taps", width), lambda end: build_taps(end, width))
+    # flash-linear-attention has no convolution on trees, so `fla` takes the own kernels too.
+    if x.dtype != torch.float64 and (_wanted == "triton" or (_wanted != "torch" and x.is_cuda)):
+        from treepack.recurrent.kernels.convolution import triton_convolve
+
+        return triton_convolve(x, weight, bias, activation, taps)
+    return convolution.convolve(x, weight, bias, activation, taps)
 
 
 def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, schedules: Schedules) -> Tensor:
