@@ -64,7 +64,7 @@ def _sum_taps(x, weights, bias, ancestors, o_t, m_t, o_c, m_c, count, SIZES: tl.
 
 
 @triton.jit(do_not_specialize=["count"])
-def _forward_kernel(
+def _convolution_kernel(
     x,
     weights,
     bias,
@@ -89,7 +89,7 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _weight_kernel(
+def _convolution_weight_kernel(
     x,
     weights,
     bias,
@@ -136,7 +136,7 @@ def _weight_kernel(
 
 
 @triton.jit
-def _distant_kernel(
+def _convolution_distant_kernel(
     weights,
     inner,
     begins,
@@ -165,7 +165,7 @@ def _distant_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _input_kernel(
+def _convolution_input_kernel(
     weights,
     ancestors,
     inner,
@@ -227,7 +227,7 @@ def forward_launch(inputs: Inputs, out: Tensor) -> Launch:
     arguments, constants = _operands(inputs), _constants(inputs)
     constants |= {"HAS_BIAS": inputs.bias is not None, "SILU": inputs.is_silu}
     programs = triton.cdiv(len(out), constants["BLOCK_T"])
-    return _launch(_forward_kernel, programs, {**arguments, "out": out}, constants)
+    return _launch(_convolution_kernel, programs, {**arguments, "out": out}, constants)
 
 
 def weight_launch(inputs: Inputs, gradients: Gradients) -> Launch:
@@ -236,7 +236,7 @@ def weight_launch(inputs: Inputs, gradients: Gradients) -> Launch:
     block = constants["BLOCK_T"] // 2
     constants |= {"BLOCK_W": triton.next_power_of_2(len(inputs.weights)), "BLOCK_T": block, "PART": PART}
     tensors = {name: getattr(gradients, name) for name in ("do", "inner", "dweights", "dbias")}
-    return _launch(_weight_kernel, partial_sums(len(inputs.x)), {**_operands(inputs), **tensors}, constants)
+    return _launch(_convolution_weight_kernel, partial_sums(len(inputs.x)), {**_operands(inputs), **tensors}, constants)
 
 
 def distant_launch(inputs: Inputs, gradients: Gradients) -> Launch:
@@ -250,7 +250,7 @@ def distant_launch(inputs: Inputs, gradients: Gradients) -> Launch:
         "reader_taps": taps.reader_taps,
         "distant": gradients.distant,
     }
-    return _launch(_distant_kernel, len(taps.targets), arguments, _constants(inputs, gradients.inner))
+    return _launch(_convolution_distant_kernel, len(taps.targets), arguments, _constants(inputs, gradients.inner))
 
 
 def input_launch(inputs: Inputs, gradients: Gradients) -> Launch:
@@ -265,12 +265,12 @@ def input_launch(inputs: Inputs, gradients: Gradients) -> Launch:
         "count": len(inputs.x),
     }
     constants = _constants(inputs, gradients.inner)
-    return _launch(_input_kernel, triton.cdiv(len(inputs.x), constants["BLOCK_T"]), arguments, constants)
+    return _launch(_convolution_input_kernel, triton.cdiv(len(inputs.x), constants["BLOCK_T"]), arguments, constants)
 
 
 def partial_sums(tokens: int) -> int:
     """Return the number of partial sums over `tokens` tokens."""
-    return triton.cdiv(tokens, PART)
+    return -(-tokens // PART)
 
 
 def _operands(inputs: Inputs) -> dict[str, Any]:
