@@ -83,7 +83,7 @@ def test_every_token_is_in_one_place_and_every_node_below_its_parent(seed: int, 
     table, parent = build_levels(end), find_parents(flatten_ends(end)).tolist()
     assert sorted(table.order.tolist()) == list(range(2 * length))
     assert table.order[table.place].tolist() == list(range(2 * length))
-    lists = table.order.split(table.sizes)
+    lists = torch.split(table.order, table.sizes)
     for depth, level in enumerate(table.levels):
         tokens, bounds = lists[depth].tolist(), level.bounds.tolist()
         assert bounds[-1] == len(tokens)
@@ -132,7 +132,7 @@ def test_versions_that_cannot_be_used_are_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     obstacle = obstacle_of_fla.__wrapped__(vector_decay=vector_decay)
-    assert obstacle is None if expected is None else expected in obstacle
+    assert obstacle is None if expected is None else expected in str(obstacle)
 
 
 def _look_up(versions: dict[str, str], name: str) -> str:

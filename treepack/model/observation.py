@@ -31,6 +31,7 @@ from treepack.model.compatibility import (
     count_recurrent_layers,
 )
 from treepack.model.head import HeadCall, find_head, head_replaced, known_logits
+from treepack.recurrent.entry import upgrade_hint
 from treepack.recurrent.interface import CONVOLUTION, RecurrentCall
 
 
@@ -97,7 +98,8 @@ def check_attention(seen: Observation, causal: Any, *, source: str) -> None:
     if not calls and not seen.attention.recurrent:
         # transformers marks models whose caches hold a state.
         own = OWN_STATE if getattr(causal, "_is_stateful", False) else NO_INTERFACE
-        raise TreepackError(f"{source}: {NOT_PASSED_ON if any(recurrent) else own}; {REMEDY}")
+        fault = f"{NOT_PASSED_ON}; {upgrade_hint() or REMEDY}" if any(recurrent) else f"{own}; {REMEDY}"
+        raise TreepackError(f"{source}: {fault}")
     # Fewer modules than layers: a layer mixes tokens by other means. A module may call twice, as in DiffLlama.
     modules = {call.module for call in calls}
     if len(modules) != layers:
@@ -114,5 +116,5 @@ def check_attention(seen: Observation, causal: Any, *, source: str) -> None:
         raise TreepackError(
             f"{source}: its {with_convolution} recurrent layers, {with_scan} of them with a scan, call a convolution "
             f"{convolutions} times and a scan {scans} times, so that some of them may mix tokens in another way; "
-            f"{REMEDY}"
+            f"{upgrade_hint() or REMEDY}"
         )

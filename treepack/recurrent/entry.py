@@ -41,6 +41,16 @@ _ON_TREES: dict[str, Callable[..., Any]] = {
 # Functions of transformers that have no form on trees: the selective scan of Mamba-1.
 _WITHOUT_FORM = ("mamba_inner_fn", "mamba_selective_scan")
 _GLOBAL = "LOAD_GLOBAL"  # the instruction that reads a name of the module
+# transformers 5.17 calls functions of its modules, and from this version on it passes its arguments to all of them.
+_VERSION = "5.22"
+
+
+def upgrade_hint() -> str | None:
+    """Return the remedy for layers that get no arguments, if the installed transformers is too old; else None."""
+    version = importlib.import_module("transformers").__version__
+    # "5.9.0.dev0" -> [5, 9]
+    installed, needed = ([int(each) for each in v.split(".")[:2]] for v in (version, _VERSION))
+    return f"install transformers {_VERSION} or later ({version} is installed)" if installed < needed else None
 
 
 def obstacle(config: Any) -> str | None:
@@ -54,14 +64,21 @@ def obstacle(config: Any) -> str | None:
     try:
         module = importlib.import_module(name)
     except ImportError:
-        return "has no code in this version of transformers"
+        return _with_hint("has no code in this version of transformers")
     used = _called_functions(module)
     without = next((each for each in _WITHOUT_FORM if each in used), None)
     if without is not None:
         return f"calls {without}, a selective scan, which has no form on trees here"
     if not used & _ON_TREES.keys():
-        return "carries a state from token to token in a way that this version of transformers offers no function for"
+        return _with_hint(
+            "carries a state from token to token in a way that this version of transformers offers no function for"
+        )
     return None
+
+
+def _with_hint(reason: str) -> str:
+    hint = upgrade_hint()
+    return reason if hint is None else f"{reason}; {hint}"
 
 
 def _called_functions(module: ModuleType) -> set[str]:

@@ -1,0 +1,58 @@
+"""Versions of transformers whose recurrent layers pass no arguments to their functions."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import transformers
+from torch import nn
+
+from treepack.recurrent.entry import obstacle, upgrade_hint
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("5.9.0", "install transformers 5.22 or later (5.9.0 is installed)"),
+        ("5.21.0.dev0", "install transformers 5.22 or later (5.21.0.dev0 is installed)"),
+        ("5.22.0", None),
+        ("6.0.0rc1", None),
+    ],
+)
+def test_versions_before_5_22_are_to_be_replaced(
+    version: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", version)
+    assert upgrade_hint() == expected
+
+
+class Layer(nn.Module):
+    """As in transformers 5.10: the layer keeps the function, so that replacing it in the module changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal_conv1d_fn = len
+
+    def forward(self, hidden: list[int]) -> int:
+        return self.causal_conv1d_fn(hidden)
+
+
+class Config:
+    """The configuration of a model with such a layer."""
+
+
+def test_a_function_on_the_layer_is_refused_with_the_version_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("made_up.modeling_early")
+    module.Layer = Layer  # type: ignore[attr-defined]
+    module.causal_conv1d_fn = len  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up", ModuleType("made_up"))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Layer, "__module__", module.__name__)
+    monkeypatch.setattr(Config, "__module__", "made_up.configuration_early")
+    monkeypatch.setattr(transformers, "__version__", "5.10.0")
+    reason = obstacle(Config())
+    assert reason is not None
+    assert reason.startswith("carries a state from token to token in a way that this version of transformers offers")
+    assert reason.endswith("; install transformers 5.22 or later (5.10.0 is installed)")
