@@ -199,9 +199,9 @@ def test_routers_have_no_adapter_unless_all_linear_layers_have_one(tmp_path: Pat
         loaded = load_model(tiny_config(tmp_path / "tiny.json"))
         for layer in loaded.causal.model.layers:
             layer.router_and_more = Layer()
-        from treepack.model.adapter import _target_names
+        from treepack.model.adapter_targets import target_names
 
-        return _target_names(loaded.causal, choice, "tiny")
+        return target_names(loaded.causal, choice, "tiny")
 
     both = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert set(targets("auto")) == both

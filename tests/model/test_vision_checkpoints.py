@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import PeftModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from support.oracle_model import packed_directory
@@ -22,16 +22,15 @@ from support.strategies import make
 from support.tiny_vision import HUB_NAMES, IMAGE_TOKEN, read_weights, save_vision, tiny_vision, vision_config
 from treepack import TreepackError
 from treepack.model.adapter import LoraOptions
-from treepack.model.load import build_model, load_model, read_config
+from treepack.model.load import load_model
 from treepack.model.text_half import choose_config
 from treepack.model.verify_rows import verify_rows
-from treepack.model.weights.whole_checkpoint import save_whole
 from treepack.train.loop import train
 from treepack.train.options import TrainOptions
 from treepack.train.run import open_run, open_verification
 
 KINDS = ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "gemma3", "mistral3", "internvl"]
-MORE = ["qwen2_vl", "qwen3_vl", "glm4v_moe"]
+MORE = ["qwen2_vl", "qwen3_vl", "glm4v_moe", "qwen3_5", "qwen3_5_moe"]
 OLD_NAMES = {**dict.fromkeys(HUB_NAMES, "hub"), "qwen3_vl_moe": "turned"}
 NAMES = [
     *[(kind, OLD_NAMES.get(kind, "saved")) for kind in KINDS],
@@ -185,20 +184,20 @@ def test_a_config_file_gives_the_text_half_with_random_weights(packed: Path, tmp
     assert load_model(tmp_path / "out").model.config.get_text_config().hidden_size == 32
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
-def test_qwen3_5_is_read_and_saved_whole(tmp_path: Path, kind: str) -> None:
-    # Its layers of linear attention are refused by the configuration, so this is about the weights alone.
-    source = save_vision(tiny_vision(kind), tmp_path / "source")
-    with pytest.raises(TreepackError, match="linear_attention"):
-        read_config(source)
-    config = AutoConfig.from_pretrained(source)
-    model = build_model(source, config, torch.float32, 0)
-    changed = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    save_whole(model, source, tmp_path / "out", changed)
+def test_layers_for_the_prediction_of_several_tokens_stay_in_the_checkpoint(packed: Path, tmp_path: Path) -> None:
+    source = save_vision(tiny_vision("qwen3_5"), tmp_path / "source")
+    index = source / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    first = source / min(fields["weight_map"].values())
+    predictor = {"mtp.fc.weight": torch.randn(32, 64).bfloat16(), "mtp.norm.weight": torch.randn(32)}
+    save_file({**load_file(first), **predictor}, first, metadata={"format": "pt"})
+    fields["weight_map"] |= dict.fromkeys(predictor, first.name)
+    index.write_text(json.dumps(fields))
+    run(packed, source, tmp_path / "out")
     before, after = read_weights(source), read_weights(tmp_path / "out")
     assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor if "visual" in name else tensor + 1), name
+    equal = {name for name in before if torch.equal(before[name], after[name])}
+    assert equal == {name for name in before if "visual" in name or name.startswith("mtp.")}
 
 
 def refusal(source: Path) -> str:

@@ -26,6 +26,7 @@ _TEXT: dict[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 256},
     **{"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     **{"shared_expert_intermediate_size": 16, "first_k_dense_replace": 1, "sliding_window": 256, "layer_types": None},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
 }
 _VISION: dict[str, Any] = {
@@ -37,6 +38,9 @@ _VISION: dict[str, Any] = {
 # Pairs of rotary dimensions for time, height and width: of 8 dimensions of a head, of which GLM-4V-MoE turns a half.
 _SECTIONS = {kind: [2, 1, 1] for kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")}
 _SECTIONS["glm4v_moe"] = [1, 1, 0]
+# Of Qwen 3.5 a quarter turns.
+_SECTIONS["qwen3_5"] = _SECTIONS["qwen3_5_moe"] = [1, 0, 0]
+_LAYERS = {kind: ["linear_attention", "full_attention"] for kind in ("qwen3_5", "qwen3_5_moe")}
 
 # From names in memory to those of the first checkpoints on the hub.
 _LLAVA = (
@@ -60,7 +64,7 @@ def vision_config(kind: str, **fields: Any) -> Any:
         parts["text_config"]["rope_parameters"] = {**rope, "mrope_section": _SECTIONS[kind]}
     if kind == "qwen2_vl":  # its vision tower calls the width of the text `hidden_size`
         parts["vision_config"]["hidden_size"] = 32
-    parts["text_config"] |= fields
+    parts["text_config"] |= {"layer_types": _LAYERS[kind], **fields} if kind in _LAYERS else fields
     config = type(default)(**parts)
     for name, token in {"image_token_id": IMAGE_TOKEN, "video_token_id": VOCABULARY}.items():
         if getattr(config, name, None) is not None:  # image_token_id is another name of image_token_index

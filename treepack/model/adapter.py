@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,16 +26,13 @@ from torch import Tensor, nn
 
 from treepack.errors import TreepackError, install_hint
 from treepack.files.hub import is_offline
+from treepack.model.adapter_targets import conv1d_class, target_names
 from treepack.model.compatibility import translate_errors
-from treepack.model.layers import find_layers
 from treepack.model.source import local_source
-from treepack.model.text_half import is_text_half
 
 DEFAULT_ALPHA = 32.0  # for every rank, as in "LoRA Without Regret" (Schulman et al., 2025): the rate fits every rank
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
-# Linear layers that choose experts, which "auto" leaves as they are: their result is a choice, no feature of a token.
-_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 # Parts of PEFT's LoraConfig that change more than products of tokens with weights, or the base itself.
 _REFUSED_PARTS = (
     "layer_replication alora_invocation_tokens arrow_config target_parameters trainable_token_indices "
@@ -201,11 +197,14 @@ def new_adapter(causal: Any, options: LoraOptions, *, source: str, seed: int) ->
         task_type="CAUSAL_LM",
         r=options.rank,
         lora_alpha=options.scale_alpha,
-        target_modules=_target_names(causal, options.targets, source),
-        fan_in_fan_out=any(isinstance(module, _conv1d()) for module in causal.modules()),
+        target_modules=target_names(causal, options.targets, source),
+        fan_in_fan_out=any(isinstance(module, conv1d_class()) for module in causal.modules()),
     )
     with translate_errors(f"{source}: PEFT cannot put an adapter on it", "choose other lora_targets"):
         model = get_peft_model(causal, config)
+    if getattr(config, "target_parameters", None):
+        names = ", ".join(sorted(config.target_parameters))
+        raise TreepackError(f"{source}: PEFT puts adapters of {options.targets} on experts ({names}); leave these out")
     # PEFT writes the folder that the base came from: for an address, that is a copy in the cache.
     config.base_model_name_or_path = str(Path(source).resolve()) if Path(source).exists() else source
     return model, initial_weights(model, seed)
@@ -226,59 +225,6 @@ def initial_weights(model: nn.Module, seed: int, *, random_b: bool = False) -> d
         elif ".lora_B." in name:
             weights[name] = torch.zeros(parameter.shape)
     return weights
-
-
-def _target_names(causal: Any, targets: str, source: str) -> list[str] | str:
-    """Return the names of layers for PEFT: the last parts of names if they mean the chosen layers only.
-
-    Of a text half it is a regular expression of whole names, because the towers have layers with the same last parts.
-
-    Raises:
-        TreepackError: a name is that of no linear layer, or that of the output layer.
-    """
-    head = causal.get_output_embeddings()
-    linear = [name for name, module in causal.named_modules() if _is_linear(module) and module is not head]
-    if targets == "all-linear":
-        chosen = set(linear)
-    elif targets == "auto":
-        layers = set(find_layers(causal))
-        inside = [f"{name}." for name, module in causal.named_modules() if module in layers]
-        chosen = {n for n in linear if n.rpartition(".")[2] not in _ROUTERS and n.startswith(tuple(inside))}
-    else:
-        chosen = {match for name in targets.split(",") for match in _matches(causal, name.strip(), linear, source)}
-    if not chosen:
-        raise TreepackError(f"{source}: has no linear layers for an adapter; train it without LoRA")
-    # q_proj of every layer -> "q_proj", which other programs that read adapters expect
-    last = {name.rpartition(".")[2] for name in chosen}
-    if is_text_half(causal):
-        decoder = next(name for name, module in causal.named_modules() if module is causal.get_decoder())
-        pattern = rf"{re.escape(decoder)}\..*\.({'|'.join(sorted(last))})"
-        exact = {name for name, _ in causal.named_modules() if re.fullmatch(pattern, name)} == chosen
-        return pattern if exact else "|".join(re.escape(name) for name in sorted(chosen))
-    alike = {name for name, _ in causal.named_modules() if name.rpartition(".")[2] in last}
-    return sorted(last if alike == chosen else chosen)
-
-
-def _matches(causal: Any, target: str, linear: list[str], source: str) -> list[str]:
-    matches = [name for name in linear if name == target or name.endswith(f".{target}")]
-    if matches:
-        return matches
-    head = causal.get_output_embeddings()
-    if any(module is head and name.endswith(target) for name, module in causal.named_modules()):
-        raise TreepackError(f"{source}: {target} is the output layer, which must have no adapter; leave it out")
-    names = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-    raise TreepackError(f"{source}: no linear layer is named {target!r}; its names are {names}")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | _conv1d())
-
-
-def _conv1d() -> Any:
-    """Return the class of GPT-2's linear layers, whose weights are transposed: [in, out]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return Conv1D
 
 
 def read_adapter(causal: Any, adapter: Adapter, *, source: str) -> tuple[Any, dict[str, Tensor], tuple[str, ...]]:

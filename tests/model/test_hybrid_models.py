@@ -1,0 +1,148 @@
+"""Models with recurrent layers: hard rows, objectives, recomputation, adapters, precision, checkpoints, generation."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.hybrid_models import HARD, TRUNK, load_hybrid, options_of, write_config
+from support.model_table import ACCEPTED
+from support.oracle_model import gradients, worst_error
+from support.packed_objectives import opened, rollouts
+from support.tiny_families import tiny_family
+from treepack import allow_generation
+from treepack.attention import register
+from treepack.errors import TreepackError
+from treepack.model.adapter import LoraOptions, assign, initial_weights
+from treepack.model.denominators import step_factors, trajectory_table
+from treepack.model.forward import row_loss
+from treepack.model.layers import adapt_layers
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
+from treepack.model.objectives import choose_objective
+from treepack.model.verify import verify_gradients
+
+# One of each scan, one in which attention and a scan share a layer, and one without a scan.
+QUICK = ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2"]
+NAMES = [each.kind for each in ACCEPTED if each.recurrent]
+HYBRIDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in NAMES]
+# Kinds of which the slow tests need no others.
+SOME = ["qwen3_5_text", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("granitemoehybrid", "lfm2"))]
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_ends_inside_nodes_nodes_of_one_token_and_padding_are_exact(tmp_path: Path, kind: str) -> None:
+    loaded = load_hybrid(tmp_path, kind)
+    assert int(HARD.position_ids.max()) > 2 * max(taps(loaded.model))
+    report = verify_gradients(loaded, [HARD])
+    assert report.passed, report.worst
+    assert report.worst[1] < 1e-10
+
+
+def taps(model: nn.Module) -> list[int]:
+    return [module.kernel_size[0] for module in model.modules() if isinstance(module, nn.Conv1d)]
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_an_objective_over_terms_is_exact(tmp_path: Path, kind: str) -> None:
+    loaded = load_hybrid(tmp_path, kind)
+    objective = choose_objective("grpo", entropy=0.1)
+    dataset = opened(tmp_path / "packed", rollouts(), [0, 1] * 5)
+    factors = [torch.from_numpy(each) for each in step_factors(trajectory_table(dataset, objective), [0, 1], objective)]
+    report = verify_gradients(loaded, [dataset[0], dataset[1]], objective=objective, factors=factors)
+    assert report.passed, report.worst
+
+
+def of_row(loaded: LoadedModel) -> dict[str, Tensor]:
+    """Return the gradient of the hard row's loss by every parameter."""
+    loaded.model.zero_grad()
+    torch.autograd.backward(row_loss(loaded, HARD))
+    return gradients(loaded.model)
+
+
+@pytest.mark.parametrize("kind", [QUICK[2], *(pytest.param(k, marks=pytest.mark.slow) for k in NAMES if k != QUICK[2])])
+def test_recomputation_in_training_mode_changes_no_gradient(tmp_path: Path, kind: str) -> None:
+    loaded = load_hybrid(tmp_path, kind)
+    expected = of_row(loaded)
+    loaded.model.train()  # Mamba-2 layers then call their fused function first
+    assert worst_error(of_row(loaded), expected) == 0
+    adapt_layers(loaded.model, checkpointing=True, compiled=False)
+    assert worst_error(of_row(loaded), expected) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_have_the_same_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, checkpointing: bool
+) -> None:
+    torch._dynamo.reset()
+    # Graphs run as they are traced; turning them into machine code takes minutes.
+    traced = functools.partial(torch.compile, backend=lambda graph, _: graph.forward)
+    monkeypatch.setattr(torch, "compile", traced)
+    loaded = load_hybrid(tmp_path, kind)
+    loaded.model.train()
+    expected = of_row(loaded)
+    adapt_layers(loaded.model, checkpointing=checkpointing, compiled=True)
+    assert worst_error(of_row(loaded), expected) < 1e-10
+    torch._dynamo.reset()
+
+
+TARGETS = {
+    # PEFT would take names of the shared expert for those of the experts.
+    "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj v_proj",
+    # PEFT puts no adapters on the out_proj of this type, because a fused kernel of mamba-ssm reads its weights.
+    "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",
+    "nemotron_h": "down_proj in_proj k_proj o_proj q_proj up_proj v_proj",
+    "lfm2": "in_proj k_proj out_proj q_proj v_proj w1 w2 w3",
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["falcon_h1", *(pytest.param(kind, marks=pytest.mark.slow) for kind in TARGETS if kind != "falcon_h1")]
+)
+def test_adapters_are_on_the_products_of_recurrent_layers_and_exact(tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"dtype": torch.float64, "lora": LoraOptions(rank=2)}
+    loaded = load_model(write_config(tmp_path, kind), **options)
+    assert set(loaded.model.peft_config["default"].target_modules) == set(TARGETS[kind].split())
+    assign(loaded.model, initial_weights(loaded.model, 1, random_b=True), torch.float64)
+    frozen = {name.rpartition(".")[2] for name, p in loaded.model.named_parameters() if not p.requires_grad}
+    assert frozen.issuperset({"A_log", "dt_bias"} if kind != "lfm2" else {"weight"})
+    assert all("lora_" in name for name, p in loaded.model.named_parameters() if p.requires_grad)
+    report = verify_gradients(loaded, [HARD])
+    assert report.passed, report.worst
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_autocast_computes_the_loss_of_float32(tmp_path: Path, kind: str) -> None:
+    loaded = load_hybrid(tmp_path, kind, dtype=torch.float32)
+    expected = float(row_loss(loaded, HARD).detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = row_loss(loaded, HARD)
+    torch.autograd.backward(loss)
+    assert loss.item() == pytest.approx(expected, rel=2e-2)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_a_model_under_tree_attention_generates_as_the_plain_model(kind: str) -> None:
+    prompts = torch.tensor([[0, 0, *TRUNK[:3]], [*TRUNK[3:8]]])
+    mask = (prompts > 0).long()
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    plain = tiny_family(kind, attention="sdpa", **options_of(kind)).float()
+    expected = plain.generate(prompts, **options)
+    register()
+    model = tiny_family(kind, attention="treepack_auto", **options_of(kind)).float()
+    loaded = LoadedModel(model, kind, "auto", ())
+    torch.autograd.backward(row_loss(loaded, HARD))  # from here on the functions of its module are replaced
+    allow_generation(model)
+    assert torch.equal(model.generate(prompts, **options), expected)
+    assert torch.equal(plain.generate(prompts, **options), expected)
+    # A call that records gradients is refused as before, so that none can forget subtree_end.
+    with pytest.raises(TreepackError, match="subtree_end did not reach this layer"):
+        model(input_ids=prompts, attention_mask=mask)
