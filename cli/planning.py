@@ -32,6 +32,14 @@ def _finite(context: click.Context, option: click.Parameter, value: float | None
     return value
 
 
+def _token_pairs(_: click.Context, __: click.Parameter, model: str | None) -> int:
+    if model is None:
+        return USUAL.token_pairs
+    from treepack.analysis.model_cost import pairs_of_token, read_shape
+
+    return pairs_of_token(read_shape(model))
+
+
 LIMITS = (
     click.option(
         "--capacity",
@@ -58,6 +66,14 @@ LIMITS = (
         default=USUAL.balance,
         metavar="ROWS_MULTIPLE_OF",
         help="Make the rows of every training step a multiple of this number of ranks, with even score pairs.",
+    ),
+    click.option(
+        "--balance-model",
+        "token_pairs",
+        metavar="MODEL",
+        callback=_token_pairs,
+        help="With --balance: make the rows even in the time of this model instead, a preset or a config.json as for "
+        "the forecast of stats.",
     ),
 )
 
@@ -143,4 +159,5 @@ pack_options_without_workers = option_group("options", (*LIMITS, *_search(USUAL.
 """The same for a command that has --workers already."""
 
 # Options that a plan file replaces: the limits and the search.
-REPLACED_BY_PLAN = ["capacity", "pairs_budget", "terms_budget", "balance", "workers", "method", "effort", "time_limit"]
+REPLACED_BY_PLAN = ["capacity", "pairs_budget", "terms_budget", "balance", "token_pairs", "workers", "method", "effort"]
+REPLACED_BY_PLAN += ["time_limit"]

@@ -45,6 +45,7 @@ GLOSSARY = {
     "gap": "tokens above a lower bound, at most",
     "pairs_max_over_mean": "largest row / mean row",
     "group_pairs_max_over_mean": "the same for ranks in step",
+    "group_cost_max_over_mean": "the same for the time of the model",
     "method": "of the plan",
     "semantics": "of tokens that several samples train",
     "normalize": "of the loss weights",

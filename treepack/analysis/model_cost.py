@@ -23,6 +23,7 @@ import numpy as np
 from treepack.analysis.model_fields import FEED_FORWARD, RECURRENT, SOFTMAX, Config, list_layers, read_field
 from treepack.analysis.recurrent_cost import FAMILIES, count_scans, recurrent_part
 from treepack.errors import TreepackError
+from treepack.pack.options import MAX_TOKEN_PAIRS
 
 Count = Any  # an integer, or an array of them
 
@@ -152,6 +153,16 @@ def operations(shape: ModelShape, work: FlopCount) -> float:
     # 6 = 2 + 4: a product and its addition forward, and the same again for the gradient of each factor.
     attention = shape.attention(work.tokens, work.pairs)
     return 6.0 * float(shape.per_token * work.tokens + shape.output * work.targets + attention)
+
+
+def pairs_of_token(shape: ModelShape) -> int:
+    """Return the score pairs that take as many operations as one token, for `PackOptions.token_pairs`.
+
+    The output layer is left out, because it runs over trained tokens only. A layer with a window counts as full.
+    """
+    tokens = shape.per_token + sum(size * each for size, each in shape.windows)
+    # If every layer has a window, nothing depends on pairs, so a token costs as much as the maximum.
+    return min(MAX_TOKEN_PAIRS, round(tokens / shape.scores)) if shape.scores else MAX_TOKEN_PAIRS
 
 
 def read_shape(model: str) -> ModelShape:

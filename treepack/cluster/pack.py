@@ -190,6 +190,7 @@ def _totals(plans: Sequence[SlicePlan], layout: SliceLayout, job: PackJob) -> di
         layout.rows,
         capacity=job.limits.capacity,
         multiple_of=job.options.balance,
+        token_pairs=job.options.token_pairs,
         lower_bound=lower_bound,
         tokens_flat=sums["tokens_flat"],
     )

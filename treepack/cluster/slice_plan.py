@@ -114,6 +114,7 @@ def plan_slice(job: PackJob, part: TrieSlice) -> tuple[pa.Table, SlicePlan]:
         method=options.method,
         search=Search(options.effort, options.time_limit),
         multiple_of=options.balance,
+        token_pairs=options.token_pairs,
         workers=options.workers,
     )
     totals = check_plan(packed_trie(trie, plan.method), plan)

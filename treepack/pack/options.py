@@ -19,6 +19,7 @@ NORMALIZE = ("token", "trajectory", "group")
 
 MAX_CAPACITY = 2**31 - 1  # columns count the tokens of a row in 32 bits
 MAX_BUDGET = 10**18  # a sum of nine budgets still fits int64
+MAX_TOKEN_PAIRS = 10**8  # the cost of 10^10 tokens still fits int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,9 @@ class PackOptions:
         method: how trajectories are assigned to rows; docs/packing.md describes the methods.
         effort: how much work a method that searches may do: "low", "normal" or "high".
         time_limit: maximum seconds per tree for a method that proves its plan optimal, None for no limit.
-        balance: every training step gets a multiple of this number of rows, with even score pairs.
+        balance: every training step gets a multiple of this number of rows, with even costs.
+        token_pairs: with `balance`, score pairs that take as long as one token in a model, so that the cost of a row is
+            its time: `analysis.model_cost.pairs_of_token`. With 0 it is its score pairs alone.
         too_long: "error" refuses a trajectory longer than the capacity, "drop" leaves it out, "truncate" cuts it.
         semantics: a shared trained token counts for every trajectory ("branch") or once ("once").
         normalize: "token", "trajectory" or "group": which of them have equal weight in the mean loss.
@@ -52,6 +55,7 @@ class PackOptions:
     effort: str = "normal"
     time_limit: float | None = None
     balance: int = 1
+    token_pairs: int = 0
     too_long: str = "error"
     semantics: str = "branch"
     normalize: str = "token"
@@ -79,6 +83,10 @@ class PackOptions:
         for name in ("balance", "workers"):
             if getattr(self, name) < 1:
                 raise TreepackError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if not 0 <= self.token_pairs <= MAX_TOKEN_PAIRS:
+            raise TreepackError(f"token_pairs is {self.token_pairs}; expected 0 to {MAX_TOKEN_PAIRS}")
+        if self.token_pairs and self.balance == 1:
+            raise TreepackError("the model of a balance was given without a number of ranks; give --balance too")
         if self.time_limit is not None and not (math.isfinite(self.time_limit) and self.time_limit > 0):
             raise TreepackError(f"time_limit is {self.time_limit}; expected a positive number of seconds")
         if self.fallback_leaves and not self.leaf_weights:
@@ -95,8 +103,9 @@ class PackOptions:
             raise TreepackError("the method sequence shares no token, so semantics must be branch")
 
     def as_record(self) -> dict[str, Any]:
-        """Return the options as the manifest of a packed directory records them; leaf weights only if they are used."""
-        used = {name: True for name in ("leaf_weights", "fallback_leaves") if getattr(self, name)}
+        """Return the options as the manifest of a packed directory records them; newer ones only if they are used."""
+        newer = ("leaf_weights", "fallback_leaves", "token_pairs")
+        used = {name: getattr(self, name) for name in newer if getattr(self, name)}
         return used | {
             "method": self.method,
             "effort": self.effort,

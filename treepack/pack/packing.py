@@ -132,6 +132,7 @@ def _plan(trie: Trie, limits: Limits, options: PackOptions, progress: ReportProg
         method=options.method,
         search=Search(options.effort, options.time_limit),
         multiple_of=options.balance,
+        token_pairs=options.token_pairs,
         workers=options.workers,
         progress=progress,
     )

@@ -1,9 +1,10 @@
-"""Rows for R ranks: every training step has a multiple of R rows, none of them empty, with even score pairs.
+"""Rows for R ranks: every training step has a multiple of R rows, none of them empty, with even costs.
 
     pieces of a step --split_cheapest--> at least as many pieces as rows --_spread--> row of each piece
 
-Ranks take R rows at a time, in order, and wait for the slowest rank. So `plan_rows` sorts the rows of a step by pairs.
-Then R consecutive rows are nearly equal even if not all rows of the step can be.
+The cost of a row is its score pairs, or with `token_pairs` the time of a model: its score pairs plus that many pairs
+for each token. Ranks take R rows at a time, in order, and wait for the slowest rank. So `plan_rows` sorts the rows of a
+step by cost. Then R consecutive rows are nearly equal even if not all rows of the step can be.
 
 The number of rows is the number that `fill.py` needs, rounded up to a multiple of R. If there are fewer pieces than
 rows, pieces are split at the cuts that repeat the minimum of tokens. With the trajectories of a piece in the order of
@@ -25,17 +26,19 @@ from treepack.pack.plan.unions import RowSizes, row_sizes, shared_with_previous
 from treepack.trajectory import Int64
 from treepack.trie.trie import Trie
 
-ROWS_TO_TRY = 32  # rows checked for room before the assignment by pairs gives up
+ROWS_TO_TRY = 32  # rows checked for room before the assignment by cost gives up
 SAMPLED_ROWS = 512  # rows from which the partners of a move are taken
-PARTNERS = 24  # rows with which a row may trade pieces in one move; 8 of them have the lowest pairs
+PARTNERS = 24  # rows with which a row may trade pieces in one move; 8 of them have the lowest costs
 PIECES_PER_ROW = 12  # pieces of a row that one move considers: at most 1 + 12 + 66 bundles of up to two
 MOVES_PER_ROW = 4  # moves tried for each row of a step ...
 MAX_MOVES = 2000  # ... and at most in total, to bound the time of steps with many rows
-EVEN_RATIO = 1.005  # pairs of a row over the mean of all rows, at which the row is even enough
+EVEN_RATIO = 1.005  # cost of a row over the mean of all rows, at which the row is even enough
 
 
-def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int) -> Int64:
+def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int, *, token_pairs: int = 0) -> Int64:
     """Return the final row of each trajectory, int64 [num_trajectories], from the rows `row_of` of single trees.
+
+    A token costs as much as `token_pairs` score pairs.
 
     Raises:
         TreepackError: a step has fewer trajectories than rows.
@@ -50,7 +53,8 @@ def balanced_rows(trie: Trie, row_of: Int64, limits: Limits, multiple_of: int) -
         row_of = split_cheapest(trie, row_of, lacking)
         num_pieces = int(row_of.max()) + 1
         piece_steps = steps_of(row_of, steps, num_pieces)
-    return _spread_steps(row_sizes(trie, row_of, num_pieces), piece_steps, limits, num_rows)[row_of]
+    sizes = row_sizes(trie, row_of, num_pieces)
+    return _spread_steps(_Pieces.of(sizes, token_pairs), piece_steps, limits, num_rows)[row_of]
 
 
 def balanced_pieces(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int) -> Int64:
@@ -67,7 +71,7 @@ def balanced_pieces(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: 
             f"a training step has {counts[small[0]]} pieces, too few for {num_rows[small[0]]} rows, a multiple of "
             f"{multiple_of}; balance the rows where the trie is, with plan_rows"
         )
-    return _spread_steps(sizes, steps, limits, num_rows)
+    return _spread_steps(_Pieces.of(sizes), steps, limits, num_rows)
 
 
 def _num_rows(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int) -> Int64:
@@ -78,10 +82,30 @@ def _num_rows(sizes: RowSizes, steps: Int64, limits: Limits, multiple_of: int) -
     return np.array([-(-rows // multiple_of) * multiple_of for rows in merged_rows])
 
 
-def _spread_steps(sizes: RowSizes, steps: Int64, limits: Limits, num_rows: Int64) -> Int64:
+def row_costs(sizes: RowSizes, token_pairs: int) -> Int64:
+    """Return the cost of each row in score pairs, int64 [num_rows]."""
+    return sizes.pairs + token_pairs * sizes.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The sizes and costs of pieces."""
+
+    sizes: RowSizes
+    costs: Int64
+
+    @classmethod
+    def of(cls, sizes: RowSizes, token_pairs: int = 0) -> _Pieces:
+        return cls(sizes, row_costs(sizes, token_pairs))
+
+    def take(self, pieces: Int64) -> _Pieces:
+        return _Pieces(self.sizes.take(pieces), self.costs[pieces])
+
+
+def _spread_steps(pieces: _Pieces, steps: Int64, limits: Limits, num_rows: Int64) -> Int64:
     row_of, first = np.zeros(len(steps), np.int64), 0
     for mine, rows in zip(by_step(steps), num_rows.tolist(), strict=True):
-        row_of[mine] = first + _spread(sizes.take(mine), limits, rows)
+        row_of[mine] = first + _spread(pieces.take(mine), limits, rows)
         first += rows
     return row_of
 
@@ -133,38 +157,40 @@ def split_cheapest(trie: Trie, row_of: Int64, lacking: Int64) -> Int64:
     return new_row_of
 
 
-def _spread(pieces: RowSizes, limits: Limits, num_rows: int) -> Int64:
-    """Assign the pieces of one step to exactly `num_rows` rows, none empty, with even pairs."""
-    row_of = _assign_by_pairs(pieces, limits, num_rows)
+def _spread(pieces: _Pieces, limits: Limits, num_rows: int) -> Int64:
+    """Assign the pieces of one step to exactly `num_rows` rows, none empty, with even costs."""
+    row_of = _assign_by_cost(pieces, limits, num_rows)
     if row_of is None:
-        merged = merge_rows(pieces, np.zeros(len(pieces.pairs), np.int64), limits)
-        row_of = _split_rows(pieces.pairs, merged, num_rows)
-    return _improve(_PairSpread.of(pieces, limits, row_of))
+        merged = merge_rows(pieces.sizes, np.zeros(len(pieces.costs), np.int64), limits)
+        row_of = _split_rows(pieces.costs, merged, num_rows)
+    return _improve(_CostSpread.of(pieces, limits, row_of))
 
 
-def _assign_by_pairs(pieces: RowSizes, limits: Limits, num_rows: int) -> Int64 | None:
-    """Assign each piece, by falling pairs, to the row with the lowest pairs that has room; None if a row is missing.
+def _assign_by_cost(pieces: _Pieces, limits: Limits, num_rows: int) -> Int64 | None:
+    """Assign each piece, by falling cost, to the row with the lowest cost that has room; None if a row is missing.
 
     A piece gives up after `ROWS_TO_TRY` rows without room.
     """
-    left = [list(_row_limits(pieces, limits)) for _ in range(num_rows)]
-    # A heap of (pairs, row). The first `num_rows` pieces open a row each, so no row stays empty.
+    left = [list(_row_limits(pieces.sizes, limits)) for _ in range(num_rows)]
+    # A heap of (cost, row). The first `num_rows` pieces open a row each, so no row stays empty.
     rows = [(0, row) for row in range(num_rows)]
-    row_of = np.zeros(len(pieces.pairs), np.int64)
-    sizes = list(zip(pieces.tokens.tolist(), pieces.pairs.tolist(), pieces.terms.tolist(), strict=True))
-    for piece in np.lexsort([np.arange(len(sizes)), -pieces.tokens, -pieces.pairs]).tolist():
+    row_of = np.zeros(len(pieces.costs), np.int64)
+    columns = pieces.sizes
+    sizes = list(zip(columns.tokens.tolist(), columns.pairs.tolist(), columns.terms.tolist(), strict=True))
+    costs = pieces.costs.tolist()
+    for piece in np.lexsort([np.arange(len(sizes)), -columns.tokens, -pieces.costs]).tolist():
         size = sizes[piece]
         refused: list[tuple[int, int]] = []
         while rows and len(refused) < ROWS_TO_TRY:
-            pairs, row = heapq.heappop(rows)
+            cost, row = heapq.heappop(rows)
             if all(a <= b for a, b in zip(size, left[row], strict=True)):
                 break
-            refused.append((pairs, row))
+            refused.append((cost, row))
         else:
             return None
         left[row] = [b - a for a, b in zip(size, left[row], strict=True)]
         row_of[piece] = row
-        for entry in (*refused, (pairs + size[1], row)):
+        for entry in (*refused, (cost + costs[piece], row)):
             heapq.heappush(rows, entry)
     return row_of
 
@@ -178,21 +204,21 @@ def _row_limits(pieces: RowSizes, limits: Limits) -> tuple[int, int, int]:
     )
 
 
-def _split_rows(pairs: Int64, row_of: Int64, num_rows: int) -> Int64:
-    """Split the row with the highest pairs in two, again and again, until there are `num_rows` rows."""
+def _split_rows(costs: Int64, row_of: Int64, num_rows: int) -> Int64:
+    """Split the row with the highest cost in two, again and again, until there are `num_rows` rows."""
     members: list[list[int]] = [[] for _ in range(num_rows)]
     for piece, row in enumerate(row_of.tolist()):
         members[row].append(piece)
-    cost = pairs.tolist()
+    cost = costs.tolist()
     count = int(row_of.max()) + 1
-    # heapq is a heap of minima, so pairs are negative. A row of one piece cannot be split.
+    # heapq is a heap of minima, so costs are negative. A row of one piece cannot be split.
     heap = [(-sum(cost[i] for i in ids), row) for row, ids in enumerate(members[:count]) if len(ids) > 1]
     heapq.heapify(heap)
     while count < num_rows:
         _, row = heapq.heappop(heap)
         halves: list[list[int]] = [[], []]
         sums = [0, 0]
-        # Each piece, the largest first, goes to the smaller half: pairs 9, 6, 5, 2 -> 9 + 2 and 6 + 5.
+        # Each piece, the largest first, goes to the smaller half: costs 9, 6, 5, 2 -> 9 + 2 and 6 + 5.
         for piece in sorted(members[row], key=lambda i: (-cost[i], i)):
             side = 0 if sums[0] <= sums[1] else 1
             halves[side].append(piece)
@@ -202,18 +228,18 @@ def _split_rows(pairs: Int64, row_of: Int64, num_rows: int) -> Int64:
             if len(half) > 1:
                 heapq.heappush(heap, (-total, at))
         count += 1
-    new_row_of = np.zeros(len(pairs), np.int64)
+    new_row_of = np.zeros(len(costs), np.int64)
     for row, ids in enumerate(members):
         new_row_of[ids] = row
     return new_row_of
 
 
 @dataclass(slots=True)
-class _PairSpread:
+class _CostSpread:
     """The pieces of each row, while pieces move from row to row.
 
-    `sizes` int64 [pieces, 3] are the tokens, pairs and terms of each piece, `used` int64 [rows, 3] their sums over each
-    row, and `maxima` int64 [3] the limits of a row.
+    `sizes` int64 [pieces, 4] are the tokens, pairs, terms and costs of pieces, `used` int64 [rows, 4] their sums over
+    each row, and `maxima` int64 [3] the limits of a row, which has none for its cost.
     """
 
     sizes: Int64
@@ -223,15 +249,21 @@ class _PairSpread:
     used: Int64
 
     @classmethod
-    def of(cls, pieces: RowSizes, limits: Limits, row_of: Int64) -> _PairSpread:
-        sizes = np.stack([pieces.tokens, pieces.pairs, pieces.terms], axis=1)
+    def of(cls, pieces: _Pieces, limits: Limits, row_of: Int64) -> _CostSpread:
+        columns = pieces.sizes
+        sizes = np.stack([columns.tokens, columns.pairs, columns.terms, pieces.costs], axis=1)
         num_rows = int(row_of.max()) + 1
-        used = np.zeros((num_rows, 3), np.int64)
+        used = np.zeros((num_rows, 4), np.int64)
         np.add.at(used, row_of, sizes)
         members: list[list[int]] = [[] for _ in range(num_rows)]
         for piece, row in enumerate(row_of.tolist()):
             members[row].append(piece)
-        return cls(sizes, np.array(_row_limits(pieces, limits)), row_of.copy(), members, used)
+        return cls(sizes, np.array(_row_limits(columns, limits)), row_of.copy(), members, used)
+
+    @property
+    def costs(self) -> Int64:
+        """The cost of each row, int64 [rows]."""
+        return self.used[:, 3]
 
     def move(self, piece: int, row: int) -> None:
         old = int(self.row_of[piece])
@@ -242,14 +274,14 @@ class _PairSpread:
         self.row_of[piece] = row
 
 
-def _improve(spread: _PairSpread) -> Int64:
-    """Let the row with the highest pairs give or trade pieces, while this lowers the maximum of the two rows."""
+def _improve(spread: _CostSpread) -> Int64:
+    """Let the row with the highest cost give or trade pieces, while this lowers the maximum of the two rows."""
     num_rows = len(spread.used)
-    even = EVEN_RATIO * spread.used[:, 1].mean()
+    even = EVEN_RATIO * spread.costs.mean()
     settled = np.zeros(num_rows, bool)  # rows for which no trade helps
     for _ in range(min(MOVES_PER_ROW * num_rows, MAX_MOVES)):
-        row = int(np.where(settled, -1, spread.used[:, 1]).argmax())
-        if settled[row] or spread.used[row, 1] <= even:
+        row = int(np.where(settled, -1, spread.costs).argmax())
+        if settled[row] or spread.costs[row] <= even:
             break
         trade = _best_trade(spread, row, together=1) or _best_trade(spread, row, together=2)
         if trade is None:
@@ -263,31 +295,31 @@ def _improve(spread: _PairSpread) -> Int64:
     return spread.row_of
 
 
-def _best_trade(spread: _PairSpread, row: int, *, together: int) -> tuple[list[int], int, list[int]] | None:
+def _best_trade(spread: _CostSpread, row: int, *, together: int) -> tuple[list[int], int, list[int]] | None:
     """Return up to `together` pieces to give away, the row to give them to, and the pieces to take back.
 
     None if no trade helps. Trades are the rows of one array, so that numpy checks all of them at once.
     """
     stride = -(-len(spread.used) // SAMPLED_ROWS)
     sample = np.arange(row % stride, len(spread.used), stride)
-    others = sample[np.argsort(spread.used[sample, 1], kind="stable")]
+    others = sample[np.argsort(spread.costs[sample], kind="stable")]
     others = others[others != row]
-    # A third of the partners are the rows with the lowest pairs, the others are spread evenly over the rest.
+    # A third of the partners are the rows with the lowest costs, the others are spread evenly over the rest.
     evenly = _evenly_spaced(others[PARTNERS // 3 :], PARTNERS - PARTNERS // 3)
     partners = np.concatenate([others[: PARTNERS // 3], evenly])
     bundles = [_bundles(spread.members[other], together) for other in partners.tolist()]
     owner = np.repeat(partners, [len(of_partner) for of_partner in bundles])
     # incoming [n, 2], outgoing [m, 2]: pieces, -1 for none. Bundle 0 of a row is empty: to give nothing is no trade.
     incoming, outgoing = np.concatenate(bundles), _bundles(spread.members[row], together)[1:]
-    # gain [n, 3], loss [m, 3]: tokens, pairs and terms of each bundle
+    # gain [n, 4], loss [m, 4]: tokens, pairs, terms and cost of each bundle
     gain, loss = (np.where(b[:, :, None] < 0, 0, spread.sizes[b]).sum(axis=1) for b in (incoming, outgoing))
-    change = loss[:, None, :] - gain[None, :, :]  # [m, n, 3]
+    change = loss[:, None, :] - gain[None, :, :]  # [m, n, 4]
     after_row, after_other = spread.used[row] - change, spread.used[owner] + change
-    allowed = (after_row <= spread.maxima).all(axis=2) & (after_other <= spread.maxima).all(axis=2)
+    allowed = (after_row[:, :, :3] <= spread.maxima).all(axis=2) & (after_other[:, :, :3] <= spread.maxima).all(axis=2)
     # A row without tokens would be empty.
     allowed &= (after_row[:, :, 0] > 0) & (after_other[:, :, 0] > 0)
-    before = int(spread.used[row, 1])
-    maximum = np.where(allowed, np.maximum(after_row[:, :, 1], after_other[:, :, 1]), before)  # [m, n]
+    before = int(spread.costs[row])
+    maximum = np.where(allowed, np.maximum(after_row[:, :, 3], after_other[:, :, 3]), before)  # [m, n]
     best = int(maximum.argmin())
     if maximum.flat[best] >= before:
         return None

@@ -62,15 +62,17 @@ def plan_rows(
     method: str = "auto",
     search: Search = Search(),  # noqa: B008
     multiple_of: int = 1,
+    token_pairs: int = 0,
     workers: int = 1,
     progress: ReportProgress | None = None,
 ) -> Plan:
     """Assign every trajectory to a row of at most `capacity` tokens; rows never mix training steps.
 
     Rows are numbered by step and then by their first trajectory. docs/packing.md describes the methods. If
-    `multiple_of` is over 1, the number of rows of every step is a multiple of it, rows of a step have about equal score
-    pairs, and they are numbered by step and then by falling score pairs. The plan does not depend on `workers`, the
-    number of processes. `progress` is called with the trees planned so far.
+    `multiple_of` is over 1, the number of rows of every step is a multiple of it, rows of a step have about equal
+    costs, and they are numbered by step and then by falling cost. The cost of a row is its score pairs, plus
+    `token_pairs` for each token. The plan does not depend on `workers`, the number of processes. `progress` is called
+    with the trees planned so far.
 
     Raises:
         TreepackError: a trajectory that exceeds a limit alone, an unknown method, or a step of too few trajectories.
@@ -87,7 +89,7 @@ def plan_rows(
 
     def finish(piece_of: Int64) -> Int64:
         if multiple_of > 1:
-            return balance.balanced_rows(source, piece_of, limits, multiple_of)
+            return balance.balanced_rows(source, piece_of, limits, multiple_of, token_pairs=token_pairs)
         if method in FOREST_METHODS:
             return piece_of
         merging = pieces if piece_of is pieces.piece_of else _pieces(trie, piece_of, pieces.tree_bounds)
@@ -102,8 +104,8 @@ def plan_rows(
         )
     else:
         row_of = finish(pieces.piece_of)
-    row_of = _renumber_by_pairs(source, row_of) if multiple_of > 1 else _renumber(row_of)
-    return Plan(method, limits, row_of, bound, multiple_of, pieces.tree_bounds)
+    row_of = _renumber_by_cost(source, row_of, token_pairs) if multiple_of > 1 else _renumber(row_of)
+    return Plan(method, limits, row_of, bound, multiple_of, pieces.tree_bounds, token_pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,13 +275,14 @@ def _renumber(row_of: Int64) -> Int64:
     return np.argsort(np.argsort(first))[inverse].astype(np.int64)
 
 
-def _renumber_by_pairs(trie: Trie, row_of: Int64) -> Int64:
-    """Number the rows by step, and inside a step by falling score pairs."""
+def _renumber_by_cost(trie: Trie, row_of: Int64, token_pairs: int) -> Int64:
+    """Number the rows by step, and inside a step by falling cost."""
     first = _renumber(row_of)
     num_rows = int(first.max()) + 1
     steps = balance.steps_of(first, trie.step_rank, num_rows)
-    # steps [0, 0, 1], pairs [3, 9, 5] -> order [1, 0, 2] -> its inverse, the new numbers of the rows, [1, 0, 2]
-    order = np.lexsort([np.arange(num_rows), -row_sizes(trie, first, num_rows).pairs, steps])
+    costs = balance.row_costs(row_sizes(trie, first, num_rows), token_pairs)
+    # steps [0, 0, 1], costs [3, 9, 5] -> order [1, 0, 2] -> its inverse, the new numbers of the rows, [1, 0, 2]
+    order = np.lexsort([np.arange(num_rows), -costs, steps])
     return np.argsort(order)[first].astype(np.int64)
 
 
