@@ -24,11 +24,8 @@ class States(NamedTuple):
     def to(self, dtype: torch.dtype) -> States:
         """Return the operands in `dtype`, the sums of decays in float32 or float64."""
         wide = torch.promote_types(dtype, torch.float32)
-        made = {
-            name: x if x is None else x.to(wide if name == "a" else dtype).contiguous()
-            for name, x in self._asdict().items()
-        }
-        return States(**made)
+        q, k, u, do, du_local = (x.to(dtype) for x in (self.q, self.k, self.u, self.do, self.du_local))
+        return States(q, k, u, None if self.w is None else self.w.to(dtype), self.a.to(wide), do, du_local)
 
 
 class Results(NamedTuple):
@@ -58,7 +55,8 @@ def draw_states(
 
 def sum_decays(g: Tensor, chunks: Chunks) -> Tensor:
     """Return the sums of g [N, H] from the first token of each chunk on."""
-    return torch.cat([part.cumsum(0) for part in g.split(chunks.length.tolist())] or [g])
+    ends = zip(chunks.begin.tolist(), chunks.length.tolist(), strict=True)
+    return torch.cat([g[:0], *(g[first : first + count].cumsum(0) for first, count in ends)])
 
 
 def compute_states(inputs: States, chunks: Chunks) -> Results:

@@ -8,6 +8,7 @@ from support.attention_trees import ends_of
 from treepack.attention.kernel_launch import Launch
 from treepack.recurrent.chunks import build_chunks
 from treepack.recurrent.kernels import decays, states
+from treepack.recurrent.kernels.state_shapes import configs_of
 
 HEADS, GROUP = 4, 2
 
@@ -20,7 +21,7 @@ def launches(dtype: torch.dtype, keys: int, values: int) -> dict[str, Launch]:
     u, do, new, du = (torch.empty(count, HEADS, values, dtype=dtype) for _ in range(4))
     h = torch.empty(len(chunks.begin), HEADS, keys, values, dtype=dtype)
     a, buffer = torch.empty(count, HEADS), torch.empty(2, HEADS, keys, values)
-    shapes = states.configs_of(k)
+    shapes = configs_of(k)
     made = {"decays": decays.sum_launch(a, a, chunks, reverse=False), "sum": states.sum_launch(buffer, chunks, stage)}
     for name, w in {"": torch.empty(count, HEADS, keys, dtype=dtype), " without delta rule": None}.items():
         forward = states.Forward(k, u, w, a, h, new, buffer)

@@ -322,7 +322,7 @@ def _flash_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[t
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, head_dims: tuple[tuple[int, int], ...]) -> str | None:
     if find_spec("triton") is None:
         return f"needs triton, which is not installed; {install_hint('train')}, or use reference"
-    if device.type != "cuda" and not _is_interpreted():
+    if device.type != "cuda" and not is_interpreted():
         return f"needs a GPU and the tensors are on {device}; use reference"
     if dtype not in (*_HALVES, torch.float32):
         return f"computes bfloat16, float16 and float32, not {_dtype_name(dtype)}; use reference"
@@ -354,7 +354,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin) >> 10
 
 
-def _is_interpreted() -> bool:
+def is_interpreted() -> bool:
     """Return whether kernels run in Triton's interpreter, which takes tensors on the CPU."""
     from triton import knobs
 

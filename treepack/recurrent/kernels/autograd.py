@@ -38,7 +38,7 @@ def triton_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
     g, beta = g.float(), None if beta is None else beta.float()
-    out: Tensor = _Scan.apply(q, k, v, g, beta, chunks)  # type: ignore[no-untyped-call]
+    out: Tensor = _Scan.apply(q, k, v, g, beta, chunks)
     return out
 
 
@@ -51,7 +51,7 @@ class _Scan(torch.autograd.Function):
             out = torch.empty_like(v)
             a, inverse = g, None
         else:
-            with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
+            with torch.cuda.device_of(v):
                 a = decays(g, chunks)
                 w, u, inverse = (None, v, None) if beta is None else solve_forward(k, v, beta, a, chunks)
                 h, new = states_forward(k, u, w, a, chunks)
@@ -67,7 +67,7 @@ class _Scan(torch.autograd.Function):
         (do,) = (x.contiguous() for x in gradients)
         if not len(v):
             return (*(None if x is None else torch.zeros_like(x) for x in (q, k, v, a, beta)), None)
-        with torch.cuda.device_of(v):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(v):
             return (*_backward(q, k, v, a, beta, do, inverse=inverse, chunks=ctx.chunks), None)
 
 
@@ -76,22 +76,22 @@ def _backward(
     chunks: Chunks,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of q, k, v, g and beta."""
-    delta = beta is not None and inverse is not None
-    w, u = multiply(k, v, beta, a, inverse, chunks) if delta else (None, v)
+    w, u = (None, v) if beta is None or inverse is None else multiply(k, v, beta, a, inverse, chunks)
     h, new = states_forward(k, u, w, a, chunks)
     dh, du = states_backward(q, k, w, a, do, local_backward(q, k, a, do, chunks), chunks=chunks)
-    dq, dk, dw, da = products_backward(q, k, new, h, a, do, dh, du, chunks, delta=delta)
+    dq, dk, dw, da = products_backward(q, k, new, h, a, do, dh, du, chunks, delta=w is not None)
     del w, u, h, new, dh
     key_heads = k.shape[1]
-    dks = _sum_heads(dk, key_heads)
-    if not delta:
-        return _sum_heads(dq, key_heads).to(q.dtype), dks.to(k.dtype), du, decays_backward(da, chunks), None
-    dk, dv, dbeta, more = solve_backward(k, v, beta, a, inverse, dw, du, chunks)
-    dks = dks + _sum_heads(dk, key_heads)
-    return _sum_heads(dq, key_heads).to(q.dtype), dks.to(k.dtype), dv, decays_backward(da + more, chunks), dbeta
+    dq, dk = _sum_heads(dq, key_heads).to(q.dtype), _sum_heads(dk, key_heads)
+    if beta is None or inverse is None or dw is None:
+        return dq, dk.to(k.dtype), du, decays_backward(da, chunks), None
+    # The parts that come through w and u.
+    dk_solve, dv, dbeta, da_solve = solve_backward(k, v, beta, a, inverse, dw, du, chunks)
+    dk = (dk + _sum_heads(dk_solve, key_heads)).to(k.dtype)
+    return dq, dk, dv, decays_backward(da + da_solve, chunks), dbeta
 
 
 def _sum_heads(x: Tensor, key_heads: int) -> Tensor:
     """Return the sum over the heads that share a key head: float32 [N, Hk, K] of x [N, H, K]."""
     # 4 heads, 2 key heads: heads 0 1 | 2 3
-    return x.unflatten(1, (key_heads, -1)).sum(2, dtype=torch.float32)
+    return x.view(len(x), key_heads, -1, x.shape[2]).sum(2, dtype=torch.float32)

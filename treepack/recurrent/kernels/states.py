@@ -30,37 +30,10 @@ from torch import Tensor
 
 from treepack.attention.kernel_launch import Launch
 from treepack.recurrent.chunks import Chunks, Stage
+from treepack.recurrent.kernels.state_shapes import Config, choose_shape, configs_of, padded_width
 
-MAX_KEYS = 256  # two parts of 128 rows
-_PART = 128
+_PART = 128  # rows of a state in one block; K has at most two such parts
 _SUM_BLOCK = 2048  # elements of a state per program
-
-
-def padded_width(width: int) -> int:
-    """Return the rows or columns of a block for `width`: a power of two, and at least the 16 of a product."""
-    # 8 -> 16, 80 -> 128, 128 -> 128
-    return max(16, int(triton.next_power_of_2(width)))
-
-
-class Config(NamedTuple):
-    """Shape of a kernel: columns of the state per program, warps, pipeline stages."""
-
-    block_v: int
-    num_warps: int
-    num_stages: int
-
-
-class Configs(NamedTuple):
-    """Shapes of the two kernels."""
-
-    forward: Config
-    backward: Config
-
-
-# Not measured; see `tests/recurrent/test_state_kernels.py` for registers and shared memory. HALF holds K <= 128 and
-# K <= 256 in bfloat16 and float16, FLOAT32 the same in float32, whose exact products the matrix units do not compute.
-HALF = {128: Configs(Config(64, 4, 2), Config(64, 4, 2)), 256: Configs(Config(32, 4, 2), Config(32, 4, 2))}
-FLOAT32 = {128: Configs(Config(32, 8, 1), Config(32, 8, 1)), 256: Configs(Config(16, 8, 1), Config(16, 8, 1))}
 
 
 @triton.jit
@@ -284,13 +257,13 @@ class Backward(NamedTuple):
 def forward_launch(tensors: Forward, chunks: Chunks, stage: Stage, config: Config) -> Launch:
     """Return the launch that computes the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage)}
-    return _launch(_forward_kernel, arguments, stage, config, tensors.u.shape[1], chunks.size)
+    return _launch(_forward_kernel, arguments, tensors.h, chunks, config)
 
 
 def backward_launch(tensors: Backward, chunks: Chunks, stage: Stage, config: Config) -> Launch:
     """Return the launch that computes the gradients of the runs of a stage."""
     arguments = {**tensors._asdict(), **_table(chunks, stage), **_followers(chunks)}
-    return _launch(_backward_kernel, arguments, stage, config, tensors.do.shape[1], chunks.size)
+    return _launch(_backward_kernel, arguments, tensors.dh, chunks, config)
 
 
 def sum_launch(d_states: Tensor, chunks: Chunks, stage: Stage) -> Launch:
@@ -320,16 +293,16 @@ def _followers(chunks: Chunks) -> dict[str, Any]:
     return {"state_begins": chunks.state_begins, "state_runs": chunks.state_runs, "num_roots": count_roots(chunks)}
 
 
-def _launch(kernel: Any, arguments: dict[str, Any], stage: Stage, config: Config, heads: int, size: int) -> Launch:
-    k, w, h = arguments["k"], arguments["w"], arguments.get("h", arguments.get("dh"))
-    keys, values = h.shape[2:]
+def _launch(kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: Chunks, config: Config) -> Launch:
+    k, w = arguments["k"], arguments["w"]
+    heads, keys, values = h.shape[1:]
     part = min(keys, _PART)
     constants = {
         "HEADS": heads,
         "GROUP": heads // k.shape[1],
         "K": keys,
         "V": values,
-        "SIZE": padded_width(size),
+        "SIZE": padded_width(chunks.size),
         "BLOCK_K": padded_width(part),
         "REST_K": padded_width(keys - part) if keys > part else 0,
         "BLOCK_V": min(config.block_v, padded_width(values)),
@@ -337,15 +310,9 @@ def _launch(kernel: Any, arguments: dict[str, Any], stage: Stage, config: Config
         "PRECISION": "ieee" if k.dtype == torch.float32 else "tf32",
     }
     arguments["w"] = k if w is None else w  # not read without the delta rule
-    programs = (len(stage.begins) - 1) * heads * triton.cdiv(values, constants["BLOCK_V"])
+    programs = (len(arguments["begins"]) - 1) * heads * triton.cdiv(values, constants["BLOCK_V"])
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return Launch(kernel, programs, arguments, constants, options)
-
-
-def configs_of(k: Tensor) -> Configs:
-    """Return the shapes of the kernels for the dtype and the width of keys [N, Hk, K]."""
-    table = FLOAT32 if k.dtype == torch.float32 else HALF
-    return next(configs for limit, configs in table.items() if k.shape[2] <= limit)
 
 
 def count_roots(chunks: Chunks) -> int:
@@ -370,7 +337,7 @@ def states_forward(k: Tensor, u: Tensor, w: Tensor | None, a: Tensor, chunks: Ch
     new = u if w is None else torch.empty_like(u)
     tensors = Forward(k, u, w, a, h, new, states)
     for stage in chunks.stages:
-        forward_launch(tensors, chunks, stage, configs_of(k).forward).run()
+        forward_launch(tensors, chunks, stage, choose_shape(configs_of(k).forward, len(stage.begins) - 1, h)).run()
     return h, new
 
 
@@ -395,7 +362,7 @@ def states_backward(
     # A state that only one run begins from has nothing to add.
     has_sums = len(chunks.state_runs) > len(chunks.state_begins) - 1
     for stage in reversed(chunks.stages):
-        backward_launch(tensors, chunks, stage, configs_of(k).backward).run()
+        backward_launch(tensors, chunks, stage, choose_shape(configs_of(k).backward, len(stage.begins) - 1, dh)).run()
         if stage.first and has_sums:
             sum_launch(d_states, chunks, stage).run()
     return dh, du

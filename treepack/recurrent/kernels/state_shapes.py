@@ -1,0 +1,74 @@
+"""Shapes of the kernels in `states`: columns of a state per program, warps and pipeline stages.
+
+The columns of a state do not depend on each other, so any shape gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+
+_MIN_BLOCK = 16  # rows and columns of a product
+
+
+class Config(NamedTuple):
+    """Shape of a kernel: columns of the state per program, warps, pipeline stages."""
+
+    block_v: int
+    num_warps: int
+    num_stages: int
+
+
+class Configs(NamedTuple):
+    """Shapes of the two kernels."""
+
+    forward: Config
+    backward: Config
+
+
+# Not measured. Each key is the largest K that its entry takes. HALF, for bfloat16 and float16, spills nothing on sm_90;
+# K = V = 128 needs 98 KB of shared memory forward and 137 backward, 84 and 117 with 32 columns.
+HALF = {128: Configs(Config(64, 4, 2), Config(64, 4, 2)), 256: Configs(Config(32, 4, 2), Config(32, 4, 2))}
+# For float32, whose exact products the matrix units do not compute: a thread spills at most 370 bytes at 128, and with
+# the delta rule 10 KB at 256.
+FLOAT32 = {128: Configs(Config(16, 8, 1), Config(16, 8, 1)), 256: Configs(Config(16, 8, 1), Config(16, 8, 1))}
+
+
+def padded_width(width: int) -> int:
+    """Return the rows or columns of a block for `width`: a power of two, and at least those of a product."""
+    # 8 -> 16, 80 -> 128, 128 -> 128
+    return max(_MIN_BLOCK, int(triton.next_power_of_2(width)))
+
+
+def configs_of(k: Tensor) -> Configs:
+    """Return the shapes of the kernels for the dtype and the width of keys [N, Hk, K]."""
+    table = FLOAT32 if k.dtype == torch.float32 else HALF
+    return next(configs for limit, configs in table.items() if k.shape[2] <= limit)
+
+
+def narrow(config: Config, columns: int, multiprocessors: int) -> Config:
+    """Return the shape for a launch that computes `columns` columns of states, all runs and heads together.
+
+    If so few columns leave half of the multiprocessors idle, each program has half of its columns, and takes less time
+    for each chunk. The columns have the same bits.
+    """
+    # 32 heads of 128 columns: one run is 64 programs of 64 columns, or 128 of 32 on 132 multiprocessors; two runs are
+    # 128 programs of 64 columns
+    block = max(_MIN_BLOCK, config.block_v // 2)
+    return config._replace(block_v=block) if columns <= block * multiprocessors else config
+
+
+@functools.cache
+def _count_multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 0 on the CPU, where programs run one by one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def choose_shape(config: Config, runs: int, h: Tensor) -> Config:
+    """Return the shape for a stage of `runs` runs, with states like `h` [C, H, K, V]."""
+    return narrow(config, runs * h.shape[1] * h.shape[3], _count_multiprocessors(h.device))
