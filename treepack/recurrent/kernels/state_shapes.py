@@ -12,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-
 _MIN_BLOCK = 16  # rows and columns of a product
 
 
