@@ -31,11 +31,11 @@ from treepack.trajectory import Trajectory
 H100 = 80e9
 QWEN3_0_6B = ModelSizes(
     parameters=596_049_920, trained=596_049_920, embeddings=155_582_464, layers=28, hidden=1024, heads=16,
-    head_size=128, projections=4096, intermediate=3072, item=4, quadratic=False, reference=False,
+    head_size=128, projections=4096, intermediate=3072, item=4, quadratic=False, reference=False, attention_layers=28,
 )  # fmt: skip
 QWEN3_8B = ModelSizes(
     parameters=8_190_735_360, trained=8_190_735_360, embeddings=622_329_856, layers=36, hidden=4096, heads=32,
-    head_size=128, projections=6144, intermediate=12288, item=4, quadratic=False, reference=False,
+    head_size=128, projections=6144, intermediate=12288, item=4, quadratic=False, reference=False, attention_layers=36,
 )  # fmt: skip
 
 
@@ -183,6 +183,24 @@ def test_layers_that_differ_count_with_their_largest_size(kind: str, width: int)
     sizes = model_sizes(tiny_family(kind, **fields), attention="reference")
     assert (sizes.head_size, sizes.intermediate) == (width, 48)
     assert sizes.projections == 8 * width  # 4 heads of queries, 2 of keys, 2 of values
+
+
+def test_recurrent_layers_count_their_scan_and_no_attention() -> None:
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 16,
+    }
+    hybrid = model_sizes(tiny_family("qwen3_5_text", **fields), attention="triton")
+    # 2 heads, twice: 9 tensors of the keys, 3 of the values, 6 rows of 64 pairs, and a state of 32 x 16 per 64 tokens.
+    assert (hybrid.attention_layers, hybrid.scan) == (1, 2 * 2 * (9 * 32 + 3 * 16 + 6 * 64 + 32 * 16 // 64))
+    dense = replace(hybrid, attention_layers=4, scan=0)
+    assert hybrid.layer_bytes == dense.layer_bytes + 8 * hybrid.scan  # float64
+    limits = [plan_memory(each, 1e13, 1 << 20, longest_path=9_000, max_operations=1e9) for each in (hybrid, dense)]
+    assert limits[0].max_flat > limits[1].max_flat
 
 
 def test_what_does_not_fit_is_compared_in_part(packed: Path, tmp_path: Path) -> None:

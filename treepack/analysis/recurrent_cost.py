@@ -25,14 +25,23 @@ from treepack.analysis.model_fields import RECURRENT, Config, list_layers, read_
 
 
 class RecurrentPart(NamedTuple):
-    """Multiplications of the recurrent part of one layer for each token.
+    """The recurrent part of one layer.
 
-    weights: in its projections and the taps of its convolution.
-    scan: with its state.
+    weights: multiplications for each token in its projections and the taps of its convolution.
+    products: products of a vector with the state for each token and head, 0 if there is no state.
+    heads, key_size, value_size: H, K and V of the state.
     """
 
     weights: int
-    scan: int
+    products: int = 0
+    heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+
+    @property
+    def scan(self) -> int:
+        """Multiplications with the state for each token."""
+        return self.products * self.heads * self.key_size * self.value_size
 
 
 def recurrent_part(config: Config, name: str) -> RecurrentPart:
@@ -62,7 +71,7 @@ def _delta_rule(config: Config, hidden: int, name: str) -> RecurrentPart:
     keys, values = key_heads * key_size, heads * value_size
     # In: q, k, v, the gate of the output, decay and rate of each head. Out: o.
     projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
-    return RecurrentPart(projections + taps * (2 * keys + values), 3 * heads * key_size * value_size)
+    return RecurrentPart(projections + taps * (2 * keys + values), 3, heads, key_size, value_size)
 
 
 def _kimi_delta(config: Config, hidden: int, name: str) -> RecurrentPart:
@@ -73,13 +82,13 @@ def _kimi_delta(config: Config, hidden: int, name: str) -> RecurrentPart:
     width = heads * size
     # q, k, v and o; decay and gate of the output, each through a low rank of one head's size; the rate of each head.
     projections = 4 * hidden * width + 2 * (hidden + width) * size + hidden * heads
-    return RecurrentPart(projections + taps * 3 * width, 3 * heads * size * size)
+    return RecurrentPart(projections + taps * 3 * width, 3, heads, size, size)
 
 
 def _nemotron(config: Config, hidden: int, name: str) -> RecurrentPart:
     heads, size = (read_field(config, key, name) for key in ("mamba_num_heads", "mamba_head_dim"))
     groups, state, taps = (read_field(config, key, name) for key in ("n_groups", "ssm_state_size", "conv_kernel"))
-    return _mamba(hidden, heads * size, heads, groups * state, taps, state=state)
+    return _mamba(hidden, heads * size, heads, groups, taps, state=state)
 
 
 def _mamba_of_expansion(config: Config, hidden: int, name: str) -> RecurrentPart:
@@ -87,19 +96,19 @@ def _mamba_of_expansion(config: Config, hidden: int, name: str) -> RecurrentPart
         read_field(config, f"mamba_{key}", name) for key in ("n_heads", "n_groups", "d_state", "d_conv")
     )
     inner = config.get("mamba_d_ssm") or hidden * read_field(config, "mamba_expand", name)
-    return _mamba(hidden, inner, heads, groups * state, taps, state=state)
+    return _mamba(hidden, inner, heads, groups, taps, state=state)
 
 
-def _mamba(hidden: int, inner: int, heads: int, keys: int, taps: int, *, state: int) -> RecurrentPart:
+def _mamba(hidden: int, inner: int, heads: int, groups: int, taps: int, *, state: int) -> RecurrentPart:
     # In: the gate of the output, x, B, C and the time step of each head. Out: y. `inner` is H V, and `state` is K.
-    channels = inner + 2 * keys
+    channels = inner + 2 * groups * state
     projections = hidden * (inner + channels + heads) + inner * hidden
-    return RecurrentPart(projections + taps * channels, 2 * inner * state)
+    return RecurrentPart(projections + taps * channels, 2, heads, state, inner // heads)
 
 
 def _short_convolution(config: Config, hidden: int, name: str) -> RecurrentPart:
     # In: two gates and x. Out: y. There is no state.
-    return RecurrentPart(4 * hidden * hidden + read_field(config, "conv_L_cache", name) * hidden, 0)
+    return RecurrentPart(4 * hidden * hidden + read_field(config, "conv_L_cache", name) * hidden)
 
 
 # The types of models whose recurrent layers are counted, as in the field model_type.

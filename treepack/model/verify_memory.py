@@ -19,9 +19,12 @@ from typing import Any
 
 import torch
 
+from treepack.analysis.recurrent_cost import FAMILIES, recurrent_part
 from treepack.attention.reference import QUERIES
+from treepack.model.compatibility import count_attention_layers
 from treepack.model.four_bits import num_weights
 from treepack.model.layers import head_widths, layer_values
+from treepack.recurrent.chunks import CHUNK
 
 # Share of the free memory to plan with. The rest is for fragments, kernels and the error of the estimate.
 _USABLE = 0.8
@@ -52,6 +55,8 @@ class ModelSizes:
     item: int
     quadratic: bool
     reference: bool
+    attention_layers: int  # of all layers
+    scan: int = 0  # numbers that the scan of a recurrent layer keeps and needs for one token
 
     @property
     def layer_bytes(self) -> int:
@@ -61,7 +66,7 @@ class ModelSizes:
         wide = 14 * self.hidden + 6 * self.projections + 7 * self.intermediate
         # Scores, mask, softmax and gradient of a block of queries, divided over the keys.
         scores = 4 * QUERIES * self.heads if self.reference else 0
-        return self.item * (wide + scores)
+        return self.item * (wide + max(scores, self.scan))
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ def plan_memory(
 def _limit_operations(sizes: ModelSizes, depth: int, max_operations: float | None) -> int:
     # Forward, backward (twice as much) and the layers again: 8 operations per weight and token. Attention computes
     # 4 operations per visible key and number of a query, half of `depth` keys, and 2.5 times as much backward.
-    attention = 4.5 * 4 * sizes.layers * sizes.heads * sizes.head_size * depth / 2
+    attention = 4.5 * 4 * sizes.attention_layers * sizes.heads * sizes.head_size * depth / 2
     return 1 << 62 if max_operations is None else max(2, int(max_operations / (8 * sizes.parameters + attention)))
 
 
@@ -147,7 +152,23 @@ def model_sizes(model: Any, *, attention: str, attention_alone: str = "sdpa") ->
         item=dtype.itemsize,
         quadratic=not fused,
         reference=attention == "reference",
+        attention_layers=count_attention_layers(config),
+        scan=_scan_numbers(config.to_dict()),
     )
+
+
+def _scan_numbers(config: dict[str, Any]) -> int:
+    """Return the numbers that the scan of one layer in plain torch keeps and needs for one token; 0 without a scan."""
+    if config.get("model_type") not in FAMILIES:
+        return 0
+    part = recurrent_part(config, "the model")
+    keys, values = part.key_size, part.value_size
+    # Twice what is kept for the backward pass: 9 tensors as wide as the keys, 3 as the values, 6 rows of pairs in a
+    # chunk, and the state of the chunk. Measured peaks are 0.7 to 0.9 of it.
+    numbers = 2 * (9 * keys + 3 * values + 6 * CHUNK + keys * values // CHUNK)
+    if config["model_type"] == "kimi_linear":
+        numbers += 8 * CHUNK * keys  # a decay for each key dimension: pairs of a chunk times its keys
+    return part.heads * numbers
 
 
 def free_memory(device: torch.device) -> float | None:
