@@ -20,25 +20,23 @@ MFU          operations of forward and backward, nothing recomputed counted, per
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from workloads import WORKLOADS, Int64, Workload, chains, make_workload, star
+from flat_sequences import flash_attention_4
+from training_rows import flat_rows, make_row, tree_rows
+from workloads import WORKLOADS, chains, make_workload, star
 
 from treepack.analysis.forecast import Line, row_work
 from treepack.analysis.model_cost import PRESETS, FlopCount, ModelShape, operations, shape_of
-from treepack.attention import dispatch
 from treepack.attention.chains import Chains
 from treepack.data.batch import Batch
 from treepack.data.dataset import PackedDataset
@@ -77,54 +75,6 @@ class Result:
         return self.flat / self.tree
 
 
-def parents_of(subtree_end: Int64) -> Int64:
-    """`parent` [T] of a row, -1 at its roots."""
-    parent, path = np.full(len(subtree_end), -1), list[int]()
-    for token, end in enumerate(subtree_end.tolist()):
-        while path and subtree_end[path[-1]] <= token:
-            path.pop()
-        parent[token] = path[-1] if path else -1
-        if end > token + 1:
-            path.append(token)
-    return parent
-
-
-def make_row(row_id: int, ids: Int64, subtree_end: Int64, ends: Int64, weight: Int64 | None = None) -> Batch:
-    """A row whose every token that has a parent is trained, once for each trajectory through it."""
-    parent = parents_of(subtree_end)
-    scale, position = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    np.add.at(scale, ends, 1)
-    for token in range(len(ids) - 1, -1, -1):
-        if parent[token] >= 0:
-            scale[parent[token]] += scale[token]
-    for token in range(len(ids)):
-        position[token] = position[parent[token]] + 1 if parent[token] >= 0 else 0
-    trained = (parent >= 0) if weight is None else weight > 0
-    weights = torch.from_numpy(np.where(trained, scale, 0)).double()
-    return Batch(
-        row_id=row_id,
-        step=None,
-        input_ids=torch.from_numpy(ids),
-        position_ids=torch.from_numpy(position),
-        parent=torch.from_numpy(parent),
-        subtree_end=torch.from_numpy(subtree_end).int(),
-        scale=torch.from_numpy(scale).int(),
-        loss_weight=weights,
-        trajectory_ids=tuple(map(str, ends)),
-        trajectory_ends=torch.from_numpy(ends),
-        num_tokens=len(ids),
-        total_weight=float(weights.sum()),
-        tokens_flat=int(scale.sum()),
-    )
-
-
-def tree_rows(workload: Workload, vocabulary: int) -> list[Batch]:
-    """The workload as one row of random tokens."""
-    ids = np.random.default_rng(0).integers(0, vocabulary, workload.tokens)
-    ends = np.flatnonzero(workload.subtree_end == np.arange(1, workload.tokens + 1))
-    return [make_row(0, ids, workload.subtree_end, ends)]
-
-
 def packed_rows(path: Path, count: int, shape: ModelShape) -> tuple[list[Batch], Line]:
     """Rows of a packed directory, spread evenly over what each of them gains, and a forecast's work of all of them."""
     dataset = PackedDataset(path)
@@ -151,63 +101,6 @@ def counted_rows(rows: list[Batch], tokens_trained: int | None = None) -> Line:
     works = [row_work(*(values.numpy() for values in each)) for each in columns]
     packed, flat = (sum(each, FlopCount(0, 0, 0)) for each in zip(*works, strict=True))
     return Line("rows", None, flat if tokens_trained is None else replace(flat, targets=tokens_trained), packed)
-
-
-def flat_rows(rows: list[Batch], most: int) -> list[Batch]:
-    """Every trajectory as a sequence of its own, sequences end to end in rows of at most `most` tokens."""
-    sequences = []
-    for row in rows:
-        parent, trained = row.parent.numpy(), row.loss_weight.numpy() > 0
-        for end in row.trajectory_ends.tolist():
-            path = []
-            while end >= 0:
-                path.append(end)
-                end = parent[end]
-            at = np.array(path[::-1])
-            sequences.append((row.input_ids.numpy()[at], trained[at].astype(np.int64)))
-    parts: list[list[tuple[Int64, Int64]]] = []
-    part: list[tuple[Int64, Int64]] = []
-    size = 0
-    for sequence in sorted(sequences, key=lambda sequence: -len(sequence[0])):
-        if part and size + len(sequence[0]) > most:
-            parts.append(part)
-            part, size = [], 0
-        part.append(sequence)
-        size += len(sequence[0])
-    parts.append(part)
-    made = []
-    for number, part in enumerate(parts):
-        ends = np.cumsum([len(ids) for ids, _ in part])
-        subtree_end = np.repeat(ends, [len(ids) for ids, _ in part])
-        ids, weight = (np.concatenate(columns) for columns in zip(*part, strict=True))
-        made.append(make_row(number, ids, subtree_end, ends - 1, weight))
-    return made
-
-
-@contextmanager
-def flash_attention_4() -> Iterator[bool]:
-    """Inside, sequences go through FlashAttention-4 if it is installed; says whether."""
-    module: Any = dispatch
-    original = module.chain_attention
-    try:
-        attend: Any = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
-    except ImportError:
-        yield False
-        return
-
-    def run(query: Tensor, key: Tensor, value: Tensor, chains: Chains, *, scale: float | None = None) -> Tensor:
-        sequences = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-        limits = {"cu_seqlens_q": chains.offsets, "cu_seqlens_k": chains.offsets,
-                  "max_seqlen_q": chains.longest, "max_seqlen_k": chains.longest}  # fmt: skip
-        result = attend(*sequences, **limits, causal=True, softmax_scale=scale)
-        out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out.view(chains.rows, chains.length, *out.shape[1:]).transpose(1, 2)
-
-    module.chain_attention = run
-    try:
-        yield True
-    finally:
-        module.chain_attention = original
 
 
 def as_chains(loaded: LoadedModel, row: Batch) -> Batch:

@@ -1,0 +1,340 @@
+"""Training steps of a hybrid model on one GPU, packed as a tree against flat sequence packing, side by side in one run.
+
+    python benchmarks/hybrid_step.py [--model qwen3.5-4b] [--layers 8] [--workloads agent-64k,caterpillar]
+        [--rows ROWS.npz ...] [--repeats N] [--flat-row TOKENS] [--no-compile] [--unchecked-fla]
+    python benchmarks/hybrid_step.py --dry-run      a tiny model and tiny rows on the CPU
+
+A random model with the shape of the preset, and the first `--layers` of its layers, trains on the same tokens in both
+ways: float32 weights under bfloat16 autocast, every layer recomputed in the backward pass, AdamW. The tree goes through
+treepack. Flat, every root-to-leaf path is a sequence of its own, in rows of at most `--flat-row` tokens; transformers'
+own layers call flash-linear-attention (its convolution too) and varlen FlashAttention (`flat_sequences`). The two
+losses and gradients must agree, or the run fails. `training_rows.py` writes ROWS.npz from a packed directory.
+
+ideal        floating-point operations of the model on the row, flat over tree (analysis.model_cost)
+efficiency   measured speed-up over the ideal one
+MFU          operations of forward and backward, nothing recomputed counted, per second of the step, over the measured
+             rate of 8192 x 8192 x 8192 bfloat16 products
+parts        milliseconds of GPU kernels by kind, of one more step under the profiler; `ideal` there is the ratio of
+             tokens for recurrent layers, that of score pairs for attention
+
+Needs torch, triton, numpy, transformers and flash-linear-attention, nothing else. On Hopper, flash-linear-attention
+refuses to run with Triton 3.4 to 3.7.0; `--unchecked-fla` takes its times all the same, and its gradients are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from experts import seconds_of
+from flat_sequences import FlatModel, flash_attention_4, refusal_lifted
+from torch import Tensor
+from training_rows import count_work, flat_rows, load_rows, tree_rows
+from workloads import WORKLOADS, make_workload, star
+
+from attention import matmul_rate
+from treepack.analysis.model_cost import PRESETS, ModelShape, operations, shape_of
+from treepack.data.batch import Batch
+from treepack.model.forward import prepare_batch, row_loss
+from treepack.model.layers import adapt_layers
+from treepack.model.load import load_model
+from treepack.model.loaded import LoadedModel
+from treepack.recurrent.dispatch import NAMES, use_implementation
+from treepack.recurrent.levels import obstacle_of_fla
+
+TINY: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16,
+    "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+PARTS = ("recurrent", "attention", "products", "other")
+LARGEST_DIFFERENCE = 0.1  # of gradients in bfloat16; a branch that began from a wrong state differs by more
+_PRODUCTS = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitK", re.IGNORECASE)
+
+
+class Result(NamedTuple):
+    """Both ways over one workload: seconds of a step (median), and milliseconds of its kernels by part.
+
+    `difference` is the RMS difference of all gradients, over the RMS of the flat ones.
+    """
+
+    workload: str
+    tokens: tuple[int, int]  # tree, flat, here and below
+    pairs: tuple[int, int]
+    seconds: tuple[float, float]
+    operations: tuple[float, float]
+    gib: tuple[float, float]
+    difference: float
+    parts: tuple[dict[str, float], dict[str, float]]
+
+
+class Way(NamedTuple):
+    """Rows and the functions that train on them."""
+
+    rows: list[Batch]
+    loss: Callable[[Batch], Tensor]
+    around: Callable[[], Any]
+
+
+def read_config(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the configuration of the model: a preset, or the tiny one, with fewer layers."""
+    config = {**PRESETS[options.model], **(TINY if options.dry_run else {})}
+    if options.dry_run:  # one recurrent layer, then one with attention
+        config |= {"num_hidden_layers": 2, "full_attention_interval": 2}
+    else:
+        config["num_hidden_layers"] = options.layers
+    return {**config, "max_position_embeddings": 1 << 20}
+
+
+def load(config: dict[str, Any], options: argparse.Namespace, device: torch.device) -> LoadedModel:
+    """Return the random model on the device, with tree attention, its layers checkpointed and perhaps compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "config.json"
+        source.write_text(json.dumps(config))
+        loaded = load_model(source, attention="auto", dtype=torch.float32, autocast=torch.bfloat16, device=device)
+    adapt_layers(loaded.causal, checkpointing=True, compiled=not (options.no_compile or options.dry_run))
+    loaded.model.train()
+    return loaded
+
+
+def make_step(loaded: LoadedModel, optimiser: torch.optim.Optimizer, way: Way) -> float:
+    """Run one step of the optimiser; return the mean loss."""
+    optimiser.zero_grad(set_to_none=True)
+    denominator = sum(row.total_weight for row in way.rows)
+    total = torch.zeros((), dtype=torch.float64, device=loaded.device)
+    with way.around():
+        for row in way.rows:
+            with torch.autocast(loaded.device.type, torch.bfloat16):
+                loss = way.loss(row) / denominator
+            torch.autograd.backward(loss)
+            total += loss.detach()
+    optimiser.step()
+    return float(total)
+
+
+def ways_of(loaded: LoadedModel, rows: list[Batch], options: argparse.Namespace) -> dict[str, Way]:
+    """Return both ways to train on the rows."""
+    flat = FlatModel(loaded)
+    return {
+        "tree": Way(
+            rows,
+            lambda row: row_loss(loaded, prepare_batch(loaded, row)),
+            lambda: use_implementation(options.implementation),
+        ),
+        "flat": Way(
+            flat_rows(rows, options.flat_row), lambda row: flat.loss(row.to(loaded.device)), flat.active
+        ),
+    }  # fmt: skip
+
+
+def measure(
+    loaded: LoadedModel, shape: ModelShape, name: str, rows: list[Batch], options: argparse.Namespace
+) -> Result:
+    """Return times of both ways over one workload, taken in turns.
+
+    Raises:
+        SystemExit: the losses differ.
+    """
+    device, ways = loaded.device, ways_of(loaded, rows, options)
+    optimiser = torch.optim.AdamW(loaded.model.parameters(), lr=0.0, fused=device.type == "cuda")
+    losses: dict[str, float] = {}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    memory = dict.fromkeys(ways, 0.0)
+    for turn in range(options.repeats + 1):
+        for name_of_way, way in ways.items():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            values: list[float] = []
+            spent = seconds_of(
+                device, lambda way=way, values=values: values.append(make_step(loaded, optimiser, way))  # type: ignore[misc]
+            )  # fmt: skip
+            losses[name_of_way] = values[0]
+            if device.type == "cuda":
+                memory[name_of_way] = torch.cuda.max_memory_allocated() / 2**30
+            if turn:  # the first turn compiles
+                times[name_of_way].append(spent)
+    if abs(losses["tree"] / losses["flat"] - 1) > 1e-3:
+        raise SystemExit(f"{name}: the tree's loss is {losses['tree']}, the flat one's {losses['flat']}")
+    difference = compare_gradients(loaded, optimiser, ways)
+    if difference > LARGEST_DIFFERENCE and not options.unchecked_fla:
+        raise SystemExit(f"{name}: the gradients of tree and sequences differ by {difference:.1%}")
+    parts = [profile_parts(device, lambda way=way: make_step(loaded, optimiser, way)) for way in ways.values()]  # type: ignore[misc]
+    work = [count_work(way.rows) for way in ways.values()]
+    return Result(
+        workload=name,
+        tokens=(work[0].tokens, work[1].tokens),
+        pairs=(work[0].pairs, work[1].pairs),
+        seconds=(statistics.median(times["tree"]), statistics.median(times["flat"])),
+        operations=(operations(shape, work[0]), operations(shape, work[1])),
+        gib=(memory["tree"], memory["flat"]),
+        difference=difference,
+        parts=(parts[0], parts[1]),
+    )
+
+
+def compare_gradients(loaded: LoadedModel, optimiser: torch.optim.Optimizer, ways: dict[str, Way]) -> float:
+    """Return the RMS difference of the gradients of both ways, over the RMS of the flat ones."""
+    make_step(loaded, optimiser, ways["flat"])
+    flat = [None if each.grad is None else each.grad.cpu() for each in loaded.model.parameters()]
+    make_step(loaded, optimiser, ways["tree"])
+    squares = torch.zeros(2, dtype=torch.float64)
+    for parameter, expected in zip(loaded.model.parameters(), flat, strict=True):
+        if expected is not None:
+            assert parameter.grad is not None
+            found = parameter.grad.cpu()
+            squares += torch.stack([(found - expected).double().square().sum(), expected.double().square().sum()])
+    return float((squares[0] / squares[1]).sqrt())
+
+
+def profile_parts(device: torch.device, run: Callable[[], Any]) -> dict[str, float]:
+    """Return the milliseconds of GPU kernels in one call, by part; all 0 without a GPU."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    if device.type != "cuda":
+        return parts
+    from torch.profiler import ProfilerActivity, profile
+
+    recurrent, attention = (kernel_names(*prefixes) for prefixes in (
+        ("treepack.recurrent", "fla."), ("treepack.attention",)
+    ))  # fmt: skip
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    averages: Any = seen.key_averages()
+    for each in averages:
+        parts[part_of(each.key, recurrent, attention)] += each.device_time_total / 1e3
+    return parts
+
+
+def part_of(kernel: str, recurrent: set[str], attention: set[str]) -> str:
+    """Return the part of a step that a kernel of this name belongs to."""
+    if kernel in attention or "flash" in kernel.lower():
+        return "attention"
+    if kernel in recurrent:
+        return "recurrent"
+    return "products" if _PRODUCTS.search(kernel) else "other"
+
+
+def kernel_names(*prefixes: str) -> set[str]:
+    """Return the names of all Triton kernels in imported modules whose names begin with one of `prefixes`."""
+    from triton.runtime.jit import KernelInterface
+
+    names = set()
+    for module in [each for name, each in sys.modules.items() if name.startswith(prefixes) and each is not None]:
+        for value in vars(module).values():
+            kernel = value
+            while isinstance(kernel, KernelInterface):  # perhaps in wrappers that tune it
+                kernel = kernel.fn
+            if kernel is not value:
+                names.add(kernel.__name__)
+    return names
+
+
+def table(results: list[Result], rate: float) -> Iterator[str]:
+    """Yield the lines of both tables."""
+    yield "| workload | tokens tree / flat | flat, s | tree, s | speed-up | ideal | efficiency | MFU tree | flat " + (
+        "| GiB tree / flat | gradients differ |"
+    )
+    yield "|---" * 11 + "|"
+    for result in results:
+        speedup, ideal = result.seconds[1] / result.seconds[0], result.operations[1] / result.operations[0]
+        use = [work / spent / rate for work, spent in zip(result.operations, result.seconds, strict=True)]
+        cells = [
+            result.workload,
+            f"{result.tokens[0]:,} / {result.tokens[1]:,}",
+            f"{result.seconds[1]:.2f}",
+            f"{result.seconds[0]:.2f}",
+            f"{speedup:.2f}",
+            f"{ideal:.2f}",
+            f"{speedup / ideal:.2f}",
+            f"{use[0]:.0%}",
+            f"{use[1]:.0%}",
+            f"{result.gib[0]:.1f} / {result.gib[1]:.1f}",
+            f"{result.difference:.1%}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+    yield "\n| workload | part | flat, ms | tree, ms | speed-up | ideal |\n|---|---|---|---|---|---|"
+    for result in results:
+        for part in PARTS:
+            tree, flat = (parts[part] for parts in result.parts)
+            counts = result.pairs if part == "attention" else result.tokens
+            times = f"{flat:.0f} | {tree:.0f} | {flat / tree if tree else 0:.2f}"
+            yield f"| {result.workload} | {part} | {times} | {counts[1] / counts[0]:.2f} |"
+
+
+@contextmanager
+def checked_fla(options: argparse.Namespace) -> Iterator[str]:
+    """Give a remark about flash-linear-attention, inside which its refusal is lifted if the options say so.
+
+    Raises:
+        SystemExit: it cannot run, and the options do not lift its refusal.
+    """
+    if options.dry_run:
+        yield "functions of transformers in plain torch"
+        return
+    reason = obstacle_of_fla()
+    if reason is not None and not options.unchecked_fla:
+        raise SystemExit(f"flash-linear-attention {reason}; or pass --unchecked-fla to take its times only")
+    with refusal_lifted(reason is not None):
+        yield "flash-linear-attention" + (" (refused, so its gradients may be wrong)" if reason else "")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3.5-4b", choices=[name for name in PRESETS if "qwen3.5" in name])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--workloads", default="agent-64k,caterpillar", help="comma separated, or none")
+    parser.add_argument("--rows", type=Path, action="append", default=[], help="file of training_rows.py; repeatable")
+    parser.add_argument("--implementation", default="auto", choices=["auto", *NAMES], help="of recurrent layers")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--flat-row", type=int, default=65_536, help="tokens of a flat row")
+    parser.add_argument("--no-compile", action="store_true", help="run every layer as transformers wrote it")
+    parser.add_argument("--unchecked-fla", action="store_true", help="lift the refusal of flash-linear-attention")
+    parser.add_argument("--dry-run", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure every workload, and print the tables last."""
+    options = parse(arguments)
+    device = torch.device("cpu" if options.dry_run else "cuda")
+    config = read_config(options)
+    shape = shape_of(config, name=options.model)
+    if options.dry_run:
+        options.flat_row, options.repeats = 40, 1
+        cases = {"star": tree_rows(star("star", 20, 2, 12), TINY["vocab_size"])}
+    else:
+        chosen = [] if options.workloads == "none" else options.workloads.split(",")
+        assert set(chosen) <= set(WORKLOADS), f"workloads are {', '.join(WORKLOADS)}"
+        cases = {each: tree_rows(make_workload(each), config["vocab_size"]) for each in chosen}
+    cases |= {path.stem: load_rows(path) for path in options.rows}
+    rate = 1e12 * matmul_rate(device)
+    with checked_fla(options) as remark, flash_attention_4() as fa4:
+        loaded = load(config, options, device)
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+        print(
+            f"{'CPU' if options.dry_run else torch.cuda.get_device_name()}, torch {torch.__version__}, commit "
+            f"{commit.stdout.strip()}: {options.model}, {config['num_hidden_layers']} layers; tree through "
+            f"{loaded.attention} attention and {options.implementation} recurrent layers, flat through {remark} and "
+            f"{'FlashAttention-4' if fa4 else 'FlashAttention of torch'}; {rate / 1e12:.0f} TFLOP/s of products",
+            flush=True,
+        )
+        results = []
+        for name, rows in cases.items():
+            results.append(measure(loaded, shape, name, rows, options))
+            print(f"# {name}: {results[-1].seconds[1]:.2f} s flat, {results[-1].seconds[0]:.2f} s tree", flush=True)
+    print("\n".join(table(results, rate)))
+
+
+if __name__ == "__main__":
+    main()
