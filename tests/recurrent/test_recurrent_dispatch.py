@@ -46,26 +46,27 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("layer", "with_fla", "without"),
+    ("layer", "able"),
     [
-        (QWEN, "fla", "triton"),
-        (MAMBA, "fla", "triton"),
-        (KIMI, "fla", "torch"),
-        (QWEN._replace(dtype=torch.float64), "torch", "torch"),
-        (QWEN._replace(values=512), "torch", "torch"),
-        (KIMI._replace(has_delta=False), "torch", "torch"),
-        (QWEN._replace(device=CPU), "torch", "torch"),
-        (QWEN._replace(device=torch.device("mps")), "torch", "torch"),
+        (QWEN, {"torch", "fla", "triton"}),
+        (MAMBA, {"torch", "fla", "triton"}),
+        (KIMI, {"torch", "fla"}),
+        (QWEN._replace(dtype=torch.float64), {"torch"}),
+        (QWEN._replace(values=512), {"torch"}),
+        (KIMI._replace(has_delta=False), {"torch"}),
+        (QWEN._replace(device=CPU), {"torch"}),
+        (QWEN._replace(device=torch.device("mps")), {"torch"}),
     ],
 )
+@pytest.mark.parametrize("has_fla", [True, False])
 def test_auto_takes_the_first_that_can_compute_the_layer(
-    layer: Layer, with_fla: str, without: str, monkeypatch: pytest.MonkeyPatch
+    layer: Layer, able: set[str], has_fla: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed(monkeypatch, fla=True)
-    assert resolve("auto", layer) == with_fla
-    choose.cache_clear()
-    installed(monkeypatch, fla=False)
-    assert resolve("auto", layer) == without
+    monkeypatch.setattr(dispatch, "is_interpreted", lambda: False)
+    installed(monkeypatch, fla=has_fla)
+    able = able if has_fla else able - {"fla"}
+    assert {name for name in dispatch.NAMES if obstacle(name, layer) is None} == able
+    assert resolve("auto", layer) == next(name for name in dispatch.AUTO["cuda"] if name in able)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,7 @@ def test_the_log_names_the_choice_once_and_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(monkeypatch, fla=False)
+    monkeypatch.setattr(dispatch, "AUTO", {"cuda": ("fla", "triton", "torch")})
     with caplog.at_level(logging.INFO, logger="treepack"):
         assert [resolve("auto", QWEN) for _ in range(3)] == ["triton"] * 3
     assert caplog.messages == [
