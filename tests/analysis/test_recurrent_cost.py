@@ -10,8 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.paths import SAMPLE_DATA
+from treepack.analysis.capacities import forecast_lines, plan_capacities
 from treepack.analysis.model_cost import PRESETS, FlopCount, ModelShape, operations, read_shape, shape_of
 from treepack.errors import TreepackError
+from treepack.ingest.options import BuildOptions
+from treepack.trie.directory import read_to_trie
 
 SIZES = {
     "vocab_size": 97,
@@ -247,6 +251,17 @@ def test_the_gain_of_a_hybrid_is_between_those_of_its_tokens_and_of_its_pairs(
     gain = operations(hybrid, flat) / operations(hybrid, tree)
     ratios = sorted((flat.tokens / tree.tokens, flat.pairs / tree.pairs))
     assert ratios[0] * (1 - 1e-9) <= gain <= ratios[1] * (1 + 1e-9)
+
+
+def test_the_gain_of_a_hybrid_on_sample_data_is_between_its_ratio_of_tokens_and_that_of_a_dense_model() -> None:
+    trie, _ = read_to_trie([str(SAMPLE_DATA / "tokens.jsonl")], BuildOptions())
+    planned = list(plan_capacities(trie, [16_384], method="contiguous", too_long="error"))
+    for line in forecast_lines(trie, planned, method="contiguous"):
+        dense, hybrid = (
+            operations(read_shape(name), line.flat) / operations(read_shape(name), line.packed)
+            for name in ("qwen3-4b", "qwen3.5-4b")
+        )
+        assert dense < hybrid < line.flat.tokens / line.packed.tokens
 
 
 @pytest.mark.parametrize(
