@@ -86,7 +86,7 @@ def make_inputs(chunks: Chunks, shape: Shape, *, dtype: torch.dtype = torch.floa
     new, do, du = (draw(count, heads, values) for _ in range(3))
     h, dh = (draw(len(chunks.begin), heads, keys, values) for _ in range(2))
     g = -decay * torch.rand(count, heads, generator=generator)
-    parts = g.split(chunks.length.tolist())
+    parts = torch.split(g, chunks.length.tolist())
     a = torch.cat([part.cumsum(0) for part in parts])
     q, k, new, h, do, dh, du = (between_nan(x.to(dtype)) for x in (q, k, new, h, do, dh, du))
     return Inputs(q, k, new, h, between_nan(a), do, dh, du)
@@ -189,10 +189,11 @@ def test_without_the_delta_rule_only_dw_is_missing() -> None:
 
 @needs_ptxas
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["bf16/128/128", "bf16/128/64", "bf16/256/64", "fp16/256/256"])
+@pytest.mark.parametrize("case", ["bf16/128/128", "bf16/256/64"])
 def test_kernels_fit_twice_on_a_multiprocessor_of_a_hopper_and_keep_their_registers(case: str) -> None:
     for report in compiled("output_launches", 90, case):
         assert report.wgmma > 0, report
+        assert report.wgmma_registers == 0, report
         assert not any("serialized" in remark for remark in report.remarks), report
         assert report.spills <= 8, report
         assert report.shared <= 113 << 10, report
@@ -202,7 +203,7 @@ def test_kernels_fit_twice_on_a_multiprocessor_of_a_hopper_and_keep_their_regist
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 120])
 def test_kernels_for_other_gpus_fit_small_ones(capability: int) -> None:
-    for report in compiled("portable_output_launches", capability, "bf16/128/128", "bf16/256/64"):
+    for report in compiled("portable_output_launches", capability, "bf16/128/128"):
         assert report.spills == 0, report
         assert report.shared <= 99 << 10, report
 

@@ -35,7 +35,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 @dataclass(frozen=True)
 class Report:
-    """Findings of Triton and ptxas: a thread's registers and spilled bytes, a program's shared bytes, wgmma."""
+    """Findings of Triton and ptxas: a thread's registers and spilled bytes, a program's shared bytes, wgmma.
+
+    `wgmma` counts asynchronous products, and `wgmma_registers` those that read their left matrix from registers.
+    """
 
     kernel: str
     registers: int
@@ -43,6 +46,7 @@ class Report:
     shared: int
     remarks: list[str]
     wgmma: int
+    wgmma_registers: int
 
 
 def read(output: str) -> list[Report]:
@@ -84,6 +88,8 @@ def report(name: str, compilable: Any, options: dict[str, int], capability: int)
         shared=compiled.metadata.shared,
         remarks=[line for line in log.splitlines() if re.search(r"warning|\(C\d+\)", line)],
         wgmma=sass.count("HGMMA"),
+        # wgmma.mma_async... {%r1, ...}, {%r65, ...}, %rd7, ...;    a second list of registers is the left matrix
+        wgmma_registers=len(re.findall(r"wgmma\.mma_async[^;{]*\{[^}]*\}[^;{]*\{", compiled.asm["ptx"])),
     )
 
 

@@ -37,7 +37,8 @@ import triton.language as tl
 from torch import Tensor
 
 from treepack.attention.kernel_launch import LOG2E, Launch
-from treepack.recurrent.chunks import Chunks
+from treepack.recurrent.chunks import CHUNK, Chunks
+from treepack.recurrent.kernels.inverse import load_ends, load_rows, store_rows
 
 _LOG2E = tl.constexpr(LOG2E)
 
@@ -59,7 +60,7 @@ class Configs(NamedTuple):
     products: Config
 
 
-# Not measured. With triton 3.6 and 3.9, no thread spills more than 8 bytes for sm_90 with K and V of 64 to 256. One
+# Not measured. With triton 3.6 and 3.9, no thread spills for sm_90 with K of 128 and 256 and V of 64, 128 and 256. One
 # warpgroup (4 warps) per program: Triton 3.6 does not synchronise two of them after an asynchronous product. Two
 # programs fit on one multiprocessor, because a thread of `products` has 255 registers.
 HOPPER = Configs(Config(64, 128, 4, 2), Config(64, 64, 4, 2), Config(64, 64, 4, 2))
@@ -79,33 +80,6 @@ class Operands(NamedTuple):
 
 
 @triton.jit
-def _place(begins, lengths, ends, i_c, PLACES: tl.constexpr):
-    """Return first token (int64) and number of tokens of chunk `i_c`, and the end of each place, 0 without a token.
-
-    The end is one past the last place that sees the place.
-    """
-    # chunk of tokens 5 6 7, whose subtrees end before 6 7 8 (padding), 4 places -> 5, 3, [1, 2, 3, 0]
-    first, length = tl.load(begins + i_c), tl.load(lengths + i_c)
-    # [PLACES]
-    o = tl.arange(0, PLACES)
-    b_end = tl.load(ends + first + o, mask=o < length, other=0)
-    return first.to(tl.int64), length, tl.where(o < length, tl.minimum(b_end - first, length), 0)
-
-
-@triton.jit
-def _load_tile(p_x, m_row, stride, start, X: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr):
-    """Return the columns [start, start + TILE) of rows of X columns, [PLACES, TILE]; 0 without a row or column."""
-    o_x = start + tl.arange(0, TILE)
-    # [PLACES, TILE]
-    p_tile = p_x + tl.arange(0, PLACES)[:, None] * stride + o_x[None, :]
-    if X % TILE == 0:
-        b_x = tl.load(p_tile, mask=m_row[:, None], other=0.0)
-    else:
-        b_x = tl.load(p_tile, mask=m_row[:, None] & (o_x < X)[None, :], other=0.0)
-    return b_x
-
-
-@triton.jit
 def _load_state(p_h, k, v, K: tl.constexpr, V: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr):
     """Return the tile of a state [K, V] that begins at row k and column v, [TILE_K, TILE_V]; 0 outside of it."""
     o_k, o_v = k + tl.arange(0, TILE_K), v + tl.arange(0, TILE_V)
@@ -119,40 +93,26 @@ def _load_state(p_h, k, v, K: tl.constexpr, V: tl.constexpr, TILE_K: tl.constexp
 
 
 @triton.jit
-def _store_columns(p_x, b_x, m_row, stride, start, X: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr):
-    """Write b_x [TILE, PLACES], the transpose of the columns [start, start + TILE) of rows of X columns."""
-    o_x = start + tl.arange(0, TILE)
-    # [TILE, PLACES]
-    p_tile = p_x + tl.arange(0, PLACES)[None, :] * stride + o_x[:, None]
-    tl.store(p_tile, b_x.to(p_x.dtype.element_ty), mask=m_row[None, :] & (o_x < X)[:, None])
-
-
-@triton.jit
-def _decays(b_a, b_end, PLACES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return S [i, j] of a chunk, or [j, i] if TRANSPOSED: exp(a_i - a_j) for the pairs that are seen, else 0."""
-    o = tl.arange(0, PLACES)
+def _decays(o_i, o_j, b_a_i, b_a_j, b_end_j):
+    """Return S for the pairs j <= i that are seen, 0 for the others; i or j is the first dimension."""
     # Pairs that are not seen may have exponents above 0, which would overflow: they are set to -inf first.
-    if TRANSPOSED:
-        # [1, i], [j, 1] -> [j, i]
-        seen = (o[:, None] <= o[None, :]) & (o[None, :] < b_end[:, None])
-        exponent = (b_a[None, :] - b_a[:, None]) * _LOG2E
-    else:
-        seen = (o[None, :] <= o[:, None]) & (o[:, None] < b_end[None, :])
-        exponent = (b_a[:, None] - b_a[None, :]) * _LOG2E
-    return tl.exp2(tl.where(seen, exponent, float("-inf")))
+    seen = (o_j <= o_i) & (o_i < b_end_j)
+    return tl.exp2(tl.where(seen, (b_a_i - b_a_j) * _LOG2E, float("-inf")))
 
 
 @triton.jit
 def _outputs_kernel(
-    q, k, new, h, a, o, begins, lengths, ends,
+    q, k, new, h, a, out, begins, lengths, ends,
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PLACES: tl.constexpr,
     TILE_K: tl.constexpr, TILE_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Programs of the same chunk follow each other, so that q and k of a group stay in the cache.
     TILES: tl.constexpr = (V + TILE_V - 1) // TILE_V
     v, i_h, i_c = tl.program_id(0) % TILES * TILE_V, tl.program_id(0) // TILES % H, tl.program_id(0) // (TILES * H)
-    first, length, b_end = _place(begins, lengths, ends, i_c, PLACES)
-    m_row = tl.arange(0, PLACES) < length
+    first, length = tl.load(begins + i_c).to(tl.int64), tl.load(lengths + i_c)
+    # [PLACES]
+    o = tl.arange(0, PLACES)
+    b_end = load_ends(ends, first, length, o)
     p_key = (first * (H // GROUP) + i_h // GROUP) * K
     p_value, p_state = (first * H + i_h) * V, (i_c.to(tl.int64) * H + i_h) * (K * V)
     # [j, i] and [V, i]
@@ -160,21 +120,21 @@ def _outputs_kernel(
     b_o = tl.zeros([TILE_V, PLACES], dtype=tl.float32)
     for start in tl.range(0, K, TILE_K):
         # [PLACES, TILE_K] twice, [TILE_K, TILE_V]
-        b_q = _load_tile(q + p_key, m_row, H // GROUP * K, start, K, PLACES, TILE_K)
-        b_k = _load_tile(k + p_key, m_row, H // GROUP * K, start, K, PLACES, TILE_K)
+        b_q = load_rows(q + p_key, o, length, H // GROUP * K, start, K, TILE_K)
+        b_k = load_rows(k + p_key, o, length, H // GROUP * K, start, K, TILE_K)
         b_h = _load_state(h + p_state, start, v, K, V, TILE_K, TILE_V).to(b_q.dtype)
         # [j, TILE_K] @ [TILE_K, i] -> [j, i]
         b_p = tl.dot(b_k, tl.trans(b_q), b_p, input_precision=PRECISION)
         # [TILE_V, TILE_K] @ [TILE_K, i] -> [TILE_V, i]
         b_o = tl.dot(tl.trans(b_h), tl.trans(b_q), b_o, input_precision=PRECISION)
-    b_new = _load_tile(new + p_value, m_row, H * V, v, V, PLACES, TILE_V)
+    b_new = load_rows(new + p_value, o, length, H * V, v, V, TILE_V)
     # [PLACES]
-    b_a = tl.load(a + first * H + i_h + tl.arange(0, PLACES) * H, mask=m_row, other=0.0)
-    b_p *= _decays(b_a, b_end, PLACES, True)
+    b_a = tl.load(a + first * H + i_h + o * H, mask=o < length, other=0.0)
+    b_p *= _decays(o[None, :], o[:, None], b_a[None, :], b_a[:, None], b_end[:, None])
     b_o *= tl.exp2(b_a * _LOG2E)[None, :]
     # [TILE_V, j] @ [j, i] -> [TILE_V, i]
     b_o = tl.dot(tl.trans(b_new), b_p.to(b_new.dtype), b_o, input_precision=PRECISION)
-    _store_columns(o + p_value, b_o, m_row, H * V, v, V, PLACES, TILE_V)
+    store_rows(out + p_value, o, length, H * V, v, V, TILE_V, tl.trans(b_o))
 
 
 @triton.jit
@@ -184,26 +144,28 @@ def _local_kernel(
     TILE_K: tl.constexpr, TILE_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_h, i_c = tl.program_id(0) % H, tl.program_id(0) // H
-    first, length, b_end = _place(begins, lengths, ends, i_c, PLACES)
-    m_row = tl.arange(0, PLACES) < length
+    first, length = tl.load(begins + i_c).to(tl.int64), tl.load(lengths + i_c)
+    # [PLACES]
+    o = tl.arange(0, PLACES)
+    b_end = load_ends(ends, first, length, o)
     p_key, p_value = (first * (H // GROUP) + i_h // GROUP) * K, (first * H + i_h) * V
     # [i, j]
     b_p = tl.zeros([PLACES, PLACES], dtype=tl.float32)
     for start in tl.range(0, K, TILE_K):
         # [PLACES, TILE_K]
-        b_q = _load_tile(q + p_key, m_row, H // GROUP * K, start, K, PLACES, TILE_K)
-        b_k = _load_tile(k + p_key, m_row, H // GROUP * K, start, K, PLACES, TILE_K)
+        b_q = load_rows(q + p_key, o, length, H // GROUP * K, start, K, TILE_K)
+        b_k = load_rows(k + p_key, o, length, H // GROUP * K, start, K, TILE_K)
         # [i, TILE_K] @ [TILE_K, j] -> [i, j]
         b_p = tl.dot(b_q, tl.trans(b_k), b_p, input_precision=PRECISION)
     # [PLACES]
-    b_a = tl.load(a + first * H + i_h + tl.arange(0, PLACES) * H, mask=m_row, other=0.0)
-    b_p = (b_p * _decays(b_a, b_end, PLACES, False)).to(q.dtype.element_ty)
+    b_a = tl.load(a + first * H + i_h + o * H, mask=o < length, other=0.0)
+    b_p = (b_p * _decays(o[:, None], o[None, :], b_a[:, None], b_a[None, :], b_end[None, :])).to(q.dtype.element_ty)
     for start in tl.range(0, V, TILE_V):
         # [PLACES, TILE_V]
-        b_do = _load_tile(do + p_value, m_row, H * V, start, V, PLACES, TILE_V)
+        b_do = load_rows(do + p_value, o, length, H * V, start, V, TILE_V)
         # [TILE_V, i] @ [i, j] -> [TILE_V, j]
         b_du = tl.dot(tl.trans(b_do), b_p, input_precision=PRECISION)
-        _store_columns(du + p_value, b_du, m_row, H * V, start, V, PLACES, TILE_V)
+        store_rows(du + p_value, o, length, H * V, start, V, TILE_V, tl.trans(b_du))
 
 
 @triton.jit
@@ -216,14 +178,16 @@ def _products_kernel(
     TILES: tl.constexpr = (K + TILE_K - 1) // TILE_K
     i_k, i_h, i_c = tl.program_id(0) % TILES, tl.program_id(0) // TILES % H, tl.program_id(0) // (TILES * H)
     start = i_k * TILE_K
-    first, length, b_end = _place(begins, lengths, ends, i_c, PLACES)
-    m_row = tl.arange(0, PLACES) < length
+    first, length = tl.load(begins + i_c).to(tl.int64), tl.load(lengths + i_c)
+    # [PLACES]
+    o = tl.arange(0, PLACES)
+    b_end = load_ends(ends, first, length, o)
     p_key = (first * (H // GROUP) + i_h // GROUP) * K
     p_value, p_state = (first * H + i_h) * V, (i_c.to(tl.int64) * H + i_h) * (K * V)
     p_out = (first * H + i_h) * K
     # [PLACES], and a of the last token
     p_a = a + first * H + i_h
-    b_a = tl.load(p_a + tl.arange(0, PLACES) * H, mask=m_row, other=0.0)
+    b_a = tl.load(p_a + o * H, mask=o < length, other=0.0)
     last = tl.load(p_a + (length - 1) * H)
 
     # dk: [i, j] and [TILE_K, j]
@@ -232,8 +196,8 @@ def _products_kernel(
     hdh = 0.0
     for v in tl.range(0, V, TILE_V):
         # [PLACES, TILE_V] twice, [TILE_K, TILE_V] twice
-        b_do = _load_tile(do + p_value, m_row, H * V, v, V, PLACES, TILE_V)
-        b_new = _load_tile(new + p_value, m_row, H * V, v, V, PLACES, TILE_V)
+        b_do = load_rows(do + p_value, o, length, H * V, v, V, TILE_V)
+        b_new = load_rows(new + p_value, o, length, H * V, v, V, TILE_V)
         b_h = _load_state(h + p_state, start, v, K, V, TILE_K, TILE_V)
         b_dh = _load_state(dh + p_state, start, v, K, V, TILE_K, TILE_V)
         hdh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
@@ -241,44 +205,44 @@ def _products_kernel(
         b_ds = tl.dot(b_do, tl.trans(b_new), b_ds, input_precision=PRECISION)
         # [TILE_K, TILE_V] @ [TILE_V, j] -> [TILE_K, j]
         b_dk = tl.dot(b_dh.to(b_new.dtype), tl.trans(b_new), b_dk, input_precision=PRECISION)
-    b_ds *= _decays(b_a, b_end, PLACES, False)
+    b_ds *= _decays(o[:, None], o[None, :], b_a[:, None], b_a[None, :], b_end[None, :])
     # [PLACES, TILE_K] -> [TILE_K, PLACES]
-    b_q = tl.trans(_load_tile(q + p_key, m_row, H // GROUP * K, start, K, PLACES, TILE_K))
-    b_k = tl.trans(_load_tile(k + p_key, m_row, H // GROUP * K, start, K, PLACES, TILE_K))
+    b_q = tl.trans(load_rows(q + p_key, o, length, H // GROUP * K, start, K, TILE_K))
+    b_k = tl.trans(load_rows(k + p_key, o, length, H // GROUP * K, start, K, TILE_K))
     b_dk *= tl.exp2((last - b_a) * _LOG2E)[None, :]
     of_last = tl.sum(b_k.to(tl.float32) * b_dk) + tl.exp2(last * _LOG2E) * hdh
     # [TILE_K, i] @ [i, j] -> [TILE_K, j]
     b_dk = tl.dot(b_q, b_ds.to(b_q.dtype), b_dk, input_precision=PRECISION)
-    b_da = tl.where(tl.arange(0, PLACES) == length - 1, of_last, 0.0) - tl.sum(b_k.to(tl.float32) * b_dk, 0)
-    _store_columns(dk + p_out, b_dk, m_row, H * K, start, K, PLACES, TILE_K)
+    b_da = tl.where(o == length - 1, of_last, 0.0) - tl.sum(b_k.to(tl.float32) * b_dk, 0)
+    store_rows(dk + p_out, o, length, H * K, start, K, TILE_K, tl.trans(b_dk))
 
-    # dq and dw: [j, i], computed anew because the transpose of b_ds would have to be moved through shared memory, and
-    # [TILE_K, i] twice
+    # dq and dw: [j, i], which is b_ds transposed, but computed again: a second product costs less than registers that
+    # hold it until here; and [TILE_K, i] twice
     b_dst = tl.zeros([PLACES, PLACES], dtype=tl.float32)
     b_dq = tl.zeros([TILE_K, PLACES], dtype=tl.float32)
     b_dw = tl.zeros([TILE_K, PLACES], dtype=tl.float32)
     for v in tl.range(0, V, TILE_V):
         # [PLACES, TILE_V] twice, [TILE_K, TILE_V]
-        b_do = _load_tile(do + p_value, m_row, H * V, v, V, PLACES, TILE_V)
-        b_new = _load_tile(new + p_value, m_row, H * V, v, V, PLACES, TILE_V)
+        b_do = load_rows(do + p_value, o, length, H * V, v, V, TILE_V)
+        b_new = load_rows(new + p_value, o, length, H * V, v, V, TILE_V)
         b_h = _load_state(h + p_state, start, v, K, V, TILE_K, TILE_V).to(b_do.dtype)
         # [j, TILE_V] @ [TILE_V, i] -> [j, i]
         b_dst = tl.dot(b_new, tl.trans(b_do), b_dst, input_precision=PRECISION)
         # [TILE_K, TILE_V] @ [TILE_V, i] -> [TILE_K, i]
         b_dq = tl.dot(b_h, tl.trans(b_do), b_dq, input_precision=PRECISION)
         if DELTA:
-            b_du = _load_tile(du + p_value, m_row, H * V, v, V, PLACES, TILE_V)
+            b_du = load_rows(du + p_value, o, length, H * V, v, V, TILE_V)
             b_dw = tl.dot(b_h, tl.trans(b_du), b_dw, input_precision=PRECISION)
     if DELTA:
-        _store_columns(dw + p_out, -b_dw, m_row, H * K, start, K, PLACES, TILE_K)
-    b_dst *= _decays(b_a, b_end, PLACES, True)
+        store_rows(dw + p_out, o, length, H * K, start, K, TILE_K, tl.trans(-b_dw))
+    b_dst *= _decays(o[None, :], o[:, None], b_a[None, :], b_a[:, None], b_end[:, None])
     # [TILE_K, j] @ [j, i] -> [TILE_K, i]
     b_dq = tl.dot(b_k, b_dst.to(b_k.dtype), b_dq * tl.exp2(b_a * _LOG2E)[None, :], input_precision=PRECISION)
     b_da += tl.sum(b_q.to(tl.float32) * b_dq, 0)
-    _store_columns(dq + p_out, b_dq, m_row, H * K, start, K, PLACES, TILE_K)
+    store_rows(dq + p_out, o, length, H * K, start, K, TILE_K, tl.trans(b_dq))
     # da [N, H, TILES], of which each program writes one
     p_da = da + (first * H + i_h) * TILES + i_k
-    tl.store(p_da + tl.arange(0, PLACES) * (H * TILES), b_da, mask=m_row)
+    tl.store(p_da + o * (H * TILES), b_da, mask=o < length)
 
 
 def outputs_forward(q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, chunks: Chunks) -> Tensor:
@@ -348,7 +312,7 @@ def outputs_launch(operands: Operands, new: Tensor, h: Tensor, o: Tensor, config
     """Return the launch that computes the outputs `o`."""
     constants, options = _shape(operands, new, config)
     tiles = -(-new.shape[-1] // constants["TILE_V"])
-    arguments = {**_arguments(operands), "new": new, "h": h, "o": o}
+    arguments = {**_arguments(operands), "new": new, "h": h, "out": o}
     return Launch(_outputs_kernel, tiles * _programs(operands, new), arguments, constants, options)
 
 
@@ -397,7 +361,7 @@ def _shape(operands: Operands, values: Tensor, config: Config) -> tuple[dict[str
         "GROUP": heads // key_heads,
         "K": keys,
         "V": width,
-        "PLACES": max(16, triton.next_power_of_2(operands.chunks.size)),
+        "PLACES": _tile(operands.chunks.size, CHUNK),
         "TILE_K": _tile(keys, config.tile_k),
         "TILE_V": _tile(width, config.tile_v),
         "PRECISION": "ieee",
@@ -409,4 +373,4 @@ def _shape(operands: Operands, values: Tensor, config: Config) -> tuple[dict[str
 
 def _tile(width: int, largest: int) -> int:
     # 5, 64 -> 16; 96, 64 -> 64; 128, 64 -> 64
-    return max(16, min(largest, triton.next_power_of_2(width)))
+    return max(16, min(largest, 1 << (width - 1).bit_length()))
