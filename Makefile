@@ -10,6 +10,8 @@ SERVER := .venv-vllm
 TASKS := .venv-verifiers
 # The environment of a Ray cluster on this machine, and of an S3 server: 80 packages, and no torch.
 CLUSTER := .venv-ray
+# The environment of flash-linear-attention, whose kernels run in Triton's interpreter there.
+RECURRENT := .venv-fla
 # Pinned, so that an index or wheel folder with the CPU build of this version serves it; a looser range takes the newest,
 # with gigabytes of CUDA libraries. Any torch from 2.11 on works: make TORCH='torch --index-url URL' ...
 TORCH ?= torch==2.13.0
@@ -28,7 +30,7 @@ export CHECKOUT_PTH
 PIP := -m pip install --quiet --disable-pip-version-check --no-compile
 install = install() { $(1)/bin/uv pip install --quiet --python $(1)/bin/python "$$@" || $(1)/bin/python $(PIP) "$$@"; }; install
 
-.PHONY: demo test test-slow test-s3 test-integrations test-verifiers test-vllm test-ray lint types imports schemas docs clean
+.PHONY: demo test test-slow test-s3 test-integrations test-verifiers test-vllm test-ray test-fla lint types imports schemas docs clean
 
 $(VENV)/run.stamp: pyproject.toml $(wildcard treepack/native/*.c)
 	$(PYTHON) -m venv $(VENV)
@@ -78,6 +80,15 @@ $(CLUSTER)/stamp: tests/cluster/ray_requirements.txt pyproject.toml
 	$(CLUSTER)/bin/python -c "$$CHECKOUT_PTH"
 	touch $@
 
+$(RECURRENT)/stamp: tests/recurrent/fla_requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(RECURRENT)
+	$(RECURRENT)/bin/python $(PIP) --no-deps $(TORCH)
+	-$(RECURRENT)/bin/python $(PIP) uv
+	$(call install,$(RECURRENT)) --no-deps -r tests/recurrent/fla_requirements.txt
+	$(call install,$(RECURRENT)) --no-deps -e .
+	$(RECURRENT)/bin/python -c "$$CHECKOUT_PTH"
+	touch $@
+
 demo: $(VENV)/run.stamp
 	rm -rf $(DEMO)
 	$(BIN)/treepack build-trie sample_data/chat.jsonl --tokenizer sample_data/tokenizer --expand turns --out $(DEMO)/trie
@@ -116,6 +127,10 @@ test-verifiers: $(TASKS)/stamp
 test-ray: $(CLUSTER)/stamp
 	$(CLUSTER)/bin/python -m pytest -m ray tests/cluster
 
+# Recurrent layers with flash-linear-attention and kernels installed.
+test-fla: $(RECURRENT)/stamp
+	$(RECURRENT)/bin/python -m pytest -n 0 -m fla tests/recurrent/test_with_packages.py
+
 # Starts two real servers of a tiny model; the tests themselves run in the usual environment.
 test-vllm: $(VENV)/dev.stamp $(SERVER)/stamp
 	$(BIN)/python -m pytest -n 0 -m vllm tests/rollout
@@ -137,5 +152,5 @@ docs: $(VENV)/dev.stamp
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TRAINERS) $(TASKS) $(SERVER) $(CLUSTER) $(RECURRENT) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

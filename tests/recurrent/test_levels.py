@@ -83,7 +83,7 @@ def test_every_token_is_in_one_place_and_every_node_below_its_parent(seed: int, 
     table, parent = build_levels(end), find_parents(flatten_ends(end)).tolist()
     assert sorted(table.order.tolist()) == list(range(2 * length))
     assert table.order[table.place].tolist() == list(range(2 * length))
-    lists = torch.split(table.order, table.sizes)
+    lists = torch.split(table.order, list(table.sizes))
     for depth, level in enumerate(table.levels):
         tokens, bounds = lists[depth].tolist(), level.bounds.tolist()
         assert bounds[-1] == len(tokens)

@@ -5,8 +5,9 @@
 
 A model calls its convolution and its scan as functions of its module, modeling_qwen3_next.torch_chunk_gated_delta_rule
 for example, and passes its keyword arguments to them. transformers wraps these functions: if flash-linear-attention,
-mamba-ssm or causal-conv1d is installed, the wrapper calls it instead, without the arguments that it does not know. So
-the functions are replaced in the module, for all of its models; another module's calls do not change.
+mamba-ssm or causal-conv1d is installed, the wrapper calls it instead, without the arguments that it does not know. The
+package `kernels` adds a wrapper of its own. So the functions are replaced in the module, for all of its models; another
+module's calls do not change.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from torch import nn
 from torch.compiler import disable
 
+from treepack.errors import TreepackError
 from treepack.recurrent.interface import (
     convolution,
     gated_delta_rule,
@@ -123,13 +125,33 @@ def plain_functions(model: nn.Module) -> Iterator[None]:
     before = [
         (module, name, vars(module)[name]) for module in _modules(model) for name in _ON_TREES if hasattr(module, name)
     ]
-    for module, name, function in before:
-        setattr(module, name, inspect.unwrap(function))
+    inside = [(module, name, _in_torch(function)) for module, name, function in before]
+    for module, name, function in inside:
+        setattr(module, name, function)
     try:
         yield
     finally:
         for module, name, function in before:
             setattr(module, name, function)
+
+
+def _in_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function in plain torch behind the wrappers of treepack, transformers and the package `kernels`.
+
+    Raises:
+        TreepackError: if `kernels` wraps functions in another way than the versions that are known.
+    """
+    inner: Callable[..., Any] = inspect.unwrap(function)
+    if not isinstance(inner, nn.Module):
+        return inner
+    # `kernels` makes a module of a function, which stays a variable of the module's forward method.
+    wrapped = inspect.getclosurevars(type(inner).forward).nonlocals.get("func")
+    if wrapped is None:
+        raise TreepackError(
+            "recurrent layer: the function in plain torch cannot be found behind the package kernels; set "
+            "USE_HUB_KERNELS=0 in the environment"
+        )
+    return _in_torch(wrapped)
 
 
 def _modules(model: nn.Module) -> list[ModuleType]:
