@@ -331,6 +331,7 @@ def test_windows_and_sinks_count_in_what_is_sampled() -> None:
     [
         ("gemma2", "caps its scores, .*; sample from a server"),
         ("deepseek_v3", "has keys and values of several widths, .*; sample from a server"),
+        ("qwen3_5_text", "has layers with a state or a convolution, .*; sample from a server"),
     ],
 )
 def test_attention_that_pages_do_not_compute_is_refused(kind: str, reason: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from packaging.version import Version
 
 from treepack.errors import TreepackError
+from treepack.model.compatibility import count_recurrent_layers
 from treepack.model.layers import head_widths
 from treepack.rollout import local_attention
 
@@ -97,7 +98,9 @@ def _check_attention(model: Any) -> None:
         widths.add(config.qk_nope_head_dim + config.qk_rope_head_dim)
     if getattr(config, "v_head_dim", None):
         widths.add(config.v_head_dim)
-    if len(widths) > 1:
+    if any(count_recurrent_layers(config)):
+        reason = "has layers with a state or a convolution, and the pages of transformers have keys and values only"
+    elif len(widths) > 1:
         reason = "has keys and values of several widths, and the pages of transformers have one"
     if reason is not None:
         raise TreepackError(f"{type(model).__name__}: {reason}; sample from a server")
