@@ -1,4 +1,4 @@
-"""Versions of transformers whose recurrent layers pass no arguments to their functions."""
+"""Versions of transformers and kernels whose recurrent layers cannot be computed on trees, or not alone in torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from types import ModuleType
 import pytest
 import transformers
 from torch import nn
+from transformers.models.lfm2 import modeling_lfm2
 
-from treepack.recurrent.entry import obstacle, upgrade_hint
+from treepack.errors import TreepackError
+from treepack.recurrent.entry import obstacle, plain_functions, upgrade_hint
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,19 @@ def test_a_function_on_the_layer_is_refused_with_the_version_to_install(monkeypa
     assert reason is not None
     assert reason.startswith("carries a state from token to token in a way that this version of transformers offers")
     assert reason.endswith("; install transformers 5.22 or later (5.10.0 is installed)")
+
+
+class Opaque(nn.Module):
+    """A function as the package kernels may wrap it one day: nothing leads back to the function."""
+
+    def forward(self, hidden: object) -> object:
+        return hidden
+
+
+def test_a_function_that_cannot_be_found_behind_its_wrapper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = Opaque()
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", wrapper)
+    monkeypatch.setattr(Layer, "__module__", modeling_lfm2.__name__)
+    with pytest.raises(TreepackError, match="set USE_HUB_KERNELS=0 in the environment"), plain_functions(Layer()):
+        pass
+    assert modeling_lfm2.causal_conv1d_fn is wrapper

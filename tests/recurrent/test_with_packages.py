@@ -1,7 +1,7 @@
 """Recurrent layers where flash-linear-attention, mamba-ssm, causal-conv1d and kernels are installed.
 
-The kernels of flash-linear-attention run in Triton's interpreter. mamba-ssm and causal-conv1d are built only where a GPU
-is, so transformers chooses packages of these names whose functions fail.
+The kernels of flash-linear-attention run in Triton's interpreter. mamba-ssm and causal-conv1d need a GPU to be built,
+so transformers chooses packages of these names whose functions fail.
 """
 
 from __future__ import annotations
