@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from support.hybrid_models import HARD, SAMPLES, TRUNK, load_hybrid, options_of, write_config
@@ -190,6 +191,20 @@ def test_weights_are_read_and_written_tensor_by_tensor(tmp_path: Path, kind: str
     before, after = read_weights(source), read_weights(tmp_path)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_layers_for_the_prediction_of_several_tokens_are_not_read(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    tiny_family("qwen3_next", **options_of("qwen3_next")).float().save_pretrained(source)
+    tensors = read_weights(source)
+    predictor = {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.input_layernorm.weight": torch.randn(32)}
+    save_file({**tensors, **predictor}, source / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(source)
+    assert not any("mtp" in name for name in loaded.model.state_dict())
+    weights = saved_weights(loaded.model)
+    assert weights is not None
+    weights.write(tmp_path)
+    assert read_weights(tmp_path).keys() == tensors.keys()
 
 
 @pytest.mark.slow
