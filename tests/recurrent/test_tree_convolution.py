@@ -91,7 +91,7 @@ def rows_of_small_nodes(draw: st.DrawFn) -> Tensor:
     for _ in range(draw(st.integers(1, 2))):
         nodes: list[tuple[int, int]] = []
         path: list[int] = []
-        for _ in range(draw(st.integers(1, 6))):
+        for _ in range(draw(st.integers(1, 5))):
             path = path[: draw(st.integers(0, len(path)))]
             nodes.append((draw(st.integers(1, 3)), path[-1] if path else -1))
             path.append(len(nodes) - 1)
@@ -122,7 +122,7 @@ def test_kernels_convolve_paths_of_trees_with_every_gradient(end: Tensor, width:
 
 
 def test_kernels_take_more_channels_and_tokens_than_one_tile_and_part_have() -> None:
-    end = random_tree(130, 0)
+    end = star(1, 2, 65)
     inputs = make_inputs(end, 2, "silu", channels=257, dtype=torch.float32)
     found = run(triton_convolve, inputs, build_taps(end, 2))
     assert largest_error(found, run_tokens(inputs, end)) < 8 * torch.finfo(torch.float32).eps
@@ -134,8 +134,7 @@ def test_kernels_round_once_in_half_precision(dtype: torch.dtype) -> None:
     inputs = make_inputs(end, 4, "silu", dtype=dtype)
     found = run(triton_convolve, inputs, build_taps(end, 4))
     assert all(x.dtype == dtype for x in found)
-    # The interpreter cuts bfloat16 off instead of rounding it: an error of up to eps.
-    assert largest_error(found, run_tokens(inputs, end)) < torch.finfo(dtype).eps
+    assert largest_error(found, run_tokens(inputs, end)) < torch.finfo(dtype).eps / 2
 
 
 def test_weights_may_have_another_dtype_than_tokens() -> None:
