@@ -47,11 +47,20 @@ class Configs(NamedTuple):
     backward: Config
 
 
-# Not measured. No thread spills more than 16 bytes on sm_90. One warp computes an inverse, because a block of 16 x 16
-# has no more than 8 numbers for each of its threads.
-HALF = Configs(Config(32, 1, 2), Config(64, 4, 2), Config(64, 4, 2))
+# Not measured. In half precision no thread spills more than 16 bytes. One warp computes an inverse, because a block of
+# 16 x 16 has no more than 8 numbers for each of its threads.
+HOPPER = Configs(Config(32, 1, 2), Config(64, 4, 2), Config(64, 4, 2))
+PORTABLE = Configs(Config(32, 1, 2), Config(64, 4, 2), Config(32, 4, 2))
 # For float32, whose exact products the matrix units do not compute. The backward spills 732 bytes a thread.
 FLOAT32 = Configs(Config(32, 2, 1), Config(32, 4, 1), Config(16, 8, 1))
+
+
+def configs_of(k: Tensor) -> Configs:
+    """Return the shapes of the kernels for the dtype and device of `k`."""
+    if k.dtype == torch.float32:
+        return FLOAT32
+    nvidia = k.is_cuda and torch.version.hip is None
+    return HOPPER if nvidia and torch.cuda.get_device_capability(k.device)[0] == 9 else PORTABLE
 
 
 class Operands(NamedTuple):
@@ -62,11 +71,6 @@ class Operands(NamedTuple):
     beta: Tensor
     a: Tensor
     chunks: Chunks
-
-    @property
-    def configs(self) -> Configs:
-        """Shapes of the kernels for the dtype of the operands."""
-        return FLOAT32 if self.k.dtype == torch.float32 else HALF
 
 
 class Gradients(NamedTuple):
@@ -192,7 +196,7 @@ def solve_forward(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, chunks: Chunks)
     assert chunks.size <= CHUNK, "a chunk has at most 64 tokens"
     operands = Operands(k, v, beta, a, chunks)
     inverse = torch.empty((*beta.shape, CHUNK), dtype=k.dtype, device=k.device)
-    inverse_launch(operands, inverse).run()
+    inverse_launch(operands, inverse, configs_of(k).inverse).run()
     return (*multiply(k, v, beta, a, inverse, chunks), inverse)
 
 
@@ -201,7 +205,7 @@ def multiply(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, chu
     operands = Operands(k, v, beta, a, chunks)
     w = torch.empty((*beta.shape, k.shape[-1]), dtype=k.dtype, device=k.device)
     u = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    products_launch(operands, inverse, w, u).run()
+    products_launch(operands, inverse, w, u, configs_of(k).products).run()
     return w, u
 
 
@@ -218,14 +222,13 @@ def solve_backward(
     operands = Operands(k, v, beta, a, chunks)
     new = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dw, v, beta, a)]
     gradients = Gradients(dw, du, *new)
-    backward_launch(operands, inverse, gradients).run()
+    backward_launch(operands, inverse, gradients, configs_of(k).backward).run()
     return gradients.dk, gradients.dv, gradients.dbeta, gradients.da
 
 
-def inverse_launch(operands: Operands, inverse: Tensor) -> Launch:
+def inverse_launch(operands: Operands, inverse: Tensor, config: Config) -> Launch:
     """Describe the launch that writes `inverse`."""
     k, _, beta, a, chunks = operands
-    config = operands.configs.inverse
     # Three products of parts of float32 numbers have the errors of float32, and need fewer registers than exact ones.
     merge = "ieee" if k.dtype == torch.float32 or torch.version.hip is not None else "tf32x3"
     arguments = {"k": k, "beta": beta, "a": a, "inverse": inverse, "ends": chunks.end}
@@ -233,16 +236,14 @@ def inverse_launch(operands: Operands, inverse: Tensor) -> Launch:
     return _launch(inverse_kernel, operands, arguments, constants, config)
 
 
-def products_launch(operands: Operands, inverse: Tensor, w: Tensor, u: Tensor) -> Launch:
+def products_launch(operands: Operands, inverse: Tensor, w: Tensor, u: Tensor, config: Config) -> Launch:
     """Describe the launch that writes `w` and `u`."""
-    config = operands.configs.products
     arguments = {**_inputs(operands), "inverse": inverse, "w": w, "u": u}
     return _launch(_products_kernel, operands, arguments, _widths(operands, config), config)
 
 
-def backward_launch(operands: Operands, inverse: Tensor, gradients: Gradients) -> Launch:
+def backward_launch(operands: Operands, inverse: Tensor, gradients: Gradients, config: Config) -> Launch:
     """Describe the launch that writes the gradients of k, v, beta and a."""
-    config = operands.configs.backward
     arguments = {**_inputs(operands), "inverse": inverse, **gradients._asdict(), "ends": operands.chunks.end}
     return _launch(_backward_kernel, operands, arguments, _widths(operands, config), config)
 
