@@ -6,7 +6,6 @@ import sys
 from types import ModuleType
 
 import pytest
-import transformers
 from torch import nn
 from transformers.models.lfm2 import modeling_lfm2
 
@@ -26,7 +25,7 @@ from treepack.recurrent.entry import obstacle, plain_functions, upgrade_hint
 def test_versions_before_5_22_are_to_be_replaced(
     version: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     assert upgrade_hint() == expected
 
 
@@ -53,7 +52,7 @@ def test_a_function_on_the_layer_is_refused_with_the_version_to_install(monkeypa
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(Layer, "__module__", module.__name__)
     monkeypatch.setattr(Config, "__module__", "made_up.configuration_early")
-    monkeypatch.setattr(transformers, "__version__", "5.10.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.10.0")
     reason = obstacle(Config())
     assert reason is not None
     assert reason.startswith("carries a state from token to token in a way that this version of transformers offers")
