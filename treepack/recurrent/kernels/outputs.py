@@ -292,8 +292,7 @@ def products_backward(
     dq, dk = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2))
     dw = torch.empty(shape, dtype=q.dtype, device=q.device) if delta else None
     config = configs_of(q).products
-    # [N, H, tiles]: the programs of a chunk and head each have a tile of K, and a share of da
-    da = torch.empty((*a.shape, -(-q.shape[-1] // _tile(q.shape[-1], config.tile_k))), device=a.device)
+    da = torch.empty((*a.shape, count_key_tiles(q.shape[-1], config)), dtype=torch.float32, device=a.device)
     incoming, results = {"do": do, "dh": dh, "du": du}, {"dq": dq, "dk": dk, "dw": dq if dw is None else dw, "da": da}
     products_launch(Operands(q, k, a, chunks), new, h, incoming, results, config, delta=delta).run()
     return dq, dk, dw, da.sum(-1)
@@ -340,6 +339,12 @@ def products_launch(
     arguments = {**_arguments(operands), "new": new, "h": h, **incoming, **results}
     programs = results["da"].shape[-1] * _programs(operands, new)
     return Launch(_products_kernel, programs, arguments, {**constants, "DELTA": delta}, options)
+
+
+def count_key_tiles(keys: int, config: Config) -> int:
+    """Return the number of programs of `products` for a chunk and head: each has a tile of K, and a share of da."""
+    # K 96, tiles of 64 -> 2
+    return -(-keys // _tile(keys, config.tile_k))
 
 
 def _programs(operands: Operands, values: Tensor) -> int:
