@@ -5,7 +5,7 @@
     flash_attention_4           varlen FlashAttention-4 instead of torch's, if it is installed
 
 `FlatModel` gives the sequences to transformers' own layers through their own arguments (cu_seq_lens_q), without
-subtree_end. On the CPU, where these kernels do not run, it calls transformers' functions in plain torch for one
+subtree_end. These kernels do not run on the CPU, so there it calls transformers' functions in plain torch for one
 sequence after the other: the slow twin, for dry runs.
 
 flash-linear-attention refuses the backward of its gated kernels on Hopper with Triton 3.4 to 3.7.0, which compile one
@@ -82,7 +82,7 @@ def refusal_lifted(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def flash_attention_4() -> Iterator[bool]:
-    """Inside, sequences go through FlashAttention-4 if it is installed; says whether."""
+    """Inside, sequences go through FlashAttention-4 if it is installed; yields True then."""
     module: Any = dispatch
     original = module.chain_attention
     try:
@@ -115,7 +115,7 @@ class FlatModel:
 
         self.loaded = loaded
         self._bounds = torch.zeros(1, dtype=torch.int64)  # of the row in work
-        # A compiled layer breaks its graph at these functions, as at those for trees.
+        # A compiled layer breaks its graph here, because these functions are launched and not traced.
         AttentionInterface.register(ATTENTION, disable(self._attend))  # type: ignore[no-untyped-call]
         AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
         replaced = {"causal_conv1d_fn": self._convolve, "torch_chunk_gated_delta_rule": self._scan}

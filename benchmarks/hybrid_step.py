@@ -18,7 +18,7 @@ parts        milliseconds of GPU kernels by kind, of one more step under the pro
              tokens for recurrent layers, that of score pairs for attention
 
 Needs torch, triton, numpy, transformers and flash-linear-attention, nothing else. On Hopper, flash-linear-attention
-refuses to run with Triton 3.4 to 3.7.0; `--unchecked-fla` takes its times all the same, and its gradients are wrong.
+refuses to run with Triton 3.4 to 3.7.0; `--unchecked-fla` takes its times all the same, and its gradients may be wrong.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Inputs:
 
 
 def draw_inputs(layer: Layer, count: int, device: torch.device) -> Inputs:
-    """Return random inputs in bfloat16, with decays as those of new layers of Qwen3.5: exp(-A softplus(a + 1))."""
+    """Return random inputs in bfloat16, with the decays of new layers of Qwen3.5: exp(-A softplus(a + 1))."""
     generator = torch.Generator(device).manual_seed(count)
 
     def draw(*shape: int) -> Tensor:
@@ -154,7 +154,7 @@ def tree_functions(end: Tensor, device: torch.device) -> Functions:
 
 
 def flat_functions(lengths: list[int], device: torch.device) -> Functions:
-    """Return the functions of flash-linear-attention for sequences; on the CPU those of treepack in plain torch."""
+    """Return flash-linear-attention's functions for sequences; on the CPU treepack's, for trees that do not branch."""
     bounds = np.cumsum([0, *lengths])
     if device.type == "cpu":
         return tree_functions(torch.from_numpy(np.repeat(bounds[1:], lengths)), device)
@@ -204,7 +204,7 @@ def paths_of(end: np.ndarray[Any, Any]) -> list[Tensor]:
 def measure_errors(
     layer: Layer, workload: Workload, implementations: list[str], device: torch.device, *, alone: bool
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the errors of each implementation on the tree, after those of the flat one if `alone`."""
+    """Yield the errors of flash-linear-attention if `alone`, then of each implementation on the tree."""
     inputs, end = draw_inputs(layer, workload.tokens, device), torch.from_numpy(workload.subtree_end)
     if alone:
         paths = paths_of(workload.subtree_end)

@@ -157,6 +157,6 @@ class TapProducts(torch.autograd.Function):
 
 
 def _read(x: Tensor, source: Tensor) -> Tensor:
-    """Return x[source] [N, C], and 0 where the source is -1."""
+    """Return x[source] [N, C], and 0 for sources of -1."""
     index = source.long()
     return torch.where(index[:, None] < 0, 0, x[index.clamp(min=0)])

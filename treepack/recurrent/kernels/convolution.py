@@ -43,7 +43,7 @@ def _split_program(C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _gather(x, source, o_c, m_c, STRIDE: tl.constexpr):
-    # x[source], and 0 where the source is -1: [T], [C] -> float32 [T, C]
+    # x[source], and 0 for sources of -1: [T], [C] -> float32 [T, C]
     p_x = x + source.to(tl.int64)[:, None] * STRIDE + o_c[None, :]
     return tl.load(p_x, mask=(source >= 0)[:, None] & m_c[None, :], other=0.0).to(tl.float32)
 
