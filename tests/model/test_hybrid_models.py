@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from support.hybrid_models import HARD, SAMPLES, TRUNK, load_hybrid, options_of, write_config
 from support.model_table import ACCEPTED
@@ -24,6 +27,7 @@ from treepack.errors import TreepackError
 from treepack.integrations.tree_model import check_model, use_tree_attention
 from treepack.model.adapter import LoraOptions, assign, initial_weights
 from treepack.model.collation import batch_loss, collate
+from treepack.model.compatibility import check_config
 from treepack.model.denominators import step_factors, trajectory_table
 from treepack.model.forward import row_loss
 from treepack.model.layers import adapt_layers
@@ -35,8 +39,8 @@ from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import find_plan
 from treepack.model.weights.writing import saved_weights
 
-# One of each scan, one in which attention and a scan share a layer, and one without a scan.
-QUICK = ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2"]
+# One of each scan, and one without a scan. The test of adapters has one in which attention and a scan share a layer.
+QUICK = ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2"]
 NAMES = [each.kind for each in ACCEPTED if each.recurrent]
 HYBRIDS = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in NAMES]
 # Kinds of which the slow tests need no others.
@@ -61,7 +65,7 @@ def taps(model: nn.Module) -> list[int]:
 def test_an_objective_over_terms_is_exact(tmp_path: Path, kind: str) -> None:
     loaded = load_hybrid(tmp_path, kind)
     objective = choose_objective("grpo", entropy=0.1)
-    dataset = opened(tmp_path / "packed", rollouts(), [0, 1] * 5)
+    dataset = opened(tmp_path / "packed", rollouts(count=6), [0, 1] * 3)
     factors = [torch.from_numpy(each) for each in step_factors(trajectory_table(dataset, objective), [0, 1], objective)]
     report = verify_gradients(loaded, [dataset[0], dataset[1]], objective=objective, factors=factors)
     assert report.passed, report.worst
@@ -191,6 +195,18 @@ def test_weights_are_read_and_written_tensor_by_tensor(tmp_path: Path, kind: str
     before, after = read_weights(source), read_weights(tmp_path)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# The default configuration of Qwen 4 has no indexer.
+@pytest.mark.parametrize(("kind", "fields"), [("glm5_next", {}), ("qwen4_exp", {"indexer_budget": 64})])
+def test_an_indexer_that_selects_pools_of_keys_is_refused_by_name(kind: str, fields: dict[str, int]) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    config = AutoConfig.for_model(kind).get_text_config()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(TreepackError, match="its indexer selects pools of keys"):
+        check_config(config, source="m")
 
 
 def test_layers_for_the_prediction_of_several_tokens_are_not_read(tmp_path: Path) -> None:

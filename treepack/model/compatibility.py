@@ -44,9 +44,11 @@ _REASONS = dict.fromkeys(
     ("heavily_compressed_attention", "compressed_sparse_attention"), "compresses runs of tokens to keys"
 )
 # Reasons to refuse a model, by a field of its configuration.
+_POOLS = "its indexer selects pools of keys, and treepack skips only indexers that select single keys"
 _FIELDS = {
     "ple_layer_ids": "its embeddings of n-grams hash neighbouring tokens of the row, which may be of other branches",
-    "indexer_budget": "its indexer selects blocks of keys, and treepack skips only indexers that select single keys",
+    "indexer_budget": _POOLS,
+    "index_kpool": _POOLS,
 }
 # transformers finds a tokenizer by one of these files; a directory without any of them has no tokenizer to compare.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
