@@ -80,6 +80,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo_hybrid": ("olmo_hybrid", {**SIZES, **LINEAR, "num_key_value_heads": 4}),
     "kimi_linear": ("kimi_linear", KIMI),
+    "ling 3": (
+        "bailing_hybrid",
+        {
+            **SIZES,
+            **LATENT,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "num_expert_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "short_conv_kernel_size": 3,
+            "layer_group_size": 2,
+        },
+    ),
+    "lfm3": (
+        "lfm3",
+        {**SIZES, "head_dim": 16, "conv_L_cache": 3, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    ),
     "nemotron_h": ("nemotron_h", {**NEMOTRON, "hybrid_override_pattern": "M-M*-"}),
     "nemotron_h with experts": (
         "nemotron_h",

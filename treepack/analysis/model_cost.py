@@ -255,6 +255,7 @@ def _check_layers(config: Config, kinds: list[str], name: str) -> None:
 
 def _attention(config: Config, hidden: int, heads: int, name: str) -> tuple[int, int]:
     """Return the weights of the projections of one layer, and the multiplications for each of its score pairs."""
+    gate = hidden * heads if _has_head_gates(config) else 0
     if config.get("kv_lora_rank") is not None:  # latent attention, as in DeepSeek-V3
         rotated, plain = (read_field(config, key, name) for key in ("qk_rope_head_dim", "qk_nope_head_dim"))
         value, latent = read_field(config, "v_head_dim", name), read_field(config, "kv_lora_rank", name)
@@ -263,12 +264,18 @@ def _attention(config: Config, hidden: int, heads: int, name: str) -> tuple[int,
         # Queries through a low rank: hidden -> rank -> query. Keys and values: hidden -> latent -> heads.
         queries = hidden * query if rank is None else (hidden + query) * rank
         keys = hidden * (latent + rotated) + latent * heads * (plain + value)
-        return queries + keys + heads * value * hidden, query + heads * value
+        return queries + keys + heads * value * hidden + gate, query + heads * value
     size = read_field(config, "head_dim", name, hidden // heads)
     groups = read_field(config, "num_key_value_heads", name, heads)
     gates = heads if str(config.get("model_type")).startswith(_GATED_ATTENTION) else 0
     # q, gate and o: hidden x heads * size each; k and v: hidden x groups * size each. q k and p v: size for each head.
-    return hidden * size * (2 * heads + gates + 2 * groups), 2 * heads * size
+    return hidden * size * (2 * heads + gates + 2 * groups) + gate, 2 * heads * size
+
+
+def _has_head_gates(config: Config) -> bool:
+    """Return True if a projection computes one gate for each head of the attention."""
+    model_type = config.get("model_type")
+    return model_type == "bailing_hybrid" or (model_type == "lfm3" and config.get("use_attention_gate", True))
 
 
 def _feed_forward(config: Config, kinds: list[str], name: str) -> int:

@@ -76,6 +76,9 @@ def _unlisted_layers(config: Config, layers: int) -> list[str]:
         # The numbers of layers begin with 1 here.
         numbers = (config.get("linear_attn_config") or {}).get("full_attn_layers") or []
         return _mix("linear_attention", [number - 1 for number in numbers], layers)
+    if model_type == "bailing_hybrid":
+        size = config.get("layer_group_size") or 6
+        return _mix("linear_attention", [layer for layer in range(layers) if (layer + 1) % size == 0], layers)
     if model_type == "lfm2" and config.get("full_attn_idxs") is not None:
         return _mix("conv", config["full_attn_idxs"], layers)
     return _with_windows(config, layers)

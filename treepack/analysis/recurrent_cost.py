@@ -85,6 +85,17 @@ def _kimi_delta(config: Config, hidden: int, name: str) -> RecurrentPart:
     return RecurrentPart(projections + taps * 3 * width, 3, heads, size, size)
 
 
+def _ling(config: Config, hidden: int, name: str) -> RecurrentPart:
+    # transformers writes the sizes as linear_*, and reads them from the fields on the right.
+    names = {"linear_num_heads": "num_attention_heads", "linear_head_dim": "head_dim"}
+    names["linear_conv_kernel_dim"] = "short_conv_kernel_size"
+    heads, size, taps = (read_field(config, key, name, config.get(old)) for key, old in names.items())
+    width = heads * size
+    # q, k, v, o, decay and gate of the output, all as wide; the rate of each head.
+    projections = 6 * hidden * width + hidden * heads
+    return RecurrentPart(projections + taps * 3 * width, 3, heads, size, size)
+
+
 def _nemotron(config: Config, hidden: int, name: str) -> RecurrentPart:
     heads, size = (read_field(config, key, name) for key in ("mamba_num_heads", "mamba_head_dim"))
     groups, state, taps = (read_field(config, key, name) for key in ("n_groups", "ssm_state_size", "conv_kernel"))
@@ -115,7 +126,8 @@ def _short_convolution(config: Config, hidden: int, name: str) -> RecurrentPart:
 FAMILIES: dict[str, Callable[[Config, int, str], RecurrentPart]] = {
     **dict.fromkeys("qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe olmo_hybrid".split(), _delta_rule),
     "kimi_linear": _kimi_delta,
+    "bailing_hybrid": _ling,
     "nemotron_h": _nemotron,
     **dict.fromkeys("granitemoehybrid bamba falcon_h1".split(), _mamba_of_expansion),
-    **dict.fromkeys("lfm2 lfm2_moe".split(), _short_convolution),
+    **dict.fromkeys("lfm2 lfm2_moe lfm3".split(), _short_convolution),
 }

@@ -166,7 +166,7 @@ def _scan_numbers(config: dict[str, Any]) -> int:
     # Twice what is kept for the backward pass: 9 tensors as wide as the keys, 3 as the values, 6 rows of pairs in a
     # chunk, and the state of the chunk. Measured peaks are 0.7 to 0.9 of it.
     numbers = 2 * (9 * keys + 3 * values + 6 * CHUNK + keys * values // CHUNK)
-    if config["model_type"] == "kimi_linear":
+    if config["model_type"] in ("kimi_linear", "bailing_hybrid"):
         numbers += 8 * CHUNK * keys  # a decay for each key dimension: pairs of a chunk times its keys
     return part.heads * numbers
 
