@@ -295,6 +295,7 @@ def test_recurrent_layers_bring_the_gain_on_sample_data_closer_to_the_ratio_of_t
             {**SIZES, "model_type": "zamba2", "layers_block_type": ["hybrid"] * 4},
             "layer 0 is 'hybrid' of type 'zamba2'",
         ),
+        ({**SIZES, "model_type": "recurrent_gemma", "lru_width": 32}, "m: has lru_width; a forecast"),
         ({**SIZES, "model_type": "falcon_mamba", "state_size": 16}, "m: has state_size; a forecast"),
         ({**SIZES, "model_type": "lfm2", "layer_types": ["conv"] * 4}, "m: has no conv_L_cache"),
         ({**SIZES, "layer_types": ["full_attention"] * 3}, "m: has kinds of 3 layers and 4 layers"),

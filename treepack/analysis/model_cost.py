@@ -97,7 +97,7 @@ _VARIANT = re.compile(r"^(meta-)?(.*?)(-(base|instruct|thinking))?(-\d{4})?$")
 # Fields of models with layers other than softmax attention, for models that do not list the kinds of their layers.
 _OTHER_LAYERS = (
     "mamba_d_state ssm_state_size state_size hybrid_override_pattern "
-    "linear_num_key_heads linear_attn_config attn_layer_period"
+    "linear_num_key_heads linear_attn_config attn_layer_period lru_width"
 ).split()
 # Model types whose feed-forward layers have no gate, so two matrices instead of three.
 _TWO_MATRICES = frozenset("gpt2 gpt_neox gptj opt phi starcoder2 nemotron falcon bloom nemotron_h".split())
