@@ -12,7 +12,8 @@ contiguous and on one device; `Chunks` of at most 64 tokens. Head h of v has key
 
 One program computes one chunk of one head, and nothing else writes its tokens: two runs agree in every bit.
 
-On the left of a product of 64 tokens stands a tensor from memory, never a result, as in `outputs`, which says why.
+The left matrix of a product of 64 tokens is loaded from memory, never the result of another product; the header of
+`outputs` gives the reason.
 """
 
 from __future__ import annotations
