@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.fresh_processes import PROCESSES
 from support.oracle_model import Sample, alone, gradients, make_row, tiny_model, worst_error
-from support.tiny_families import KeepFloat64, tiny_family
+from support.tiny_families import HAS_RECURRENT, KeepFloat64, tiny_family
 from treepack.attention import register
 from treepack.data.batch import make_batch
 from treepack.errors import TreepackError
@@ -310,6 +310,7 @@ SHARDED: list[Case] = [
     (shard, "qwen3", {}, None),
     (shard, "stablelm", {}, "does not pass subtree_end on"),
     (shard_output_layer, "granite", {"logits_scaling": 8.0}, None),
+    *([(shard, "qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, None)] if HAS_RECURRENT else []),
 ]
 MORE_SHARDED: list[Case] = [
     (DistributedDataParallel, "qwen3", {}, None),

@@ -19,7 +19,7 @@ from support.model_table import ACCEPTED
 from support.oracle_model import alone, gradients, worst_error, write_rows
 from support.packed_objectives import as_trajectories, opened, rollouts
 from support.rank_processes import Case, train_over
-from support.tiny_families import KeepFloat64, tiny_family
+from support.tiny_families import HAS_RECURRENT, KeepFloat64, tiny_family
 from support.tiny_vision import read_weights
 from treepack import allow_generation
 from treepack.attention import register
@@ -38,6 +38,8 @@ from treepack.model.verify import verify_gradients
 from treepack.model.weights.files import weight_files
 from treepack.model.weights.reading import find_plan
 from treepack.model.weights.writing import saved_weights
+
+pytestmark = pytest.mark.skipif(not HAS_RECURRENT, reason="this version of transformers has other recurrent layers")
 
 # One of each scan, and one without a scan. The test of adapters has one in which attention and a scan share a layer.
 QUICK = ["qwen3_5_text", "kimi_linear", "granitemoehybrid", "lfm2"]

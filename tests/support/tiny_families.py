@@ -46,6 +46,8 @@ _SIZES: dict[str, int] = {
 # Before 5.11, transformers' own code of these types cannot be compared: it has no MiniCPM3, Nemotron takes no other
 # attention, OPT makes masks (and is refused), and the tiny Phi-MoE and DeepSeek-V3 do not run in float64.
 IS_OLD = Version(transformers.__version__) < Version("5.11")
+# Before 5.22, recurrent layers get no arguments of the caller and are refused; layers have other names too.
+HAS_RECURRENT = Version(transformers.__version__) >= Version("5.22")
 NOT_COMPARED = frozenset("minicpm3 nemotron opt phimoe deepseek_v3 glm_moe_dsa".split() if IS_OLD else [])
 
 _PER_LAYER = (

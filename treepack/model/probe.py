@@ -168,8 +168,8 @@ def _path(token: int) -> list[int]:
 
 def compute_dtype(seen: Observation) -> torch.dtype:
     """Return the least precise dtype in which the model computed: under autocast, that of its layers."""
-    calls = (*seen.attention.calls, *seen.attention.recurrent)
-    return max({seen.states.dtype, *(call.dtype for call in calls)}, key=PROBE_TOLERANCE.__getitem__)
+    dtypes = {call.dtype for call in seen.attention.calls} | {call.dtype for call in seen.attention.recurrent}
+    return max({seen.states.dtype, *dtypes}, key=PROBE_TOLERANCE.__getitem__)
 
 
 def _branch_error(branches: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> float:
