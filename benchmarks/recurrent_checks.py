@@ -58,7 +58,7 @@ def check_layer(index: int, check: str, device: torch.device, *, quick: bool) ->
 def _compare(check: str, sizes: Sizes, dtype: torch.dtype, end: Tensor, device: torch.device) -> Iterator[Result]:
     arguments, weight = _draw(sizes, dtype, end, device)
     exact = [x.double() for x in arguments]
-    expected = _run(lambda *inputs: twin.scan(*inputs, build_chunks(end).to(device)), exact, weight.double())
+    expected = _run(partial(twin.scan, chunks=build_chunks(end).to(device)), exact, weight.double())
     layer = dispatch.Layer(device, dtype, sizes.keys, sizes.values, sizes.rule != "mamba2", sizes.rule == "kda")
     case = f"{len(end)} x {end.shape[1]} tokens"
     for name in IMPLEMENTATIONS:
@@ -70,7 +70,7 @@ def _compare(check: str, sizes: Sizes, dtype: torch.dtype, end: Tensor, device: 
         for _ in range(2):
             poison(weight)
             with dispatch.use_implementation(name):
-                scan = partial(_scan_with, Schedules(end, device=device))
+                scan = partial(dispatch.scan, schedules=Schedules(end, device=device))
                 runs.append(_run(scan, arguments, weight))
         equal = all(torch.equal(first, again) for first, again in zip(*runs, strict=True))
         errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(runs[0], expected, strict=True)]
@@ -78,15 +78,6 @@ def _compare(check: str, sizes: Sizes, dtype: torch.dtype, end: Tensor, device: 
         unit = ROUNDING[torch.float16] if dtype == torch.float32 and name == "fla" else ROUNDING[dtype]
         bound = KERNEL_FLOAT32 if unit == ROUNDING[torch.float32] else 8 * unit
         yield Result(check, case, name, tuple(errors), (bound,) * 5, "" if equal else "raised: two runs differ")
-
-
-def _scan_with(schedules: Schedules, *inputs: Tensor | None) -> Tensor:
-    q, k, v, g, beta = inputs
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    assert g is not None
-    return dispatch.scan(q, k, v, g, beta, schedules)
 
 
 def _draw(sizes: Sizes, dtype: torch.dtype, end: Tensor, device: torch.device) -> tuple[list[Tensor], Tensor]:
