@@ -12,6 +12,7 @@ from torch import Tensor
 
 from support.attention_trees import chain, comb, ends_of, random_tree, star
 from treepack.recurrent.chunks import Chunks, build_chunks, find_parents, flatten_ends, plan_stages
+from treepack.recurrent.levels import build_levels
 
 ORDERS = ("levels", "paths")
 PADDING = [(1, -1)] * 5
@@ -139,6 +140,14 @@ def test_rows_follow_one_another() -> None:
     assert chunks.begin.tolist() == [0, 2, 5, 8, 12]
     assert chunks.parent.tolist() == [-1, 0, 0, -1, 3]
     assert chunks.end.tolist() == [8, 8, 5, 5, 5, 8, 8, 8, *[16] * 8]
+
+
+def test_the_default_device_of_the_caller_changes_nothing() -> None:
+    end = ends_of((4, -1), (70, 0), (3, 0), *PADDING)
+    with torch.device("meta"):  # any tensor made there without a device would have no values
+        chunks, levels = build_chunks(end), build_levels(end)
+    assert torch.equal(chunks.begin, build_chunks(end).begin)
+    assert torch.equal(levels.order, build_levels(end).order)
 
 
 @settings(max_examples=5)

@@ -129,7 +129,12 @@ def build_chunks(subtree_end: Tensor, *, size: int = CHUNK, order: str | None = 
         size: maximum number of tokens of a chunk.
         order: "levels" or "paths" for the order of the states; None for the one that should be faster.
     """
-    device, end = subtree_end.device, flatten_ends(subtree_end).cpu()
+    # On the CPU whatever the caller's default device is.
+    with torch.device("cpu"):
+        return _build(flatten_ends(subtree_end).cpu(), size, order).to(subtree_end.device)
+
+
+def _build(end: Tensor, size: int, order: str | None) -> Chunks:
     parent = find_parents(end)
     count = len(end)
     index = torch.arange(count)
@@ -160,7 +165,7 @@ def build_chunks(subtree_end: Tensor, *, size: int = CHUNK, order: str | None = 
     table = _number_states(runs, node_first, node_chunks, before_node)
     int32 = {"end": end, "begin": begin, "length": length, "parent": previous, **table.columns}
     tensors = {name: values.to(torch.int32) for name, values in int32.items()}
-    return Chunks(size=size, stages=table.stages, **tensors).to(device)
+    return Chunks(size=size, stages=table.stages, **tensors)
 
 
 def plan_stages(parent: list[int], steps: list[int], order: str | None = None) -> list[list[list[int]]]:

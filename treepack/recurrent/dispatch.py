@@ -28,7 +28,7 @@ from treepack.recurrent.convolution import build_taps
 from treepack.recurrent.levels import build_levels, obstacle_of_fla, scan_by_levels
 
 NAMES = ("torch", "fla", "triton")
-AUTO = {"cuda": ("fla", "triton", "torch")}
+AUTO = {"cuda": ("triton", "fla", "torch")}
 
 MAX_WIDTH = 256  # of keys and values, in fla and in the own kernels
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

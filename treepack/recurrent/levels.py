@@ -125,9 +125,15 @@ def build_levels(subtree_end: Tensor) -> Levels:
     Args:
         subtree_end: int [B, T], one past the last token of each token's subtree. Subtrees nest.
     """
-    device, count = subtree_end.device, subtree_end.numel()
+    # On the CPU whatever the caller's default device is.
+    with torch.device("cpu"):
+        return _build(subtree_end.cpu()).to(subtree_end.device)
+
+
+def _build(subtree_end: Tensor) -> Levels:
+    count = subtree_end.numel()
     # A chunk as long as all rows holds a whole node.
-    nodes = build_chunks(subtree_end.cpu(), size=max(count, 1), order="levels")
+    nodes = build_chunks(subtree_end, size=max(count, 1), order="levels")
     begin, length, parent = (x.long() for x in (nodes.begin, nodes.length, nodes.parent))
     single = (parent < 0) & (nodes.end[begin].long() == begin + 1)
     number = torch.zeros(len(begin), dtype=torch.int64)  # of each node in its level
@@ -149,7 +155,7 @@ def build_levels(subtree_end: Tensor) -> Levels:
     order = torch.cat(lists)
     place = torch.empty_like(order)
     place[order] = torch.arange(count)
-    return Levels(order, place, tuple(len(each) for each in lists), tuple(levels)).to(device)
+    return Levels(order, place, tuple(len(each) for each in lists), tuple(levels))
 
 
 def _tokens(begin: Tensor, length: Tensor) -> Tensor:
