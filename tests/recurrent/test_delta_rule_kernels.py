@@ -60,7 +60,7 @@ def run_kernels(inputs: Solve, chunks: Chunks) -> list[Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty())
         w, u, inverse = solve_forward(*inputs[:4], chunks)
-        return [w, u, inverse, *solve_backward(*inputs[:4], inverse, inputs.dw, inputs.du, chunks)]
+        return [w, u, inverse, *solve_backward(*inputs[:4], inverse, dw=inputs.dw, du=inputs.du, chunks=chunks)]
 
 
 def run_twin(inputs: Solve, chunks: Chunks) -> list[Tensor]:

@@ -7,7 +7,7 @@ are views into buffers of NaN, so a read before the first token or after the las
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -112,7 +112,7 @@ def run(inputs: Inputs, chunks: Chunks) -> dict[str, Tensor]:
     """Return the results of the kernels; dw is left out without the delta rule, where the others must not change."""
     q, k, new, h, a, do, dh, du = inputs
     o, du_local = outputs_forward(q, k, new, h, a, chunks), local_backward(q, k, a, do, chunks)
-    dq, dk, dw, da = products_backward(q, k, new, h, a, do, dh, du, chunks, delta=True)
+    dq, dk, dw, da = products_backward(q, k, new, h, a, do=do, dh=dh, du=du, chunks=chunks, delta=True)
     assert dw is not None
     return {"o": o, "du_local": du_local, "dq": dq, "dk": dk, "dw": dw, "da": da}
 
@@ -181,8 +181,9 @@ def test_halves_err_by_a_few_roundings_and_repeat_their_bits(dtype: torch.dtype)
 def test_without_the_delta_rule_only_dw_is_missing() -> None:
     chunks = build_chunks(FORK).to(torch.device(DEVICE))
     q, k, new, h, a, do, dh, du = make_inputs(chunks, Shape())
-    with_delta = products_backward(q, k, new, h, a, do, dh, du, chunks, delta=True)
-    without = products_backward(q, k, new, h, a, do, dh, torch.full_like(du, torch.nan), chunks, delta=False)
+    others: dict[str, Any] = {"do": do, "dh": dh, "chunks": chunks}
+    with_delta = products_backward(q, k, new, h, a, du=du, delta=True, **others)
+    without = products_backward(q, k, new, h, a, du=torch.full_like(du, torch.nan), delta=False, **others)
     assert without[2] is None
     for i in (0, 1, 3):
         assert torch.equal(with_delta[i], without[i])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Launches of the attention kernels: values that describe one launch completely, and the arguments all backends share.
+"""Launches of kernels: values that describe one launch completely, and the arguments all backends of attention share.
 
     Inputs, Incoming  --`portable`, `hopper`-->  Launch  --run-->  the kernel on the current GPU
 
@@ -86,6 +86,19 @@ class Launch(NamedTuple):
     def run(self) -> None:
         """Launch the kernel on the current GPU; the tensors among the arguments receive its results."""
         self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+
+
+def padded_width(width: int) -> int:
+    """Return the rows or columns of a block for `width`: a power of two, and at least the 16 of a product."""
+    # 8 -> 16, 80 -> 128, 128 -> 128
+    return 1 << max(4, (width - 1).bit_length())
+
+
+def is_on_hopper(x: Tensor) -> bool:
+    """Return True if `x` is on a Hopper GPU."""
+    # AMD's gfx90a has the capability (9, 0) too.
+    nvidia = x.is_cuda and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 def query_arguments(inputs: Inputs, section: int) -> dict[str, Any]:

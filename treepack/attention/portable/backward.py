@@ -26,6 +26,7 @@ from treepack.attention.kernel_launch import (
     Launch,
     key_arguments,
     key_window,
+    padded_width,
     query_arguments,
     query_window,
     sink_gradient,
@@ -42,7 +43,6 @@ from treepack.attention.portable.forward import (
     load_key_tile,
     load_rows,
     options_of,
-    padded_width,
     place,
     store_rows,
 )

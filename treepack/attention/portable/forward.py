@@ -29,7 +29,9 @@ from treepack.attention.kernel_launch import (
     LOG2E,
     Inputs,
     Launch,
+    is_on_hopper,
     key_heads_per_section,
+    padded_width,
     query_arguments,
     query_window,
     token_major,
@@ -95,9 +97,7 @@ def configs_of(query: Tensor, value: Tensor) -> Configs:
     if query.dtype == torch.float32:
         table = FLOAT32
     else:
-        nvidia = query.is_cuda and torch.version.hip is None
-        hopper = nvidia and torch.cuda.get_device_capability(query.device)[0] == 9
-        table = HOPPER if hopper else PORTABLE
+        table = HOPPER if is_on_hopper(query) else PORTABLE
     width = max(query.shape[-1], value.shape[-1])
     return next(configs for limit, configs in table.items() if width <= limit)
 
@@ -369,9 +369,3 @@ def cap_of(inputs: Inputs) -> float:
 def options_of(config: Config) -> dict[str, int]:
     """Return the compiler options of a shape."""
     return {"num_warps": config.num_warps, "num_stages": config.num_stages}
-
-
-def padded_width(width: int) -> int:
-    """Return the columns of a block for head dimension `width`: a power of two, and at least the 16 of a product."""
-    # 8 -> 16, 80 -> 128, 128 -> 128
-    return max(16, int(triton.next_power_of_2(width)))

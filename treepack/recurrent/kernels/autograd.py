@@ -79,14 +79,14 @@ def _backward(
     w, u = (None, v) if beta is None or inverse is None else multiply(k, v, beta, a, inverse, chunks)
     h, new = states_forward(k, u, w, a, chunks)
     dh, du = states_backward(q, k, w, a, do, local_backward(q, k, a, do, chunks), chunks=chunks)
-    dq, dk, dw, da = products_backward(q, k, new, h, a, do, dh, du, chunks, delta=w is not None)
+    dq, dk, dw, da = products_backward(q, k, new, h, a, do=do, dh=dh, du=du, chunks=chunks, delta=w is not None)
     del w, u, h, new, dh
     key_heads = k.shape[1]
     dq, dk = _sum_heads(dq, key_heads).to(q.dtype), _sum_heads(dk, key_heads)
     if beta is None or inverse is None or dw is None:
         return dq, dk.to(k.dtype), du, decays_backward(da, chunks), None
     # The parts that come through w and u.
-    dk_solve, dv, dbeta, da_solve = solve_backward(k, v, beta, a, inverse, dw, du, chunks)
+    dk_solve, dv, dbeta, da_solve = solve_backward(k, v, beta, a, inverse, dw=dw, du=du, chunks=chunks)
     dk = (dk + _sum_heads(dk_solve, key_heads)).to(k.dtype)
     return dq, dk, dv, decays_backward(da + da_solve, chunks), dbeta
 

@@ -155,10 +155,8 @@ def _convolution_distant_kernel(
     end = tl.load(begins + i_target + 1)
     for first in range(tl.load(begins + i_target), end, BLOCK_T):
         o_f = first + tl.arange(0, BLOCK_T)
-        reader, tap = (
-            tl.load(readers + o_f, mask=o_f < end, other=-1),
-            tl.load(reader_taps + o_f, mask=o_f < end, other=0),
-        )
+        reader = tl.load(readers + o_f, mask=o_f < end, other=-1)
+        tap = tl.load(reader_taps + o_f, mask=o_f < end, other=0)
         # [T, C], summed over the readers
         b_sum += tl.sum(_gather(inner, reader, o_c, m_c, SIZES[3]) * _gather(weights, tap, o_c, m_c, C), 0)
     tl.store(distant + i_target.to(tl.int64) * C + o_c, b_sum, mask=m_c)

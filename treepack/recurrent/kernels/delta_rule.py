@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import LOG2E, Launch
+from treepack.attention.kernel_launch import LOG2E, Launch, is_on_hopper, padded_width
 from treepack.recurrent.chunks import CHUNK, Chunks
 from treepack.recurrent.kernels.inverse import inverse_kernel, load_ends, load_rows, pair_decays, place, store_rows
 
@@ -60,8 +60,7 @@ def configs_of(k: Tensor) -> Configs:
     """Return the shapes of the kernels for the dtype and device of `k`."""
     if k.dtype == torch.float32:
         return FLOAT32
-    nvidia = k.is_cuda and torch.version.hip is None
-    return HOPPER if nvidia and torch.cuda.get_device_capability(k.device)[0] == 9 else PORTABLE
+    return HOPPER if is_on_hopper(k) else PORTABLE
 
 
 class Operands(NamedTuple):
@@ -211,7 +210,7 @@ def multiply(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, chu
 
 
 def solve_backward(
-    k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, dw: Tensor, du: Tensor, chunks: Chunks
+    k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, *, dw: Tensor, du: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients dk [N, H, K], of one head of v each, dv [N, H, V], and float32 dbeta and da [N, H].
 
@@ -259,8 +258,8 @@ def _widths(operands: Operands, config: Config) -> dict[str, Any]:
 
 
 def _tile(width: int, config: Config) -> int:
-    """Return the columns per step for a width: a power of two, at least 16, which is the smallest size of a product."""
-    return min(config.tile, 1 << max(4, (width - 1).bit_length()))
+    """Return the columns per step of a loop over `width` columns."""
+    return min(config.tile, padded_width(width))
 
 
 def _launch(

@@ -49,7 +49,7 @@ def load_rows(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def store_rows(p_x, o, length, stride, start, X: tl.constexpr, TILE: tl.constexpr, b_x):
-    """Write b_x [len(o), TILE] to the columns of `_load_rows`."""
+    """Write b_x [len(o), TILE] to the columns of `load_rows`."""
     # [TILE], [len(o), 1]
     o_x = start + tl.arange(0, TILE)
     mask = (o < length)[:, None]

@@ -36,8 +36,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import LOG2E, Launch
-from treepack.recurrent.chunks import CHUNK, Chunks
+from treepack.attention.kernel_launch import LOG2E, Launch, is_on_hopper, padded_width
+from treepack.recurrent.chunks import Chunks
 from treepack.recurrent.kernels.inverse import load_ends, load_rows, store_rows
 
 _LOG2E = tl.constexpr(LOG2E)
@@ -174,7 +174,7 @@ def _products_kernel(
     H: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PLACES: tl.constexpr,
     TILE_K: tl.constexpr, TILE_V: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Programs of the same chunk follow each other, so that what they share stays in the cache.
+    # Programs of the same chunk follow each other, so that their common tensors stay in the cache.
     TILES: tl.constexpr = (K + TILE_K - 1) // TILE_K
     i_k, i_h, i_c = tl.program_id(0) % TILES, tl.program_id(0) // TILES % H, tl.program_id(0) // (TILES * H)
     start = i_k * TILE_K
@@ -273,13 +273,13 @@ def local_backward(q: Tensor, k: Tensor, a: Tensor, do: Tensor, chunks: Chunks) 
 
 
 def products_backward(
-    q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, do: Tensor, dh: Tensor, du: Tensor, chunks: Chunks, *,
+    q: Tensor, k: Tensor, new: Tensor, h: Tensor, a: Tensor, *, do: Tensor, dh: Tensor, du: Tensor, chunks: Chunks,
     delta: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """Return dq, dk [N, H, K], dw [N, H, K] and da float32 [N, H].
 
-    dq and dk are those of each head of `new`, in the dtype of q; the caller adds those of a key head. da is what comes
-    through P, exp(a) q h, exp(a_last - a) k and exp(a_last).
+    Each head of `new` has a dq and a dk of its own, in the dtype of q; the caller adds the heads that share a key head.
+    da comes through P, exp(a) q h, exp(a_last - a) k and exp(a_last).
 
     Args:
         q, k, new, h, a, chunks: as in `outputs_forward`.
@@ -302,9 +302,7 @@ def configs_of(q: Tensor) -> Configs:
     """Return the shapes of the kernels for the dtype and the device of `q`."""
     if q.dtype == torch.float32:
         return FLOAT32
-    nvidia = q.is_cuda and torch.version.hip is None
-    hopper = nvidia and torch.cuda.get_device_capability(q.device)[0] == 9
-    return HOPPER if hopper else PORTABLE
+    return HOPPER if is_on_hopper(q) else PORTABLE
 
 
 def outputs_launch(operands: Operands, new: Tensor, h: Tensor, o: Tensor, config: Config) -> Launch:
@@ -344,7 +342,7 @@ def products_launch(
 def count_key_tiles(keys: int, config: Config) -> int:
     """Return the number of programs of `products` for a chunk and head: each has a tile of K, and a share of da."""
     # K 96, tiles of 64 -> 2
-    return -(-keys // _tile(keys, config.tile_k))
+    return -(-keys // min(config.tile_k, padded_width(keys)))
 
 
 def _programs(operands: Operands, values: Tensor) -> int:
@@ -366,16 +364,11 @@ def _shape(operands: Operands, values: Tensor, config: Config) -> tuple[dict[str
         "GROUP": heads // key_heads,
         "K": keys,
         "V": width,
-        "PLACES": _tile(operands.chunks.size, CHUNK),
-        "TILE_K": _tile(keys, config.tile_k),
-        "TILE_V": _tile(width, config.tile_v),
+        "PLACES": padded_width(operands.chunks.size),
+        "TILE_K": min(config.tile_k, padded_width(keys)),
+        "TILE_V": min(config.tile_v, padded_width(width)),
         "PRECISION": "ieee",
     }
     # Rows that are no multiple of 16 bytes are not copied asynchronously, and Triton 3.7 pipelines their tails wrongly.
     aligned = all(x * operands.q.element_size() % 16 == 0 for x in (keys, width))
     return constants, {"num_warps": config.num_warps, "num_stages": config.num_stages if aligned else 1}
-
-
-def _tile(width: int, largest: int) -> int:
-    # 5, 64 -> 16; 96, 64 -> 64; 128, 64 -> 64
-    return max(16, min(largest, 1 << (width - 1).bit_length()))

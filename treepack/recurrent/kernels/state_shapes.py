@@ -9,10 +9,9 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-_MIN_BLOCK = 16  # rows and columns of a product
+_MIN_BLOCK = 16  # columns of a product
 
 
 class Config(NamedTuple):
@@ -37,12 +36,6 @@ HALF = {128: Configs(Config(64, 4, 3), Config(64, 4, 3)), 256: Configs(Config(32
 # For float32, whose exact products the matrix units do not compute: a thread spills at most 370 bytes at 128, and with
 # the delta rule 10 KB at 256.
 FLOAT32 = {128: Configs(Config(16, 8, 1), Config(16, 8, 1)), 256: Configs(Config(16, 8, 1), Config(16, 8, 1))}
-
-
-def padded_width(width: int) -> int:
-    """Return the rows or columns of a block for `width`: a power of two, and at least those of a product."""
-    # 8 -> 16, 80 -> 128, 128 -> 128
-    return max(_MIN_BLOCK, int(triton.next_power_of_2(width)))
 
 
 def configs_of(k: Tensor) -> Configs:

@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treepack.attention.kernel_launch import Launch
+from treepack.attention.kernel_launch import Launch, padded_width
 from treepack.recurrent.chunks import Chunks, Stage
-from treepack.recurrent.kernels.state_shapes import Config, choose_shape, configs_of, padded_width
+from treepack.recurrent.kernels.state_shapes import Config, choose_shape, configs_of
 
 _PART = 128  # rows of a state in one block; K has at most two such parts
 _SUM_BLOCK = 2048  # elements of a state per program
