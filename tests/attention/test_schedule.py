@@ -12,22 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.attention_trees import chain, ends_of, star
+from support.attention_trees import caterpillar, chain, ends_of, star
 from support.strategies import trees
 from treepack.attention.reference import visible_pairs
 from treepack.attention.schedule import GRANULE, KEY_BLOCK, QUERY_BLOCK, QUERY_TILE, Schedule, build_schedule
 from treepack.pack.plan.problem import PlanTree
 
 MASKED = 0.25  # work that a mask adds to a tile, as a share of the tile
-
-
-def caterpillar(trunk: int, turns: int, leaf: int, piece: int) -> Tensor:
-    # Per turn a leaf and the next piece of the trunk: nodes 0 | 1 2 | 3 4 | ... with parents -1 | 0 0 | 2 2 | ...
-    nodes = [(trunk, -1)]
-    for turn in range(turns):
-        above = 2 * turn
-        nodes += [(leaf, above), (piece, above)]
-    return ends_of(*nodes)
 
 
 def agent_tree(length: int, seed: int) -> Tensor:

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.attention_trees import chain, comb, ends_of, random_tree, star
+from support.attention_trees import caterpillar, chain, comb, ends_of, forests, random_tree, star
 from treepack.recurrent.chunks import Chunks, build_chunks, find_parents, flatten_ends, plan_stages
 from treepack.recurrent.levels import build_levels
 
 ORDERS = ("levels", "paths")
 PADDING = [(1, -1)] * 5
+FORESTS = forests(lengths=(1, 1, 2, 3, 4, 5, 9), max_nodes=12)
 
 
 def parents_one_by_one(end: list[int]) -> list[int]:
@@ -23,28 +24,12 @@ def parents_one_by_one(end: list[int]) -> list[int]:
     return [max((k for k in range(q) if end[k] > q), default=-1) for q in range(len(end))]
 
 
-@st.composite
-def nodes(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Nodes (tokens, parent) in depth-first order, of a forest with one-token trees in it."""
-    count = draw(st.integers(1, 12))
-    chosen: list[tuple[int, int]] = []
-    path: list[int] = []
-    for node in range(count):
-        path = path[: draw(st.integers(0, len(path)))]
-        chosen.append((draw(st.sampled_from([1, 1, 2, 3, 4, 5, 9])), path[-1] if path else -1))
-        path.append(node)
-    return chosen + PADDING[: draw(st.integers(0, 5))]
-
-
 def tokens_of(chunks: Chunks) -> list[list[int]]:
     return [list(range(b, b + n)) for b, n in zip(chunks.begin.tolist(), chunks.length.tolist(), strict=True)]
 
 
-@given(nodes(), st.sampled_from([1, 2, 4]), st.sampled_from(ORDERS))
-def test_chunks_are_stretches_of_nodes_and_follow_the_chunk_of_the_parent(
-    tree: list[tuple[int, int]], size: int, order: str
-) -> None:
-    end = ends_of(*tree)
+@given(FORESTS, st.sampled_from([1, 2, 4]), st.sampled_from(ORDERS))
+def test_chunks_are_stretches_of_nodes_and_follow_the_chunk_of_the_parent(end: Tensor, size: int, order: str) -> None:
     chunks = build_chunks(end, size=size, order=order)
     parent = parents_one_by_one(end[0].tolist())
     assert find_parents(flatten_ends(end)).tolist() == parent
@@ -64,9 +49,9 @@ def test_chunks_are_stretches_of_nodes_and_follow_the_chunk_of_the_parent(
             assert parts[int(chunks.parent[number])][-1] == parent[part[0]]
 
 
-@given(nodes(), st.sampled_from([1, 2, 4]), st.sampled_from(ORDERS))
-def test_runs_begin_from_saved_states_of_earlier_stages(tree: list[tuple[int, int]], size: int, order: str) -> None:
-    chunks = build_chunks(ends_of(*tree), size=size, order=order)
+@given(FORESTS, st.sampled_from([1, 2, 4]), st.sampled_from(ORDERS))
+def test_runs_begin_from_saved_states_of_earlier_stages(end: Tensor, size: int, order: str) -> None:
+    chunks = build_chunks(end, size=size, order=order)
     parent, saved = chunks.parent.tolist(), chunks.saved.tolist()
     done: set[int] = set()
     begun: list[int] = []
@@ -106,13 +91,7 @@ def test_paths_need_no_more_stages_than_levels(end: Tensor, levels: int, paths: 
 
 
 def test_a_caterpillar_of_40_levels_has_two_stages_of_paths() -> None:
-    # A trunk of 40 turns of 5 tokens, each with a leaf of 3 tokens beside the next turn.
-    tree = [(5, -1)]
-    trunk = 0
-    for _ in range(39):
-        tree += [(3, trunk), (5, trunk)]
-        trunk = len(tree) - 1
-    end = ends_of(*tree)
+    end = caterpillar(5, 39, 3, 5)
     assert len(build_chunks(end, order="levels").stages) == 40
     assert len(build_chunks(end, order="paths").stages) == 2
     assert len(build_chunks(end).stages) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support import interpreter  # noqa: F401
-from support.attention_trees import chain, ends_of, star
+from support.attention_trees import caterpillar, chain, forests, star
 from support.kernel_inputs import poisoned_empty
 from support.recurrent_ahead_of_time import compiled
 from support.recurrent_state_twins import Results, States, compute_states, draw_states, sum_decays
@@ -26,20 +26,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 needs_ptxas = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton comes without ptxas")
 ORDERS = ("levels", "paths")
 SIZE = 16  # tokens of a chunk, fewer than in use, for speed
-PADDING = ((1, -1),) * 5
-CATERPILLAR = ends_of(*[each for turn in range(40) for each in ((2, 2 * turn - 2 if turn else -1), (1, 2 * turn))])
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> Tensor:
-    """subtree_end [1, T] of a forest with nodes shorter and longer than chunks, and padding."""
-    chosen: list[tuple[int, int]] = []
-    path: list[int] = []
-    for node in range(draw(st.integers(1, 6))):
-        path = path[: draw(st.integers(0, len(path)))]
-        chosen.append((draw(st.sampled_from([1, 1, 2, 15, 16, 17, 33])), path[-1] if path else -1))
-        path.append(node)
-    return ends_of(*chosen, *PADDING[: draw(st.integers(0, 5))])
+FORESTS = forests(lengths=(1, 1, 2, 15, 16, 17, 33), max_nodes=6)
 
 
 def run_kernels(inputs: States, chunks: Chunks) -> Results:
@@ -63,7 +50,7 @@ def close(sums: Tensor, exact: Tensor) -> bool:
     return bool(((sums.double() - exact).abs() <= 16 * torch.finfo(torch.float32).eps * exact.abs()).all())
 
 
-@given(forests(), st.sampled_from(ORDERS), st.booleans())
+@given(FORESTS, st.sampled_from(ORDERS), st.booleans())
 @settings(max_examples=10)
 def test_states_and_their_gradients_are_those_of_the_definition(end: Tensor, order: str, delta: bool) -> None:
     chunks = build_chunks(end, size=SIZE, order=order)
@@ -72,7 +59,9 @@ def test_states_and_their_gradients_are_those_of_the_definition(end: Tensor, ord
     assert max(errors(results, compute_states(inputs, chunks))) < 1e-5
 
 
-@pytest.mark.parametrize("end", [chain(100), CATERPILLAR, star(20, 6, 3), torch.cat([star(9, 2, 17), chain(43)])])
+@pytest.mark.parametrize(
+    "end", [chain(100), caterpillar(2, 12, 1, 2), star(20, 6, 3), torch.cat([star(9, 2, 17), chain(43)])]
+)
 def test_both_orders_give_equal_bits_in_the_forward_pass(end: Tensor) -> None:
     by_levels, by_paths = (build_chunks(end, size=SIZE, order=order) for order in ORDERS)
     inputs = draw_states(by_levels, 16, 16, heads=1)
@@ -112,7 +101,7 @@ def test_decays_that_erase_everything_leave_no_nan() -> None:
     assert max(errors(results, compute_states(inputs, chunks))) < 1e-5
 
 
-@given(forests(), st.sampled_from([1, 3]))
+@given(FORESTS, st.sampled_from([1, 3]))
 @settings(max_examples=3)
 def test_sums_of_decays_begin_with_each_chunk_in_both_directions(end: Tensor, heads: int) -> None:
     chunks = build_chunks(end, size=SIZE)

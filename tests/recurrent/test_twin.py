@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.attention_trees import chain, ends_of, random_tree, star
+from support.attention_trees import caterpillar, chain, ends_of, random_tree, star
 from treepack.recurrent.chunks import build_chunks, find_parents, flatten_ends
 from treepack.recurrent.convolution import build_ancestors, build_taps, convolve
 from treepack.recurrent.tokenwise import convolve_tokens, scan_tokens
@@ -71,15 +71,6 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return max(float((x - y).norm() / y.norm().clamp(min=1e-300)) for x, y in zip(found, expected, strict=True))
 
 
-def caterpillar(turns: int, node: int, leaf: int) -> Tensor:
-    """subtree_end [1, T] of a trunk of `turns` nodes, with a leaf beside each next turn."""
-    tree, trunk = [(node, -1)], 0
-    for _ in range(turns - 1):
-        tree += [(leaf, trunk), (node, trunk)]
-        trunk = len(tree) - 1
-    return ends_of(*tree)
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("order", ["levels", "paths"])
 @pytest.mark.parametrize(
@@ -88,7 +79,7 @@ def caterpillar(turns: int, node: int, leaf: int) -> Tensor:
         ends_of((63, -1), (64, 0), (65, 0)),
         ends_of((130, -1), (1, 0), (2, 0), (3, 0), (1, 3)),
         star(1, 9, 3),
-        caterpillar(40, 2, 1),
+        caterpillar(2, 12, 1, 2),
         chain(130),
         torch.cat([ends_of((20, -1), (30, 0), (1, 0), *[(1, -1)] * 9), random_tree(60, 3)]),
     ],
@@ -129,12 +120,8 @@ def test_a_tree_has_the_summed_gradients_of_its_paths_alone(rule: str) -> None:
             at = parent[at]
         own = torch.randn(len(path), 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
         weight[path] += own
-        parts = [None if x is None else x[path] for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)]
-        q, k, v, g, beta = parts
-        assert q is not None
-        assert k is not None
-        assert v is not None
-        assert g is not None
+        q, k, v, g = (x[path] for x in (inputs.q, inputs.k, inputs.v, inputs.g))
+        beta = None if inputs.beta is None else inputs.beta[path]
         out = scan(q, k, v, g, beta, build_chunks(chain(len(path))))
         for total, gradient in zip(alone, torch.autograd.grad(out, inputs.leaves, own), strict=True):
             total += gradient

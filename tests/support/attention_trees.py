@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 
@@ -44,5 +47,26 @@ def chain(length: int) -> Tensor:
     return ends_of((length, -1))
 
 
+def caterpillar(trunk: int, turns: int, leaf: int, piece: int) -> Tensor:
+    """subtree_end [1, T] of a trunk that continues with `turns` pieces, each beside a leaf."""
+    # nodes 0 | 1 2 | 3 4 | ... with parents -1 | 0 0 | 2 2 | ...
+    nodes = [(trunk, -1)]
+    for turn in range(turns):
+        nodes += [(leaf, 2 * turn), (piece, 2 * turn)]
+    return ends_of(*nodes)
+
+
 def star(prompt: int, branches: int, size: int) -> Tensor:
     return ends_of((prompt, -1), *[(size, 0)] * branches)
+
+
+@st.composite
+def forests(draw: st.DrawFn, *, lengths: Sequence[int], max_nodes: int) -> Tensor:
+    """subtree_end [1, T] of up to `max_nodes` nodes, each of one of the `lengths`, and up to 5 tokens of padding."""
+    nodes: list[tuple[int, int]] = []
+    path: list[int] = []  # the nodes above the next one
+    for node in range(draw(st.integers(1, max_nodes))):
+        path = path[: draw(st.integers(0, len(path)))]
+        nodes.append((draw(st.sampled_from(lengths)), path[-1] if path else -1))
+        path.append(node)
+    return ends_of(*nodes, *[(1, -1)] * draw(st.integers(0, 5)))
