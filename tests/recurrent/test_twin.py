@@ -207,3 +207,12 @@ def test_the_gradient_of_a_state_is_the_sum_over_the_branches_that_follow_it() -
     scan(q, k, v, g, None, chunks)[1:].sum().backward()  # type: ignore[no-untyped-call]
     assert v.grad is not None
     assert v.grad.flatten().tolist() == pytest.approx([n * math.exp(-0.5), *[1.0] * n])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_default_device_of_the_caller_changes_no_gradient(rule: str) -> None:
+    inputs, chunks = make_inputs(7, rule), build_chunks(ends_of((3, -1), (2, 0), (2, 0)))
+    expected = results(scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks), inputs)
+    with torch.device("meta"):  # any tensor made there without a device would have no values
+        found = results(scan(inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, chunks), inputs)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

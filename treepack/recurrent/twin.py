@@ -157,6 +157,6 @@ def _steps(parent: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
             column.append(value)
         children[above] += 1
     return [
-        (torch.tensor(a, device=parent.device), torch.tensor(b, device=parent.device), torch.tensor(c))
+        (torch.tensor(a, device=parent.device), torch.tensor(b, device=parent.device), torch.tensor(c, device="cpu"))
         for a, b, c in steps
     ]
