@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from candidates import mend_interpreter
 from flat_sequences import fla_convolve, fla_scan, refusal_lifted
+from layer_sizes import LAYERS, Layer
 from torch import Tensor
 from training_rows import load_rows, parents_of
 from workloads import Workload, agent_tree, make_workload, star
@@ -50,26 +51,6 @@ Stage = tuple[Callable[[], Tensor], list[Tensor]]  # forward pass, tensors that 
 Times = dict[str, tuple[float, float]]  # milliseconds of forward and backward, by stage
 
 
-class Layer(NamedTuple):
-    """Sizes of a layer: heads of q and k, heads of v, dimensions of k and v, and its rule."""
-
-    key_heads: int
-    heads: int
-    keys: int
-    values: int
-    is_delta: bool
-    taps: int = 4
-
-    @property
-    def sizes(self) -> list[int]:
-        """Channels of q, k and v, which the convolution mixes along the path."""
-        return [self.key_heads * self.keys] * 2 + [self.heads * self.values]
-
-
-LAYERS = {
-    "qwen3.5-4b": Layer(16, 32, 128, 128, is_delta=True),
-    "nemotron-h-8b": Layer(8, 128, 128, 64, is_delta=False),
-}
 TINY = {"delta": Layer(1, 2, 16, 16, is_delta=True), "mamba": Layer(1, 2, 16, 16, is_delta=False)}
 STAGES = ("convolution", "scan", "layer")
 
@@ -120,7 +101,7 @@ def draw_inputs(layer: Layer, count: int, device: torch.device) -> Inputs:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    channels = sum(layer.sizes)
+    channels = sum(layer.channels)
     rate = torch.linspace(0.01, 16, layer.heads, device=device)
     g = -rate * torch.nn.functional.softplus(draw(1, count, layer.heads) + 1)
     weight, bias = draw(channels, layer.taps) / layer.taps**0.5, draw(channels) / 4
@@ -167,7 +148,7 @@ def flat_functions(lengths: list[int], device: torch.device) -> Functions:
 
 def split_heads(layer: Layer, mixed: Tensor) -> list[Tensor]:
     """Return q, k [1, N, Hk, K] and v [1, N, H, V] of the result of the convolution."""
-    parts = mixed.tensor_split(np.cumsum(layer.sizes)[:-1].tolist(), -1)
+    parts = mixed.tensor_split(np.cumsum(layer.channels)[:-1].tolist(), -1)
     return [
         torch.unflatten(x, -1, (heads, -1))
         for x, heads in zip(parts, (layer.key_heads, layer.key_heads, layer.heads), strict=True)

@@ -16,11 +16,12 @@ import argparse
 import subprocess
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 from candidates import mend_interpreter
+from layer_sizes import LAYERS, Layer
 from torch import Tensor
 
 from treepack.attention.kernel_launch import Launch
@@ -35,19 +36,7 @@ from treepack.recurrent.kernels.outputs import (
     products_launch,
 )
 
-
-class Layer(NamedTuple):
-    """Sizes of a layer: key heads, heads, K, V, and its rule."""
-
-    key_heads: int
-    heads: int
-    keys: int
-    values: int
-    is_delta: bool
-
-
-LAYERS = {"qwen3.5-4b": Layer(16, 32, 128, 128, True), "nemotron-h-8b": Layer(8, 128, 128, 64, False)}
-TINY = {"tiny": Layer(1, 2, 32, 16, True)}
+TINY = {"tiny": Layer(1, 2, 32, 16, is_delta=True)}
 # In bfloat16; results have their places here too, so that all shapes write to the same memory.
 Tensors = dict[str, Tensor]
 

@@ -30,6 +30,7 @@ from treepack.attention.autograd import Kept, runs_hopper, triton_attention
 from treepack.attention.chains import Chains, chain_attention, find_chains
 from treepack.attention.flash import MAX_HEAD_DIM, build_flash_mask, flash_attention, has_flash_attention_4
 from treepack.attention.flex import BLOCK, build_block_mask, flex_attention
+from treepack.attention.kernel_launch import is_interpreted
 from treepack.attention.reach import Reach, first_visible
 from treepack.attention.reference import check_shapes, reference_attention
 from treepack.attention.schedule import Schedule, build_schedule
@@ -352,13 +353,6 @@ def _shared_memory(device: torch.device) -> int:
     """Return the shared memory that one program may have, in KiB."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack this field
     return int(properties.shared_memory_per_block_optin) >> 10
-
-
-def is_interpreted() -> bool:
-    """Return whether kernels run in Triton's interpreter, which takes tensors on the CPU."""
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

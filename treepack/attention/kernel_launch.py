@@ -6,7 +6,7 @@ Each backend builds one `Launch` per direction: forward, dq, and dk with dv. Not
 builds the same descriptions from tensors on the CPU and compiles the kernels for a GPU that it does not have.
 
 Arguments are passed by name, so a kernel whose parameters change cannot silently receive the wrong tensor. Triton is
-not imported here.
+not imported with this module.
 """
 
 from __future__ import annotations
@@ -86,6 +86,13 @@ class Launch(NamedTuple):
     def run(self) -> None:
         """Launch the kernel on the current GPU; the tensors among the arguments receive its results."""
         self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+
+
+def is_interpreted() -> bool:
+    """Return True if kernels run in Triton's interpreter, which takes tensors on the CPU."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
 
 
 def padded_width(width: int) -> int:

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from treepack.attention.dispatch import Schedules, is_interpreted
+from treepack.attention.dispatch import Schedules
+from treepack.attention.kernel_launch import is_interpreted
 from treepack.errors import TreepackError, install_hint
 from treepack.recurrent import convolution, twin
 from treepack.recurrent.chunks import build_chunks
