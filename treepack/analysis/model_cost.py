@@ -230,7 +230,7 @@ _COUNTED = f"a forecast counts softmax attention and the recurrent layers of {',
 
 
 def _check_decoder(config: Config, name: str) -> None:
-    """Raise a TreepackError unless the model is a decoder whose layers have known costs, as far as its fields tell."""
+    """Raise a TreepackError unless the model is a decoder whose layers have known costs, judged by its fields."""
     heads = config.get("architectures") or []
     if config.get("is_encoder_decoder") or any(str(head).endswith(("ForMaskedLM", "ForPreTraining")) for head in heads):
         raise TreepackError(f"{name}: has an encoder; a forecast needs a decoder, as treepack trains them")
@@ -315,7 +315,7 @@ def _num_experts(config: Config) -> int:
 
 
 def _is_sparse(config: Config, layer: int) -> bool:
-    """Return whether a feed-forward layer consists of experts."""
+    """Return True if a feed-forward layer consists of experts."""
     if not _num_experts(config) or layer in (config.get("mlp_only_layers") or ()):
         return False
     if config.get("mlp_layer_types"):

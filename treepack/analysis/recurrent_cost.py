@@ -13,7 +13,7 @@ The decay multiplies number by number, like a norm, and is no product. This is t
 Kernels compute chunks of L tokens instead (`recurrent.twin`). They have 3 K V for W h, q h and K' u, and in addition
 2 L K for q k' and k k', L (K + V) / 2 for the triangular solve, and L V for P u: 1.7 times as many for L = 64 and
 K = V = 128. These products depend on L, which is a choice of the kernels and not of the model, so they do not count,
-just as recomputation does not. The MFU of a run is thus lower than with a count of its chunks.
+just as recomputation does not. So the MFU of a run is lower than with a count of its chunks.
 """
 
 from __future__ import annotations

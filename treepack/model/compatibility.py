@@ -88,7 +88,7 @@ def count_attention_layers(config: Any) -> int:
 
 
 def count_recurrent_layers(config: Any) -> tuple[int, int]:
-    """Return the number of layers that call a convolution, and of those that call a scan as well."""
+    """Return the number of layers that call a convolution, and the number of layers that also call a scan."""
     # ["hybrid", "full_attention", "linear_attention", "conv"] -> (3, 2)
     kinds = [kind for kind in _layer_kinds(config) if kind in _RECURRENT_LAYERS]
     return len(kinds), len(kinds) - kinds.count("conv")

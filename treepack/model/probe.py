@@ -46,7 +46,7 @@ _PROBE_LEAVES = (3, 5, 8, 11)
 def use_attention(model: Any, name: str) -> Iterator[None]:
     """Switch `model` to another attention implementation of transformers, and back at the end of the block.
 
-    Under an attention that is not treepack's, recurrent layers too are those of transformers, in plain torch.
+    With an attention of transformers, recurrent layers are computed by transformers too, in plain torch.
     """
     # A vision tower has a configuration and an implementation of its own. By id, because configurations have no hash.
     name_of_setting = "_attn_implementation_internal"
@@ -167,7 +167,7 @@ def _path(token: int) -> list[int]:
 
 
 def compute_dtype(seen: Observation) -> torch.dtype:
-    """Return the least precise dtype in which the model computed: under autocast, that of its layers."""
+    """Return the dtype of lowest precision in which the model computed: under autocast, that of its layers."""
     dtypes = {call.dtype for call in seen.attention.calls} | {call.dtype for call in seen.attention.recurrent}
     return max({seen.states.dtype, *dtypes}, key=PROBE_TOLERANCE.__getitem__)
 

@@ -163,8 +163,8 @@ def _scan_numbers(config: dict[str, Any]) -> int:
         return 0
     part = recurrent_part(config, "the model")
     keys, values = part.key_size, part.value_size
-    # Twice what is kept for the backward pass: 9 tensors as wide as the keys, 3 as the values, 6 rows of pairs in a
-    # chunk, and the state of the chunk. Measured peaks are 0.7 to 0.9 of it.
+    # Twice the numbers kept for the backward pass: 9 tensors as wide as the keys, 3 as the values, 6 rows of pairs in a
+    # chunk, and the state of the chunk. Measured peaks are 0.7 to 0.9 of this.
     numbers = 2 * (9 * keys + 3 * values + 6 * CHUNK + keys * values // CHUNK)
     if config["model_type"] in ("kimi_linear", "bailing_hybrid"):
         numbers += 8 * CHUNK * keys  # a decay for each key dimension: pairs of a chunk times its keys

@@ -2,7 +2,7 @@
 
 A node is a stretch of tokens of which each but the last has one child, the next token. All tokens of a node have the
 same subtree_end, so a node begins where subtree_end changes. Nodes are divided into chunks of at most 64 tokens, and
-every chunk but those of the roots follows the chunk that contains the parent of its first token:
+every chunk follows the chunk that contains the parent of its first token, unless it begins a tree:
 
              subtree_end  6 6 4 4 6 6              nodes 0..1, 2..3, 4..5
     0 - 1 - 2 - 3                                  chunks of 2 tokens: 0, 1, 2
@@ -12,8 +12,8 @@ The state before a chunk is the state after its parent. A run is a list of chunk
 program of a kernel computes. The runs of a stage do not depend on each other, only on earlier stages:
 
     by levels        a run is a node, a stage has the nodes of one level of the tree
-    by heavy paths   a run goes on from node to node, always to the child with the most leaves below; 1 + log2(leaves)
-                     stages at most
+    by heavy paths   a run continues from node to node, always to the child with the largest number of leaves below;
+                     1 + log2(leaves) stages at most
 
 A caterpillar of 40 turns has 40 levels and 2 stages of heavy paths; a star has 2 of both, and its levels end sooner.
 `plan_stages` chooses the order with the smaller estimate of time.
@@ -21,7 +21,7 @@ A caterpillar of 40 turns has 40 levels and 2 stages of heavy paths; a star has 
 A tree of one token needs no state and leaves none to others. Padding consists of such trees, so neighbours among them
 share chunks; a token sees the tokens before it in its chunk only up to their subtree_end.
 
-In: subtree_end int [B, T] on the CPU or on a GPU. Out: `Chunks`, whose tokens are those of all rows, one after the
+In: subtree_end int [B, T] on the CPU or on a GPU. Out: `Chunks` of the tokens of all rows, one row after the
 other. No Python loop runs over tokens, only over nodes and chunks.
 """
 
@@ -62,7 +62,7 @@ class Chunks:
     begin         int32 [C], first token of each chunk
     length        int32 [C], tokens of each chunk
     parent        int32 [C], the chunk that contains the parent of the first token, -1 for roots
-    saved         int32 [C], number of the saved state after the chunk, -1 where no run begins after the chunk
+    saved         int32 [C], number of the saved state after the chunk, -1 if no run begins from it
     run_state     int32 [R], number of the saved state that each run begins from, -1 for roots
     state_begins  int32 [S + 1], index in `state_runs` of the first run that begins from each saved state
     state_runs    int32 [...], the runs that begin from each saved state, state after state, in ascending order
@@ -98,7 +98,7 @@ def move(values: Tensor, device: torch.device) -> Tensor:
 
 
 def flatten_ends(subtree_end: Tensor) -> Tensor:
-    """Return subtree_end [B, T] as int64 [B * T], for the tokens of all rows, one row after the other."""
+    """Return subtree_end [B, T] of all rows as int64 [B * T], one row after the other."""
     # two rows of 3 tokens: [[3, 2, 3], [3, 3, 3]] + [[0], [3]] -> [3, 2, 3, 6, 6, 6]
     rows, length = subtree_end.shape
     offset = torch.arange(rows, device=subtree_end.device)[:, None] * length
@@ -108,7 +108,7 @@ def flatten_ends(subtree_end: Tensor) -> Tensor:
 def find_parents(end: Tensor) -> Tensor:
     """Return the parent of each token, int64 [N], -1 for roots, from one past the last token of each subtree."""
     # In depth-first order the parent is the last token before whose depth is smaller by 1. Sort tokens by depth, then
-    # index; the parent of q has the greatest key at most (depth - 1) * N + q.
+    # index; the parent of q has the largest key up to (depth - 1) * N + q.
     # end 5 3 3 5 5 -> depths 0 1 2 1 2 -> keys 0 6 8 12 14 of tokens 0 1 3 2 4; q = 4: 1 * 5 + 4 = 9 -> token 3
     count = len(end)
     steps = torch.ones(count + 1, dtype=torch.int64, device=end.device)

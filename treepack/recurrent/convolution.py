@@ -78,8 +78,8 @@ def build_taps(subtree_end: Tensor, taps: int) -> Taps:
     # [. . . 1 .] and [. . . 0 1] -> (tap, reader) (1, 3), (2, 3), (2, 4) of targets 1, 0, 1
     shift = torch.arange(taps, device=ancestors.device)[:, None]
     tap, reader = ((ancestors >= 0) & (ancestors != ancestors[:1] - shift)).nonzero(as_tuple=True)
-    of, order = ancestors[tap, reader].sort(stable=True)
-    targets, readers_each = torch.unique_consecutive(of, return_counts=True)
+    target, order = ancestors[tap, reader].sort(stable=True)
+    targets, readers_each = torch.unique_consecutive(target, return_counts=True)
     number = torch.full((count,), -1, dtype=torch.int32, device=ancestors.device)
     number[targets.long()] = torch.arange(len(targets), dtype=torch.int32, device=ancestors.device)
     begins = torch.cat([readers_each.new_zeros(1), readers_each.cumsum(0)]).to(torch.int32)

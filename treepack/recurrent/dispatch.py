@@ -2,10 +2,10 @@
 
     torch     plain torch (`twin`, `convolution`): any device and precision
     fla       flash-linear-attention, level by level of the tree (`levels`): GPUs
-    triton    own kernels (`kernels`): GPUs, and the CPU in Triton's interpreter; one decay per head
+    triton    treepack's kernels (`kernels`): GPUs, and the CPU in Triton's interpreter; one decay per head
 
-`auto` takes the first in `AUTO` that has no obstacle, and plain torch on other devices. `use_implementation` names
-another one, for all models. flash-linear-attention has no convolution on trees, so `fla` takes the own kernels for it.
+`auto` takes the first in `AUTO` that has no obstacle, and plain torch on other devices. `use_implementation` sets
+another one for all models. flash-linear-attention has no convolution on trees, so `fla` uses treepack's kernel for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from treepack.recurrent.levels import build_levels, obstacle_of_fla, scan_by_lev
 NAMES = ("torch", "fla", "triton")
 AUTO = {"cuda": ("triton", "fla", "torch")}
 
-MAX_WIDTH = 256  # of keys and values, in fla and in the own kernels
+MAX_WIDTH = 256  # of keys and values, in fla and in treepack's kernels
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _wanted = "auto"
@@ -63,7 +63,7 @@ def use_implementation(name: str) -> Iterator[None]:
     inside the block too.
 
     Raises:
-        TreepackError: if `name` is another one.
+        TreepackError: if `name` is no implementation.
     """
     global _wanted
     if name not in ("auto", *NAMES):
@@ -79,7 +79,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
     """Return the convolution of the tokens of a tree; arguments as in `convolution.convolve`.
 
     Raises:
-        TreepackError: if the activation is unknown, or if the kernels are asked for and cannot run there.
+        TreepackError: if the activation is unknown, or if the kernels are chosen by name and cannot run on `x`.
     """
     width = weight.shape[-1]
     taps = schedules.table(("taps", width), lambda end: build_taps(end, width))
@@ -91,7 +91,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | N
 
 
 def _takes_kernel(x: Tensor) -> bool:
-    """Return True if the own kernel computes the convolution of `x`."""
+    """Return True if treepack's kernel computes the convolution of `x`."""
     if _wanted == "torch" or (_wanted != "triton" and not x.is_cuda):
         return False
     reason = _kernel_obstacle(x.device, x.dtype)
@@ -177,7 +177,7 @@ def _fla_obstacle(layer: Layer) -> str | None:
 
 
 def _kernel_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the own kernels, of scans and of convolutions, cannot run on such tensors; None if they can."""
+    """Return why treepack's kernels of scans and convolutions cannot run on such tensors; None if they can."""
     if find_spec("triton") is None:
         return f"needs triton, which is not installed; {install_hint('train')}, or use torch"
     if device.type != "cuda" and not is_interpreted():

@@ -1,13 +1,13 @@
 """Recurrent layers of transformers' models on trees: functions of their modules are replaced.
 
     enter(model)                     calls with `subtree_end` go to `interface`, all others to the function as it was
-    with plain_functions(model)      the functions of transformers in plain torch, also if a faster package is installed
+    with plain_functions(model)      the functions of transformers in plain torch, even if a faster package is installed
 
 A model calls its convolution and its scan as functions of its module, modeling_qwen3_next.torch_chunk_gated_delta_rule
 for example, and passes its keyword arguments to them. transformers wraps these functions: if flash-linear-attention,
-mamba-ssm or causal-conv1d is installed, the wrapper calls it instead, without the arguments that it does not know. The
-package `kernels` adds a wrapper of its own. So the functions are replaced in the module, for all of its models; another
-module's calls do not change.
+mamba-ssm or causal-conv1d is installed, the wrapper calls it instead, and drops the arguments that it does not take.
+The package `kernels` adds a wrapper of its own. So the functions are replaced in the module, which changes the
+calls of all models of this module and of no other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ON_TREES: dict[str, Callable[..., Any]] = {
 # Functions of transformers that have no form on trees: the selective scan of Mamba-1.
 _WITHOUT_FORM = ("mamba_inner_fn", "mamba_selective_scan")
 _GLOBAL = "LOAD_GLOBAL"  # the instruction that reads a name of the module
-# transformers 5.17 calls functions of its modules, and from this version on it passes its arguments to all of them.
+# transformers calls functions of its modules from 5.17 on, and passes the caller's arguments to them from 5.22 on.
 _VERSION = "5.22"
 
 
@@ -136,7 +136,7 @@ def plain_functions(model: nn.Module) -> Iterator[None]:
 
 
 def _in_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function in plain torch behind the wrappers of treepack, transformers and the package `kernels`.
+    """Return the function in plain torch inside the wrappers of treepack, transformers and the package `kernels`.
 
     Raises:
         TreepackError: if `kernels` wraps functions in another way than the versions that are known.
@@ -148,7 +148,7 @@ def _in_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     wrapped = inspect.getclosurevars(type(inner).forward).nonlocals.get("func")
     if wrapped is None:
         raise TreepackError(
-            "recurrent layer: the function in plain torch cannot be found behind the package kernels; set "
+            "recurrent layer: the package kernels hides the function in plain torch; set "
             "USE_HUB_KERNELS=0 in the environment"
         )
     return _in_torch(wrapped)

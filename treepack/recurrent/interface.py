@@ -6,8 +6,8 @@
     mamba2_chunk_scan                      `state_space_scan`      Mamba-2: Nemotron-H, Granite 4, Bamba, Falcon-H1
     mamba2_split_conv1d_scan_combined      `no_fused_scan`         returns None: the model then calls the two parts
 
-Each has the arguments of its namesake and the options that `attention.interface` knows too: `subtree_end`, `schedule`
-and `record`. `entry` puts them in the place of their namesakes.
+Each has the arguments of its namesake, and the options `subtree_end`, `schedule` and `record` of `attention.interface`.
+`entry` puts them in the place of their namesakes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from treepack.errors import TreepackError
 from treepack.recurrent import dispatch
 from treepack.recurrent.norm import normalise
 
-# What a call may ask for beyond the products: states of a cache, which training has none of.
+# Arguments about the states of a cache; training has no cache.
 _OF_CACHES = ("use_cache", "initial_state", "initial_states", "output_final_state", "return_final_states")
-# Options that reach every layer and change no product. chunk_size divides the sums of the usual scan.
+# Options that change no result. chunk_size only divides the sums of the usual scan.
 _HARMLESS = frozenset(
     "subtree_end schedule record kept chunk_size position_embeddings position_ids cache_position layer_idx".split()
 )
@@ -92,8 +92,8 @@ def state_space_scan(
         dt: time steps, [batch, T, H], before bias, softplus and limits.
         A: [H], negative; the decay of a token is exp(A * dt).
         B, C: keys and queries, [batch, T, groups, K].
-        D: [H], what of x is added to the outputs; None for nothing.
-        dt_bias, dt_softplus, dt_limit: how time steps are made of `dt`, in this order.
+        D: [H]; D x is added to the outputs, and nothing if D is None.
+        dt_bias, dt_softplus, dt_limit: make time steps from `dt`: add the bias, take softplus, clamp to the limits.
         options: `subtree_end`, `schedule`, `record`, and a gate `z`, which must be None.
 
     Raises:

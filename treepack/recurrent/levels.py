@@ -5,8 +5,8 @@
              `- 6        level 2: nodes 5, 6           cu_seqlens [0, 1, 2]
 
 A node begins from the final state of its parent, which an earlier call has computed. Queries, keys and values are put
-in the order of levels once, so that each level is a slice. The functions of the package know nothing of trees: they get
-`cu_seqlens` and `initial_state`, and return final states with gradients.
+in the order of levels once, so that each level is a slice. The functions of the package are written for sequences:
+they get `cu_seqlens` and `initial_state`, and return final states with gradients.
 
     one decay per head, beta       fla.ops.gated_delta_rule.chunk_gated_delta_rule
     one decay per key, beta        fla.ops.kda.chunk_kda
@@ -30,12 +30,12 @@ from torch import Tensor
 from treepack.errors import TreepackError, install_hint
 from treepack.recurrent.chunks import CHUNK, build_chunks, move
 
-# Its functions are public, but not their exact arguments: the tests have seen this version.
+# The functions are public, but their arguments change between versions; the tests run with this one.
 VERSION = "0.6.0"
 
 
 class Siblings(NamedTuple):
-    """How the gradients of the states of a level's nodes are summed for their parents, always in the same order.
+    """Sums of the gradients of sibling nodes for their parents, always in the same order.
 
     halves    int64 [...] for each distance 1, 2, 4, ...: nodes to which the sibling at this distance is added
     first     int64 [m], the first child of each parent; after the additions it has the sum
@@ -263,15 +263,15 @@ class _Inherit(torch.autograd.Function):
 
 
 def _compute_level(
-    inputs: list[Tensor], level: Level, states: Tensor | None, wanted: bool
+    inputs: list[Tensor], level: Level, states: Tensor | None, has_children: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs [1, t, H, V] of a level, and the final states of its nodes, float32 [n, H, K, V], if `wanted`.
+    """Return the outputs [1, t, H, V] of a level, and the final states of its nodes, float32 [n, H, K, V], or None.
 
     Args:
         inputs: q, k, v, g and perhaps beta, [1, t, ...].
         level: of these tokens.
         states: before the nodes, float32 [n, H, K, V]; None for 0.
-        wanted: if there are nodes below.
+        has_children: True if there are nodes below, which need the final states.
     """
     g = inputs[3]
     rule = (g.ndim == 4, len(inputs) == 5)
@@ -282,7 +282,7 @@ def _compute_level(
         **named,
         scale=1.0,  # q includes it
         initial_state=states,
-        output_final_state=wanted,
+        output_final_state=has_children,
         cu_seqlens=level.bounds,
         cu_seqlens_cpu=level.bounds_cpu,
         **options,

@@ -1,7 +1,7 @@
-"""Recurrent layers and convolutions on trees by their definition, token after token: the slow twin of all others.
+"""Recurrent layers and convolutions on trees by their definition, token after token: the slow twin of the others.
 
 Every token starts from the state of its parent, and a tap of a convolution reads an ancestor. Nothing is divided into
-chunks, and autograd computes the gradients. To read, and to test against.
+chunks, and autograd computes the gradients. It is here to be read and to test against.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ A[i, j] = beta_i (k_i exp(a_i - a_j) k_j) for j < i and P[i, j] = q_i exp(a_i - 
 where h is the state before the chunk and h' the state after it. Everything but h is computed for all chunks at once;
 `TreeStates` computes h along the tree, and its gradient G' after a chunk is the sum over the chunks that follow it.
 
-The forms are those of Yang et al., "Gated Delta Networks" (2024), and Dao and Gu, "Transformers are SSMs" (2024).
+The forms are from Yang et al., "Gated Delta Networks" (2024), and Dao and Gu, "Transformers are SSMs" (2024).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class TreeStates(torch.autograd.Function):
         (before,) = (gradient.clone() for gradient in gradients)  # of the state before each chunk
         after = torch.zeros_like(h)
         for chosen, sources, rank in reversed(ctx.steps):
-            # What follows the chosen chunks is done, so the gradient of the state before them is complete.
+            # All followers of the chosen chunks are done, so the gradient of the state before them is complete.
             g = after[chosen]
             before[chosen] += decay[chosen] * g - w[chosen].mT @ (k[chosen] @ g)
             # A chunk may have several followers. Those of one rank have different parents, so that each addition has
@@ -139,7 +139,7 @@ class TreeStates(torch.autograd.Function):
 
 
 def _steps(parent: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for each distance from the roots, its chunks, their parents, and their ranks among siblings.
+    """Return the chunks, their parents, and their ranks among siblings, at each distance from the roots.
 
     parent [-1, 0, 0, 2] -> ([1, 2], [0, 0], [0, 1]), ([3], [2], [0])
     """

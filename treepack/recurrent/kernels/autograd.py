@@ -1,8 +1,8 @@
-"""Gated delta rule and Mamba-2 on trees by this package's own kernels, as a function that torch differentiates.
+"""Gated delta rule and Mamba-2 on trees by treepack's kernels, as a function that torch differentiates.
 
     g                    --decays-->      a            sums of decays inside chunks
     k, v, beta, a        --delta_rule-->  w, u         values inside chunks; without the delta rule u is v
-    k, u, w, a           --states-->      h, new       along the tree, the only step that knows it
+    k, u, w, a           --states-->      h, new       along the tree; the other steps do not depend on it
     q, k, new, h, a      --outputs-->     o
 
 Between forward and backward only q, k, v, a, beta and the inverses of the delta rule are in memory. The backward pass

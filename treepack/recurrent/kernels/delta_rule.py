@@ -8,7 +8,7 @@ With a = the sum of g inside the chunk, and A[i, j] = beta_i exp(a_i - a_j) (k_i
 
 In: k [N, Hk, K], v [N, H, V] in bfloat16, float16 or float32, K and V at most 256; beta, a float32 [N, H]; all
 contiguous and on one device; `Chunks` of at most 64 tokens. Head h of v has key head h // (H / Hk). T is stored as
-[N, H, 64] in the dtype of k: a row for each token, a column for each place of its chunk, 0 where there is no token.
+[N, H, 64] in the dtype of k: a row for each token, a column for each place of its chunk, 0 at places without a token.
 
 One program computes one chunk of one head, and nothing else writes its tokens: two runs agree in every bit.
 
@@ -74,7 +74,7 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Tensors that the backward reads, dw and du, and those that it writes."""
+    """Tensors of the backward: it reads dw and du, and writes the others."""
 
     dw: Tensor
     du: Tensor
@@ -160,12 +160,12 @@ def _backward_kernel(
     b_sum *= b_decay
     b_dbeta += b_sum
 
-    # [64, 64] @ [64, 64], twice: dA' = -T (T' dT)'. From here on element [j, i] is of the pair i, j.
+    # [64, 64] @ [64, 64], twice: dA' = -T (T' dT)'. From here on element [j, i] belongs to the pair i, j.
     b_x = tl.dot(tl.trans(b_t), b_dt.to(b_t.dtype), input_precision=PRECISION)
     b_x = tl.dot(b_t, tl.trans(b_x.to(b_t.dtype)), input_precision=PRECISION)
     b_end = load_ends(ends, first, length, o)
     b_x *= -pair_decays(o[None, :], o[:, None], b_a[None, :], b_a[:, None], b_end[:, None])
-    # A[i, j] = beta_i S[i, j] exp(a_i - a_j): sums over j are of dbeta_i and da_i, sums over i of -da_j
+    # A[i, j] = beta_i S[i, j] exp(a_i - a_j): sums over j go to dbeta_i and da_i, sums over i to -da_j
     b_s *= b_x
     b_dbeta += tl.sum(b_s, 0)
     b_s *= b_beta[None, :]
@@ -201,7 +201,7 @@ def solve_forward(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, chunks: Chunks)
 
 
 def multiply(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor]:
-    """Return W and U, equal in every bit to those of the `solve_forward` that returned `inverse`."""
+    """Return W and U with the bits of the `solve_forward` that returned `inverse`."""
     operands = Operands(k, v, beta, a, chunks)
     w = torch.empty((*beta.shape, k.shape[-1]), dtype=k.dtype, device=k.device)
     u = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -212,7 +212,7 @@ def multiply(k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, chu
 def solve_backward(
     k: Tensor, v: Tensor, beta: Tensor, a: Tensor, inverse: Tensor, *, dw: Tensor, du: Tensor, chunks: Chunks
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients dk [N, H, K], of one head of v each, dv [N, H, V], and float32 dbeta and da [N, H].
+    """Return dk [N, H, K], one for each head of v, dv [N, H, V], and dbeta and da, float32 [N, H].
 
     Args:
         k, v, beta, a, chunks: as in the header.

@@ -16,7 +16,7 @@ the entries of every state, in ascending order, into the entry of the state's fi
 state finds the sum. Runs of the first stage begin at roots, from 0, and have no entry.
 
 Sums are in float32 and in one order, so two runs of the program agree in every bit. States and gradients are stored in
-the dtype of k, except at branchings, where they are float32.
+the dtype of k, and in float32 at branchings.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _launch(kernel: Any, arguments: dict[str, Any], h: Tensor, chunks: Chunks, c
 
 
 def count_roots(chunks: Chunks) -> int:
-    """Return the number of runs that begin at roots: those of the first stage."""
+    """Return the number of runs that begin at roots, which are the runs of the first stage."""
     return len(chunks.stages[0].begins) - 1 if chunks.stages else 0
 
 
@@ -351,7 +351,7 @@ def states_backward(
         w: [N, H, K], or None without the delta rule.
         a: sums of decays, float32 [N, H].
         do: gradient of the outputs, [N, H, V].
-        du_local: what the outputs of the same chunk add to the gradient of the new values, [N, H, V].
+        du_local: part of the gradient of the new values that comes from outputs of the same chunk, [N, H, V].
         chunks: of the same tokens, on their device.
     """
     heads, values = do.shape[1:]
