@@ -2,7 +2,7 @@
 
 The rules, token after token along a path, with a state h [K, V] per head, keys k, queries q [K] and values v [V]:
 
-    h = exp(g) h'                      h' is the state after the parent, 0 before roots
+    h = exp(g) h_parent                the state after the parent, 0 before roots
     u = beta (v - k h), or u = v       with `beta`: the delta rule; without: Mamba-2, where k, q, v are B, C, dt x
     h = h + k' u        o = q h
 
