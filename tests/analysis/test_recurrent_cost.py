@@ -305,3 +305,22 @@ def test_recurrent_layers_bring_the_gain_on_sample_data_closer_to_the_ratio_of_t
 def test_layers_of_unknown_cost_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(TreepackError, match=message):
         shape_of(config, name="m")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layer_types", -1),
+        ("layer_types", [["conv"]]),
+        ("mlp_only_layers", 3),
+        ("attn_layer_indices", ["1"]),
+        ("num_experts", "x"),
+        ("moe_latent_size", float("nan")),
+        ("shared_expert_intermediate_size", [1]),
+        ("num_dense_layers", -1),
+        ("q_lora_rank", True),
+    ],
+)
+def test_fields_of_another_type_are_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(TreepackError, match=f"m: has {field} "):
+        shape_of({**SIZES, field: value}, name="m")

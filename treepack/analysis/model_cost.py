@@ -20,7 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from treepack.analysis.model_fields import FEED_FORWARD, RECURRENT, SOFTMAX, Config, list_layers, read_field
+from treepack.analysis.model_fields import (
+    FEED_FORWARD,
+    RECURRENT,
+    SOFTMAX,
+    Config,
+    check_fields,
+    list_layers,
+    read_field,
+)
 from treepack.analysis.recurrent_cost import FAMILIES, count_scans, recurrent_part
 from treepack.errors import TreepackError
 from treepack.pack.options import MAX_TOKEN_PAIRS
@@ -196,6 +204,7 @@ def shape_of(config: Config, *, name: str) -> ModelShape:
     """
     # A model with vision has its language model in text_config.
     config = inner if isinstance(inner := config.get("text_config"), dict) and inner else config
+    check_fields(config, name)
     _check_decoder(config, name)
     kinds = list_layers(config, name)
     _check_layers(config, kinds, name)

@@ -26,6 +26,34 @@ _NEMOTRON_KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "
 # GPT-2 and its relatives use these names.
 _OLD_NAMES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
 
+_LISTS: dict[str, type] = {
+    **dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types", "architectures"), str),
+    **dict.fromkeys(("mlp_only_layers", "attn_layer_indices", "full_attn_idxs", "attn_type_list"), int),
+}
+# Sizes and numbers that a configuration may leave out or set to 0.
+_OPTIONAL = (
+    "num_experts num_local_experts n_routed_experts n_shared_experts num_shared_experts moe_intermediate_size "
+    "moe_latent_size shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "first_k_dense_replace num_dense_layers decoder_sparse_step q_lora_rank mamba_d_ssm full_attention_interval "
+    "layer_group_size max_window_layers block_ff_dim block_multiple_of"
+).split()
+
+
+def check_fields(config: Config, name: str) -> None:
+    """Check the types of lists and of optional numbers; `read_field` checks the others.
+
+    Raises:
+        TreepackError: a field has another type, or a number is negative.
+    """
+    for key, of in _LISTS.items():
+        value = config.get(key)
+        if value is not None and not (isinstance(value, list) and all(type(each) is of for each in value)):
+            raise TreepackError(f"{name}: has {key} {value!r}; expected a list of {of.__name__} in config.json")
+    for key in _OPTIONAL:
+        value = config.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise TreepackError(f"{name}: has {key} {value!r}; expected an integer from 0 on in config.json")
+
 
 def read_field(config: Config, key: str, name: str, default: int | None = None) -> int:
     """Return a size of a model.
