@@ -16,8 +16,8 @@ from support import interpreter  # noqa: F401
 from support.attention_trees import chain, ends_of
 from support.kernel_inputs import poisoned_empty
 from support.recurrent_ahead_of_time import compiled
+from support.recurrent_solve_twins import solve
 from support.recurrent_state_twins import sum_decays
-from support.recurrent_twins import solve
 from treepack.recurrent.chunks import Chunks, build_chunks
 from treepack.recurrent.kernels.delta_rule import multiply, solve_backward, solve_forward
 

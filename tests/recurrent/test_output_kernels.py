@@ -18,7 +18,7 @@ from torch import Tensor
 from support.attention_trees import chain, ends_of, random_tree
 from support.kernel_inputs import poisoned_empty
 from support.recurrent_ahead_of_time import compiled
-from support.recurrent_twins_outputs import gradient_of_w, outputs, states_after
+from support.recurrent_output_twins import gradient_of_w, outputs, states_after
 
 pytest.importorskip("triton")
 

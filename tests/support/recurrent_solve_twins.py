@@ -1,4 +1,4 @@
-"""Slow twins of the kernels inside chunks: the triangular solve of the delta rule, chunk by chunk, in any precision."""
+"""Slow twin of the triangular solve of the delta rule, chunk by chunk, in any precision."""
 
 from __future__ import annotations
 
