@@ -121,7 +121,10 @@ def _with_trees(original: Callable[..., Any], on_trees: Callable[..., Any]) -> C
 
 @contextmanager
 def plain_functions(model: nn.Module) -> Iterator[None]:
-    """Let the model call transformers' functions in plain torch inside the block, not a package that replaces them."""
+    """Let the model call transformers' functions in plain torch inside the block, not a package that replaces them.
+
+    This changes the calls of all models of its class, so no other thread should train one of them meanwhile.
+    """
     before = [
         (module, name, vars(module)[name]) for module in _modules(model) for name in _ON_TREES if hasattr(module, name)
     ]
