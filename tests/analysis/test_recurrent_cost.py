@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import SAMPLE_DATA
+from support.tiny_families import DELTA_RULE
 from treepack.analysis.capacities import forecast_lines, plan_capacities
 from treepack.analysis.model_cost import PRESETS, FlopCount, ModelShape, operations, read_shape, shape_of
 from treepack.errors import TreepackError
@@ -24,13 +25,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 48,
-}
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 3,
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2}
@@ -71,14 +65,21 @@ KIMI = {
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "qwen3_next",
-        {**SIZES, **LINEAR, **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+        {
+            **SIZES,
+            **DELTA_RULE,
+            **EXPERTS,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [1],
+        },
     ),
-    "qwen3_5": ("qwen3_5_text", {**SIZES, **LINEAR, "head_dim": 16, "full_attention_interval": 2}),
+    "qwen3_5": ("qwen3_5_text", {**SIZES, **DELTA_RULE, "head_dim": 16, "full_attention_interval": 2}),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
-        {**SIZES, **LINEAR, **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 24},
+        {**SIZES, **DELTA_RULE, **EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 24},
     ),
-    "olmo_hybrid": ("olmo_hybrid", {**SIZES, **LINEAR, "num_key_value_heads": 4}),
+    "olmo_hybrid": ("olmo_hybrid", {**SIZES, **DELTA_RULE, "num_key_value_heads": 4}),
     "kimi_linear": ("kimi_linear", KIMI),
     "ling 3": (
         "bailing_hybrid",

@@ -97,6 +97,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
 }
 
+# Sizes of a small gated delta rule.
+DELTA_RULE = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+
 
 def transformers_types() -> list[str]:
     """Return the model types of all causal language models of transformers."""

@@ -10,19 +10,13 @@ import pytest
 
 from support.oracle_model import packed_directory, tiny_config
 from support.strategies import make
+from support.tiny_families import DELTA_RULE
 from treepack.analysis.model_cost import shape_of
 from treepack.train.options import TrainOptions
 from treepack.train.run import TrainingRun, open_run
 
 CPU = TrainOptions(device="cpu", attention="reference")
-LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 3,
-}
-HYBRID = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "full_attention_interval": 4, **LINEAR}
+HYBRID = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "full_attention_interval": 4, **DELTA_RULE}
 
 
 @pytest.fixture
@@ -41,7 +35,7 @@ def test_a_row_of_a_hybrid_costs_the_forecast_of_its_layers(packed: Path, tmp_pa
     run = run_of(packed, tmp_path / "hybrid.json", **HYBRID)
     causal = run.loaded.causal
     shape = shape_of(causal.config.to_dict(), name="hybrid")
-    # The forecast leaves out what is no matrix: norms, decays and biases of time steps.
+    # The forecast counts matrices only: no norms, decays and biases of time steps.
     vectors = sum(each.numel() for each in causal.model.parameters() if each.ndim == 1)
     tokens, pairs = run.dataset.num_tokens, run.dataset.num_pairs
     assert len(tokens) > 1
