@@ -300,7 +300,7 @@ def table(results: list[Result], rate: float) -> Iterator[str]:
 
 @contextmanager
 def checked_fla(options: argparse.Namespace) -> Iterator[str]:
-    """Yield a remark about flash-linear-attention; in the block its refusal is lifted if the options say so.
+    """Yield a remark about flash-linear-attention; the options may lift its refusal inside the block.
 
     Raises:
         SystemExit: it cannot run, and the options do not lift its refusal.

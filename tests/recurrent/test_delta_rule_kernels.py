@@ -56,7 +56,7 @@ def draw(
 
 
 def run_kernels(inputs: Solve, chunks: Chunks) -> list[Tensor]:
-    """Return W, U, the inverse, and the gradients of k, v, beta and a; what a kernel does not write is NaN."""
+    """Return W, U, the inverse, and the gradients of k, v, beta and a; elements without a result are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty())
         w, u, inverse = solve_forward(*inputs[:4], chunks)

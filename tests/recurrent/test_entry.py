@@ -44,7 +44,7 @@ def faster_package(original: Any, calls: list[str]) -> Any:
     def call(*arguments: Any, **options: Any) -> Any:
         calls.append(original.__name__)
         known = {name: options[name] for name in options if name in inspect.signature(original).parameters}
-        return original(*arguments, **known)  # it drops what it does not know
+        return original(*arguments, **known)  # it drops unknown options
 
     return call
 

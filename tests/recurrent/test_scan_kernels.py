@@ -52,7 +52,7 @@ def compute(scan: Scan, inputs: list[Tensor], chunks: Chunks, dtype: torch.dtype
 
 
 def by_kernels(inputs: list[Tensor], chunks: Chunks, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Compute by the kernels; what a kernel does not write is NaN."""
+    """Compute by the kernels; elements without a result are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty())
         return compute(triton_scan, inputs, chunks, dtype)

@@ -30,7 +30,7 @@ FORESTS = forests(lengths=(1, 1, 2, 15, 16, 17, 33), max_nodes=6)
 
 
 def run_kernels(inputs: States, chunks: Chunks) -> Results:
-    """Compute both directions; what a kernel does not write is NaN."""
+    """Compute both directions; elements without a result are NaN."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", poisoned_empty())
         q, k, u, w, a, do, du_local = inputs

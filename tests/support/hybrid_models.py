@@ -22,7 +22,7 @@ from treepack.model.loaded import LoadedModel
 TRUNK = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 _PATHS = (
     (*TRUNK, 10, 12, 13),
-    (*TRUNK, 10),  # ends where another goes on
+    (*TRUNK, 10),  # ends inside another trajectory
     (*TRUNK, 11),  # a node of one token
     (*TRUNK, 14, 15, 16, 17, 18, 19, 20, 21, 22),
     (*TRUNK, 14, 15, 23),

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # tokens, as in the kernels of flash-linear-attention
-# What a launch costs in steps of one run, and how many runs a GPU computes at once: 32 heads with 2 tiles of the state
-# fill half of the 132 multiprocessors of an H200, which hold two such programs each.
+# The time of a launch in steps of one run, and the number of runs that a GPU computes at once. The programs of one run,
+# 32 heads with 2 tiles of the state, fill a quarter of an H200, whose 132 multiprocessors hold two programs each.
 _LAUNCH_STEPS = 2
 _RUNS_AT_ONCE = 4
 
