@@ -130,6 +130,21 @@ def test_a_client_of_a_cluster_gets_the_same_trie(
     assert_same_trie(local_tables(trie), local_tables(tmp_path / "trie"))
 
 
+def test_a_client_that_is_refused_leaves_the_process_free_for_a_cluster(
+    treepack: Run, cluster: str, client_server: str, rollouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConnectionAbortedError("Initialization failure from server:\nThe server for this client did not start.")
+
+    monkeypatch.setattr("ray.util.client.worker.Worker._server_init", refuse)
+    command = ("build-trie", rollouts, "--out", tmp_path / "trie", "--partitions", 2, "--ray")
+    refused = treepack(*command, client_server)
+    assert refused.status == 1
+    assert refused.err.count("\n") == 1
+    assert "(Initialization failure from server: The server for this client did not start)" in refused.err
+    successful(treepack(*command, cluster))
+
+
 def test_objects_of_a_store_give_the_results_of_files(
     treepack: Run, cluster: str, shared_store: Store, rollouts: Path, trie: Path, packed: Path
 ) -> None:

@@ -23,6 +23,7 @@ SLOW_MACHINE = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "10000",
     "RAY_health_check_failure_threshold": "15",
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",
 }
 PATIENCE = 120  # seconds; other work on this machine may slow down the start
 

@@ -211,6 +211,7 @@ def _start(ray: Any, address: str, workers: int) -> None:
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
     except (OSError, RuntimeError, ValueError, ImportError, ray.exceptions.RayError) as error:
+        ray.shutdown()  # else a failed ray:// would send every later call of this process to Ray Client
         raise TreepackError(
             f"--ray {address}: no connection to a Ray cluster ({_first_line(error)}); check the "
             "address, that its versions of Ray and Python are those of this machine, and RAY_AUTH_MODE and its token"
@@ -278,6 +279,8 @@ def _check_versions(ray: Any) -> None:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # the next one says what failed
+        lines[0] += f" {lines[1]}"
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
