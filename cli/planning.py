@@ -91,7 +91,8 @@ LOSS = (
         type=click.Choice(TOO_LONG),
         default=USUAL.too_long,
         show_default=True,
-        help="How to treat a trajectory longer than the capacity.",
+        help="How to treat a trajectory longer than the capacity. Memory is no reason to drop or truncate it: raise "
+        "the capacity, and train with --carry auto.",
     ),
     click.option(
         "--semantics",

@@ -12,7 +12,7 @@ import numpy as np
 
 from treepack.columns import PER_TOKEN
 from treepack.errors import TreepackError
-from treepack.pack.options import TOO_LONG
+from treepack.pack.options import ANY_LENGTH, TOO_LONG
 from treepack.trajectory import Tokens, Trajectory, positions
 from treepack.trie.out_of_core import rebuild
 from treepack.trie.trie import Trie, trajectories_of
@@ -72,7 +72,7 @@ def fit_capacity(trie: Trie, capacity: int, *, too_long: str) -> tuple[Trie, Cou
 
 def no_trajectory_fits(capacity: int) -> TreepackError:
     """Return the error for a trie whose trajectories are all too long."""
-    return TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity")
+    return TreepackError(f"no trajectory fits the capacity of {capacity}; raise the capacity: {ANY_LENGTH}")
 
 
 def _truncated(trajectory: Trajectory, capacity: int) -> Trajectory | None:

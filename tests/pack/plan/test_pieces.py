@@ -61,8 +61,8 @@ def test_balanced_rows_of_pieces_are_a_multiple_for_each_step(tokens: list[int],
 def test_trajectories_over_a_limit_are_counted_over_all_tries() -> None:
     parts = [Excess("tokens", 12, "a", 2), Excess("tokens", 20, "b", 1), Excess("loss terms", 99, "c", 1)]
     sentence = (
-        "trajectory b has 20 tokens, capacity is 10 (3 such in total); raise the capacity, or drop or truncate longer "
-        "trajectories"
+        "trajectory b has 20 tokens, capacity is 10 (3 such in total); raise the capacity: train --carry auto trains "
+        "rows of any length, so memory is no reason to drop or truncate trajectories"
     )
     with pytest.raises(TreepackError) as error:
         refuse_excesses(parts, Limits(10, terms=5))

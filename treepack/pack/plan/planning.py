@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from treepack.errors import TreepackError
+from treepack.pack.options import ANY_LENGTH
 from treepack.pack.plan import auto, balance, files
 from treepack.pack.plan.alternatives import best_final_rows
 from treepack.pack.plan.bounds.lower_bound import recursive_bound
@@ -250,10 +251,10 @@ def refuse_excesses(entries: Iterable[Excess], limits: Limits) -> None:
     Raises:
         TreepackError: names the trajectory that exceeds the limit by the largest amount.
     """
-    shorter = ", or drop or truncate longer trajectories"
+    shorter = "raise the budget of pairs, or drop or truncate longer trajectories"
     names = {
-        "tokens": ("capacity", limits.capacity, f"raise the capacity{shorter}"),
-        "score pairs": ("the budget of pairs", limits.pairs, f"raise the budget of pairs{shorter}"),
+        "tokens": ("capacity", limits.capacity, f"raise the capacity: {ANY_LENGTH}"),
+        "score pairs": ("the budget of pairs", limits.pairs, shorter),
         "loss terms": ("the budget of terms", limits.terms, "raise the budget of terms"),
     }
     every = [*entries]
